@@ -1,0 +1,265 @@
+"""The one file that knows the device.
+
+With a CUDA device this is a thin veneer over ``torch.cuda`` and changes nothing. Without one, `install` makes code that
+was written for CUDA run on CPU tensors with gloo: torch functions that take a device read "cuda" as "cpu", and the
+``torch.cuda`` calls that Megatron-Core makes become inert or act on the CPU generator. Nothing of Megatron is touched.
+`install` belongs at the start of a training process, before ``megatron`` is imported, and nowhere else: a driver or an
+inference engine keeps the plain torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "randperm"),
+    *("linspace", "eye", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("empty_strided", "scalar_tensor", "tril_indices", "triu_indices"),
+)
+_TENSOR_FACTORIES = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+# What Megatron says about a machine without a GPU; on CPU its forked generators are the CPU generator by construction.
+_EXPECTED_WARNINGS = (
+    "CPU RNG state changed within GPU RNG context",
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+)
+_installed = False
+
+
+def has_cuda() -> bool:
+    """Whether this process computes on a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device that this process computes on."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else _CPU
+
+
+def communication_backend() -> str:
+    """The torch.distributed backend of the device: nccl on CUDA, else gloo."""
+    return "nccl" if has_cuda() else "gloo"
+
+
+def synchronize() -> None:
+    """Wait for the device's queued work; returns at once on CPU."""
+    if has_cuda():
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    """Give unused cached memory back to the device; nothing to do on CPU."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+
+
+def device_rng_states() -> list[torch.Tensor]:
+    """The CPU generator's state and, on CUDA, the device generator's."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state()] if has_cuda() else states
+
+
+def restore_device_rng_states(states: list[torch.Tensor]) -> None:
+    """Set the generators back to what `device_rng_states` returned."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def install(local_rank: int = 0) -> None:
+    """Prepare this process for Megatron: choose the CUDA device, or stand in for CUDA where there is none."""
+    global _installed
+    if has_cuda():
+        torch.cuda.set_device(local_rank)
+        return
+    if _installed:
+        return
+    _installed = True
+    for expected in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=expected)
+    # Megatron marks its fusions with torch.compile. Here they run as they are written: compiling them would need a C++
+    # toolchain, and loading the compiler doubles the time to import Megatron.
+    torch.compile = _uncompiled
+    _wrap_device_arguments()
+    _stand_in_for_torch_cuda()
+    _complete_gloo()
+
+
+def _uncompiled(model: Any = None, **_options: Any) -> Any:
+    return model if model is not None else (lambda function: function)
+
+
+def _as_cpu(requested: Any) -> Any:
+    """Read a device argument: cuda in any spelling (string, torch.device, ordinal) is the CPU here."""
+    if requested is None:
+        return None
+    if isinstance(requested, int):
+        return _CPU
+    named = torch.device(requested)
+    return _CPU if named.type == "cuda" else named
+
+
+def _with_cpu_device_keyword(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _as_cpu(kwargs["device"])
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _with_cpu_device_anywhere(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``.to``: its device is positional or a keyword."""
+    keyword_checked = _with_cpu_device_keyword(method)
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(_as_cpu(arg) if isinstance(arg, str | torch.device) else arg for arg in args)
+        return keyword_checked(self, *args, **kwargs)
+
+    return wrapped
+
+
+def _wrap_device_arguments() -> None:
+    # Wrapping each function once costs nothing measurable and also acts inside threads and backward passes, which a
+    # TorchFunctionMode does not.
+    for name in _FACTORIES:
+        setattr(torch, name, _with_cpu_device_keyword(getattr(torch, name)))
+    for name in _TENSOR_FACTORIES:
+        setattr(torch.Tensor, name, _with_cpu_device_keyword(getattr(torch.Tensor, name)))
+    for owner in (torch.Tensor, torch.nn.Module):
+        owner.to = _with_cpu_device_anywhere(owner.to)
+        owner.cuda = lambda self, *_args, **_kwargs: self
+    torch.Tensor.record_stream = lambda self, _stream: None
+    plain_type = torch.Tensor.type
+
+    def cuda_type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Megatron's optimizer compares the type's name with "torch.cuda.FloatTensor".
+        result = plain_type(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = cuda_type_name
+
+
+class _Event:
+    """An event of a device that finishes everything at once."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+    def record(self, *_args: Any) -> None: ...
+    def wait(self, *_args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _other: _Event) -> float:
+        return 0.0
+
+
+class _Stream(contextlib.nullcontext):  # type: ignore[type-arg]
+    """The one stream of a device that runs everything in order."""
+
+    cuda_stream = 0
+    device = _CPU
+    priority = 0
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        super().__init__()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def wait_event(self, _event: _Event) -> None: ...
+    def wait_stream(self, _stream: _Stream) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+
+def _stand_in_for_torch_cuda() -> None:
+    cuda, stream = torch.cuda, _Stream()
+    cuda.current_device = lambda: _CPU
+    cuda.device_count = lambda: 0
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda device="cuda": torch.get_rng_state()
+        module.set_rng_state = lambda new_state, device="cuda": torch.set_rng_state(new_state)
+    cuda.manual_seed = cuda.manual_seed_all = torch.default_generator.manual_seed
+    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_stream"):
+        setattr(cuda, name, _constant(None))
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, _constant(0))
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, _constant(stream))
+    for name in ("stream", "device"):
+        setattr(cuda, name, _constant(contextlib.nullcontext()))
+    for name in ("range_push", "range_pop"):
+        setattr(cuda.nvtx, name, _constant(None))
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cuda.is_current_stream_capturing = lambda: False
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    """A new function at each call: torch.compile's tables refuse one function under several names."""
+    return lambda *_args, **_kwargs: value
+
+
+def _complete_gloo() -> None:
+    """Give gloo the collectives of nccl that it lacks: split sizes as tensors, and uneven gather and scatter."""
+    even_all_to_all, even_all_gather, even_reduce_scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
+
+    def as_list(sizes: Any) -> Any:
+        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):  # noqa: A002
+        return even_all_to_all(
+            output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op
+        )
+
+    def all_gather(tensor_list, tensor, group=None, async_op=False):
+        if len({t.shape for t in tensor_list}) == 1:
+            return even_all_gather(tensor_list, tensor, group, async_op)
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+        return _one_by_one(
+            [dist.broadcast(t, group=group, group_src=i, async_op=True) for i, t in enumerate(tensor_list)], async_op
+        )
+
+    def reduce_scatter(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if len({t.shape for t in input_list}) == 1:
+            return even_reduce_scatter(output, input_list, op, group, async_op)
+        if async_op:
+            raise NotImplementedError("an asynchronous uneven reduce_scatter does not exist on gloo")
+        for i, part in enumerate(input_list):
+            total = part.clone()
+            dist.all_reduce(total, op, group)
+            if i == dist.get_rank(group):
+                output.copy_(total)
+        return None
+
+    dist.all_to_all_single, dist.all_gather, dist.reduce_scatter = all_to_all_single, all_gather, reduce_scatter
+
+
+def _one_by_one(works: list[Any], async_op: bool) -> None:
+    if async_op:
+        raise NotImplementedError("an asynchronous uneven all_gather does not exist on gloo")
+    for work in works:
+        work.wait()

@@ -1,0 +1,211 @@
+"""Advantage estimators: [B] rewards in, [B,S] advantages out.
+
+GRPO https://arxiv.org/abs/2402.03300, leave-one-out 2402.14740, REINFORCE++ 2501.03262, GAE 1506.02438,
+a lambda per length (VAPO) 2504.05118. KL type, clamps and coefficient are those of the loss.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nemo_rl_mcore.algorithms.rewards import group_statistics
+from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
+from nemo_rl_mcore.config.loss import ClippedPGLossConfig
+from nemo_rl_mcore.losses.kl import kl_estimate
+
+VARIANCE_FLOOR = 1e-8
+STD_EPSILON = 1e-6
+
+
+class AdvantageEstimator(Protocol):
+    """What every estimator without a critic offers; each reads the keywords it needs."""
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor,
+        rewards: Tensor,
+        mask: Tensor,
+        *,
+        logprobs_policy: Tensor | None = None,
+        logprobs_reference: Tensor | None = None,
+    ) -> Tensor:
+        """Return [B,S] advantages; prompt_ids ([B] or [B,P]) group rows, mask [B,S] marks responses."""
+        ...
+
+
+class GRPOAdvantageEstimator:
+    """The reward of a row against those of the other answers to its prompt, the same on every column."""
+
+    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
+        self.cfg = cfg
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor,
+        rewards: Tensor,
+        mask: Tensor,
+        *,
+        logprobs_policy: Tensor | None = None,
+        logprobs_reference: Tensor | None = None,
+    ) -> Tensor:
+        """Return [B,S] advantages; every column is filled, masked ones too."""
+        group = group_statistics(prompt_ids, rewards, leave_one_out=self.cfg.use_leave_one_out_baseline)
+        advantages = rewards - group.baseline
+        if self.cfg.normalize_rewards:
+            scaled = advantages / (group.std + STD_EPSILON)
+            advantages = torch.where(group.std > 0, scaled, advantages)
+        return _to_columns(advantages.to(rewards.dtype), mask)
+
+
+class ReinforcePlusPlusAdvantageEstimator:
+    """The reward less the group's mean and the KL penalty, whitened over the tokens of the batch."""
+
+    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
+        self.cfg = cfg
+        self.loss_cfg = loss_cfg
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor,
+        rewards: Tensor,
+        mask: Tensor,
+        *,
+        logprobs_policy: Tensor | None = None,
+        logprobs_reference: Tensor | None = None,
+    ) -> Tensor:
+        """Return [B,S] advantages; every column is filled, masked ones too.
+
+        Raises ValueError when use_kl_in_reward needs log-probabilities ([B,S]) that are not given.
+        """
+        advantages = rewards
+        if self.cfg.minus_baseline:
+            group = group_statistics(prompt_ids, rewards, leave_one_out=False)
+            advantages = (rewards - group.baseline).to(rewards.dtype)
+        advantages = _to_columns(advantages, mask)
+        penalty = kl_penalty(
+            self.loss_cfg, logprobs_policy=logprobs_policy, logprobs_reference=logprobs_reference
+        )
+        if penalty is not None:
+            advantages = advantages - penalty
+        return whiten(advantages, mask, unbiased=False)
+
+
+class GeneralizedAdvantageEstimator:
+    """GAE over the tokens of each row, with separate lambdas for the policy and for the critic's targets."""
+
+    def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
+        self.cfg = cfg
+        self.loss_cfg = loss_cfg
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor | None,
+        rewards: Tensor,
+        mask: Tensor,
+        *,
+        values: Tensor,
+        logprobs: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (advantages, returns), both [B,S]; prompt_ids is not read.
+
+        values, logprobs and reference_logprobs are [B,S]. Advantages are 0 on masked columns.
+        Raises ValueError when use_kl_in_reward needs log-probabilities that are not given.
+        """
+        penalty = kl_penalty(self.loss_cfg, logprobs=logprobs, reference_logprobs=reference_logprobs)
+        token_rewards = _token_rewards(rewards, mask, penalty).to(values.dtype)
+        value_lambda = self.cfg.gae_lambda if self.cfg.gae_lambda_value is None else self.cfg.gae_lambda_value
+        gamma = self.cfg.gae_gamma
+        returns = values + discounted_errors(token_rewards, values, mask, gamma=gamma, lam=value_lambda)
+        advantages = discounted_errors(
+            token_rewards, values, mask, gamma=gamma, lam=self._policy_lambda(mask)
+        )
+        if self.cfg.normalize_advantages:
+            advantages = whiten(advantages, mask, unbiased=True)
+        return torch.where(mask != 0, advantages, 0.0), returns
+
+    def _policy_lambda(self, mask: Tensor) -> float | Tensor:
+        alpha = self.cfg.length_adaptive_alpha
+        if alpha > 0:
+            return (1 - 1 / (alpha * mask.sum(dim=1)).clamp(min=1)).clamp(0, 1)
+        return self.cfg.gae_lambda if self.cfg.gae_lambda_policy is None else self.cfg.gae_lambda_policy
+
+
+def discounted_errors(
+    token_rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float | Tensor
+) -> Tensor:
+    """Return [B,S]: at each token the (gamma * lambda)-discounted sum of its and the later TD errors.
+
+    Masked columns are stepped over: they repeat the result of the next token that counts. `lam` is one number
+    or one per row.
+    """
+    next_value = values.new_zeros(values.shape[0])
+    error_sum = values.new_zeros(values.shape[0])
+    columns: list[Tensor] = []
+    for t in reversed(range(values.shape[1])):
+        counts = mask[:, t] != 0
+        td_error = token_rewards[:, t] + gamma * next_value - values[:, t]
+        error_sum = torch.where(counts, td_error + gamma * lam * error_sum, error_sum)
+        next_value = torch.where(counts, values[:, t], next_value)
+        columns.append(error_sum)
+    return torch.stack(columns[::-1], dim=1) if columns else torch.zeros_like(values)
+
+
+def whiten(values: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
+    """Return (values - mean) / std on every column; the statistics are those of the mask tokens."""
+    counts = (mask != 0).to(values.dtype)
+    total = counts.sum()
+    mean = torch.where(mask != 0, values, 0.0).sum() / total.clamp(min=1)
+    squares = torch.where(mask != 0, (values - mean).square(), 0.0).sum()
+    variance = squares / (total - 1 if unbiased else total).clamp(min=1)
+    return (values - mean) * variance.clamp(min=VARIANCE_FLOOR).rsqrt()
+
+
+def kl_penalty(loss_cfg: ClippedPGLossConfig, **logprobs: Tensor | None) -> Tensor | None:
+    """Return what the KL takes off each token's reward, or None when the loss takes care of the KL.
+
+    `logprobs` are the policy's and the reference's, in this order, under the caller's names.
+    Raises ValueError naming the missing ones.
+    """
+    if not loss_cfg.use_kl_in_reward or loss_cfg.reference_policy_kl_penalty == 0:
+        return None
+    given = {name: values for name, values in logprobs.items() if values is not None}
+    if len(given) < len(logprobs):
+        missing = sorted(logprobs.keys() - given.keys())
+        raise ValueError(f"compute_advantage needs {', '.join(missing)} with use_kl_in_reward: true")
+    policy, reference = given.values()
+    estimate = kl_estimate(
+        policy,
+        reference,
+        loss_cfg.reference_policy_kl_type,
+        input_clamp=loss_cfg.kl_input_clamp_value,
+        output_clamp=loss_cfg.kl_output_clamp_value,
+    )
+    return loss_cfg.reference_policy_kl_penalty * estimate
+
+
+_ESTIMATORS = {
+    "grpo": GRPOAdvantageEstimator,
+    "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
+    "gae": GeneralizedAdvantageEstimator,
+}
+
+
+def make_advantage_estimator(
+    cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig
+) -> GRPOAdvantageEstimator | ReinforcePlusPlusAdvantageEstimator | GeneralizedAdvantageEstimator:
+    """Return the estimator that `cfg.name` names."""
+    return _ESTIMATORS[cfg.name](cfg, loss_cfg)
+
+
+def _to_columns(per_row: Tensor, mask: Tensor) -> Tensor:
+    return per_row[:, None].expand(mask.shape).clone()
+
+
+def _token_rewards(rewards: Tensor, mask: Tensor, penalty: Tensor | None) -> Tensor:
+    """Return [B,S]: minus the penalty on each mask token, plus the row's reward on the last of them."""
+    counts = mask != 0
+    later = counts.flip(1).cumsum(1).flip(1)  # mask tokens from here to the end of the row
+    token_rewards = torch.where(counts & (later == 1), rewards[:, None], 0.0)
+    return token_rewards if penalty is None else token_rewards - torch.where(counts, penalty, 0.0)

@@ -1,0 +1,194 @@
+"""Configurations of the algorithms: GRPO and the advantage estimators."""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, cast
+
+from pydantic import model_validator
+
+from nemo_rl_mcore.config.base import (
+    Float,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problem,
+    StrictModel,
+)
+
+
+class AdvantageEstimatorConfig(StrictModel):
+    """How rewards become advantages; a key is read only by the estimators it names."""
+
+    name: Literal["grpo", "reinforce_plus_plus", "gae"] = "grpo"
+    """The estimator: group-relative, REINFORCE++, or generalised advantage estimation with a critic."""
+    use_leave_one_out_baseline: bool = True
+    """grpo: the baseline of a sample is the mean of the other members of its group."""
+    normalize_rewards: bool = True
+    """grpo: divide by the standard deviation of the group."""
+    minus_baseline: bool = True
+    """reinforce_plus_plus: subtract the mean of the group."""
+    gae_lambda: Fraction = 0.95
+    """gae: the trade of bias (0) against variance (1)."""
+    gae_gamma: Fraction = 1.0
+    """gae: the discount per token."""
+    normalize_advantages: bool = True
+    """gae: whiten the advantages over the tokens of the batch."""
+    gae_lambda_value: Fraction | None = None
+    """gae: lambda of the critic's targets; null is gae_lambda."""
+    gae_lambda_policy: Fraction | None = None
+    """gae: lambda of the advantages; null is gae_lambda."""
+    length_adaptive_alpha: NonNegativeFloat = 0.0
+    """gae: above 0, the lambda of the advantages becomes 1 - 1 / (alpha * length)."""
+
+
+class RewardScalingConfig(StrictModel):
+    """A linear map of the reward from the source to the target interval; values outside are clamped."""
+
+    enabled: bool = False
+    """Whether rewards are mapped."""
+    source_min: Float = 0.0
+    """Reward that becomes target_min."""
+    source_max: Float = 1.0
+    """Reward that becomes target_max."""
+    target_min: Float = 0.0
+    """Lower end of the result."""
+    target_max: Float = 1.0
+    """Upper end of the result."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield an empty source interval."""
+        if self.enabled and self.source_max <= self.source_min:
+            yield Problem(
+                "source_max",
+                f"{self.source_max} is not above source_min: {self.source_min}",
+                "give an interval with source_max > source_min",
+                ("source_min",),
+            )
+
+
+class RewardShapingConfig(StrictModel):
+    """The penalty for responses that come close to the maximum length (DAPO's soft overlong punishment)."""
+
+    enabled: bool = False
+    """Whether long responses are penalised."""
+    overlong_buffer_length: PositiveInt = 128
+    """Tokens before max_response_length over which the penalty grows from 0."""
+    overlong_buffer_penalty: NonNegativeFloat = 1.0
+    """Penalty at max_response_length."""
+    max_response_length: PositiveInt | None = None
+    """Response length with the full penalty; needed when enabled."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a missing length, or a buffer longer than the response."""
+        if not self.enabled:
+            return
+        if self.max_response_length is None:
+            yield Problem("max_response_length", "is null with enabled: true", "set it", ("enabled",))
+        elif self.overlong_buffer_length > self.max_response_length:
+            yield Problem(
+                "overlong_buffer_length",
+                f"{self.overlong_buffer_length} is above max_response_length: {self.max_response_length}",
+                "lower it",
+                ("max_response_length",),
+            )
+
+
+class GRPOConfig(StrictModel):
+    """The GRPO loop: how much is sampled per step, for how long, and how it is judged."""
+
+    num_prompts_per_step: PositiveInt
+    """Prompts drawn per step."""
+    num_generations_per_prompt: PositiveInt
+    """Responses sampled for each prompt; together they are one group."""
+    max_num_steps: PositiveInt
+    """Steps after which the run ends."""
+    max_num_epochs: PositiveInt = 1
+    """Passes over a data set on disk after which the run ends; the embedded tasks draw without end."""
+    normalize_rewards: bool | None = None
+    """Shorthand for adv_estimator.normalize_rewards, which is the value that is read."""
+    use_leave_one_out_baseline: bool | None = None
+    """Shorthand for adv_estimator.use_leave_one_out_baseline, which is the value that is read."""
+    val_period: NonNegativeInt = 0
+    """Steps between validations; 0 leaves them out."""
+    val_at_start: bool = False
+    """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    max_val_samples: PositiveInt = 64
+    """Held-out prompts that a validation answers."""
+    val_batch_size: PositiveInt = 64
+    """Prompts generated at a time in a validation."""
+    overlong_filtering: bool = False
+    """Leave responses that hit the maximum length without an end out of the loss."""
+    use_dynamic_sampling: bool = False
+    """Draw further prompts in place of groups whose rewards are all equal (DAPO)."""
+    dynamic_sampling_max_gen_batches: PositiveInt = 10
+    """Generation rounds after which a step of dynamic sampling gives up."""
+    batch_multiplier: PositiveFloat = 1.0
+    """Prompts per generation round of dynamic sampling, in units of num_prompts_per_step."""
+    reward_shaping: RewardShapingConfig = RewardShapingConfig()
+    """The penalty for long responses."""
+    reward_scaling: RewardScalingConfig = RewardScalingConfig()
+    """The linear map of the reward."""
+    adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
+    """How rewards become advantages."""
+    seed: int | None = None
+    """NeMo RL's place of the seed; equal to the top-level `seed`, or left out."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """Prompts times responses: the rows of one rollout."""
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_estimator(cls, given: object) -> object:
+        """Hand the shorthands on to an adv_estimator section that leaves them out."""
+        if not isinstance(given, Mapping):
+            return given
+        section = dict(cast("Mapping[str, object]", given))
+        estimator = section.get("adv_estimator", {})
+        if not isinstance(estimator, Mapping):
+            return section
+        shorthands = {key: section[key] for key in _SHORTHANDS if section.get(key) is not None}
+        section["adv_estimator"] = shorthands | dict(cast("Mapping[str, object]", estimator))
+        return section
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield contradictions between the loop, the estimator and dynamic sampling."""
+        for key in _SHORTHANDS:
+            short, read = getattr(self, key), getattr(self.adv_estimator, key)
+            if short is not None and short != read:
+                yield Problem(
+                    key,
+                    f"{str(short).lower()} contradicts adv_estimator.{key}: {str(read).lower()}",
+                    "give both the same value, or remove one",
+                    (f"adv_estimator.{key}",),
+                )
+        if self.adv_estimator.name == "gae":
+            yield Problem(
+                "adv_estimator.name",
+                "gae needs a critic, and GRPO has none",
+                "set adv_estimator.name: grpo or reinforce_plus_plus",
+            )
+        yield from self._sampling_problems()
+
+    def _sampling_problems(self) -> Iterator[Problem]:
+        if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
+            yield Problem(
+                "batch_multiplier",
+                f"{self.batch_multiplier} does nothing with use_dynamic_sampling: false",
+                "set batch_multiplier: 1, or use_dynamic_sampling: true",
+                ("use_dynamic_sampling",),
+            )
+        if self.use_dynamic_sampling and self.num_generations_per_prompt == 1:
+            yield Problem(
+                "use_dynamic_sampling",
+                "true with num_generations_per_prompt: 1 drops every group (one reward has no variance)",
+                "set num_generations_per_prompt to 2 or more, or use_dynamic_sampling: false",
+                ("num_generations_per_prompt",),
+            )
+
+
+_SHORTHANDS = ("normalize_rewards", "use_leave_one_out_baseline")

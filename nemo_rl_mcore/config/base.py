@@ -1,0 +1,112 @@
+"""Strict frozen models, and problems that are collected instead of thrown one by one."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, Self, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a configuration: where, what, and the way out.
+
+    `related` names the other keys the judgement rests on; `where` is "file:line" once the loader knows it.
+    """
+
+    path: str
+    what: str
+    remedy: str = ""
+    related: tuple[str, ...] = ()
+    where: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.path}: {self.what}" if self.path else self.what
+        tail = f"; {self.remedy}" if self.remedy else ""
+        return f"{head}{tail}" + (f"  [{self.where}]" if self.where else "")
+
+    def below(self, prefix: str) -> "Problem":
+        """The same problem seen from the parent section `prefix`."""
+        return replace(
+            self,
+            path=join_path(prefix, self.path),
+            related=tuple(join_path(prefix, key) for key in self.related),
+        )
+
+
+class ConfigError(ValueError):
+    """Every problem of a configuration at once."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, start=1))
+        return f"{len(self.problems)} problems in the configuration:\n{lines}"
+
+
+class StrictModel(BaseModel):
+    """A frozen section: unknown keys are errors, and nothing is coerced from one type into another.
+
+    A subclass states its cross-field rules in `problems`; they are raised together on construction.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what is wrong between fields that are each valid; paths are relative to this section."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_problems(self, info: ValidationInfo) -> Self:
+        if info.context != DEFER and (problems := tuple(self.problems())):
+            raise ConfigError(problems)
+        return self
+
+
+DEFER = "collect problems afterwards"
+"""Validation context under which sections only check fields; `collect_problems` then finds the rest."""
+
+
+def collect_problems(section: StrictModel, prefix: str = "") -> Iterator[Problem]:
+    """Yield the problems of a section and of the sections inside it, with full paths."""
+    for problem in section.problems():
+        yield problem.below(prefix)
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, StrictModel):
+            yield from collect_problems(value, join_path(prefix, name))
+
+
+def join_path(prefix: str, key: str) -> str:
+    """Join two dotted YAML paths; either may be empty."""
+    return f"{prefix}.{key}" if prefix and key else prefix or key
+
+
+def _number_from_text(value: object) -> object:
+    # YAML 1.1 parsers, and ${oc.env:...}, hand over a number such as 1e-3 as text.
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _tuple_from_list(value: object) -> object:
+    return tuple(cast("list[object]", value)) if isinstance(value, list) else value
+
+
+Float = Annotated[float, BeforeValidator(_number_from_text)]
+NonNegativeFloat = Annotated[Float, Field(ge=0)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+Fraction = Annotated[Float, Field(ge=0, le=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+IntTuple = Annotated[tuple[int, ...], BeforeValidator(_tuple_from_list)]
+StrTuple = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)]

@@ -1,0 +1,194 @@
+"""Rules between sections of a GRPO run: layout, batch arithmetic, lengths, the device, the loss and its inputs."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from nemo_rl_mcore.config.base import Problem
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.config.master import GRPOMasterConfig
+
+MEGATRON = "policy.megatron_cfg"
+LAYOUT = (
+    "cluster.num_nodes",
+    "cluster.gpus_per_node",
+    "cluster.cpu_workers_per_node",
+    f"{MEGATRON}.tensor_model_parallel_size",
+    f"{MEGATRON}.pipeline_model_parallel_size",
+    f"{MEGATRON}.context_parallel_size",
+)
+SAMPLES = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
+
+
+def master_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+    """Yield what does not go together between sections."""
+    yield from _layout_problems(config)
+    yield from _batch_problems(config)
+    yield from _length_problems(config)
+    yield from _prompt_problems(config)
+    yield from _loss_problems(config)
+    if config.grpo.seed is not None and config.grpo.seed != config.seed:
+        yield Problem(
+            "grpo.seed",
+            f"{config.grpo.seed} contradicts seed: {config.seed}",
+            "remove grpo.seed; the seed of a run is the top-level seed",
+            ("seed",),
+        )
+    if config.cluster.on_cpu and config.policy.megatron_cfg.transformer_impl == "transformer_engine":
+        yield Problem(
+            f"{MEGATRON}.transformer_impl",
+            "transformer_engine needs GPUs, and cluster.gpus_per_node is 0",
+            "set transformer_impl: auto or local",
+            ("cluster.gpus_per_node",),
+        )
+
+
+def _layout_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+    world, needed = config.cluster.world_size, config.policy.megatron_cfg.model_parallel_size
+    ranks = "cpu_workers_per_node" if config.cluster.on_cpu else "gpus_per_node"
+    if world % needed:
+        yield Problem(
+            f"cluster.{ranks}",
+            f"num_nodes * {ranks} = {world} ranks do not divide into copies of the model of {needed} ranks "
+            f"({MEGATRON}: tensor * pipeline * context parallel size)",
+            f"make the number of ranks a multiple of {needed}, or lower the parallel sizes",
+            LAYOUT,
+        )
+        return
+    stages = config.policy.megatron_cfg.pipeline_model_parallel_size
+    expert = config.policy.megatron_cfg.expert_model_parallel_size
+    expert *= config.policy.megatron_cfg.expert_tensor_parallel_size
+    if (world // stages) % expert:
+        yield Problem(
+            f"{MEGATRON}.expert_model_parallel_size",
+            f"expert model * expert tensor parallel size = {expert} does not divide the {world // stages} ranks "
+            "of a pipeline stage",
+            "lower it",
+            (*LAYOUT, f"{MEGATRON}.expert_tensor_parallel_size"),
+        )
+
+
+def _batch_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+    policy, samples = config.policy, config.grpo.samples_per_step
+    ranks, batch, micro = config.data_parallel_size, policy.train_global_batch_size, policy.train_micro_batch_size
+    if samples % batch:
+        yield Problem(
+            "policy.train_global_batch_size",
+            f"{batch} does not divide the {samples} samples of a step "
+            "(grpo.num_prompts_per_step * grpo.num_generations_per_prompt)",
+            f"set it to a divisor, such as {_divisor_near(batch, samples)}",
+            SAMPLES,
+        )
+    if batch % (ranks * micro):
+        yield Problem(
+            "policy.train_global_batch_size",
+            f"{batch} is not divisible by data-parallel ranks * policy.train_micro_batch_size = "
+            f"{ranks} * {micro} = {ranks * micro}",
+            "change the micro-batch size, the global batch size or the number of ranks",
+            ("policy.train_micro_batch_size", *LAYOUT),
+        )
+    else:
+        yield from _interleaving_problems(config, batch // (ranks * micro))
+    share = ranks * policy.logprob_batch_size
+    if samples % share:
+        yield Problem(
+            "policy.logprob_batch_size",
+            f"the {samples} samples of a step are not divisible by data-parallel ranks * "
+            f"policy.logprob_batch_size = {ranks} * {policy.logprob_batch_size} = {share}",
+            "change it, or the number of samples",
+            (*SAMPLES, "policy.train_micro_batch_size", *LAYOUT),
+        )
+    if config.loss_fn.force_on_policy_ratio and batch != samples:
+        yield Problem(
+            "loss_fn.force_on_policy_ratio",
+            f"true needs one optimizer step per rollout, and policy.train_global_batch_size: {batch} is not the "
+            f"{samples} samples of a step",
+            f"set policy.train_global_batch_size: {samples}, or force_on_policy_ratio: false",
+            ("policy.train_global_batch_size", *SAMPLES),
+        )
+
+
+def _interleaving_problems(config: "GRPOMasterConfig", microbatches: int) -> Iterator[Problem]:
+    megatron = config.policy.megatron_cfg
+    stages = megatron.pipeline_model_parallel_size
+    if megatron.virtual_pipeline_model_parallel_size is not None and microbatches % stages:
+        yield Problem(
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size",
+            f"the interleaved schedule needs microbatches in multiples of pipeline_model_parallel_size: {stages}, "
+            f"and a rank has {microbatches} per optimizer step",
+            "change policy.train_micro_batch_size, or set virtual_pipeline_model_parallel_size: null",
+            ("policy.train_global_batch_size", "policy.train_micro_batch_size", *LAYOUT),
+        )
+
+
+def _length_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+    prompt, response = config.data.max_prompt_length, config.policy.generation.max_new_tokens
+    longest = config.policy.max_total_sequence_length
+    if prompt + response > longest:
+        yield Problem(
+            "policy.max_total_sequence_length",
+            f"{longest} has no room for the longest prompt ({prompt}: data.max_input_seq_length, or what the task "
+            f"needs) and policy.generation.max_new_tokens: {response}",
+            f"set it to {prompt + response}, or lower the other two",
+            ("data.max_input_seq_length", "data.num_digits", "policy.generation.max_new_tokens"),
+        )
+
+
+def _prompt_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+    grpo, data = config.grpo, config.data
+    drawn = grpo.num_prompts_per_step * grpo.batch_multiplier
+    if drawn != int(drawn):
+        yield Problem(
+            "grpo.batch_multiplier",
+            f"{grpo.batch_multiplier} times num_prompts_per_step: {grpo.num_prompts_per_step} is not whole",
+            "give a multiple that is",
+            ("grpo.num_prompts_per_step",),
+        )
+    if drawn > data.train_prompts:
+        yield Problem(
+            "grpo.num_prompts_per_step",
+            f"{grpo.num_prompts_per_step} (times batch_multiplier) is above the {data.train_prompts} different "
+            f"training prompts of data.num_digits: {data.num_digits}",
+            "lower it, or raise data.num_digits",
+            ("data.num_digits", "grpo.batch_multiplier"),
+        )
+    validates = bool(grpo.val_period) or grpo.val_at_start or grpo.val_at_end
+    if validates and grpo.max_val_samples > data.validation_prompts:
+        yield Problem(
+            "grpo.max_val_samples",
+            f"{grpo.max_val_samples} is above the {data.validation_prompts} held-out prompts of "
+            f"data.num_digits: {data.num_digits}",
+            "lower it, raise data.num_digits, or turn validation off (val_period: 0, val_at_start and "
+            "val_at_end: false)",
+            ("data.num_digits", "grpo.val_period", "grpo.val_at_start", "grpo.val_at_end"),
+        )
+
+
+def _loss_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+    loss, estimator = config.loss_fn, config.grpo.adv_estimator.name
+    if loss.use_kl_in_reward and estimator == "grpo":
+        yield Problem(
+            "loss_fn.use_kl_in_reward",
+            "true loses the KL penalty with grpo.adv_estimator.name: grpo, which does not subtract it",
+            "set use_kl_in_reward: false, or grpo.adv_estimator.name: reinforce_plus_plus",
+            ("grpo.adv_estimator.name",),
+        )
+    bounded = (
+        loss.truncated_importance_sampling_ratio is not None
+        or loss.truncated_importance_sampling_ratio_min is not None
+    )
+    if bounded and loss.truncated_importance_sampling_type is None:
+        yield Problem(
+            "loss_fn.truncated_importance_sampling_ratio",
+            "a bound does nothing with loss_fn.truncated_importance_sampling_type: null",
+            "set truncated_importance_sampling_type: tis, or the bounds to null",
+            (
+                "loss_fn.truncated_importance_sampling_type",
+                "loss_fn.truncated_importance_sampling_ratio_min",
+            ),
+        )
+
+
+def _divisor_near(wanted: int, number: int) -> int:
+    """The largest divisor of a number that is not above the wanted one."""
+    return max(candidate for candidate in range(1, min(wanted, number) + 1) if number % candidate == 0)

@@ -1,0 +1,47 @@
+"""Configuration of generation: the engine and how it samples."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nemo_rl_mcore.config.base import (
+    Float,
+    IntTuple,
+    PositiveFloat,
+    PositiveInt,
+    Problem,
+    StrictModel,
+    StrTuple,
+)
+
+
+class GenerationConfig(StrictModel):
+    """Which engine writes the responses, and from which distribution."""
+
+    backend: Literal["embedded", "vllm"] = "embedded"
+    """The engine: `embedded` decodes on the training model itself."""
+    max_new_tokens: PositiveInt
+    """Tokens of a response at most, end-of-sequence included."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits, in sampling and in every log-probability of training."""
+    top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens with this probability mass; 1 keeps all."""
+    top_k: PositiveInt | None = None
+    """Sample from this many most probable tokens; null keeps all."""
+    stop_token_ids: IntTuple | None = None
+    """Token ids that end a response besides the tokenizer's end-of-sequence."""
+    stop_strings: StrTuple | None = None
+    """Texts that end a response."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what the chosen engine cannot do."""
+        if self.backend == "vllm":
+            yield Problem("backend", "vllm is not supported yet", "set backend: embedded")
+        if self.backend == "embedded" and self.stop_strings is not None:
+            yield Problem(
+                "stop_strings",
+                "the embedded engine compares token ids, not text",
+                "set stop_strings: null and name the ids in stop_token_ids",
+                ("backend",),
+            )

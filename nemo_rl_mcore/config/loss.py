@@ -1,0 +1,119 @@
+"""Configurations of the loss functions; each can be built alone and refuses its forbidden combinations."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nemo_rl_mcore.config.base import Float, NonNegativeFloat, PositiveFloat, Problem, StrictModel
+
+KLType = Literal["k1", "k2", "k3"]
+TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
+
+
+class NLLLossConfig(StrictModel):
+    """The negative log-likelihood loss has nothing to set."""
+
+
+class ClippedPGLossConfig(StrictModel):
+    """The clipped policy-gradient loss: PPO, GRPO, GSPO, CISPO, dual clip, REINFORCE, corrections."""
+
+    reference_policy_kl_penalty: NonNegativeFloat = 0.01
+    """Coefficient of the KL penalty against the reference policy; 0 needs no reference policy."""
+    reference_policy_kl_type: KLType = "k3"
+    """Estimator of that KL: k1 (plain difference), k2 (half square) or k3 (non-negative and unbiased)."""
+    kl_input_clamp_value: PositiveFloat | None = 20.0
+    """Bound on the absolute log-ratio before the KL estimate; null turns it off."""
+    kl_output_clamp_value: PositiveFloat | None = 10.0
+    """Bound on the absolute KL estimate of a token; null turns it off."""
+    ratio_clip_min: NonNegativeFloat = 0.2
+    """The probability ratio is clipped below at 1 minus this."""
+    ratio_clip_max: NonNegativeFloat = 0.2
+    """The probability ratio is clipped above at 1 plus this."""
+    ratio_clip_c: Annotated[Float, Field(gt=1)] | None = None
+    """Dual clip: bound, in units of the advantage, on the loss of negative advantages; null turns it off."""
+    use_on_policy_kl_approximation: bool = False
+    """Weight the KL estimate by the ratio of the current to the generating policy."""
+    use_importance_sampling_correction: bool = False
+    """Weight tokens by the ratio of the previous policy to the one that generated them."""
+    truncated_importance_sampling_type: TruncationType | None = None
+    """How those weights are bounded: clamp (tis), drop tokens (icepop), drop rows (seq-mask-tis), or null."""
+    truncated_importance_sampling_ratio: PositiveFloat | None = None
+    """Upper bound of the weights."""
+    truncated_importance_sampling_ratio_min: NonNegativeFloat | None = None
+    """Lower bound of the weights; null is 0 for tis."""
+    sequence_level_importance_ratios: bool = False
+    """One probability ratio per row (GSPO) instead of one per token."""
+    token_level_loss: bool = True
+    """Divide by the valid tokens of the global batch; false averages each row, then divides by the rows."""
+    force_on_policy_ratio: bool = False
+    """Treat the current policy as the previous one, so that the ratio is 1 and carries only the gradient."""
+    use_kl_in_reward: bool = False
+    """Take the KL penalty off the reward in the advantage estimator; the loss then has none."""
+    use_cispo: bool = False
+    """CISPO: the clipped ratio is a detached weight of the log-probability."""
+    disable_ppo_ratio: bool = False
+    """REINFORCE and RLOO: the log-probability takes the place of the ratio."""
+    entropy_coef: Float = 0.0
+    """Coefficient of the entropy bonus, which is subtracted from the loss."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield the forbidden combinations."""
+        if self.sequence_level_importance_ratios and self.token_level_loss:
+            yield Problem(
+                "sequence_level_importance_ratios",
+                "true does not go with token_level_loss: true (a ratio per row needs a loss per row)",
+                "set token_level_loss: false, or sequence_level_importance_ratios: false",
+                ("token_level_loss",),
+            )
+        if self.use_cispo:
+            yield from self._cispo_problems()
+        yield from self._truncation_problems()
+
+    def _cispo_problems(self) -> Iterator[Problem]:
+        conflicts = (
+            ("disable_ppo_ratio", self.disable_ppo_ratio, "false"),
+            ("force_on_policy_ratio", self.force_on_policy_ratio, "false"),
+            ("sequence_level_importance_ratios", self.sequence_level_importance_ratios, "false"),
+            ("ratio_clip_c", self.ratio_clip_c is not None, "null"),
+            ("token_level_loss", not self.token_level_loss, "true"),
+        )
+        for key, conflicting, neutral in conflicts:
+            if conflicting:
+                given = str(getattr(self, key)).lower()
+                yield Problem(
+                    "use_cispo",
+                    f"true does not go with {key}: {given}",
+                    f"set {key}: {neutral}, or use_cispo: false",
+                    (key,),
+                )
+
+    def _truncation_problems(self) -> Iterator[Problem]:
+        kind = self.truncated_importance_sampling_type
+        low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
+        if low is not None and high is not None and low > high:
+            yield Problem(
+                "truncated_importance_sampling_ratio_min",
+                f"{low} is above truncated_importance_sampling_ratio: {high}",
+                "lower the one or raise the other",
+                ("truncated_importance_sampling_ratio",),
+            )
+        if kind is None:
+            return
+        if not self.use_importance_sampling_correction:
+            yield Problem(
+                "truncated_importance_sampling_type",
+                f"{kind} does nothing with use_importance_sampling_correction: false",
+                "set use_importance_sampling_correction: true, or truncated_importance_sampling_type: null",
+                ("use_importance_sampling_correction",),
+            )
+        needed = ["truncated_importance_sampling_ratio"] if high is None else []
+        if low is None and kind != "tis":
+            needed.append("truncated_importance_sampling_ratio_min")
+        for key in needed:
+            yield Problem(
+                "truncated_importance_sampling_type",
+                f"{kind} needs {key}, which is null",
+                f"set {key}, or truncated_importance_sampling_type: null",
+                (key,),
+            )

@@ -1,0 +1,212 @@
+"""Configuration of Megatron-Core: parallel layout, optimizer, scheduler, data-parallel buckets."""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, cast
+
+from pydantic import model_validator
+
+from nemo_rl_mcore.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problem,
+    StrictModel,
+)
+
+PrecisionName = Literal["float32", "bfloat16"]
+
+
+class OptimizerConfig(StrictModel):
+    """The optimizer; clipping follows policy.max_grad_norm, and number formats follow policy.precision."""
+
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam is AdamW: the weight decay is decoupled."""
+    lr: PositiveFloat
+    """Highest learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of a decay."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+    adam_beta1: Fraction = 0.9
+    """Decay of the running mean of gradients."""
+    adam_beta2: Fraction = 0.999
+    """Decay of the running mean of squared gradients."""
+    adam_eps: PositiveFloat = 1e-8
+    """Added to the denominator of Adam."""
+    sgd_momentum: Fraction = 0.9
+    """Momentum of sgd."""
+    use_distributed_optimizer: bool = True
+    """Shard the optimizer state over the data-parallel ranks."""
+    bf16: bool | None = None
+    """NeMo RL's copy of policy.precision: true for bfloat16, or left out."""
+    clip_grad: NonNegativeFloat | None = None
+    """NeMo RL's copy of policy.max_grad_norm, or left out."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a floor above the peak."""
+        if self.min_lr > self.lr:
+            yield Problem("min_lr", f"{self.min_lr} is above lr: {self.lr}", "lower min_lr", ("lr",))
+
+
+class SchedulerConfig(StrictModel):
+    """Learning rate and weight decay over the optimizer steps."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
+    """Shape of the learning rate after the warm-up."""
+    lr_decay_iters: PositiveInt | None = None
+    """Optimizer steps until the learning rate reaches min_lr; needed unless the style is constant."""
+    lr_warmup_iters: NonNegativeInt = 0
+    """Optimizer steps of the linear warm-up."""
+    lr_warmup_init: NonNegativeFloat = 0.0
+    """Learning rate at the start of the warm-up."""
+    start_weight_decay: NonNegativeFloat = 0.01
+    """Weight decay at the first step; left out, it is optimizer.weight_decay."""
+    end_weight_decay: NonNegativeFloat = 0.01
+    """Weight decay at the last step; left out, it is optimizer.weight_decay."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape between the two weight decays."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a schedule that is not defined."""
+        if self.lr_decay_iters is None and self.lr_decay_style != "constant":
+            yield Problem(
+                "lr_decay_iters",
+                f"is null with lr_decay_style: {self.lr_decay_style}",
+                "set the number of steps, or lr_decay_style: constant",
+                ("lr_decay_style",),
+            )
+        if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
+            yield Problem(
+                "lr_warmup_iters",
+                f"{self.lr_warmup_iters} is not below lr_decay_iters: {self.lr_decay_iters}",
+                "shorten the warm-up",
+                ("lr_decay_iters",),
+            )
+        if self.weight_decay_incr_style == "constant" and self.start_weight_decay != self.end_weight_decay:
+            yield Problem(
+                "end_weight_decay",
+                f"{self.end_weight_decay} differs from start_weight_decay: {self.start_weight_decay} "
+                "with weight_decay_incr_style: constant",
+                "make them equal, or set weight_decay_incr_style: linear",
+                ("start_weight_decay", "weight_decay_incr_style"),
+            )
+
+
+class DistributedDataParallelConfig(StrictModel):
+    """Buckets and overlap of the gradient reduction."""
+
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce gradients in fp32."""
+    overlap_grad_reduce: bool = False
+    """Reduce a bucket while the backward pass still computes the next."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters during the next forward pass; needs the distributed optimizer."""
+    bucket_size: PositiveInt | None = None
+    """Parameters per bucket; null lets Megatron choose."""
+
+
+class MegatronConfig(StrictModel):
+    """Megatron-Core, the policy's backend."""
+
+    enabled: bool = True
+    """Always true: Megatron is the only backend."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layer implementation; auto is Transformer Engine where it is installed and a GPU exists, else local."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share the weights of each layer."""
+    sequence_parallel: bool = False
+    """Shard activations between tensor-parallel regions along the sequence; needs tensor parallelism."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Pipeline stages."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Model chunks per pipeline stage (interleaved schedule); null is one."""
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that share the experts."""
+    expert_tensor_parallel_size: PositiveInt = 1
+    """Ranks that share the weights of one expert."""
+    pipeline_dtype: PrecisionName | None = None
+    """NeMo RL's copy of policy.precision, or left out."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
+    apply_rope_fusion: bool = False
+    """Use Transformer Engine's fused rotary kernel where it runs; the numbers are the same."""
+    use_fused_linear_logprobs: bool = False
+    """Compute log-probabilities from the hidden states in chunks; no batch of logits ever exists at once."""
+    fused_linear_logprobs_chunk_size: PositiveInt | None = None
+    """Token rows per chunk; null derives them from fused_linear_logprobs_chunk_bytes."""
+    fused_linear_logprobs_chunk_bytes: PositiveInt = 64 * 2**20
+    """Bytes that the logits of one chunk may take."""
+    process_group_timeout_s: PositiveFloat = 120.0
+    """Seconds after which a collective that hangs is an error."""
+    optimizer: OptimizerConfig
+    """The optimizer."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Learning rate and weight decay over the steps."""
+    distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
+    """Buckets and overlap of the gradient reduction."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return (
+            self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        )
+
+    @property
+    def layer_divisor(self) -> int:
+        """Chunks that the layers are cut into."""
+        return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_weight_decay(cls, given: object) -> object:
+        """The schedule holds the optimizer's weight decay where it names none."""
+        if not isinstance(given, Mapping):
+            return given
+        section = dict(cast("Mapping[str, object]", given))
+        optimizer, scheduler = section.get("optimizer"), section.get("scheduler", {})
+        if isinstance(optimizer, OptimizerConfig):
+            decay: object = optimizer.weight_decay
+        elif isinstance(optimizer, Mapping):
+            default = OptimizerConfig.model_fields["weight_decay"].default
+            decay = cast("Mapping[str, object]", optimizer).get("weight_decay", default)
+        else:
+            return section
+        if isinstance(scheduler, Mapping):
+            ends = {"start_weight_decay": decay, "end_weight_decay": decay}
+            section["scheduler"] = ends | dict(cast("Mapping[str, object]", scheduler))
+        return section
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield settings that Megatron cannot run together."""
+        schedule = self.scheduler
+        constant = schedule.weight_decay_incr_style == "constant"
+        if constant and schedule.start_weight_decay != self.optimizer.weight_decay:
+            yield Problem(
+                "scheduler.start_weight_decay",
+                f"{schedule.start_weight_decay} contradicts optimizer.weight_decay: "
+                f"{self.optimizer.weight_decay} with scheduler.weight_decay_incr_style: constant",
+                "remove it, or make them equal",
+                ("optimizer.weight_decay", "scheduler.weight_decay_incr_style"),
+            )
+        if not self.enabled:
+            yield Problem("enabled", "Megatron is the only backend of the policy", "set enabled: true")
+        ddp = self.distributed_data_parallel_config
+        if ddp.overlap_param_gather and not self.optimizer.use_distributed_optimizer:
+            yield Problem(
+                "distributed_data_parallel_config.overlap_param_gather",
+                "true needs optimizer.use_distributed_optimizer: true",
+                "set that, or overlap_param_gather: false",
+                ("optimizer.use_distributed_optimizer",),
+            )
+        if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
+            yield Problem(
+                "distributed_data_parallel_config.overlap_param_gather",
+                "true needs distributed_data_parallel_config.overlap_grad_reduce: true",
+                "set that, or overlap_param_gather: false",
+                ("distributed_data_parallel_config.overlap_grad_reduce",),
+            )

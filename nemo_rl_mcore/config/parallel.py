@@ -1,0 +1,98 @@
+"""Rules between the model's sizes and the parallel layout; paths are relative to `policy`."""
+
+from collections.abc import Iterator
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.megatron import MegatronConfig
+from nemo_rl_mcore.config.model import ModelConfig
+
+TENSOR = "megatron_cfg.tensor_model_parallel_size"
+PIPELINE = "megatron_cfg.pipeline_model_parallel_size"
+VIRTUAL = "megatron_cfg.virtual_pipeline_model_parallel_size"
+EXPERT = "megatron_cfg.expert_model_parallel_size"
+SEQUENCE = "megatron_cfg.sequence_parallel"
+
+
+def parallel_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+    """Yield what the layout cannot cut evenly, and combinations that train wrongly."""
+    yield from _tensor_problems(model, megatron)
+    yield from _pipeline_problems(model, megatron)
+    yield from _expert_problems(model, megatron)
+    if megatron.context_parallel_size > 1:
+        yield Problem(
+            "megatron_cfg.context_parallel_size",
+            f"{megatron.context_parallel_size}: context parallelism is not supported yet",
+            "set context_parallel_size: 1",
+        )
+
+
+def _tensor_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+    tensor = megatron.tensor_model_parallel_size
+    if megatron.sequence_parallel and tensor == 1:
+        yield Problem(
+            SEQUENCE,
+            "true needs tensor_model_parallel_size above 1, and it is 1",
+            "set sequence_parallel: false, or raise tensor_model_parallel_size",
+            (TENSOR,),
+        )
+    sizes = (
+        ("num_attention_heads", model.num_attention_heads),
+        ("num_query_groups", model.query_groups),
+        ("ffn_hidden_size", model.ffn_size),
+    )
+    for key, size in sizes:
+        if size % tensor:
+            yield Problem(
+                f"model.{key}",
+                f"{size} is not divisible by policy.{TENSOR}: {tensor}",
+                f"set it to {-(-size // tensor) * tensor}, or lower tensor_model_parallel_size",
+                (TENSOR, "model.num_attention_heads", "model.hidden_size"),
+            )
+
+
+def _pipeline_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+    stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
+    if model.num_layers % megatron.layer_divisor:
+        virtual = f" times policy.{VIRTUAL}: {chunks}" if chunks else ""
+        yield Problem(
+            "model.num_layers",
+            f"{model.num_layers} is not divisible by policy.{PIPELINE}: {stages}{virtual}",
+            f"set num_layers to a multiple of {megatron.layer_divisor}, or use fewer stages",
+            (PIPELINE, VIRTUAL),
+        )
+    if chunks is None:
+        return
+    if stages == 1:
+        yield Problem(
+            VIRTUAL,
+            f"{chunks} needs pipeline_model_parallel_size above 1, and it is 1",
+            "set virtual_pipeline_model_parallel_size: null",
+            (PIPELINE,),
+        )
+
+
+def _expert_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+    experts, ranks = model.num_moe_experts, megatron.expert_model_parallel_size
+    if experts is None:
+        if ranks > 1:
+            yield Problem(
+                EXPERT,
+                f"{ranks} needs a model with experts, and policy.model.num_moe_experts is null",
+                "set expert_model_parallel_size: 1",
+                ("model.num_moe_experts",),
+            )
+        return
+    if experts % ranks:
+        yield Problem(
+            "model.num_moe_experts",
+            f"{experts} is not divisible by policy.{EXPERT}: {ranks}",
+            f"set it to {-(-experts // ranks) * ranks}, or lower expert_model_parallel_size",
+            (EXPERT,),
+        )
+    if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
+        yield Problem(
+            SEQUENCE,
+            f"false does not go with experts and policy.{TENSOR}: {megatron.tensor_model_parallel_size}",
+            "set sequence_parallel: true, or tensor_model_parallel_size: 1",
+            (TENSOR, "model.num_moe_experts"),
+        )

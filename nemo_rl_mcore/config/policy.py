@@ -1,0 +1,170 @@
+"""Configuration of the policy: model, tokenizer, batch sizes, Megatron, generation."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, cast
+
+from pydantic import BeforeValidator, model_validator
+
+from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.generation import GenerationConfig
+from nemo_rl_mcore.config.guardrails import fused_guardrails
+from nemo_rl_mcore.config.megatron import MegatronConfig
+from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.parallel import parallel_problems
+
+CHAR_VOCABULARY = 32
+"""Tokens of the embedded character tokenizer."""
+
+
+def _refuse_fp16(value: object) -> object:
+    if value in ("float16", "fp16", "half"):
+        raise ValueError(
+            "fp16 gradients overflow before the global token count divides them; set precision: bfloat16"
+        )
+    return value
+
+
+Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_refuse_fp16)]
+
+
+class TokenizerConfig(StrictModel):
+    """Where the tokenizer comes from."""
+
+    name: str
+    """`char` for the embedded character tokenizer, or a local Hugging Face directory."""
+
+
+class SequencePackingConfig(StrictModel):
+    """Several samples in one row without padding."""
+
+    enabled: bool = False
+    """Whether samples are packed."""
+    train_mb_tokens: PositiveInt | None = None
+    """Tokens of a training microbatch."""
+    logprob_mb_tokens: PositiveInt | None = None
+    """Tokens of a log-probability microbatch."""
+    algorithm: str = "modified_first_fit_decreasing"
+    """How samples are assigned to rows."""
+    sequence_length_round: PositiveInt = 64
+    """Lengths are rounded up to a multiple of this."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield the refusal."""
+        if self.enabled:
+            yield Problem("enabled", "sequence packing is not supported yet", "set enabled: false")
+
+
+class DynamicBatchingConfig(StrictModel):
+    """Microbatches of equal token counts instead of equal sample counts."""
+
+    enabled: bool = False
+    """Whether microbatches are sized by tokens."""
+    train_mb_tokens: PositiveInt | None = None
+    """Tokens of a training microbatch."""
+    logprob_mb_tokens: PositiveInt | None = None
+    """Tokens of a log-probability microbatch."""
+    sequence_length_round: PositiveInt = 64
+    """Lengths are rounded up to a multiple of this."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield the refusal."""
+        if self.enabled:
+            yield Problem("enabled", "dynamic batching is not supported yet", "set enabled: false")
+
+
+class PolicyConfig(StrictModel):
+    """The model that is trained."""
+
+    model: ModelConfig
+    """The architecture; its weights are drawn at random."""
+    model_name: str | None = None
+    """Hugging Face checkpoint; null, since weights cannot be loaded yet."""
+    init_checkpoint: str | None = None
+    """Checkpoint of this package to start from; null, since weights cannot be loaded yet."""
+    tokenizer: TokenizerConfig
+    """The tokenizer."""
+    precision: Precision = "float32"
+    """Number format of weights and activations."""
+    train_global_batch_size: PositiveInt
+    """Samples per optimizer step, over all data-parallel ranks."""
+    train_micro_batch_size: PositiveInt
+    """Samples per forward and backward pass of one rank."""
+    logprob_batch_size: PositiveInt = 1
+    """Samples per log-probability pass of one rank; left out, it is train_micro_batch_size."""
+    generation_batch_size: PositiveInt | None = None
+    """Samples that one rank generates at a time; null is all of its samples."""
+    max_total_sequence_length: PositiveInt
+    """Tokens of prompt and response together."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Gradients are scaled down to this global norm; 0 leaves them."""
+    megatron_cfg: MegatronConfig
+    """Parallel layout, optimizer and kernels."""
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    """Several samples in one row."""
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    """Microbatches of equal token counts."""
+    generation: GenerationConfig
+    """Engine and sampling."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_logprob_batch_size(cls, given: object) -> object:
+        if not isinstance(given, Mapping):
+            return given
+        section = dict(cast("Mapping[str, object]", given))
+        if section.get("logprob_batch_size") is None and "train_micro_batch_size" in section:
+            section["logprob_batch_size"] = section["train_micro_batch_size"]
+        return section
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what does not go together inside the policy."""
+        for guardrail in fused_guardrails(self):
+            if not guardrail.ok:
+                yield guardrail.problem()
+        yield from parallel_problems(self.model, self.megatron_cfg)
+        yield from self._weight_problems()
+        yield from self._length_problems()
+        yield from self._copy_problems()
+
+    def _weight_problems(self) -> Iterator[Problem]:
+        for key in ("model_name", "init_checkpoint"):
+            if (given := getattr(self, key)) is not None:
+                yield Problem(
+                    key,
+                    f"{given!r}: weights cannot be loaded yet",
+                    f"set {key}: null and describe the architecture in policy.model",
+                )
+        if self.tokenizer.name == "char" and self.model.vocab_size < CHAR_VOCABULARY:
+            yield Problem(
+                "model.vocab_size",
+                f"{self.model.vocab_size} is below {CHAR_VOCABULARY}, the tokens of policy.tokenizer.name: char",
+                f"set vocab_size: {CHAR_VOCABULARY}",
+                ("tokenizer.name",),
+            )
+
+    def _length_problems(self) -> Iterator[Problem]:
+        longest, positions = self.max_total_sequence_length, self.model.max_position_embeddings
+        if longest > positions:
+            yield Problem(
+                "max_total_sequence_length",
+                f"{longest} is above policy.model.max_position_embeddings: {positions}",
+                "lower the one or raise the other",
+                ("model.max_position_embeddings",),
+            )
+
+    def _copy_problems(self) -> Iterator[Problem]:
+        megatron, optimizer = self.megatron_cfg, self.megatron_cfg.optimizer
+        in_bf16 = self.precision == "bfloat16"
+        copies = (
+            ("megatron_cfg.pipeline_dtype", megatron.pipeline_dtype, "precision", self.precision),
+            ("megatron_cfg.optimizer.bf16", optimizer.bf16, "precision", in_bf16),
+            ("megatron_cfg.optimizer.clip_grad", optimizer.clip_grad, "max_grad_norm", self.max_grad_norm),
+        )
+        for key, copy, source, value in copies:
+            if copy is not None and copy != value:
+                yield Problem(
+                    key,
+                    f"{str(copy).lower()} contradicts policy.{source}: {getattr(self, source)}",
+                    f"remove it, or set it to {str(value).lower()}",
+                    (source,),
+                )

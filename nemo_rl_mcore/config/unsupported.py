@@ -1,0 +1,235 @@
+"""NeMo RL keys that this package knows and does not implement: accepted where they change nothing, else refused.
+
+One table. An entry says which values are neutral, and what to do about any other value. Neutral keys are
+dropped before the strict models see the recipe, so a recipe moves over with few edits and none of them is silent.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from nemo_rl_mcore.config.base import Problem, join_path
+
+Tree = dict[str, object]
+
+ANY = object()
+"""Neutral value of keys that only a part of NeMo RL reads which is refused elsewhere, or off."""
+OFF = object()
+"""Neutral value of sections: absent, empty, or with `enabled: false` (or nothing true in them)."""
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A known key: its neutral values, and what to do about another one."""
+
+    neutral: tuple[object, ...]
+    remedy: str
+
+    def accepts(self, value: object) -> bool:
+        """Whether the value changes nothing."""
+        if ANY in self.neutral:
+            return True
+        if OFF in self.neutral and _is_off(value):
+            return True
+        return any(type(value) is type(known) and value == known for known in self.neutral)
+
+
+def _is_off(value: object) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, Mapping) and not cast("Mapping[str, object]", value).get("enabled", False)
+
+
+def _only(*neutral: object, remedy: str) -> Unsupported:
+    return Unsupported(neutral, remedy)
+
+
+_UNREAD = _only(ANY, remedy="")
+_REMOVE_NULL = "set it to null, or remove it"
+_DERIVED = "remove it; the interleaved schedule gets the settings it needs"
+_EPOCHS = "remove it; grpo.max_num_steps ends the run"
+
+UNSUPPORTED: dict[str, Unsupported] = {
+    # grpo
+    "grpo.max_rollout_turns": _only(1, remedy="set it to 1; a rollout has one turn"),
+    "grpo.val_start_at": _only(-1, 0, remedy="set it to -1; grpo.val_period rules from the first step"),
+    "grpo.val_num_generations_per_prompt": _only(1, remedy="set it to 1"),
+    "grpo.stop_at_validation_metric": _only(None, remedy=_EPOCHS),
+    "grpo.stop_at_validation_threshold": _only(None, remedy=_EPOCHS),
+    "grpo.advantage_clip_low": _only(None, remedy=_REMOVE_NULL),
+    "grpo.advantage_clip_high": _only(None, remedy=_REMOVE_NULL),
+    "grpo.seq_logprob_error_threshold": _only(
+        None, remedy="set it to null; loss_fn.truncated_importance_sampling_type: seq-mask-tis drops such rows"
+    ),
+    "grpo.invalid_tool_call_advantage": _only(None, remedy=_REMOVE_NULL),
+    "grpo.malformed_thinking_advantage": _only(None, remedy=_REMOVE_NULL),
+    "grpo.calculate_advantages_on_gpu": _only(False, remedy="set it to false; advantages are computed on CPU"),
+    "grpo.skip_reference_policy_logprobs_calculation": _only(
+        False,
+        remedy="remove it; a reference policy exists only where loss_fn.reference_policy_kl_penalty is not 0",
+    ),
+    "grpo.async_grpo": _only(OFF, remedy="set grpo.async_grpo.enabled: false; runs are synchronous"),
+    "grpo.reward_shaping.stop_properly_penalty_coef": _only(None, remedy=_REMOVE_NULL),
+    "reward_penalties": _only(OFF, remedy="remove it"),
+    # loss_fn
+    "loss_fn.positive_example_nll_weight": _only(0.0, 0, remedy="set it to 0"),
+    # policy
+    "policy.tokenizer.chat_template_kwargs": _only(None, {}, remedy="set it to null; prompts are plain text"),
+    "policy.tokenizer.use_fastokens": _only(False, remedy="set it to false"),
+    "policy.hf_config_overrides": _only(None, {}, remedy="describe the architecture in policy.model"),
+    "policy.logprob_chunk_size": _only(
+        None, remedy="set it to null and use policy.megatron_cfg.use_fused_linear_logprobs: true"
+    ),
+    "policy.offload_optimizer_for_logprob": _only(False, remedy="set it to false"),
+    "policy.make_sequence_length_divisible_by": _UNREAD,  # rows are padded to what the layout needs
+    "policy.dtensor_cfg": _only(
+        OFF, remedy="set policy.dtensor_cfg.enabled: false and use policy.megatron_cfg, the only backend"
+    ),
+    "policy.optimizer": _only(None, remedy="set it to null and use policy.megatron_cfg.optimizer"),
+    "policy.scheduler": _only(None, remedy="set it to null and use policy.megatron_cfg.scheduler"),
+    "policy.draft": _only(OFF, remedy="set policy.draft.enabled: false"),
+    "policy.sequence_packing.microbatch_order": _UNREAD,  # packing itself is refused
+    # policy.megatron_cfg
+    "policy.megatron_cfg.converter_type": _UNREAD,  # names a Hugging Face converter; no weights are loaded
+    "policy.megatron_cfg.model_overrides": _only(None, {}, remedy="describe the architecture in policy.model"),
+    "policy.megatron_cfg.checkpoint": _UNREAD,  # how checkpoints are saved; saving is refused
+    "policy.megatron_cfg.force_reconvert_from_hf": _UNREAD,
+    "policy.megatron_cfg.empty_unused_memory_level": _UNREAD,  # when the CUDA cache is emptied
+    "policy.megatron_cfg.recompute_granularity": _only("full", None, remedy="set it to full"),
+    "policy.megatron_cfg.recompute_modules": _only(None, [], remedy=_REMOVE_NULL),
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage": _only(None, remedy=_REMOVE_NULL),
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage": _only(None, remedy=_REMOVE_NULL),
+    "policy.megatron_cfg.overlap_p2p_comm": _only(None, remedy=_DERIVED),
+    "policy.megatron_cfg.batch_p2p_comm": _only(None, remedy=_DERIVED),
+    "policy.megatron_cfg.bias_activation_fusion": _only(False, remedy="set it to false"),
+    "policy.megatron_cfg.gradient_accumulation_fusion": _only(False, remedy="set it to false"),
+    "policy.megatron_cfg.use_fused_weighted_squared_relu": _only(False, remedy="set it to false"),
+    "policy.megatron_cfg.defer_fp32_logits": _only(
+        False, None, remedy="set it to false and use policy.megatron_cfg.use_fused_linear_logprobs: true"
+    ),
+    "policy.megatron_cfg.attention_backend": _only(None, "auto", remedy=_REMOVE_NULL),
+    "policy.megatron_cfg.use_gloo_process_groups": _UNREAD,  # groups follow the device
+    "policy.megatron_cfg.env_vars": _only(None, {}, remedy="set the variables in the environment of the command"),
+    "policy.megatron_cfg.fp8_cfg": _only(OFF, remedy="set policy.megatron_cfg.fp8_cfg.enabled: false"),
+    "policy.megatron_cfg.peft": _only(OFF, remedy="set policy.megatron_cfg.peft.enabled: false"),
+    "policy.megatron_cfg.mtp_num_layers": _only(None, 0, remedy="set it to 0"),
+    "policy.megatron_cfg.mtp_loss_scaling_factor": _UNREAD,  # read with mtp_num_layers only
+    "policy.megatron_cfg.mtp_use_repeated_layer": _UNREAD,
+    "policy.megatron_cfg.mtp_detach_heads": _UNREAD,
+    # Mixture-of-experts models are refused by policy.model.num_moe_experts; nothing else reads these.
+    "policy.megatron_cfg.freeze_moe_router": _UNREAD,
+    "policy.megatron_cfg.moe_router_dtype": _UNREAD,
+    "policy.megatron_cfg.moe_router_load_balancing_type": _UNREAD,
+    "policy.megatron_cfg.moe_router_bias_update_rate": _UNREAD,
+    "policy.megatron_cfg.moe_permute_fusion": _UNREAD,
+    "policy.megatron_cfg.moe_per_layer_logging": _UNREAD,
+    "policy.megatron_cfg.moe_enable_deepep": _UNREAD,
+    "policy.megatron_cfg.moe_token_dispatcher_type": _UNREAD,
+    "policy.megatron_cfg.moe_shared_expert_overlap": _UNREAD,
+    "policy.megatron_cfg.optimizer.fp16": _only(
+        False, remedy="set it to false; fp16 gradients overflow before the global token count divides them"
+    ),
+    "policy.megatron_cfg.optimizer.params_dtype": _only(
+        "float32", remedy="remove it; policy.precision rules, and main parameters are fp32"
+    ),
+    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer": _only(
+        False, remedy="set it to false; optimizer state is fp32"
+    ),
+    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": _only(False, remedy="set it to false"),
+    "policy.megatron_cfg.optimizer.optimizer_offload_fraction": _UNREAD,  # read with the offload only
+    "policy.megatron_cfg.distributed_data_parallel_config.average_in_collective": _only(
+        False, remedy="set it to false; gradients are summed, then divided once by the global count"
+    ),
+    "policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp": _only(
+        False, remedy="set it to false; use optimizer.use_distributed_optimizer: true"
+    ),
+    "policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy": _UNREAD,
+    # policy.generation: the embedded engine reads none of these
+    "policy.generation.vllm_cfg": _UNREAD,
+    "policy.generation.vllm_kwargs": _UNREAD,
+    "policy.generation.mcore_generation_config": _UNREAD,
+    "policy.generation.refit_cfg": _UNREAD,
+    "policy.generation.refit_transport": _only(None, remedy=_REMOVE_NULL),
+    "policy.generation.real_quant_export_cpu_offload": _UNREAD,
+    "policy.generation.port_range_low": _UNREAD,
+    "policy.generation.port_range_high": _UNREAD,
+    "policy.generation.val_temperature": _only(
+        None, 1.0, 1, remedy="remove it; validation samples as policy.generation says"
+    ),
+    "policy.generation.val_top_p": _only(
+        None, 1.0, 1, remedy="remove it; validation samples as policy.generation says"
+    ),
+    "policy.generation.val_top_k": _only(
+        None, remedy="remove it; validation samples as policy.generation says"
+    ),
+    "policy.generation.colocated": _only(
+        OFF,
+        {"enabled": True},
+        {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
+        remedy="set policy.generation.colocated.enabled: true; the embedded engine shares the training ranks",
+    ),
+    # data: the embedded tasks have one place for the task, data.dataset_name
+    "data.train": _only(None, remedy="remove it and set data.dataset_name: copy, reverse, sort or increment"),
+    "data.validation": _only(None, remedy="remove it; a tenth of the embedded prompts is held out"),
+    "data.default": _only(None, remedy="remove it; the embedded tasks need no prompt file or processor"),
+    "data.prompt_file": _only(None, remedy=_REMOVE_NULL),
+    "data.system_prompt_file": _only(None, remedy=_REMOVE_NULL),
+    "data.shuffle": _only(True, remedy="set it to true; prompts are drawn at random"),
+    "data.num_workers": _UNREAD,  # prompts come from a generator
+    "data.use_multiple_dataloader": _only(False, remedy="set it to false"),
+    # env
+    "env.math": _only(None, remedy="remove it and use env: {arithmetic: {}}"),
+    # checkpointing
+    "checkpointing.checkpoint_must_save_by": _UNREAD,  # saving itself is refused
+    "checkpointing.model_save_format": _UNREAD,
+    "checkpointing.save_consolidated": _UNREAD,
+    "checkpointing.save_optimizer": _UNREAD,
+    # logger
+    "logger.mlflow_enabled": _only(False, remedy="set it to false; use tensorboard_enabled or wandb_enabled"),
+    "logger.swanlab_enabled": _only(False, remedy="set it to false; use tensorboard_enabled or wandb_enabled"),
+    "logger.monitor_gpus": _only(False, remedy="set it to false"),
+    "logger.mlflow": _UNREAD,
+    "logger.swanlab": _UNREAD,
+    "logger.gpu_monitoring": _UNREAD,
+    "logger.tensorboard": _only(None, {}, remedy="set it to {}; events go to logger.log_dir"),
+    "logger.wandb.log_nemo_gym_full_result_tables": _only(False, remedy="set it to false"),
+    # cluster
+    "cluster.master_port_range_low": _UNREAD,  # a free port is asked of the system
+    "cluster.master_port_range_high": _UNREAD,
+    "cluster.segment_size": _only(None, remedy=_REMOVE_NULL),
+    # top level
+    "data_plane": _only(OFF, remedy="set data_plane.enabled: false"),
+    "on_policy_distillation": _only(OFF, remedy="set it to null"),
+}
+
+
+def screen(tree: Tree) -> tuple[Tree, list[Problem]]:
+    """Split a recipe into what is left for the strict models, and refusals of known but unsupported keys."""
+    problems: list[Problem] = []
+    return _screen(tree, "", problems), problems
+
+
+def _screen(tree: Tree, prefix: str, problems: list[Problem]) -> Tree:
+    kept: Tree = {}
+    for key, value in tree.items():
+        path = join_path(prefix, str(key))
+        known = UNSUPPORTED.get(path)
+        if known is None:
+            kept[key] = _screen(cast("Tree", value), path, problems) if isinstance(value, dict) else value
+        elif not known.accepts(value):
+            problems.append(Problem(path, f"{_shown(value)} is not supported", known.remedy))
+    return kept
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        enabled = cast("Mapping[str, object]", value).get("enabled")
+        return "enabled: true" if enabled else "this section"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
+
+
+def known_paths() -> Iterator[str]:
+    """Every path in the table, for suggestions and overrides."""
+    yield from UNSUPPORTED

@@ -1,0 +1,164 @@
+"""The batch that travels between driver, workers and losses."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+PadValue = int | float | bool
+Entries = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+class BatchedDataDict(dict[str, Any]):
+    """A dict of batch-first tensors and of lists with one python value per row.
+
+    Every value has the same number of rows; the assignment that breaks this raises a ValueError naming it.
+    No method edits the batch in place: each returns a new one.
+    """
+
+    def __init__(self, data: Entries = (), /, **entries: Any) -> None:
+        super().__init__()
+        self.update(data, **entries)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        rows = _rows(key, value)
+        for other, existing in self.items():
+            if other != key and len(existing) != rows:
+                raise ValueError(f"{key!r} has {rows} rows, but {other!r} has {len(existing)}")
+        super().__setitem__(key, value)
+
+    def update(self, *args: Any, **entries: Any) -> None:
+        """Assign every entry, with the same check as a single assignment."""
+        for key, value in dict(*args, **entries).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Return the value at `key`, assigning `default` (checked) when it is absent."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __ior__(self, other: Entries) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.update(other)
+        return self
+
+    def copy(self) -> Self:
+        """Return a new batch that holds the same values."""
+        return type(self)(self)
+
+    @property
+    def size(self) -> int:
+        """The number of rows; 0 when the batch has no entry."""
+        return next((len(value) for value in self.values()), 0)
+
+    def get_dict(self) -> dict[str, Any]:
+        """Return a plain dict of the entries."""
+        return dict(self)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the batch with its tensors on `device`; lists stay as they are."""
+        return self._map(lambda value: value.to(device), lambda value: value)
+
+    def slice(self, start: int, end: int) -> Self:
+        """Return the rows `start` (included) to `end` (excluded).
+
+        Raises ValueError when the range leaves the batch.
+        """
+        if not 0 <= start <= end <= self.size:
+            raise ValueError(f"slice({start}, {end}) leaves a batch of {self.size} rows")
+        return self._map(lambda value: value[start:end], lambda value: value[start:end])
+
+    def select_indices(self, indices: Sequence[int] | Tensor) -> Self:
+        """Return the rows at `indices` ([N] integers, in that order, repeats allowed).
+
+        Raises ValueError for a boolean mask; pass `mask.nonzero().flatten()`.
+        """
+        if isinstance(indices, Tensor) and indices.dtype == torch.bool:
+            raise ValueError(
+                "select_indices takes row numbers; for a boolean mask pass mask.nonzero().flatten()"
+            )
+        index = torch.as_tensor(indices, dtype=torch.long).cpu()
+        rows: list[int] = index.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        return self._map(
+            lambda value: value.index_select(0, index.to(value.device)),
+            lambda value: [value[i] for i in rows],
+        )
+
+    def repeat_interleave(self, num_repeats: int) -> Self:
+        """Return the batch with each row repeated `num_repeats` times in place (a a b b ...)."""
+        return self._map(
+            lambda value: value.repeat_interleave(num_repeats, dim=0),
+            lambda value: [item for item in value for _ in range(num_repeats)],
+        )
+
+    def shard_by_batch_size(self, shards: int, batch_size: int | None = None) -> list[Self]:
+        """Split the rows into `shards` equal batches, in order.
+
+        With `batch_size` (the rows of one optimizer step) each run of that many rows is split on its own, so
+        that step k takes the same rows of the batch whatever the number of shards.
+        Raises ValueError when a division has a remainder: rows are never dropped.
+        """
+        batch_size = self.size if batch_size is None else batch_size
+        if shards < 1 or batch_size < 0 or batch_size % shards:
+            raise ValueError(f"{batch_size} rows do not split into {shards} equal shards")
+        if batch_size and self.size % batch_size:
+            raise ValueError(f"{self.size} rows do not split into batches of {batch_size}")
+        per_shard = batch_size // shards
+        starts = range(0, self.size, batch_size) if batch_size else range(0)
+        return [
+            self.select_indices([start + shard * per_shard + i for start in starts for i in range(per_shard)])
+            for shard in range(shards)
+        ]
+
+    @classmethod
+    def from_batches(
+        cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, PadValue] | None = None
+    ) -> Self:
+        """Concatenate batches by rows, padding dimension 1 of tensors on the right to the longest.
+
+        `pad_value_dict` gives the padding per key, 0 elsewhere. Raises ValueError naming the key when the
+        batches do not hold the same keys or differ in another dimension.
+        """
+        if not batches:
+            raise ValueError("from_batches needs at least one batch")
+        for key in {key for batch in batches for key in batch}:
+            missing = [i for i, batch in enumerate(batches) if key not in batch]
+            if missing:
+                raise ValueError(f"{key!r} is missing from batches {missing} of {len(batches)}")
+        pad_values = pad_value_dict or {}
+        return cls(
+            {key: _concatenate(key, [b[key] for b in batches], pad_values.get(key, 0)) for key in batches[0]}
+        )
+
+    def _map(self, on_tensor: Callable[[Tensor], Tensor], on_list: Callable[[list[Any]], list[Any]]) -> Self:
+        return type(self)(
+            {key: on_tensor(v) if isinstance(v, Tensor) else on_list(v) for key, v in self.items()}
+        )
+
+
+def _rows(key: str, value: Any) -> int:
+    if isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0):
+        return len(value)  # pyright: ignore[reportUnknownArgumentType]
+    raise ValueError(f"{key!r} must be a tensor with a batch dimension or a list with one value per row")
+
+
+def _concatenate(key: str, values: list[Any], pad_value: PadValue) -> Any:
+    if all(isinstance(value, list) for value in values):
+        return [item for value in values for item in value]
+    if not all(isinstance(value, Tensor) for value in values):
+        raise ValueError(f"{key!r} is a tensor in some batches and a list in others")
+    if len({value.shape[2:] for value in values}) > 1 or len({value.ndim for value in values}) > 1:
+        shapes = [tuple(value.shape) for value in values]
+        raise ValueError(f"{key!r} has shapes {shapes}; only the first two dimensions may differ")
+    if values[0].ndim < 2:
+        return torch.cat(values)
+    longest = max(value.shape[1] for value in values)
+    return torch.cat([_pad_columns(value, longest, pad_value) for value in values])
+
+
+def _pad_columns(value: Tensor, length: int, pad_value: PadValue) -> Tensor:
+    missing = length - value.shape[1]
+    if missing == 0:
+        return value
+    return torch.cat([value, value.new_full((value.shape[0], missing, *value.shape[2:]), pad_value)], dim=1)

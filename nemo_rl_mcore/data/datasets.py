@@ -1,0 +1,103 @@
+"""Where prompts come from: deterministic generators keyed by (seed, step), with a stable held-out share."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+PROMPT_END = ">"
+_HELD_OUT_ONE_IN = 10
+_STREAM = "nemo_rl_mcore.prompts"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question with its verifiable answer."""
+
+    index: int
+    """Stable id in the data source; the key of the sampling noise."""
+    text: str
+    answer: str
+
+
+class PromptSource(Protocol):
+    """What an algorithm draws its prompts from."""
+
+    def train_batch(self, step: int, count: int) -> list[Prompt]:
+        """Draw `count` different prompts; the same (seed, step) gives the same prompts."""
+        ...
+
+    def validation(self, count: int) -> list[Prompt]:
+        """Give `count` held-out prompts, the same ones at every call and for every seed."""
+        ...
+
+
+DIGIT_TASKS: dict[str, Callable[[str], str]] = {
+    "copy": lambda digits: digits,
+    "reverse": lambda digits: digits[::-1],
+    "sort": lambda digits: "".join(sorted(digits)),
+    "increment": lambda digits: "".join(str((int(digit) + 1) % 10) for digit in digits),
+}
+
+
+class DigitTaskSource:
+    """All strings of `num_digits` digits with the answer that the task defines: copy of "527>" is "527".
+
+    A tenth is held out by a hash of the digits, the same tenth for every task and seed, so that a model
+    trained on one task and then another never sees a validation prompt.
+    """
+
+    def __init__(self, task: str, num_digits: int, seed: int) -> None:
+        if task not in DIGIT_TASKS:
+            raise ValueError(f"unknown task {task!r}; known tasks: {', '.join(DIGIT_TASKS)}")
+        if num_digits < 1:
+            raise ValueError(f"data.num_digits must be at least 1, got {num_digits}")
+        self._answer = DIGIT_TASKS[task]
+        self._num_digits = num_digits
+        self._seed = seed
+
+    def train_batch(self, step: int, count: int) -> list[Prompt]:
+        """Draw without replacement within the step; ValueError when the pool is smaller than `count`."""
+        order = _shuffled(10**self._num_digits, key=f"train:{self._seed}:{step}")
+        return self._take(order, count, held_out=False, count_key="grpo.num_prompts_per_step")
+
+    def validation(self, count: int) -> list[Prompt]:
+        """Give the first `count` held-out prompts of one fixed order."""
+        order = _shuffled(10**self._num_digits, key="validation")
+        return self._take(order, count, held_out=True, count_key="grpo.max_val_samples")
+
+    def _take(self, order: Iterator[int], count: int, *, held_out: bool, count_key: str) -> list[Prompt]:
+        candidates = (self._prompt(index) for index in order)
+        pool = (prompt for prompt in candidates if is_held_out(prompt.text) == held_out)
+        prompts = list(islice(pool, count))
+        if len(prompts) < count:
+            share = "held-out prompts" if held_out else "training prompts"
+            raise ValueError(
+                f"{count_key}={count} exceeds the {len(prompts)} {share} that exist with "
+                f"data.num_digits={self._num_digits}; lower the first or raise the second"
+            )
+        return prompts
+
+    def _prompt(self, index: int) -> Prompt:
+        digits = f"{index:0{self._num_digits}d}"
+        return Prompt(index=index, text=digits + PROMPT_END, answer=self._answer(digits))
+
+
+def is_held_out(text: str) -> bool:
+    """Tell whether a prompt belongs to the held-out tenth; depends on the text alone."""
+    digest = hashlib.sha256(f"held-out:{text}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
+
+
+def _shuffled(size: int, key: str) -> Iterator[int]:
+    """Yield 0..size-1 in a random order set by `key`: Fisher-Yates, storing only the entries it moved."""
+    generator = random.Random(f"{_STREAM}:{key}")
+    moved: dict[int, int] = {}
+    for position in range(size):
+        chosen = generator.randrange(position, size)
+        yield moved.get(chosen, chosen)
+        moved[chosen] = moved.pop(position, position)

@@ -1,0 +1,144 @@
+"""Text to token ids and back: the embedded character tokenizer, or a local Hugging Face directory.
+
+Importing this module is cheap; `tokenizers` and `transformers` are imported when a tokenizer is loaded.
+"""
+
+# transformers leaves parameters of its tokenizer classes untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHAR_TOKENIZER_NAME = "char"
+# The position of a character is its id. Letters carry no meaning: they are what a fresh model babbles.
+CHAR_VOCABULARY = "0123456789+=>#^$_abcdefghijklmno"
+CHAR_EOS = "$"
+CHAR_PAD = "_"
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special tokens included."""
+        ...
+
+    @property
+    def pad_token_id(self) -> int:
+        """Id that fills rows on the right."""
+        ...
+
+    @property
+    def eos_token_id(self) -> int:
+        """Id that ends a response."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text, without any special token added."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids before the first end of sequence, without the padding on the right.
+
+        A pad token that the model sampled inside its answer is not padding: it stays visible.
+        """
+        ...
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Load the tokenizer that `policy.tokenizer.name` asks for: `char`, or a local Hugging Face directory."""
+    if name == CHAR_TOKENIZER_NAME:
+        return CharTokenizer()
+    return HuggingFaceTokenizer(name)
+
+
+def strip_response(ids: Sequence[int], pad_token_id: int, eos_token_id: int) -> list[int]:
+    """Cut ids before the first end of sequence, then drop the padding on the right."""
+    kept = list(ids)
+    if eos_token_id in kept:
+        kept = kept[: kept.index(eos_token_id)]
+    while kept and kept[-1] == pad_token_id:
+        kept.pop()
+    return kept
+
+
+class CharTokenizer:
+    """One token per character over 32 characters; the tokenizer of the embedded tasks."""
+
+    def __init__(self) -> None:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        vocabulary = {character: index for index, character in enumerate(CHAR_VOCABULARY)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # type: ignore[assignment]
+        tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+        self._tokenizer = tokenizer
+        self._ordinary = frozenset(CHAR_VOCABULARY) - {CHAR_EOS, CHAR_PAD}
+        self.vocab_size = len(CHAR_VOCABULARY)
+        self.pad_token_id = vocabulary[CHAR_PAD]
+        self.eos_token_id = vocabulary[CHAR_EOS]
+
+    def encode(self, text: str) -> list[int]:
+        """One id per character; ValueError names the characters that are not in the vocabulary."""
+        foreign = sorted(set(text) - self._ordinary)
+        if foreign:
+            raise ValueError(
+                f"the character tokenizer cannot encode {foreign} of {text!r}; "
+                f"it knows {''.join(sorted(self._ordinary))!r}"
+            )
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Exactly one character per token, see `Tokenizer.decode`."""
+        return self._tokenizer.decode(strip_response(ids, self.pad_token_id, self.eos_token_id))
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer directory as `save_pretrained` writes it; never fetched, and its code never executed."""
+
+    def __init__(self, directory: str) -> None:
+        self._tokenizer = _load_pretrained(directory)
+        eos_token_id = self._tokenizer.eos_token_id
+        if not isinstance(eos_token_id, int):
+            raise ValueError(
+                f"policy.tokenizer.name: the tokenizer in {directory!r} has no end-of-sequence token; "
+                "set eos_token in its tokenizer_config.json"
+            )
+        pad_token_id = self._tokenizer.pad_token_id
+        self.vocab_size = len(self._tokenizer)
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id if isinstance(pad_token_id, int) else eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text, without any special token added."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.decode`; special tokens inside the response stay visible."""
+        kept = strip_response(ids, self.pad_token_id, self.eos_token_id)
+        text = self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+def _load_pretrained(directory: str) -> PreTrainedTokenizerBase:
+    if not Path(directory).is_dir():
+        raise ValueError(
+            f"policy.tokenizer.name: {directory!r} is not a directory; give {CHAR_TOKENIZER_NAME!r} "
+            "or the path of a local Hugging Face tokenizer"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"policy.tokenizer.name: cannot load a tokenizer from {directory!r}: {error}"
+        ) from error

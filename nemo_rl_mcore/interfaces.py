@@ -1,0 +1,63 @@
+"""What an algorithm needs of a policy, a generation engine, an environment and an observer; no framework is named here.
+
+B rows, P prompt length, S sequence length, T new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.losses.base import LossFunction
+
+
+class PolicyInterface(Protocol):
+    """A policy over all its ranks: whole batches in, whole batches out."""
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """{"logprobs": fp32 [B, S]}, column i about token i."""
+        ...
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """{"reference_logprobs": fp32 [B, S]} of the weights at the start of the run."""
+        ...
+
+    def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
+        """Optimizer steps over the batch; the keys are those of `MegatronPolicyWorker.finish_train_step`."""
+        ...
+
+    def generate(
+        self, data: BatchedDataDict, *, step: int, stop_ids: Sequence[int], greedy: bool
+    ) -> BatchedDataDict:
+        """Answer prompts; see `GenerationInterface.generate`."""
+        ...
+
+
+class GenerationInterface(Protocol):
+    """An engine that answers prompts."""
+
+    def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
+        """Answer prompts: tokens int64 [B, T], logprobs fp32 [B, T], lengths [B], finished bool [B].
+
+        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]. The noise of a row depends on
+        (seed, step, prompt_index, sample_index) alone.
+        """
+        ...
+
+
+class EnvironmentInterface(Protocol):
+    """What scores the responses."""
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]) -> Sequence[float]:
+        """One reward a response; `finished` says that it ended by itself, not at the length limit."""
+        ...
+
+
+class ObserverInterface(Protocol):
+    """What watches a run."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step's metrics."""
+        ...

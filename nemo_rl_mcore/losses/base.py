@@ -1,0 +1,229 @@
+"""What every loss function is: sums over a batch, each with a named denominator, divided once.
+
+Shapes: B rows, S tokens. A next-token tensor is [B,S-1]; its column i speaks of token i+1.
+Masked positions are replaced by zero before any arithmetic, so NaN or infinity there reaches neither a value
+nor a gradient.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+
+EPSILON = 1e-8
+Count = Tensor | float | int
+
+
+class LossType(Enum):
+    """What the gradient of a loss is averaged over."""
+
+    TOKEN_LEVEL = "token_level"
+    SEQUENCE_LEVEL = "sequence_level"
+
+
+class LossInputType(Enum):
+    """What a loss function reads from the model."""
+
+    LOGPROB = "logprob"
+
+
+class MetricKind(Enum):
+    """How a metric combines over parts of a batch, and what it is divided by in the end."""
+
+    TOKENS = "tokens"
+    SEQUENCES = "sequences"
+    NONE = "none"  # a sum that is never divided
+    MIN = "min"
+    MAX = "max"
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the model says of the tokens of a batch: [B,S-1] fp32, column i about token i+1."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MetricSum:
+    """A metric of part of a batch: a 0-d detached tensor.
+
+    Over an empty set a minimum is +inf and a maximum -inf, the values that change nothing when combined.
+    """
+
+    value: Tensor
+    kind: MetricKind
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """A loss before its division (0-d, carries the gradient) and the metrics, `loss` among them."""
+
+    loss: Tensor
+    metrics: dict[str, MetricSum]
+
+
+def require(data: Mapping[str, Tensor], key: str, needed_by: str) -> Tensor:
+    """Return `data[key]`, or raise a ValueError that names the key and the setting that needs it."""
+    if key not in data:
+        raise ValueError(f"the batch has no {key!r}, which {needed_by} needs; it has {sorted(data)}")
+    return data[key]
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Return the sum of `values * mask`, blind to what stands where the mask is zero."""
+    return (torch.where(mask != 0, values, 0.0) * mask).sum(dim=dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, count: Count) -> Tensor:
+    """Return `sum(values * mask) / (count + 1e-8)`."""
+    return masked_sum(values, mask) / (count + EPSILON)
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The masks of a batch in the next-token frame, and the reductions over them.
+
+    tokens [B,S-1] is `token_mask[:, 1:]`, samples [B] is `sample_mask`, valid [B,S-1] is their product.
+    """
+
+    tokens: Tensor
+    samples: Tensor
+    valid: Tensor
+
+    @classmethod
+    def of(cls, data: BatchedDataDict, dtype: torch.dtype = torch.float32) -> Self:
+        """Read the masks of a batch."""
+        tokens = require(data, "token_mask", "every loss")[:, 1:].to(dtype)
+        samples = require(data, "sample_mask", "every loss").to(dtype)
+        return cls(tokens, samples, tokens * samples[:, None])
+
+    def keep(self, values: Tensor, name: str) -> Tensor:
+        """Return [B,S-1] `values` with zero wherever no token counts.
+
+        Raises ValueError, with `name`, for any other shape.
+        """
+        if values.shape != self.valid.shape:
+            rows, columns = self.valid.shape
+            raise ValueError(
+                f"{name} has shape {list(values.shape)} in the next-token frame, "
+                f"but token_mask [{rows}, {columns + 1}] makes it [{rows}, {columns}]"
+            )
+        return torch.where(self.valid != 0, values, 0.0)
+
+    def read(self, data: BatchedDataDict, key: str, needed_by: str) -> Tensor:
+        """Return `data[key][:, 1:]` with zero wherever no token counts."""
+        return self.keep(require(data, key, needed_by)[:, 1:], key)
+
+    def token_sum(self, values: Tensor) -> Tensor:
+        """Return the sum of [B,S-1] `values` over the valid tokens."""
+        return masked_sum(values, self.valid)
+
+    def row_mean(self, values: Tensor) -> Tensor:
+        """Return [B], the mean of [B,S-1] `values` over each row's token mask."""
+        return masked_sum(values, self.tokens, dim=-1) / (self.tokens.sum(dim=-1) + EPSILON)
+
+    def row_sum(self, values: Tensor) -> Tensor:
+        """Return the sum of [B] `values` over the valid rows."""
+        return masked_sum(values, self.samples)
+
+    def reduce(self, values: Tensor, loss_type: LossType) -> Tensor:
+        """Return the sum a gradient is made of: over tokens, or over rows of their token means."""
+        if loss_type is LossType.TOKEN_LEVEL:
+            return self.token_sum(values)
+        return self.row_sum(self.row_mean(values))
+
+    def minimum(self, values: Tensor) -> Tensor:
+        """Return the smallest valid entry of [B,S-1] `values`; +inf when there is none."""
+        return _extremum(torch.where(self.valid != 0, values, torch.inf), torch.inf, largest=False)
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Return the largest valid entry of [B,S-1] `values`; -inf when there is none."""
+        return _extremum(torch.where(self.valid != 0, values, -torch.inf), -torch.inf, largest=True)
+
+
+def _extremum(values: Tensor, empty: float, *, largest: bool) -> Tensor:
+    if values.numel() == 0:
+        return values.new_full((), empty)
+    return values.max() if largest else values.min()
+
+
+def valid_counts(data: BatchedDataDict) -> tuple[Tensor, Tensor]:
+    """Return (valid sequences, valid tokens) of a batch, 0-d fp64: the counts that losses are divided by."""
+    masks = Masks.of(data, torch.float64)
+    return masks.samples.sum(), masks.valid.sum()
+
+
+def gradient_kind(loss_type: LossType) -> MetricKind:
+    """Return the kind of a metric that is divided as the gradient is."""
+    return MetricKind.TOKENS if loss_type is LossType.TOKEN_LEVEL else MetricKind.SEQUENCES
+
+
+def denominator(kind: MetricKind, global_valid_seqs: Count, global_valid_toks: Count) -> Count:
+    """Return what a sum of this kind is divided by: a count + 1e-8, or 1 for sums and extrema."""
+    if kind is MetricKind.TOKENS:
+        return global_valid_toks + EPSILON
+    if kind is MetricKind.SEQUENCES:
+        return global_valid_seqs + EPSILON
+    return 1
+
+
+def normalize(total: Tensor, kind: MetricKind, global_valid_seqs: Count, global_valid_toks: Count) -> Tensor:
+    """Return a sum divided by the global count of its kind, in the sum's own dtype."""
+    return (total / denominator(kind, global_valid_seqs, global_valid_toks)).to(total.dtype)
+
+
+def to_floats(values: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return 0-d tensors as floats, in a single wait for the device."""
+    if not values:
+        return {}
+    stacked: list[float] = torch.stack([v.to(torch.float64) for v in values.values()]).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return dict(zip(values, stacked, strict=True))
+
+
+class LossFunction(ABC):
+    """A loss of a batch of token log-probabilities.
+
+    A subclass says what it reads (`input_type`), what its gradient is averaged over (`loss_type`) and
+    computes sums; for any split of a batch by rows, the sums of the parts combine to the sums of the whole.
+    """
+
+    loss_type: LossType
+    input_type: LossInputType = LossInputType.LOGPROB
+    use_fused_linear_logprobs: bool = False
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `TokenOutputs.entropy` must be given."""
+        return False
+
+    @abstractmethod
+    def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
+        """Return the un-normalised loss and metrics of a batch, without waiting for the device."""
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: BatchedDataDict,
+        global_valid_seqs: Count,
+        global_valid_toks: Count,
+        entropy: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return the loss of a batch and its metrics as floats, divided by the global counts.
+
+        Called on parts of a batch with the counts of the whole, losses and metrics add up (extrema combine as
+        extrema). The extrema of a batch without a valid token are +inf and -inf.
+        """
+        sums = self.sums(TokenOutputs(next_token_logprobs, entropy), data)
+        counts = global_valid_seqs, global_valid_toks
+        metrics = {
+            name: normalize(metric.value, metric.kind, *counts) for name, metric in sums.metrics.items()
+        }
+        return normalize(sums.loss, gradient_kind(self.loss_type), *counts), to_floats(metrics)

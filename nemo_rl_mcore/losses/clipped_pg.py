@@ -1,0 +1,261 @@
+"""The clipped policy-gradient loss and its family.
+
+PPO https://arxiv.org/abs/1707.06347, GRPO 2402.03300, DAPO's two-sided clip 2503.14476, dual clip 1912.09729,
+GSPO 2507.18071, CISPO 2506.13585, REINFORCE and RLOO 2402.14740. A configuration picks one ratio, one
+surrogate and one importance weight; everything after that is shared.
+
+All tensors are [B,S-1] in the next-token frame. c = current, p = previous, g = generation, r = reference
+log-probabilities, A = advantages.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nemo_rl_mcore.config.loss import ClippedPGLossConfig, KLType
+from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.losses.base import (
+    LossFunction,
+    LossInputType,
+    LossSums,
+    LossType,
+    Masks,
+    MetricKind,
+    MetricSum,
+    TokenOutputs,
+    gradient_kind,
+)
+from nemo_rl_mcore.losses.importance import ImportanceWeights, weight_function
+from nemo_rl_mcore.losses.kl import finite_exp, kl_estimate, log_ratio_estimate
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What the loss knows of each token; zero where no token counts."""
+
+    current: Tensor
+    previous: Tensor
+    generation: Tensor
+    advantages: Tensor
+    reference: Tensor | None
+    entropy: Tensor | None
+    masks: Masks
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """The probability ratio of each token, and its clipped twin."""
+
+    raw: Tensor
+    clipped: Tensor
+
+
+RatioFunction = Callable[[PolicyTokens], Tensor]
+SurrogateFunction = Callable[[Ratios, PolicyTokens], Tensor]
+
+
+def token_ratio(tokens: PolicyTokens) -> Tensor:
+    """Return exp(c - p)."""
+    return torch.exp(tokens.current - tokens.previous)
+
+
+def sequence_ratio(tokens: PolicyTokens) -> Tensor:
+    """GSPO: return exp of the row's mean of c - p, repeated along the row."""
+    mean = tokens.masks.row_mean(tokens.current - tokens.previous)
+    return torch.exp(mean)[:, None].expand_as(tokens.current)
+
+
+def on_policy_ratio(tokens: PolicyTokens) -> Tensor:
+    """Return 1, with the gradient of c."""
+    return torch.exp(tokens.current - tokens.current.detach())
+
+
+def clipped_ratios(tokens: PolicyTokens, *, ratio: RatioFunction, lower: float, upper: float) -> Ratios:
+    """Return a ratio and the same clamped to [lower, upper]."""
+    raw = ratio(tokens)
+    return Ratios(raw, raw.clamp(lower, upper))
+
+
+def logprob_ratios(tokens: PolicyTokens) -> Ratios:
+    """REINFORCE: the log-probability stands for the ratio, and nothing is clipped."""
+    return Ratios(tokens.current, tokens.current)
+
+
+def clipped_surrogate(ratios: Ratios, tokens: PolicyTokens) -> Tensor:
+    """PPO: return the pessimistic one of -A * ratio and -A * clipped."""
+    return torch.maximum(-tokens.advantages * ratios.raw, -tokens.advantages * ratios.clipped)
+
+
+def cispo_surrogate(ratios: Ratios, tokens: PolicyTokens) -> Tensor:
+    """CISPO: return -A * c, weighted by the clipped ratio, which carries no gradient."""
+    return -tokens.advantages * ratios.clipped.detach() * tokens.current
+
+
+def dual_clipped_surrogate(ratios: Ratios, tokens: PolicyTokens, *, bound: float) -> Tensor:
+    """Dual clip: PPO's surrogate, at most -A * bound where A < 0."""
+    surrogate = clipped_surrogate(ratios, tokens)
+    bounded = torch.minimum(surrogate, -tokens.advantages * bound)
+    return torch.where(tokens.advantages < 0, bounded, surrogate)
+
+
+def ratio_function(cfg: ClippedPGLossConfig) -> Callable[[PolicyTokens], Ratios]:
+    """Return the ratio of a configuration; force_on_policy_ratio goes before disable_ppo_ratio."""
+    if cfg.disable_ppo_ratio and not cfg.force_on_policy_ratio:
+        return logprob_ratios
+    ratio = token_ratio
+    if cfg.force_on_policy_ratio:
+        ratio = on_policy_ratio
+    elif cfg.sequence_level_importance_ratios:
+        ratio = sequence_ratio
+    return partial(clipped_ratios, ratio=ratio, lower=1 - cfg.ratio_clip_min, upper=1 + cfg.ratio_clip_max)
+
+
+def surrogate_function(cfg: ClippedPGLossConfig) -> SurrogateFunction:
+    """Return the surrogate of a configuration."""
+    if cfg.use_cispo:
+        return cispo_surrogate
+    if cfg.ratio_clip_c is not None:
+        return partial(dual_clipped_surrogate, bound=cfg.ratio_clip_c)
+    return clipped_surrogate
+
+
+class ClippedPGLossFn(LossFunction):
+    """The clipped policy-gradient loss with KL penalty, importance correction and entropy bonus."""
+
+    input_type = LossInputType.LOGPROB
+
+    def __init__(
+        self, cfg: ClippedPGLossConfig | Mapping[str, object], use_fused_linear_logprobs: bool = False
+    ) -> None:
+        self.cfg = (
+            cfg if isinstance(cfg, ClippedPGLossConfig) else ClippedPGLossConfig.model_validate(dict(cfg))
+        )
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        self.loss_type = LossType.TOKEN_LEVEL if self.cfg.token_level_loss else LossType.SEQUENCE_LEVEL
+        self.kl_penalty = 0.0 if self.cfg.use_kl_in_reward else self.cfg.reference_policy_kl_penalty
+        self._ratios = ratio_function(self.cfg)
+        self._surrogate = surrogate_function(self.cfg)
+        self._weights = weight_function(self.cfg)
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss has an entropy bonus."""
+        return self.cfg.entropy_coef != 0
+
+    def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
+        """Return the un-normalised loss and metrics; ValueError when the batch lacks what they need."""
+        tokens = self._read(outputs, data)
+        ratios = self._ratios(tokens)
+        weights = self._weights(tokens.previous - tokens.generation, tokens.masks)
+        surrogate = self._surrogate(ratios, tokens)
+        if self.cfg.use_importance_sampling_correction:
+            surrogate = weights.weights * surrogate
+        kl = self._kl_sum(tokens)
+        loss = tokens.masks.reduce(surrogate, self.loss_type) + self.kl_penalty * kl
+        if self.needs_entropy and tokens.entropy is not None:
+            loss = loss - self.cfg.entropy_coef * tokens.masks.reduce(tokens.entropy, self.loss_type)
+        as_gradient = gradient_kind(self.loss_type)
+        with torch.no_grad():
+            return LossSums(
+                loss,
+                {
+                    "loss": MetricSum(loss.detach(), as_gradient),
+                    "kl_penalty": MetricSum(kl.detach(), as_gradient),
+                    **ratio_metrics(ratios, tokens.masks),
+                    **mismatch_metrics(tokens, self.cfg.reference_policy_kl_type),
+                    **self._sampling_metrics(weights, tokens),
+                },
+            )
+
+    def _read(self, outputs: TokenOutputs, data: BatchedDataDict) -> PolicyTokens:
+        masks = Masks.of(data, outputs.logprobs.dtype)
+        current = masks.keep(outputs.logprobs, "logprobs")
+        if self.needs_entropy and outputs.entropy is None:
+            raise ValueError(
+                f"entropy_coef: {self.cfg.entropy_coef} needs the entropy of the model's outputs"
+            )
+        return PolicyTokens(
+            current=current,
+            previous=current.detach()
+            if self.cfg.force_on_policy_ratio
+            else masks.read(data, "prev_logprobs", "force_on_policy_ratio: false"),
+            generation=masks.read(data, "generation_logprobs", self._generation_is_needed_by()),
+            advantages=masks.read(data, "advantages", "the policy gradient"),
+            reference=masks.read(
+                data, "reference_policy_logprobs", f"reference_policy_kl_penalty: {self.kl_penalty}"
+            )
+            if self.kl_penalty
+            else None,
+            entropy=None if outputs.entropy is None else masks.keep(outputs.entropy, "entropy"),
+            masks=masks,
+        )
+
+    def _generation_is_needed_by(self) -> str:
+        if self.cfg.use_importance_sampling_correction:
+            return "use_importance_sampling_correction: true"
+        if self.cfg.use_on_policy_kl_approximation:
+            return "use_on_policy_kl_approximation: true"
+        return "the comparison of training with generation (token_mult_prob_error and its like)"
+
+    def _kl_sum(self, tokens: PolicyTokens) -> Tensor:
+        """Return the reduced KL before its coefficient; 0 when nothing is penalised."""
+        if tokens.reference is None:
+            return tokens.current.new_zeros(())
+        sampled = tokens.generation if self.cfg.use_on_policy_kl_approximation else tokens.current.detach()
+        kl = kl_estimate(
+            tokens.current,
+            tokens.reference,
+            self.cfg.reference_policy_kl_type,
+            input_clamp=self.cfg.kl_input_clamp_value,
+            output_clamp=self.cfg.kl_output_clamp_value,
+            weight=finite_exp(tokens.current - sampled),
+        )
+        return tokens.masks.reduce(kl, self.loss_type)
+
+    def _sampling_metrics(self, weights: ImportanceWeights, tokens: PolicyTokens) -> dict[str, MetricSum]:
+        masks = tokens.masks
+        if self.cfg.sequence_level_importance_ratios:
+            ratio = MetricSum(masks.row_sum(weights.weights[:, 0]), MetricKind.SEQUENCES)
+        else:
+            ratio = MetricSum(masks.token_sum(weights.weights), MetricKind.TOKENS)
+        metrics = {
+            "sampling_importance_ratio": ratio,
+            "num_valid_samples": MetricSum(masks.samples.sum(), MetricKind.NONE),
+        }
+        if weights.out_of_bounds is not None:
+            metrics["is_oob_ratio"] = weights.out_of_bounds
+        if tokens.entropy is not None:
+            metrics["entropy"] = MetricSum(masks.token_sum(tokens.entropy), MetricKind.TOKENS)
+        return metrics
+
+
+def ratio_metrics(ratios: Ratios, masks: Masks) -> dict[str, MetricSum]:
+    """Return the means and extrema of the ratio and of its clipped twin."""
+    metrics: dict[str, MetricSum] = {}
+    for name, values in (("probs_ratio", ratios.raw), ("probs_ratio_clamped", ratios.clipped)):
+        metrics[name] = MetricSum(masks.token_sum(values), MetricKind.TOKENS)
+        metrics[f"{name}_min"] = MetricSum(masks.minimum(values), MetricKind.MIN)
+        metrics[f"{name}_max"] = MetricSum(masks.maximum(values), MetricKind.MAX)
+    return metrics
+
+
+def mismatch_metrics(tokens: PolicyTokens, kl_type: KLType) -> dict[str, MetricSum]:
+    """Return how far the training engine's log-probabilities are from the generation engine's."""
+    current, previous, generation = tokens.current, tokens.previous, tokens.generation
+    mixture = torch.logaddexp(previous, generation) - math.log(2)
+    per_token = {
+        "token_mult_prob_error": torch.exp((generation - previous).abs()),
+        "gen_kl_error": kl_estimate(generation, previous, kl_type),
+        "policy_kl_error": kl_estimate(previous, generation, kl_type),
+        "js_divergence_error": 0.5 * log_ratio_estimate(previous - mixture, "k3")
+        + 0.5 * log_ratio_estimate(generation - mixture, "k3"),
+        "approx_entropy": -torch.exp(current - generation) * current,
+    }
+    return {
+        name: MetricSum(tokens.masks.token_sum(values), MetricKind.TOKENS)
+        for name, values in per_token.items()
+    }

@@ -1,0 +1,125 @@
+"""The model of one rank behind the train step's protocol: Megatron's model, gradients, optimizer and random state."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.megatron import parallel_groups
+from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_mode
+from nemo_rl_mcore.megatron.grad_sync import deferred_grad_sync, finalize_gradients
+from nemo_rl_mcore.megatron.model import build_model, wrap_data_parallel
+from nemo_rl_mcore.megatron.optimizer import build_optimizer, build_scheduler
+from nemo_rl_mcore.megatron.output_processor import Processor, fused_processor, require_hook, unfused_processor
+from nemo_rl_mcore.training.metrics import ReduceKind
+from nemo_rl_mcore.training.step_sums import LocalSums, StepTotals
+
+_REDUCE_OPS = {ReduceKind.SUM: dist.ReduceOp.SUM, ReduceKind.MIN: dist.ReduceOp.MIN, ReduceKind.MAX: dist.ReduceOp.MAX}
+
+
+@dataclass(frozen=True)
+class _RandomState:
+    generators: list[torch.Tensor]
+    tracker: dict[str, torch.Tensor]
+
+
+class MegatronBackend:
+    """Implements `training.train_step.TrainStepBackend` for one rank. Its process groups must be initialised."""
+
+    def __init__(self, policy: PolicyConfig):
+        require_hook()
+        self.config, models = build_model(policy)
+        self.chunks = wrap_data_parallel(policy, self.config, models)
+        self.optimizer = build_optimizer(policy, self.chunks)
+        self.scheduler = build_scheduler(policy, self.optimizer)
+        self.forward = ForwardBackward(
+            self.config, self.chunks, _processor(policy), policy.generation.temperature, _sequence_multiple(policy)
+        )
+
+    def snapshot(self) -> _RandomState:
+        """The random generators, which dropout draws from."""
+        return _RandomState(accelerator.device_rng_states(), get_cuda_rng_tracker().get_states())
+
+    def restore(self, snapshot: _RandomState) -> None:
+        """Set the random generators back."""
+        accelerator.restore_device_rng_states(snapshot.generators)
+        get_cuda_rng_tracker().set_states(snapshot.tracker)
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buckets and the optimizer's gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def deferred_grad_sync(self) -> AbstractContextManager[None]:
+        """See `megatron.grad_sync.deferred_grad_sync`."""
+        return deferred_grad_sync(self.config, self.chunks)
+
+    def forward_backward(self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int) -> LocalSums:
+        """Add the gradients of the rows' un-normalised loss; return its sums on this rank."""
+        return self.forward.loss_sums(data, loss_fn, micro_batch_size, forward_only=False)
+
+    def evaluate(self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int) -> StepTotals:
+        """The loss and metrics of the rows of all ranks, without gradients."""
+        with evaluation_mode(self.chunks):
+            return self.reduce(self.forward.loss_sums(data, loss_fn, micro_batch_size, forward_only=True))
+
+    def reduce(self, sums: LocalSums) -> StepTotals:
+        """Sum over data-parallel ranks on the last stage, then hand the totals to the other pipeline stages."""
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+        def all_reduce(packed: torch.Tensor, kind: ReduceKind) -> None:
+            dist.all_reduce(packed, op=_REDUCE_OPS[kind], group=group)
+
+        totals = sums.reduce(all_reduce) if parallel_groups.is_last_stage() else None
+        return parallel_groups.broadcast_from_last_stage(totals)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the local gradient buckets."""
+        for chunk in self.chunks:
+            chunk.scale_gradients(factor)
+
+    def finalize_gradients(self) -> None:
+        """See `megatron.grad_sync.finalize_gradients`."""
+        finalize_gradients(self.chunks)
+
+    def gradient_norm(self) -> float:
+        """The L2 norm of the reduced gradients over all ranks, before clipping."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def optimizer_step(self, increment: int) -> bool:
+        """Clip, update the weights and advance the scheduler by `increment` samples if they were updated."""
+        successful, _, _ = self.optimizer.step()
+        if successful:
+            self.scheduler.step(increment)
+        return bool(successful)
+
+    def learning_rate_and_weight_decay(self) -> tuple[float, float]:
+        """The schedule's present values (parameter groups may scale them)."""
+        group = self.optimizer.param_groups[0]
+        return self.scheduler.get_lr(group), self.scheduler.get_wd(group)
+
+
+def _processor(policy: PolicyConfig) -> Processor:
+    config = policy.megatron_cfg
+    vocab_size = policy.model.vocab_size
+    if not config.use_fused_linear_logprobs:
+        return unfused_processor(vocab_size)
+    return fused_processor(
+        vocab_size, config.fused_linear_logprobs_chunk_size, config.fused_linear_logprobs_chunk_bytes
+    )
+
+
+def _sequence_multiple(policy: PolicyConfig) -> int:
+    """What batches are padded to: sequence parallelism gives each tensor-parallel rank an equal part."""
+    return policy.megatron_cfg.tensor_model_parallel_size if policy.megatron_cfg.sequence_parallel else 1

@@ -1,0 +1,166 @@
+"""Run microbatches through Megatron's schedules: log-probabilities, loss sums, gradients.
+
+Shapes: S sequence, B rows of a microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.microbatch import make_microbatches
+from nemo_rl_mcore.losses.base import LossFunction, TokenOutputs
+from nemo_rl_mcore.megatron.output_processor import Processor, TokenSelection
+from nemo_rl_mcore.training.step_sums import LocalSums
+
+# What a schedule's loss function returns: the loss, a token count that Megatron is not to use, and our own result.
+LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
+
+
+@contextmanager
+def evaluation_mode(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, no dropout and no gradients; each module's own mode comes back also after an exception."""
+    was_training = [module.training for module in modules]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in zip(modules, was_training, strict=True):
+            module.train(training)
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """The model of this rank and how its outputs are taken.
+
+    processor: the output processor, fused or unfused.
+    temperature: divides the logits inside the softmax, in training and in log-probabilities alike.
+    sequence_multiple: batches are padded to a multiple of this many columns.
+    """
+
+    config: TransformerConfig
+    chunks: list[DistributedDataParallel]
+    processor: Processor
+    temperature: float
+    sequence_multiple: int
+
+    def logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> torch.Tensor | None:
+        """Log-probabilities of `input_ids` [B, S] as fp32 [B, S] on the CPU; None off the last pipeline stage.
+
+        Column i is log p of token i given those before it; column 0 and the right padding are 0.
+        """
+        with evaluation_mode(self.chunks):
+            parts = self._run(data, micro_batch_size, _real_next_tokens, self._collect_logprobs, forward_only=True)
+        if not parts:
+            return None
+        return torch.cat(parts)[: data.size, : data["input_ids"].shape[1]].cpu()
+
+    def loss_sums(
+        self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int, *, forward_only: bool
+    ) -> LocalSums:
+        """The loss sums of the rows on this rank (empty off the last pipeline stage).
+
+        Unless `forward_only`, the gradients of the un-normalised loss are added to the local gradient buckets.
+        """
+        collect = partial(self._collect_sums, loss_fn)
+        parts = self._run(
+            data, micro_batch_size, _tokens_to_train, collect, forward_only=forward_only, entropy=loss_fn.needs_entropy
+        )
+        total = LocalSums()
+        for part in parts:
+            total.add(part)
+        return total
+
+    def _run(
+        self,
+        data: BatchedDataDict,
+        micro_batch_size: int,
+        select: Callable[[BatchedDataDict], torch.Tensor],
+        collect: Callable[..., LossTriple],
+        *,
+        forward_only: bool,
+        entropy: bool = False,
+    ) -> list[Any]:
+        on_cpu = make_microbatches(data, micro_batch_size, self.sequence_multiple)
+        microbatches = [microbatch.to(accelerator.device()) for microbatch in on_cpu]
+
+        def forward_step(microbatch_iterator: Iterator[BatchedDataDict], model: torch.nn.Module) -> Any:
+            microbatch = next(microbatch_iterator)
+            output = self._forward(model, microbatch, select(microbatch), entropy)
+            return output, partial(collect, microbatch)
+
+        iterators = [iter(microbatches) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=microbatches[0]["input_ids"].shape[1],
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+        )
+
+    def _forward(
+        self, model: torch.nn.Module, microbatch: BatchedDataDict, next_token_mask_BS: torch.Tensor, entropy: bool
+    ) -> Any:
+        input_ids = microbatch["input_ids"]
+        rows, length = input_ids.shape
+        selection = TokenSelection(
+            targets_SB=input_ids.roll(-1, dims=1).t().contiguous(),
+            mask_SB=next_token_mask_BS.t().contiguous(),
+            temperature=self.temperature,
+            with_entropy=entropy,
+        )
+        return model(
+            input_ids,
+            torch.arange(length, device=input_ids.device).expand(rows, -1),
+            # True is "do not look". Rows are padded on the right, so causality alone keeps padding out of sight.
+            torch.ones(1, 1, length, length, dtype=torch.bool, device=input_ids.device).triu(1),
+            output_processor=self.processor,
+            output_processor_context=selection,
+        )
+
+    def _collect_logprobs(self, _microbatch: BatchedDataDict, logprobs_SB: torch.Tensor) -> LossTriple:
+        # A position's output belongs to the token after it, so the columns move one to the right.
+        shifted_BS = torch.nn.functional.pad(logprobs_SB[:-1].t(), (1, 0))
+        return logprobs_SB.sum(), _no_tokens(logprobs_SB), shifted_BS
+
+    def _collect_sums(
+        self, loss_fn: LossFunction, microbatch: BatchedDataDict, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    ) -> LossTriple:
+        logprobs_SB, entropy_SB = output if isinstance(output, tuple) else (output, None)
+        outputs = TokenOutputs(
+            logprobs=logprobs_SB[:-1].t(), entropy=None if entropy_SB is None else entropy_SB[:-1].t()
+        )
+        sums = loss_fn.sums(outputs, microbatch)
+        return sums.loss, _no_tokens(logprobs_SB), LocalSums.of(sums, microbatch)
+
+
+def _no_tokens(like: torch.Tensor) -> torch.Tensor:
+    # The step counts valid tokens itself; Megatron's own count would divide each schedule call separately.
+    return torch.zeros((), dtype=torch.int, device=like.device)
+
+
+def _real_next_tokens(microbatch: BatchedDataDict) -> torch.Tensor:
+    """[B, S], true at each position whose next token is real."""
+    length = microbatch["input_ids"].shape[1]
+    positions = torch.arange(length, device=microbatch["input_ids"].device)
+    return positions < (microbatch["input_lengths"] - 1).unsqueeze(1)
+
+
+def _tokens_to_train(microbatch: BatchedDataDict) -> torch.Tensor:
+    """[B, S], true at each position whose next token enters the loss."""
+    mask = microbatch["token_mask"].bool() & microbatch["sample_mask"].bool().unsqueeze(1)
+    return torch.nn.functional.pad(mask[:, 1:], (0, 1))

@@ -1,0 +1,84 @@
+"""The process groups of a parallel layout, and the random state that goes with them."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config import MegatronConfig
+
+
+def initialize(config: MegatronConfig, seed: int) -> None:
+    """Join the process group named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and split it into the layout.
+
+    Raises ValueError when the world size is not a multiple of the model-parallel size.
+    """
+    if not dist.is_initialized():
+        timeout = timedelta(seconds=config.process_group_timeout_s)
+        dist.init_process_group(accelerator.communication_backend(), timeout=timeout)
+    model_parallel = (
+        config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
+    )
+    if dist.get_world_size() % model_parallel:
+        raise ValueError(
+            f"the world size {dist.get_world_size()} is not a multiple of the model-parallel size {model_parallel}: "
+            "change the cluster's size or policy.megatron_cfg.*_parallel_size"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+    )
+    _seed_everything(seed)
+
+
+def destroy() -> None:
+    """Leave the layout; the process group itself stays, so that another layout can follow in this process."""
+    parallel_state.destroy_model_parallel()
+
+
+def _seed_everything(seed: int) -> None:
+    # As Megatron-LM does: pipeline stages draw different weights, data-parallel ranks equal ones.
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    model_parallel_cuda_manual_seed(stage_seed)
+
+
+def data_parallel_rank() -> int:
+    """This rank's place among the ranks that hold different samples."""
+    return parallel_state.get_data_parallel_rank()
+
+
+def data_parallel_size() -> int:
+    """How many ranks hold different samples."""
+    return parallel_state.get_data_parallel_world_size()
+
+
+def is_last_stage() -> bool:
+    """Whether this rank holds the output layer (of the last virtual stage, if there are several)."""
+    return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def broadcast_from_last_stage(value: object) -> object:
+    """Give every pipeline stage the picklable value that the last stage holds."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(
+        box,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return box[0]

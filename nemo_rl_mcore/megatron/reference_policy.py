@@ -1,0 +1,39 @@
+"""The reference policy: the policy's weights at the start, lent to the model for one pass at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+
+class ReferencePolicy:
+    """A copy on the CPU of this rank's weights as they were when it was made."""
+
+    def __init__(self, chunks: list[DistributedDataParallel]):
+        self._chunks = chunks
+        self._weights = self._copy_of_weights()
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Inside, the model has the reference weights; the policy's own come back also after an exception."""
+        own = self._copy_of_weights()
+        try:
+            self._load(self._weights)
+            yield
+        finally:
+            self._load(own)
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for chunk in self._chunks for parameter in chunk.parameters()]
+
+    def _copy_of_weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+
+    def _load(self, weights: list[torch.Tensor]) -> None:
+        # In place: the parameters are views of the buffers that Megatron gathers and reduces.
+        with torch.no_grad():
+            for parameter, weight in zip(self._parameters(), weights, strict=True):
+                parameter.copy_(weight)

@@ -1,0 +1,152 @@
+"""Softmax statistics that combine over slices of the vocabulary, and the gradient they lead to.
+
+Shapes: N token rows, V a slice of the vocabulary, K slices, F floats per row: the log-sum-exp, the target's logit and,
+when asked for, the entropy. Targets are indices into the slice; one outside it belongs to another slice.
+A panel of a matrix and a tensor-parallel rank are both just slices, so one merge rule serves them both.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from nemo_rl_mcore.ops._groups import group_size
+from nemo_rl_mcore.ops._token_rows import TokenRows
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of logits, sums and results: float64 stays, everything else is computed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class RowSoftmax:
+    """The softmax over the whole vocabulary, one row per token."""
+
+    lse_N: Tensor
+    target_logit_N: Tensor
+    entropy_N: Tensor | None
+
+    @property
+    def logprob_N(self) -> Tensor:
+        """Log-probability of each row's target."""
+        return self.target_logit_N - self.lse_N
+
+
+def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool) -> Tensor:
+    """Return the statistics [F, N] of one slice. Overwrites `logits_NV`, which may be a scratch tile."""
+    if logits_NV.shape[1] == 0:  # a rank that holds nothing but padding: merging an empty list gives the neutral element
+        return merge_statistics(logits_NV.new_empty(0, 3 if with_entropy else 2, logits_NV.shape[0]))
+    held_N, index_N1 = _held_targets(target_N, logits_NV.shape[1])
+    target_logit_N = torch.where(held_N, logits_NV.gather(1, index_N1).squeeze(1), 0.0)
+    max_N = logits_NV.amax(1)
+    shifted_NV = logits_NV.sub_(max_N.unsqueeze(1))
+    if not with_entropy:
+        return torch.stack([max_N + shifted_NV.exp_().sum(1).log(), target_logit_N])
+    exp_NV = shifted_NV.exp()
+    total_N = exp_NV.sum(1)
+    log_total_N = total_N.log()
+    # Centred on the maximum, so large logits do not cancel: H = log(sum e) - sum(e * shifted) / sum(e).
+    entropy_N = log_total_N - exp_NV.mul_(shifted_NV).sum(1) / total_N
+    return torch.stack([max_N + log_total_N, target_logit_N, entropy_N])
+
+
+def merge_statistics(stats_KFN: Tensor) -> Tensor:
+    """Combine the statistics of disjoint slices into those of their union. An empty slice has log-sum-exp -inf.
+
+    The entropy follows the chain rule: with w the share of each slice, H = sum w * H_slice + entropy(w).
+    """
+    lse_KN = stats_KFN[:, 0]
+    lse_N = torch.logsumexp(lse_KN, 0)
+    merged = [lse_N, stats_KFN[:, 1].sum(0)]
+    if stats_KFN.shape[1] == 3:
+        share_KN = torch.exp(lse_KN - lse_N)
+        merged.append((share_KN * stats_KFN[:, 2] + torch.special.entr(share_KN)).sum(0))
+    return torch.stack(merged)
+
+
+def reduce_over_ranks(stats_FN: Tensor, group: ProcessGroup | None) -> RowSoftmax:
+    """Merge every rank's statistics. One all-gather, and the same order of summation on all ranks."""
+    tp, count = group_size(group), stats_FN.shape[1]
+    if tp > 1 and count > 0:
+        every_rank = stats_FN.new_empty(tp * stats_FN.shape[0], count)
+        dist.all_gather_into_tensor(every_rank, stats_FN.contiguous(), group=group)
+        stats_FN = merge_statistics(every_rank.view(tp, -1, count))
+    entropy_N = stats_FN[2] if stats_FN.shape[0] == 3 else None
+    return RowSoftmax(stats_FN[0], stats_FN[1], entropy_N)
+
+
+@dataclass(frozen=True)
+class RowBackward:
+    """Per row what a tile of logits needs to become its gradient: the saved softmax and the incoming gradients.
+
+    The two entropy fields are both None when no gradient arrives through the entropy.
+    """
+
+    lse_N: Tensor
+    grad_logprob_N: Tensor
+    entropy_N: Tensor | None = None
+    grad_entropy_N: Tensor | None = None
+
+    @classmethod
+    def arriving(
+        cls, rows: TokenRows, scale: float, softmax: tuple[Tensor, Tensor | None], grads: tuple[Tensor | None, Tensor | None]
+    ) -> "RowBackward":
+        """Of the kept rows, for logits that were multiplied with `scale`; either gradient may be missing.
+
+        Args:
+            rows: the kept rows.
+            scale: factor of the logits, folded into the gradients, where it costs nothing.
+            softmax: log-sum-exp and entropy of the kept rows.
+            grads: gradients of log-probabilities and entropy for all tokens, as autograd hands them over.
+        """
+        lse_N, entropy_N = softmax
+        grad_logprob_N, grad_entropy_N = (None if g_T is None else rows.select(g_T.reshape(-1)) * scale for g_T in grads)
+        if grad_logprob_N is None:
+            grad_logprob_N = torch.zeros_like(lse_N)
+        return cls(lse_N, grad_logprob_N, None if grad_entropy_N is None else entropy_N, grad_entropy_N)
+
+    def at(self, index: slice | Tensor) -> "RowBackward":
+        """The same for some of the rows."""
+        if self.entropy_N is None or self.grad_entropy_N is None:
+            return RowBackward(self.lse_N[index], self.grad_logprob_N[index])
+        return RowBackward(
+            self.lse_N[index], self.grad_logprob_N[index], self.entropy_N[index], self.grad_entropy_N[index]
+        )
+
+    def live_rows(self) -> Tensor | None:
+        """Indices of the rows that a gradient reaches, None if that is all of them. A NaN counts as a gradient."""
+        live_N = self.grad_logprob_N != 0
+        if self.grad_entropy_N is not None:
+            live_N = live_N | (self.grad_entropy_N != 0)
+        index = live_N.nonzero().squeeze(1)
+        return None if index.numel() == live_N.numel() else index
+
+
+def logits_gradient_(logits_NV: Tensor, target_N: Tensor, rows: RowBackward) -> Tensor:
+    """Turn one slice of the logits into their gradient, in place.
+
+    With g and e the incoming gradients of the row's log-probability and entropy H:
+    dL/dz_v = g * 1[v = target] - p_v * (g + e * (log p_v + H)).
+    The one-hot term is added at the target's place, never formed as a tensor.
+    """
+    if logits_NV.shape[1] == 0:
+        return logits_NV
+    log_p_NV = logits_NV.sub_(rows.lse_N.unsqueeze(1))
+    if rows.entropy_N is None or rows.grad_entropy_N is None:
+        grad_NV = log_p_NV.exp_().mul_(-rows.grad_logprob_N.unsqueeze(1))
+    else:
+        p_NV = log_p_NV.exp()
+        grad_entropy_N1 = rows.grad_entropy_N.unsqueeze(1)
+        offset_N1 = rows.grad_logprob_N.unsqueeze(1) + grad_entropy_N1 * rows.entropy_N.unsqueeze(1)
+        grad_NV = log_p_NV.mul_(grad_entropy_N1).add_(offset_N1).mul_(p_NV).neg_()
+    held_N, index_N1 = _held_targets(target_N, logits_NV.shape[1])
+    return grad_NV.scatter_add_(1, index_N1, torch.where(held_N, rows.grad_logprob_N, 0.0).unsqueeze(1))
+
+
+def _held_targets(target_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Which targets lie in the slice, and a safe index [N, 1] for gather and scatter where they do not."""
+    held_N = (target_N >= 0) & (target_N < width)
+    return held_N, target_N.clamp(0, width - 1).unsqueeze(1)

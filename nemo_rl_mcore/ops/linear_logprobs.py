@@ -1,0 +1,199 @@
+"""Log-probabilities of given tokens under a linear vocabulary head, without ever holding the logits.
+
+log p = log softmax(hidden @ weight.T * logit_scale / temperature)[target], and optionally the entropy of that softmax.
+The forward keeps one or two floats a token; the backward recomputes the logits tile by tile and is exact.
+Under tensor parallelism every rank holds a slice of the vocabulary; results are the same on all ranks.
+
+Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, T = S * B tokens, L of them held by this rank,
+N those kept by the mask.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from nemo_rl_mcore.ops._groups import VocabShard, group_size
+from nemo_rl_mcore.ops._head_tiles import LinearHead, head_gradients, head_statistics, plan_tiling
+from nemo_rl_mcore.ops._softmax import RowBackward, accumulation_dtype, reduce_over_ranks
+from nemo_rl_mcore.ops._token_rows import TokenRows
+
+
+@dataclass(frozen=True)
+class LinearLogprobsOptions:
+    """Rarely changed settings of `fused_linear_logprobs`."""
+
+    chunk_bytes: int = 64 << 20
+    """Working memory of one tile of logits, in bytes; the tile's rows and columns follow from it."""
+    chunk_size: int | None = None
+    """Token rows per chunk, each against the rank's whole vocabulary; overrides the byte budget."""
+    vocab_size: int | None = None
+    """Real size of the global vocabulary; padded rows beyond it are left out of the softmax. None: no padding."""
+    logit_scale: float = 1.0
+    """Factor on the logits (MuP), applied with the temperature."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes <= 0 or (self.chunk_size is not None and self.chunk_size <= 0):
+            raise ValueError(f"chunk_bytes and chunk_size must be positive: {self}")
+
+
+_DEFAULT_OPTIONS = LinearLogprobsOptions()
+
+
+def fused_linear_logprobs(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    targets_SB: Tensor,
+    *,
+    tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    with_entropy: bool = False,
+    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities [S, B] of the targets, or (log-probabilities, entropy), with an exact backward.
+
+    Results are float32 (float64 for float64 inputs). Rows where the mask is zero give exactly 0, receive no gradient and
+    are never multiplied with the weight. The gradients that arrive must be the same on every rank of `tp_group`.
+
+    Args:
+        hidden_SBH: hidden states [S, B, H]; with `sequence_parallel` this rank's shard [S/tp, B, H], whose gradient is
+            then reduce-scattered. Without it the hidden states are replicated and their gradient is summed over ranks.
+        weight_VH: this rank's rows [V/tp, H] of the vocabulary, in the dtype of the hidden states.
+        targets_SB: global token ids [S, B], the same on every rank.
+        tp_group: tensor-parallel group; None means a single rank.
+        sequence_parallel: whether `hidden_SBH` is a shard along the sequence.
+        temperature: divides the logits, inside the softmax.
+        mask: [S, B], not zero where a token counts, the same on every rank.
+        with_entropy: also return the entropy of the softmax.
+        options: byte budget and other rarely changed settings.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, a temperature that is not positive, a counted target outside the
+            vocabulary.
+    """
+    shards = group_size(tp_group) if sequence_parallel else 1
+    _check_shapes(hidden_SBH, weight_VH, targets_SB, mask, shards)
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, not {temperature}")
+    rows = TokenRows.of(mask, targets_SB.numel(), tp_group, sequence_parallel)
+    call = _Call(rows, tp_group, options.logit_scale / temperature, with_entropy, options)
+    hidden_LH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
+    out = _FusedLinearLogprobs.apply(hidden_LH, weight_VH, targets_SB.reshape(-1), call)
+    if with_entropy:
+        return out[0].view(targets_SB.shape), out[1].view(targets_SB.shape)
+    return out.view(targets_SB.shape)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What forward and backward share besides the tensors of the graph."""
+
+    rows: TokenRows
+    tp_group: ProcessGroup | None
+    scale: float
+    with_entropy: bool
+    options: LinearLogprobsOptions
+
+    def shard(self, weight_VH: Tensor) -> VocabShard:
+        """The part of the vocabulary that the weight holds."""
+        return VocabShard.of(weight_VH.shape[0], self.options.vocab_size, self.tp_group)
+
+    def head(self, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> LinearHead:
+        """The head over this rank's real vocabulary rows, for the given token rows with global target ids."""
+        shard = self.shard(weight_VH)
+        wide = accumulation_dtype(hidden_NH.dtype).itemsize
+        # One accumulation-dtype tile, a second one for the entropy, and a copy for 16-bit matrix products.
+        narrow = hidden_NH.dtype.itemsize if hidden_NH.dtype.itemsize < wide else 0
+        tiling = plan_tiling(
+            hidden_NH.shape[0],
+            shard.valid,
+            bytes_per_logit=wide * (2 if self.with_entropy else 1) + narrow,
+            chunk_bytes=self.options.chunk_bytes,
+            chunk_size=self.options.chunk_size,
+        )
+        return LinearHead(hidden_NH, weight_VH[: shard.valid], target_N - shard.start, self.scale, tiling)
+
+
+class _FusedLinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_LH: Tensor, weight_VH: Tensor, target_T: Tensor, call: _Call) -> Any:
+        ctx.set_materialize_grads(False)
+        target_N = call.rows.select(target_T)
+        call.shard(weight_VH).check_targets(target_N)
+        head = call.head(call.rows.gather_hidden(hidden_LH), weight_VH, target_N)
+        softmax = reduce_over_ranks(head_statistics(head, call.with_entropy), call.tp_group)
+        # The caller's hidden states and weight by reference; the gathered rows and the logits are recomputed.
+        ctx.save_for_backward(hidden_LH, weight_VH, target_T, softmax.lse_N, softmax.entropy_N)
+        ctx.call = call
+        logprob_T = call.rows.spread(softmax.logprob_N)
+        return logprob_T if softmax.entropy_N is None else (logprob_T, call.rows.spread(softmax.entropy_N))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None = None) -> Any:
+        hidden_LH, weight_VH, target_T, lse_N, entropy_N = ctx.saved_tensors
+        call: _Call = ctx.call
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        backward = RowBackward.arriving(
+            call.rows, call.scale, (lse_N, entropy_N), (grad_logprob_T, grad_entropy_T)
+        )
+        # The collectives move the same rows as in the forward; only the matrix products leave out rows without gradient.
+        hidden_NH, target_N = call.rows.gather_hidden(hidden_LH), call.rows.select(target_T)
+        live = backward.live_rows()
+        if live is not None:
+            hidden_NH, target_N, backward = hidden_NH[live], target_N[live], backward.at(live)
+        grad_weight_VH = torch.zeros_like(weight_VH) if need_weight else None
+        grad_NH = head_gradients(call.head(hidden_NH, weight_VH, target_N), backward, grad_weight_VH, need_hidden)
+        if grad_NH is None:
+            return None, grad_weight_VH, None, None
+        grad_NH = grad_NH.to(hidden_LH.dtype)
+        if live is not None:
+            grad_NH = grad_NH.new_zeros(call.rows.count, grad_NH.shape[1]).index_copy_(0, live, grad_NH)
+        return call.rows.reduce_hidden_grad(grad_NH), grad_weight_VH, None, None
+
+
+def _check_shapes(
+    hidden_SBH: Tensor, weight_VH: Tensor, targets_SB: Tensor, mask: Tensor | None, shards: int
+) -> None:
+    if hidden_SBH.ndim != targets_SB.ndim + 1 or weight_VH.shape[1] != hidden_SBH.shape[-1]:
+        raise ValueError(
+            f"hidden {list(hidden_SBH.shape)}, weight {list(weight_VH.shape)} and targets {list(targets_SB.shape)} "
+            "must be [S, B, H], [V, H] and [S, B]"
+        )
+    whole = [hidden_SBH.shape[0] * shards, *hidden_SBH.shape[1:-1]]
+    if whole != list(targets_SB.shape):
+        raise ValueError(f"hidden states cover {whole} tokens over {shards} shards, targets {list(targets_SB.shape)}")
+    if mask is not None and mask.shape != targets_SB.shape:
+        raise ValueError(f"mask {list(mask.shape)} and targets {list(targets_SB.shape)} must have the same shape")
+    if weight_VH.dtype != hidden_SBH.dtype:
+        raise ValueError(f"hidden states are {hidden_SBH.dtype}, but the weight is {weight_VH.dtype}")
+
+
+def linear_logprobs(
+    hidden_SBH: Tensor,
+    weight_VH: Tensor,
+    targets_SB: Tensor,
+    *,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    with_entropy: bool = False,
+    options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The plain twin of `fused_linear_logprobs` on a single rank: log_softmax and gather over all the logits.
+
+    Plain differentiable tensor arithmetic, kept to say what the kernel computes and to be compared with it.
+    """
+    dtype = accumulation_dtype(hidden_SBH.dtype)
+    logits_SBV = (hidden_SBH @ weight_VH[: options.vocab_size].t()).to(dtype) * (options.logit_scale / temperature)
+    logp_SBV = torch.log_softmax(logits_SBV, -1)
+    kept_SB = torch.ones_like(targets_SB, dtype=torch.bool) if mask is None else mask != 0
+    index_SB1 = torch.where(kept_SB, targets_SB, 0).unsqueeze(-1)
+    logprob_SB = torch.where(kept_SB, logp_SBV.gather(-1, index_SB1).squeeze(-1), 0.0)
+    if not with_entropy:
+        return logprob_SB
+    return logprob_SB, torch.where(kept_SB, -(logp_SBV.exp() * logp_SBV).sum(-1), 0.0)

@@ -1,0 +1,97 @@
+"""Draw tokens from logits with noise that depends on the sample alone, never on its place in a batch or its rank.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn: the logits are divided by the temperature, then cut to top-k, then to top-p.
+
+    top_k None keeps all tokens; greedy takes the likeliest token and ignores the noise.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    greedy: bool = False
+
+
+def sample_tokens(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """One token a row by inversion of the distribution function: (ids int64 [B], log-probabilities fp32 [B]).
+
+    logits_BV: any float dtype; uniforms_B: float64 in [0, 1). The log-probabilities are those of the distribution that
+    was drawn from, after temperature and filters.
+    """
+    logprobs_BV = filtered_logprobs(logits_BV, params)
+    if params.greedy:
+        tokens_B = logprobs_BV.argmax(-1)
+    else:
+        # In float64 the distribution function of a large vocabulary still ends at one.
+        cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+        thresholds_B1 = (uniforms_B * cumulative_BV[:, -1]).unsqueeze(1)
+        tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True).squeeze(1)
+        tokens_B = tokens_B.clamp_(max=logits_BV.shape[1] - 1)
+    return tokens_B, logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
+
+
+def filtered_logprobs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
+    """The log-probabilities to draw from, fp32 [B, V]; tokens cut by top-k or top-p have -inf."""
+    scaled_BV = logits_BV.float() / params.temperature
+    if params.top_k is not None and params.top_k < scaled_BV.shape[1]:
+        smallest_kept_B1 = scaled_BV.topk(params.top_k, dim=-1).values[:, -1:]
+        scaled_BV = scaled_BV.masked_fill(scaled_BV < smallest_kept_B1, float("-inf"))
+    if params.top_p < 1.0:
+        scaled_BV = _keep_top_p(scaled_BV, params.top_p)
+    return torch.log_softmax(scaled_BV, dim=-1)
+
+
+def _keep_top_p(scaled_BV: Tensor, top_p: float) -> Tensor:
+    descending_BV, order_BV = scaled_BV.sort(dim=-1, descending=True)
+    probability_BV = descending_BV.softmax(-1)
+    # A token stays while those before it have not yet reached top_p; so the first always stays.
+    dropped_BV = probability_BV.cumsum(-1) - probability_BV >= top_p
+    return scaled_BV.masked_fill(dropped_BV.scatter(1, order_BV, dropped_BV), float("-inf"))
+
+
+def sample_keys(seed: int, step: int, prompts_B: Tensor, samples_B: Tensor) -> Tensor:
+    """A 64-bit key [B] for each (seed, step, prompt, sample); prompts_B and samples_B are int64 [B]."""
+    key_B = torch.full_like(prompts_B, seed)
+    for part in (torch.full_like(prompts_B, step), prompts_B, samples_B):
+        key_B = _splitmix64(key_B) ^ part
+    return _splitmix64(key_B)
+
+
+def keyed_uniforms(keys_B: Tensor, position: int) -> Tensor:
+    """Uniform numbers in [0, 1), float64 [B], one for each key at this position of its sequence."""
+    bits_B = _splitmix64(keys_B + _wrap(position * _GOLDEN_GAMMA))
+    return _shift_right(bits_B, 11).double() * 2.0**-53
+
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+def _splitmix64(state: Tensor) -> Tensor:
+    """The output function of SplitMix64 (Steele, Lea and Flood, 2014) on int64 tensors, which wrap as it needs."""
+    mixed = state + _wrap(_GOLDEN_GAMMA)
+    mixed = (mixed ^ _shift_right(mixed, 30)) * _wrap(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ _shift_right(mixed, 27)) * _wrap(0x94D049BB133111EB)
+    return mixed ^ _shift_right(mixed, 31)
+
+
+def _shift_right(value: Tensor, bits: int) -> Tensor:
+    """A logical shift: torch's own copies the sign."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _wrap(value: int) -> int:
+    """The int64 with the low 64 bits of a Python int."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,111 @@
+"""Log-probabilities from logits that already exist, split over ranks along the vocabulary: the unfused path.
+
+Shapes: V this rank's vocabulary columns, T all tokens (every leading dimension, flattened), N those kept by the mask.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from nemo_rl_mcore.ops._groups import VocabShard
+from nemo_rl_mcore.ops._softmax import (
+    RowBackward,
+    accumulation_dtype,
+    logits_gradient_,
+    reduce_over_ranks,
+    slice_statistics,
+)
+from nemo_rl_mcore.ops._token_rows import TokenRows
+
+
+def vocab_parallel_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    tp_group: ProcessGroup | None = None,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    with_entropy: bool = False,
+    vocab_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of the targets, or (log-probabilities, entropy), in float32 (float64 for float64 logits).
+
+    Each rank's logits receive the exact gradient of its own shard, so the backward needs no collective; the gradients that
+    arrive must be the same on every rank of `tp_group`.
+
+    Args:
+        logits: this rank's logits [..., V/tp].
+        targets: global token ids [...], the same on every rank.
+        tp_group: tensor-parallel group; None means a single rank.
+        temperature: divides the logits, inside the softmax.
+        mask: [...], not zero where a token counts; other rows give exactly 0 and receive no gradient.
+        with_entropy: also return the entropy of the softmax.
+        vocab_size: real size of the global vocabulary; padded columns beyond it are left out. None: no padding.
+
+    Raises:
+        ValueError: shapes that do not fit, a temperature that is not positive, a counted target outside the vocabulary.
+    """
+    if logits.shape[:-1] != targets.shape or (mask is not None and mask.shape != targets.shape):
+        shapes = [list(x.shape) for x in (logits, targets, mask) if x is not None]
+        raise ValueError(f"logits, targets and mask must agree in all but the last dimension of the logits: {shapes}")
+    if temperature <= 0:
+        raise ValueError(f"temperature must be positive, not {temperature}")
+    call = _Call(
+        TokenRows.of(mask, targets.numel()),
+        VocabShard.of(logits.shape[-1], vocab_size, tp_group),
+        tp_group,
+        1.0 / temperature,
+        with_entropy,
+    )
+    out = _VocabParallelLogprobs.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), call)
+    if with_entropy:
+        return out[0].view(targets.shape), out[1].view(targets.shape)
+    return out.view(targets.shape)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What forward and backward share besides the tensors of the graph."""
+
+    rows: TokenRows
+    shard: VocabShard
+    tp_group: ProcessGroup | None
+    scale: float
+    with_entropy: bool
+
+    def scaled_logits(self, logits_TV: Tensor) -> Tensor:
+        """A private copy [N, valid] of the kept rows and real columns, which the softmax code may overwrite."""
+        logits_NV = self.rows.select(logits_TV)[:, : self.shard.valid]
+        return logits_NV.to(accumulation_dtype(logits_TV.dtype)) * self.scale
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, target_T: Tensor, call: _Call) -> Any:
+        ctx.set_materialize_grads(False)
+        target_N = call.rows.select(target_T)
+        call.shard.check_targets(target_N)
+        logits_NV = call.scaled_logits(logits_TV)
+        stats_FN = slice_statistics(logits_NV, target_N - call.shard.start, call.with_entropy)
+        softmax = reduce_over_ranks(stats_FN, call.tp_group)
+        ctx.save_for_backward(logits_TV, target_T, softmax.lse_N, softmax.entropy_N)
+        ctx.call = call
+        logprob_T = call.rows.spread(softmax.logprob_N)
+        return logprob_T if softmax.entropy_N is None else (logprob_T, call.rows.spread(softmax.entropy_N))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None = None) -> Any:
+        logits_TV, target_T, lse_N, entropy_N = ctx.saved_tensors
+        call: _Call = ctx.call
+        backward = RowBackward.arriving(
+            call.rows, call.scale, (lse_N, entropy_N), (grad_logprob_T, grad_entropy_T)
+        )
+        target_N = call.rows.select(target_T) - call.shard.start
+        grad_NV = logits_gradient_(call.scaled_logits(logits_TV), target_N, backward).to(logits_TV.dtype)
+        padding = logits_TV.shape[1] - call.shard.valid
+        return call.rows.spread(torch.nn.functional.pad(grad_NV, (0, padding)) if padding else grad_NV), None, None

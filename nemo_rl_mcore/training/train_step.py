@@ -1,0 +1,228 @@
+"""The split train step: a transaction of begin, any number of chunks, then finish or abort.
+
+Chunks add un-normalised loss sums and local gradients. The step's number of tokens (or sequences) is known only at the
+end, so the division by it, the one reduction of gradients and the optimizer all belong to `finish`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Protocol
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.base import EPSILON, LossFunction
+from nemo_rl_mcore.training.step_sums import LocalSums, StepTotals
+
+
+class TrainStepError(RuntimeError):
+    """A split-step call out of order, or a step whose outcome is unknown; the message says what to call."""
+
+
+class Phase(Enum):
+    """Where a step stands. FAILED has one exit, abort."""
+
+    IDLE = "idle"
+    OPEN = "open"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class OptimizerOutcome:
+    """What an optimizer step did. lr and wd are those it used, before the scheduler advanced."""
+
+    update_successful: bool
+    grad_norm: float
+    lr: float
+    wd: float
+    skip_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A finished step: its totals, the optimizer's outcome and the seconds since begin."""
+
+    totals: StepTotals
+    outcome: OptimizerOutcome
+    elapsed: float
+
+
+class TrainStepBackend(Protocol):
+    """What a step needs of the framework that holds the model."""
+
+    def snapshot(self) -> object:
+        """State outside weights and gradients that a forward pass changes (random generators, for one)."""
+        ...
+
+    def restore(self, snapshot: object) -> None:
+        """Set that state back."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Clear all gradients."""
+        ...
+
+    def deferred_grad_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward passes add to local gradients and reduce nothing."""
+        ...
+
+    def forward_backward(
+        self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int
+    ) -> LocalSums:
+        """Add the gradients of the rows' un-normalised loss; return its sums on this rank."""
+        ...
+
+    def reduce(self, sums: LocalSums) -> StepTotals:
+        """Sum over the data-parallel ranks; the same result on every rank."""
+        ...
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the local gradients."""
+        ...
+
+    def finalize_gradients(self) -> None:
+        """Reduce the gradients over all ranks, once."""
+        ...
+
+    def gradient_norm(self) -> float:
+        """The norm of the reduced gradients over all ranks, before clipping; inf or NaN if any gradient is."""
+        ...
+
+    def optimizer_step(self, increment: int) -> bool:
+        """Clip, update the weights and, if they were updated, advance the scheduler by `increment` samples."""
+        ...
+
+    def learning_rate_and_weight_decay(self) -> tuple[float, float]:
+        """The values that the next optimizer step uses."""
+        ...
+
+
+@dataclass
+class _OpenStep:
+    loss_fn: LossFunction
+    gbs: int
+    mbs: int
+    step_id: str | None
+    started: float
+    snapshot: object
+    sums: LocalSums = field(default_factory=LocalSums)
+    chunk_ids: set[str] = field(default_factory=set)
+    optimizer_began: bool = False
+
+
+class TrainStep:
+    """One step at a time: IDLE -> begin -> OPEN -> finish -> IDLE; an exception leaves FAILED, whose exit is abort.
+
+    A failure after the optimizer began to step has an unknown outcome: then abort raises, and says to reload.
+    """
+
+    def __init__(self, backend: TrainStepBackend):
+        self._backend = backend
+        self._step: _OpenStep | None = None
+        self._phase = Phase.IDLE
+        self._resources = ExitStack()
+        self._committed: dict[str, StepResult] = {}
+        self._last_committed_id: str | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """Where the step stands."""
+        return self._phase
+
+    def begin(self, loss_fn: LossFunction, *, gbs: int, mbs: int, step_id: str | None = None) -> None:
+        """Open a step with cleared gradients. `gbs` samples are what the scheduler advances by; `mbs` rows run at once.
+
+        Raises TrainStepError when a step is open, or when `step_id` is one that was already committed.
+        """
+        self._require(Phase.IDLE, "begin_train_step")
+        if step_id is not None and step_id in self._committed:
+            raise TrainStepError(
+                f"step_id {step_id!r} is already committed; begin_train_step needs a new step_id"
+            )
+        self._step = _OpenStep(loss_fn, gbs, mbs, step_id, time.monotonic(), self._backend.snapshot())
+        self._phase = Phase.FAILED  # until the step is wholly open
+        self._backend.zero_grad()
+        self._resources.enter_context(self._backend.deferred_grad_sync())
+        self._phase = Phase.OPEN
+
+    def microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
+        """Add the gradients and sums of a chunk of rows. A repeated `chunk_id` is a TrainStepError and adds nothing."""
+        step = self._require(Phase.OPEN, "train_microbatch")
+        if chunk_id is not None and chunk_id in step.chunk_ids:
+            raise TrainStepError(
+                f"chunk_id {chunk_id!r} was already added to this step; send each chunk once"
+            )
+        self._phase = Phase.FAILED  # until the whole chunk is added
+        step.sums.add(self._backend.forward_backward(data, step.loss_fn, step.mbs))
+        if chunk_id is not None:
+            step.chunk_ids.add(chunk_id)
+        self._phase = Phase.OPEN
+
+    def finish(self) -> StepResult:
+        """Divide, reduce, update the weights and close the step. After a committed step with an id: that result again."""
+        if self._phase is Phase.IDLE and self._last_committed_id is not None:
+            return self._committed[self._last_committed_id]
+        step = self._require(Phase.OPEN, "finish_train_step")
+        self._phase = Phase.FAILED  # until the step is committed
+        totals = self._backend.reduce(step.sums)
+        outcome = self._update(step, totals)
+        result = StepResult(totals, outcome, time.monotonic() - step.started)
+        self._close()
+        self._last_committed_id = step.step_id
+        if step.step_id is not None:
+            self._committed[step.step_id] = result
+        return result
+
+    def abort(self) -> None:
+        """Drop the open or failed step and restore what it changed; nothing to do when idle.
+
+        Raises TrainStepError when the optimizer had begun to step: the weights may be half updated.
+        """
+        if self._step is None:
+            return
+        if self._step.optimizer_began:
+            raise TrainStepError(
+                "the step failed after the optimizer began to step, so the weights are unknown: reload the checkpoint"
+            )
+        snapshot = self._step.snapshot
+        self._close()
+        self._backend.zero_grad()
+        self._backend.restore(snapshot)
+
+    def _update(self, step: _OpenStep, totals: StepTotals) -> OptimizerOutcome:
+        backend = self._backend
+        lr, wd = backend.learning_rate_and_weight_decay()
+        kept = OptimizerOutcome(update_successful=False, grad_norm=0.0, lr=lr, wd=wd)
+        count = totals.denominator(step.loss_fn.loss_type)
+        if count == 0:
+            # Adam would still move the weights, by its momentum.
+            self._resources.close()
+            return replace(kept, skip_reason="no valid sample in the step")
+        backend.scale_gradients(1.0 / (count + EPSILON))
+        self._resources.close()
+        backend.finalize_gradients()
+        grad_norm = backend.gradient_norm()
+        kept = replace(kept, grad_norm=grad_norm)
+        if not math.isfinite(totals.metrics["loss"]):
+            return replace(kept, skip_reason=f"the loss is {totals.metrics['loss']}")
+        if not math.isfinite(grad_norm):
+            return replace(kept, skip_reason=f"the gradient norm is {grad_norm}")
+        step.optimizer_began = True
+        return replace(kept, update_successful=backend.optimizer_step(step.gbs))
+
+    def _close(self) -> None:
+        self._step, self._phase = None, Phase.IDLE
+        self._resources.close()
+
+    def _require(self, phase: Phase, call: str) -> _OpenStep:
+        if self._phase is not phase:
+            remedy = {
+                Phase.IDLE: "call begin_train_step first",
+                Phase.OPEN: "call finish_train_step or abort_train_step first",
+                Phase.FAILED: "the step failed; call abort_train_step first",
+            }[self._phase]
+            raise TrainStepError(f"{call} while the step is {self._phase.value}: {remedy}")
+        return self._step  # type: ignore[return-value]  # begin's caller ignores it

@@ -1,0 +1,225 @@
+"""`MegatronPolicyWorker`: one rank of a policy. A plain class, which `ray.remote` wraps in one place (workers/policy.py).
+
+B rows of this rank's shard, S sequence length, T new tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
+from nemo_rl_mcore.training.train_step import OptimizerOutcome, StepResult, TrainStep, TrainStepError
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
+
+
+class MegatronPolicyWorker:
+    """Computes log-probabilities, generates and trains with a Megatron-Core model.
+
+    The environment says which rank this is: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, on GPUs, LOCAL_RANK.
+    Every rank is sent the rows of its data-parallel shard; tensor- and pipeline-parallel peers are sent the same rows.
+
+    Args:
+        config: the policy section, as a `PolicyConfig` or the equal mapping.
+        seed: of the random initialisation and of dropout.
+        init_reference_model: keep a copy of the initial weights for `get_reference_policy_logprobs`.
+
+    """
+
+    def __init__(
+        self, config: PolicyConfig | Mapping[str, Any], *, seed: int = 42, init_reference_model: bool = True
+    ) -> None:
+        self.policy = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(config)
+        accelerator.install(int(os.environ.get("LOCAL_RANK", "0")))
+        # Megatron is imported after the device is prepared, and never by the driver, which imports this module too.
+        from nemo_rl_mcore.megatron import parallel_groups
+        from nemo_rl_mcore.megatron.backend import MegatronBackend
+        from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
+
+        parallel_groups.initialize(self.policy.megatron_cfg, seed)
+        self._groups = parallel_groups
+        self._seed = seed
+        self.backend = MegatronBackend(self.policy)
+        self.train_step = TrainStep(self.backend)
+        self._reference: ReferencePolicy | None = (
+            ReferencePolicy(self.backend.chunks) if init_reference_model else None
+        )
+
+    # Log-probabilities
+
+    def get_logprobs(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """{"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
+
+        data: input_ids [B, S], input_lengths [B]. Evaluation mode; the sampling temperature divides the logits.
+        """
+        return BatchedDataDict(logprobs=self._logprobs(data, micro_batch_size))
+
+    def get_reference_policy_logprobs(
+        self, *, data: BatchedDataDict, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """{"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the weights that the run started from."""
+        if self._reference is None:
+            raise ValueError("this worker was built with init_reference_model=False, so it has no reference policy")
+        with self._reference.swapped_in():
+            return BatchedDataDict(reference_logprobs=self._logprobs(data, micro_batch_size))
+
+    def _logprobs(self, data: BatchedDataDict, micro_batch_size: int | None) -> torch.Tensor:
+        local = self.backend.forward.logprobs(data, micro_batch_size or self.policy.logprob_batch_size)
+        return self._groups.broadcast_from_last_stage(local)
+
+    # Generation
+
+    def generate(
+        self, *, data: BatchedDataDict, step: int, stop_ids: list[int], greedy: bool = False
+    ) -> BatchedDataDict:
+        """Answer the prompts: {"tokens": int64 [B, T], "logprobs": fp32 [B, T], "lengths": [B], "finished": bool [B]}.
+
+        data: input_ids [B, P], input_lengths [B], and prompt_index, sample_index int64 [B], which with the seed and
+        `step` key the noise of each row.
+        """
+        from nemo_rl_mcore.megatron.generation import GenerationRequest, generate
+
+        sampling = self.policy.generation
+        prompts = [
+            row[:length] for row, length in zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
+        ]
+        request = GenerationRequest(
+            prompts=prompts,
+            keys_B=sample_keys(self._seed, step, data["prompt_index"], data["sample_index"]),
+            max_new_tokens=sampling.max_new_tokens,
+            stop_ids=frozenset(stop_ids),
+            sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, greedy),
+        )
+        vocab_size = self.policy.model.vocab_size
+        rows = generate(self.backend.chunks[0], request, vocab_size)
+        return BatchedDataDict(
+            tokens=rows.tokens_BT, logprobs=rows.logprobs_BT, lengths=rows.lengths_B, finished=rows.finished_B
+        )
+
+    # Training
+
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """One optimizer step for each `gbs` rows of all data-parallel ranks together: begin, one chunk, finish.
+
+        Returns what `finish_train_step` returns, with one entry a step in each list. Under `eval_mode` nothing is
+        updated. Raises ValueError when the rows are no multiple of the step's.
+        """
+        gbs = gbs or self.policy.train_global_batch_size
+        mbs = mbs or self.policy.train_micro_batch_size
+        batches = self._split_into_steps(data, gbs)
+        if eval_mode:
+            return _as_result([self._evaluate(batch, loss_fn, mbs) for batch in batches])
+        results: list[StepResult] = []
+        for batch in batches:
+            self.train_step.begin(loss_fn, gbs=gbs, mbs=mbs)
+            try:
+                self.train_step.microbatch(batch)
+                results.append(self.train_step.finish())
+            except Exception as error:
+                self._abort_after(error)
+                raise
+        return _as_result(results)
+
+    def begin_train_step(
+        self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None, step_id: str | None = None
+    ) -> None:
+        """Open a train step. `gbs` is what the scheduler advances by; see `training.train_step.TrainStep`."""
+        self.train_step.begin(
+            loss_fn,
+            gbs=gbs or self.policy.train_global_batch_size,
+            mbs=mbs or self.policy.train_micro_batch_size,
+            step_id=step_id,
+        )
+
+    def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
+        """Add the gradients of this rank's rows of a chunk to the open step."""
+        self.train_step.microbatch(data, chunk_id)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Divide, reduce and step.
+
+        Returns global_loss and grad_norm (fp32 [steps]), all_mb_metrics (a list per metric, with lr, wd,
+        global_valid_seqs and global_valid_toks), moe_metrics, mtp_metrics, update_successful, skip_reasons, elapsed.
+        """
+        return _as_result([self.train_step.finish()])
+
+    def abort_train_step(self) -> None:
+        """Drop the open step and restore what it changed; nothing to do when idle."""
+        self.train_step.abort()
+
+    def _evaluate(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> StepResult:
+        started = time.monotonic()
+        totals = self.backend.evaluate(batch, loss_fn, mbs)
+        lr, wd = self.backend.learning_rate_and_weight_decay()
+        outcome = OptimizerOutcome(update_successful=False, grad_norm=0.0, lr=lr, wd=wd, skip_reason="eval_mode")
+        return StepResult(totals, outcome, time.monotonic() - started)
+
+    def _split_into_steps(self, data: BatchedDataDict, gbs: int) -> list[BatchedDataDict]:
+        ranks = self._groups.data_parallel_size()
+        if gbs % ranks:
+            raise ValueError(f"gbs {gbs} does not divide into {ranks} data-parallel ranks")
+        rows = gbs // ranks
+        if not data.size or data.size % rows:
+            raise ValueError(
+                f"{data.size} rows on this rank are no multiple of the {rows} that one step takes "
+                f"(gbs {gbs} over {ranks} data-parallel ranks)"
+            )
+        return [data.slice(start, start + rows) for start in range(0, data.size, rows)]
+
+    def _abort_after(self, error: Exception) -> None:
+        try:
+            self.train_step.abort()
+        except TrainStepError as unknown_outcome:
+            error.add_note(str(unknown_outcome))
+
+    # Life cycle
+
+    def prepare_for_training(self) -> None:
+        """Ready at once: weights, gradients and optimizer state stay on the device."""
+
+    def prepare_for_lp_inference(self) -> None:
+        """Ready at once, as `prepare_for_training`."""
+
+    def shutdown(self) -> None:
+        """Leave the process groups."""
+        self._groups.destroy()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _as_result(steps: list[StepResult]) -> dict[str, Any]:
+    names = steps[0].totals.metrics
+    metrics: dict[str, list[float]] = {name: [step.totals.metrics[name] for step in steps] for name in names}
+    metrics |= {
+        "lr": [step.outcome.lr for step in steps],
+        "wd": [step.outcome.wd for step in steps],
+        "global_valid_seqs": [step.totals.valid_seqs for step in steps],
+        "global_valid_toks": [step.totals.valid_toks for step in steps],
+    }
+    return {
+        "global_loss": torch.tensor([step.totals.metrics["loss"] for step in steps]),
+        "grad_norm": torch.tensor([step.outcome.grad_norm for step in steps]),
+        "all_mb_metrics": metrics,
+        "moe_metrics": {},
+        "mtp_metrics": {},
+        "update_successful": all(step.outcome.update_successful for step in steps),
+        "skip_reasons": [step.outcome.skip_reason for step in steps if step.outcome.skip_reason],
+        "elapsed": sum(step.elapsed for step in steps),
+    }

@@ -1,0 +1,98 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, load_tokenizer, strip_response
+
+PAD, EOS = 16, 15
+
+
+def test_char_tokenizer_has_32_one_character_tokens() -> None:
+    tokenizer = load_tokenizer("char")
+    assert tokenizer.vocab_size == 32 == len(set(CHAR_VOCABULARY))
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD, EOS)
+    assert tokenizer.encode("527>") == [5, 2, 7, 12]
+    ordinary = [i for i in range(32) if i not in (PAD, EOS)]
+    text = tokenizer.decode(ordinary)
+    assert len(text) == 30
+    assert tokenizer.encode(text) == ordinary
+
+
+def test_decode_stops_at_the_end_of_sequence_and_drops_padding() -> None:
+    tokenizer = load_tokenizer("char")
+    assert tokenizer.decode([5, 2, EOS, PAD, PAD]) == "52"
+    assert tokenizer.decode([5, 2, EOS, 7, EOS]) == "52"
+    assert tokenizer.decode([5, 2, PAD, PAD]) == "52"
+    assert tokenizer.decode([EOS]) == ""
+    assert tokenizer.decode([]) == ""
+
+
+def test_a_sampled_pad_inside_the_answer_keeps_its_position() -> None:
+    assert load_tokenizer("char").decode([5, PAD, 7, EOS]) == "5_7"
+
+
+def test_pad_and_end_may_be_the_same_id() -> None:
+    assert strip_response([1, 2, 0, 0, 0], pad_token_id=0, eos_token_id=0) == [1, 2]
+
+
+@pytest.mark.parametrize("text", ["5 2", "5A", "52$", "5_2", "é"])
+def test_foreign_and_special_characters_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="cannot encode"):
+        load_tokenizer("char").encode(text)
+
+
+def test_importing_and_the_char_tokenizer_need_no_heavy_library() -> None:
+    code = (
+        "import sys\n"
+        "import nemo_rl_mcore.data.tokenizer as t\n"
+        "assert 'tokenizers' not in sys.modules\n"
+        "t.load_tokenizer('char').encode('12')\n"
+        "assert not {'transformers', 'torch'} & set(sys.modules), 'heavy import'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["no/such/dir", "gpt2"])
+def test_a_missing_directory_names_the_path_and_the_key(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"policy\.tokenizer\.name: '{name}' is not a directory"):
+        load_tokenizer(name)
+
+
+def test_a_directory_without_a_tokenizer_names_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"policy\.tokenizer\.name: cannot load a tokenizer from"):
+        load_tokenizer(str(tmp_path))
+
+
+def save_hugging_face_tokenizer(directory: Path, **special_tokens: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", "<think>", *"0123456789+= "]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, additional_special_tokens=["<think>"], **special_tokens
+    )
+    fast.save_pretrained(directory)
+
+
+def test_hugging_face_directory_round_trip(tmp_path: Path) -> None:
+    save_hugging_face_tokenizer(tmp_path, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = load_tokenizer(str(tmp_path))
+    ids = tokenizer.encode("12 + 3 =")
+    assert tokenizer.vocab_size == 16
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert not {0, 1} & set(ids)
+    assert tokenizer.decode([*ids, 1, 0, 0]) == "12 + 3 ="
+    assert tokenizer.decode([2, *ids]) == "<think>12 + 3 ="
+
+
+def test_hugging_face_without_pad_uses_the_end_and_without_end_is_refused(tmp_path: Path) -> None:
+    save_hugging_face_tokenizer(tmp_path / "no_pad", eos_token="<eos>")
+    assert load_tokenizer(str(tmp_path / "no_pad")).pad_token_id == 1
+    save_hugging_face_tokenizer(tmp_path / "no_eos", pad_token="<pad>")
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        load_tokenizer(str(tmp_path / "no_eos"))
