@@ -1,11 +1,11 @@
-"""What an algorithm needs of a policy, a generation engine, an environment and an observer; no framework is named here.
+"""What an algorithm needs of a policy, a generation engine and an environment; no framework is named here.
 
 B rows, P prompt length, S sequence length, T new tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from nemo_rl_mcore.data import BatchedDataDict
@@ -55,9 +55,3 @@ class EnvironmentInterface(Protocol):
         ...
 
 
-class ObserverInterface(Protocol):
-    """What watches a run."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step's metrics."""
-        ...

@@ -114,7 +114,7 @@ class GeneralizedAdvantageEstimator:
         Raises ValueError when use_kl_in_reward needs log-probabilities that are not given.
         """
         penalty = kl_penalty(self.loss_cfg, logprobs=logprobs, reference_logprobs=reference_logprobs)
-        token_rewards = _token_rewards(rewards, mask, penalty).to(values.dtype)
+        token_rewards = _token_rewards(rewards, mask, penalty)
         value_lambda = self.cfg.gae_lambda if self.cfg.gae_lambda_value is None else self.cfg.gae_lambda_value
         gamma = self.cfg.gae_gamma
         returns = values + discounted_errors(token_rewards, values, mask, gamma=gamma, lam=value_lambda)

@@ -27,18 +27,19 @@ class SkipGuard:
     total: int = 0
     in_a_row: int = 0
 
-    def check(self, step: int, result: dict[str, Any], batch: BatchedDataDict) -> None:
-        """Take note of a step's result; TooManySkippedStepsError names the step, the reason and the samples."""
+    def check(self, step: int, result: dict[str, Any], batch: BatchedDataDict) -> TooManySkippedStepsError | None:
+        """Take note of a step's result; at the limit, the error to raise: it names step, reason and samples."""
         if result["update_successful"]:
             self.in_a_row = 0
-            return
+            return None
         self.total += 1
         self.in_a_row += 1
-        if self.in_a_row >= self.limit:
-            raise TooManySkippedStepsError(
-                f"step {step}: the optimizer step was skipped {self.in_a_row} times in a row "
-                f"(max_consecutive_skips: {self.limit}); {', '.join(result['skip_reasons'])}; {_suspects(batch)}"
-            )
+        if self.in_a_row < self.limit:
+            return None
+        return TooManySkippedStepsError(
+            f"step {step}: the optimizer step was skipped {self.in_a_row} times in a row "
+            f"(max_consecutive_skips: {self.limit}); {', '.join(result['skip_reasons'])}; {_suspects(batch)}"
+        )
 
 
 def _suspects(batch: BatchedDataDict) -> str:

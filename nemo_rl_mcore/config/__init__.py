@@ -10,7 +10,9 @@ from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig, WandbConfig
 from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
 from nemo_rl_mcore.config.generation import GenerationConfig
+from nemo_rl_mcore.config.load import load_config
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig, NLLLossConfig
+from nemo_rl_mcore.config.master import GRPOMasterConfig
 from nemo_rl_mcore.config.megatron import (
     DistributedDataParallelConfig,
     MegatronConfig,
@@ -37,6 +39,7 @@ __all__ = [
     "DynamicBatchingConfig",
     "EnvConfig",
     "GRPOConfig",
+    "GRPOMasterConfig",
     "GenerationConfig",
     "LoggerConfig",
     "MegatronConfig",
@@ -51,4 +54,5 @@ __all__ = [
     "SequencePackingConfig",
     "TokenizerConfig",
     "WandbConfig",
+    "load_config",
 ]

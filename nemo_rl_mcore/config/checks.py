@@ -1,4 +1,4 @@
-"""Rules between sections of a GRPO run: layout, batch arithmetic, lengths, the device, the loss and its inputs."""
+"""Rules between sections of a GRPO run: layout, batch arithmetic, lengths, the device, the loss."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -61,8 +61,8 @@ def _layout_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
     if (world // stages) % expert:
         yield Problem(
             f"{MEGATRON}.expert_model_parallel_size",
-            f"expert model * expert tensor parallel size = {expert} does not divide the {world // stages} ranks "
-            "of a pipeline stage",
+            f"expert model * expert tensor parallel size = {expert} does not divide the "
+            f"{world // stages} ranks of a pipeline stage",
             "lower it",
             (*LAYOUT, f"{MEGATRON}.expert_tensor_parallel_size"),
         )
@@ -70,7 +70,11 @@ def _layout_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
 
 def _batch_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
     policy, samples = config.policy, config.grpo.samples_per_step
-    ranks, batch, micro = config.data_parallel_size, policy.train_global_batch_size, policy.train_micro_batch_size
+    ranks, batch, micro = (
+        config.data_parallel_size,
+        policy.train_global_batch_size,
+        policy.train_micro_batch_size,
+    )
     if samples % batch:
         yield Problem(
             "policy.train_global_batch_size",
@@ -101,8 +105,8 @@ def _batch_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
     if config.loss_fn.force_on_policy_ratio and batch != samples:
         yield Problem(
             "loss_fn.force_on_policy_ratio",
-            f"true needs one optimizer step per rollout, and policy.train_global_batch_size: {batch} is not the "
-            f"{samples} samples of a step",
+            f"true needs one optimizer step per rollout, and policy.train_global_batch_size: {batch} "
+            f"is not the {samples} samples of a step",
             f"set policy.train_global_batch_size: {samples}, or force_on_policy_ratio: false",
             ("policy.train_global_batch_size", *SAMPLES),
         )
@@ -114,8 +118,8 @@ def _interleaving_problems(config: "GRPOMasterConfig", microbatches: int) -> Ite
     if megatron.virtual_pipeline_model_parallel_size is not None and microbatches % stages:
         yield Problem(
             f"{MEGATRON}.virtual_pipeline_model_parallel_size",
-            f"the interleaved schedule needs microbatches in multiples of pipeline_model_parallel_size: {stages}, "
-            f"and a rank has {microbatches} per optimizer step",
+            f"the interleaved schedule needs microbatches in multiples of pipeline_model_parallel_size: "
+            f"{stages}, and a rank has {microbatches} per optimizer step",
             "change policy.train_micro_batch_size, or set virtual_pipeline_model_parallel_size: null",
             ("policy.train_global_batch_size", "policy.train_micro_batch_size", *LAYOUT),
         )
@@ -127,8 +131,8 @@ def _length_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
     if prompt + response > longest:
         yield Problem(
             "policy.max_total_sequence_length",
-            f"{longest} has no room for the longest prompt ({prompt}: data.max_input_seq_length, or what the task "
-            f"needs) and policy.generation.max_new_tokens: {response}",
+            f"{longest} has no room for the longest prompt ({prompt}: data.max_input_seq_length, or what "
+            f"the task needs) and policy.generation.max_new_tokens: {response}",
             f"set it to {prompt + response}, or lower the other two",
             ("data.max_input_seq_length", "data.num_digits", "policy.generation.max_new_tokens"),
         )
@@ -147,8 +151,8 @@ def _prompt_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
     if drawn > data.train_prompts:
         yield Problem(
             "grpo.num_prompts_per_step",
-            f"{grpo.num_prompts_per_step} (times batch_multiplier) is above the {data.train_prompts} different "
-            f"training prompts of data.num_digits: {data.num_digits}",
+            f"{grpo.num_prompts_per_step} (times batch_multiplier) is above the {data.train_prompts} "
+            f"different training prompts of data.num_digits: {data.num_digits}",
             "lower it, or raise data.num_digits",
             ("data.num_digits", "grpo.batch_multiplier"),
         )

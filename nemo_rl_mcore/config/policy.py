@@ -137,7 +137,7 @@ class PolicyConfig(StrictModel):
         if self.tokenizer.name == "char" and self.model.vocab_size < CHAR_VOCABULARY:
             yield Problem(
                 "model.vocab_size",
-                f"{self.model.vocab_size} is below {CHAR_VOCABULARY}, the tokens of policy.tokenizer.name: char",
+                f"{self.model.vocab_size} is below the {CHAR_VOCABULARY} tokens of tokenizer.name: char",
                 f"set vocab_size: {CHAR_VOCABULARY}",
                 ("tokenizer.name",),
             )

@@ -1,10 +1,11 @@
-"""NeMo RL keys that this package knows and does not implement: accepted where they change nothing, else refused.
+"""NeMo RL keys that this package knows and does not implement.
 
-One table. An entry says which values are neutral, and what to do about any other value. Neutral keys are
-dropped before the strict models see the recipe, so a recipe moves over with few edits and none of them is silent.
+One table: an entry says which values are neutral (they change nothing), and what to do about any other value.
+Neutral keys are dropped before the strict models see the recipe, others are refused; so a recipe moves over with
+few edits, and nothing it asks for is lost silently.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,7 +16,16 @@ Tree = dict[str, object]
 ANY = object()
 """Neutral value of keys that only a part of NeMo RL reads which is refused elsewhere, or off."""
 OFF = object()
-"""Neutral value of sections: absent, empty, or with `enabled: false` (or nothing true in them)."""
+"""Neutral value of sections: null, `enabled: false`, or without that key and with nothing set."""
+ON = object()
+"""Neutral value of sections that state what always holds: anything but `enabled: false`."""
+
+
+@dataclass(frozen=True)
+class SameAs:
+    """Neutral value of a key that repeats its neighbour."""
+
+    neighbour: str
 
 
 @dataclass(frozen=True)
@@ -25,19 +35,30 @@ class Unsupported:
     neutral: tuple[object, ...]
     remedy: str
 
-    def accepts(self, value: object) -> bool:
-        """Whether the value changes nothing."""
-        if ANY in self.neutral:
-            return True
-        if OFF in self.neutral and _is_off(value):
-            return True
-        return any(type(value) is type(known) and value == known for known in self.neutral)
+    def accepts(self, value: object, section: Tree) -> bool:
+        """Whether the value changes nothing, given the section it stands in."""
+        return any(_is_neutral(value, neutral, section) for neutral in self.neutral)
 
 
-def _is_off(value: object) -> bool:
-    if value is None:
+def _is_neutral(value: object, neutral: object, section: Tree) -> bool:
+    if neutral is ANY:
         return True
-    return isinstance(value, Mapping) and not cast("Mapping[str, object]", value).get("enabled", False)
+    if neutral is OFF or neutral is ON:
+        switch = _switch(value)
+        return switch is not True if neutral is OFF else switch is not False
+    if isinstance(neutral, SameAs):
+        return neutral.neighbour in section and value == section[neutral.neighbour]
+    return type(value) is type(neutral) and value == neutral
+
+
+def _switch(section: object) -> bool | None:
+    """Whether a section is on (true), off (false), or says neither (null)."""
+    if not isinstance(section, Mapping):
+        return None if section is None else True
+    values = cast("Mapping[str, object]", section)
+    if "enabled" in values:
+        return bool(values["enabled"])
+    return True if any(values.values()) else None
 
 
 def _only(*neutral: object, remedy: str) -> Unsupported:
@@ -45,8 +66,12 @@ def _only(*neutral: object, remedy: str) -> Unsupported:
 
 
 _UNREAD = _only(ANY, remedy="")
+_ARCHITECTURE = "remove it and describe the architecture in policy.model"
+_OTHER_SINKS = "set it to false; use tensorboard_enabled or wandb_enabled"
+_ENVIRONMENT = "remove it and set the variables in the environment of the command"
 _REMOVE_NULL = "set it to null, or remove it"
 _DERIVED = "remove it; the interleaved schedule gets the settings it needs"
+_NO_VAL_SAMPLING = "remove it; validation has no sampling settings of its own"
 _EPOCHS = "remove it; grpo.max_num_steps ends the run"
 
 UNSUPPORTED: dict[str, Unsupported] = {
@@ -59,11 +84,12 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "grpo.advantage_clip_low": _only(None, remedy=_REMOVE_NULL),
     "grpo.advantage_clip_high": _only(None, remedy=_REMOVE_NULL),
     "grpo.seq_logprob_error_threshold": _only(
-        None, remedy="set it to null; loss_fn.truncated_importance_sampling_type: seq-mask-tis drops such rows"
+        None,
+        remedy="set it to null; loss_fn.truncated_importance_sampling_type: seq-mask-tis does this",
     ),
     "grpo.invalid_tool_call_advantage": _only(None, remedy=_REMOVE_NULL),
     "grpo.malformed_thinking_advantage": _only(None, remedy=_REMOVE_NULL),
-    "grpo.calculate_advantages_on_gpu": _only(False, remedy="set it to false; advantages are computed on CPU"),
+    "grpo.calculate_advantages_on_gpu": _only(False, remedy="set it to false; they are computed on CPU"),
     "grpo.skip_reference_policy_logprobs_calculation": _only(
         False,
         remedy="remove it; a reference policy exists only where loss_fn.reference_policy_kl_penalty is not 0",
@@ -76,7 +102,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # policy
     "policy.tokenizer.chat_template_kwargs": _only(None, {}, remedy="set it to null; prompts are plain text"),
     "policy.tokenizer.use_fastokens": _only(False, remedy="set it to false"),
-    "policy.hf_config_overrides": _only(None, {}, remedy="describe the architecture in policy.model"),
+    "policy.hf_config_overrides": _only(None, {}, remedy=_ARCHITECTURE),
     "policy.logprob_chunk_size": _only(
         None, remedy="set it to null and use policy.megatron_cfg.use_fused_linear_logprobs: true"
     ),
@@ -91,7 +117,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "policy.sequence_packing.microbatch_order": _UNREAD,  # packing itself is refused
     # policy.megatron_cfg
     "policy.megatron_cfg.converter_type": _UNREAD,  # names a Hugging Face converter; no weights are loaded
-    "policy.megatron_cfg.model_overrides": _only(None, {}, remedy="describe the architecture in policy.model"),
+    "policy.megatron_cfg.model_overrides": _only(None, {}, remedy=_ARCHITECTURE),
     "policy.megatron_cfg.checkpoint": _UNREAD,  # how checkpoints are saved; saving is refused
     "policy.megatron_cfg.force_reconvert_from_hf": _UNREAD,
     "policy.megatron_cfg.empty_unused_memory_level": _UNREAD,  # when the CUDA cache is emptied
@@ -109,7 +135,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     ),
     "policy.megatron_cfg.attention_backend": _only(None, "auto", remedy=_REMOVE_NULL),
     "policy.megatron_cfg.use_gloo_process_groups": _UNREAD,  # groups follow the device
-    "policy.megatron_cfg.env_vars": _only(None, {}, remedy="set the variables in the environment of the command"),
+    "policy.megatron_cfg.env_vars": _only(None, {}, remedy=_ENVIRONMENT),
     "policy.megatron_cfg.fp8_cfg": _only(OFF, remedy="set policy.megatron_cfg.fp8_cfg.enabled: false"),
     "policy.megatron_cfg.peft": _only(OFF, remedy="set policy.megatron_cfg.peft.enabled: false"),
     "policy.megatron_cfg.mtp_num_layers": _only(None, 0, remedy="set it to 0"),
@@ -153,19 +179,11 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "policy.generation.real_quant_export_cpu_offload": _UNREAD,
     "policy.generation.port_range_low": _UNREAD,
     "policy.generation.port_range_high": _UNREAD,
-    "policy.generation.val_temperature": _only(
-        None, 1.0, 1, remedy="remove it; validation samples as policy.generation says"
-    ),
-    "policy.generation.val_top_p": _only(
-        None, 1.0, 1, remedy="remove it; validation samples as policy.generation says"
-    ),
-    "policy.generation.val_top_k": _only(
-        None, remedy="remove it; validation samples as policy.generation says"
-    ),
+    "policy.generation.val_temperature": _only(None, SameAs("temperature"), remedy=_NO_VAL_SAMPLING),
+    "policy.generation.val_top_p": _only(None, SameAs("top_p"), remedy=_NO_VAL_SAMPLING),
+    "policy.generation.val_top_k": _only(None, SameAs("top_k"), remedy=_NO_VAL_SAMPLING),
     "policy.generation.colocated": _only(
-        OFF,
-        {"enabled": True},
-        {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
+        ON,
         remedy="set policy.generation.colocated.enabled: true; the embedded engine shares the training ranks",
     ),
     # data: the embedded tasks have one place for the task, data.dataset_name
@@ -185,8 +203,8 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "checkpointing.save_consolidated": _UNREAD,
     "checkpointing.save_optimizer": _UNREAD,
     # logger
-    "logger.mlflow_enabled": _only(False, remedy="set it to false; use tensorboard_enabled or wandb_enabled"),
-    "logger.swanlab_enabled": _only(False, remedy="set it to false; use tensorboard_enabled or wandb_enabled"),
+    "logger.mlflow_enabled": _only(False, remedy=_OTHER_SINKS),
+    "logger.swanlab_enabled": _only(False, remedy=_OTHER_SINKS),
     "logger.monitor_gpus": _only(False, remedy="set it to false"),
     "logger.mlflow": _UNREAD,
     "logger.swanlab": _UNREAD,
@@ -216,7 +234,7 @@ def _screen(tree: Tree, prefix: str, problems: list[Problem]) -> Tree:
         known = UNSUPPORTED.get(path)
         if known is None:
             kept[key] = _screen(cast("Tree", value), path, problems) if isinstance(value, dict) else value
-        elif not known.accepts(value):
+        elif not known.accepts(value, tree):
             problems.append(Problem(path, f"{_shown(value)} is not supported", known.remedy))
     return kept
 
@@ -228,8 +246,3 @@ def _shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(value)
-
-
-def known_paths() -> Iterator[str]:
-    """Every path in the table, for suggestions and overrides."""
-    yield from UNSUPPORTED

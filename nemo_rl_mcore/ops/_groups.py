@@ -1,4 +1,4 @@
-"""Process-group arithmetic shared by the kernels: a missing group means one rank that needs no torch.distributed."""
+"""Process-group arithmetic shared by the kernels. A missing group is a single rank, without torch.distributed."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,9 @@ def group_rank(group: ProcessGroup | None) -> int:
 class VocabShard:
     """The rows of the vocabulary that one tensor-parallel rank holds.
 
-    The global vocabulary is padded so that every rank has the same number of rows, beginning at the id `start`; the first
-    `valid` of them are among the `vocab_size` real ones. Padded rows must stay out of the softmax, or their logits, zero
-    in a fresh model, take probability mass from the real ones.
+    The global vocabulary is padded so that every rank has the same number of rows, beginning at the id
+    `start`; the first `valid` of them are among the `vocab_size` real ones. Padded rows must stay out of
+    the softmax, or their logits, often zero, take probability mass from the real ones.
     """
 
     start: int
@@ -31,7 +31,7 @@ class VocabShard:
 
     @classmethod
     def of(cls, size: int, vocab_size: int | None, group: ProcessGroup | None) -> "VocabShard":
-        """Return this rank's shard; raise ValueError if the ranks together hold fewer than `vocab_size` rows."""
+        """Return this rank's shard; raise ValueError if all ranks together hold fewer than `vocab_size`."""
         padded = size * group_size(group)
         real = padded if vocab_size is None else vocab_size
         if not 0 < real <= padded:
@@ -40,10 +40,11 @@ class VocabShard:
         return cls(start=start, valid=min(max(real - start, 0), size), vocab_size=real)
 
     def check_targets(self, target_N: Tensor) -> None:
-        """Raise ValueError for an id outside the vocabulary, whose log-probability would otherwise be silently wrong."""
+        """Raise ValueError for an id outside the vocabulary: its log-probability would be silently wrong."""
         outside_N = (target_N < 0) | (target_N >= self.vocab_size)
         if bool(outside_N.any()):
             first = int(target_N[outside_N][0])
             raise ValueError(
-                f"target {first} is outside the vocabulary of {self.vocab_size}; mask the tokens that do not count"
+                f"target {first} is outside the vocabulary of {self.vocab_size}; mask tokens that do not
+                count"
             )

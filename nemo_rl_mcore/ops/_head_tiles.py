@@ -1,8 +1,8 @@
-"""The vocabulary head walked in tiles: statistics forward, gradients backward, never a [tokens, vocabulary] tensor.
+"""The vocabulary head walked in tiles: statistics forward, gradients backward, never [tokens, vocabulary] at once.
 
-Shapes: N token rows, H hidden, V this rank's real vocabulary rows, n x v one tile of logits, K vocabulary panels,
-F floats per row. Panels are the outer loop and token chunks the inner one, so that a panel's weight gradient is summed
-over all tokens in one float32 accumulator of [v, H] and rounded once, however many chunks there are.
+Shapes: N token rows, H hidden, V this rank's real vocabulary rows, n x v one tile of logits, K vocabulary
+panels, F floats per row. Panels are the outer loop and token chunks the inner one, so that a panel's weight
+gradient is summed over all tokens in one float32 accumulator of [v, H] and rounded once, whatever the chunks.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Tiling:
 def plan_tiling(
     row_count: int, vocab: int, *, bytes_per_logit: int, chunk_bytes: int, chunk_size: int | None
 ) -> Tiling:
-    """Fit a tile into the byte budget, or take `chunk_size` rows by the whole vocabulary where that is given."""
+    """Fit a tile into the byte budget, or take `chunk_size` rows by the whole vocabulary if that is given."""
     row_count, vocab = max(row_count, 1), max(vocab, 1)
     if chunk_size is not None:
         return Tiling(min(chunk_size, row_count), vocab)
@@ -65,7 +65,7 @@ class LinearHead:
         return list(_spans(self.weight_VH.shape[0], self.tiling.cols))
 
     def tiles(self, panel: slice) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Walk a panel: (rows, logits [n, v], targets relative to the panel). Every tile reuses the same memory."""
+        """Walk a panel: (rows, logits [n, v], targets within the panel). All tiles share the same memory."""
         count = self.hidden_NH.shape[0]
         dtype = accumulation_dtype(self.hidden_NH.dtype)
         weight_vH = self.weight_VH[panel]
@@ -77,7 +77,7 @@ class LinearHead:
 
 
 def head_statistics(head: LinearHead, with_entropy: bool) -> Tensor:
-    """Softmax statistics [F, N] of this rank's vocabulary (see `_softmax`); log-sum-exp -inf if it holds no real row."""
+    """Softmax statistics [F, N] of this rank's vocabulary (see `_softmax`)."""
     panels, count = head.panels(), head.hidden_NH.shape[0]
     dtype = accumulation_dtype(head.hidden_NH.dtype)
     stats_KFN = head.hidden_NH.new_empty(len(panels), 3 if with_entropy else 2, count, dtype=dtype)
@@ -92,9 +92,9 @@ def head_gradients(
 ) -> Tensor | None:
     """Recompute the logits tile by tile and form the gradients of hidden states and weight.
 
-    The incoming gradients in `backward` must already carry the factor `head.scale` of the logits.
-    Fills `grad_weight_VH` unless it is None (frozen weight). Returns the hidden gradient [N, H] of this rank's vocabulary
-    in the accumulation dtype, or None unless `need_hidden`.
+    The incoming gradients in `backward` must already carry the factor `head.scale` of the logits. Fills
+    `grad_weight_VH` unless it is None (frozen weight). Returns the hidden gradient [N, H] of this rank's
+    vocabulary in the accumulation dtype, or None unless `need_hidden`.
     """
     dtype = accumulation_dtype(head.hidden_NH.dtype)
     grad_hidden_NH = torch.zeros_like(head.hidden_NH, dtype=dtype) if need_hidden else None
@@ -113,14 +113,14 @@ def head_gradients(
 
 
 def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """out = a @ b, where `out` may be wider than the inputs."""
+    """Write a @ b, where `out` may be wider than the inputs."""
     if out.dtype == a.dtype:
         return torch.mm(a, b, out=out)
     return out.copy_(_matmul_wide(a, b))
 
 
 def _matmul_add(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, accumulated in the dtype of `out`."""
+    """Add a @ b, accumulated in the dtype of `out`."""
     if out.dtype == a.dtype:
         out.addmm_(a, b)
     else:
@@ -128,5 +128,5 @@ def _matmul_add(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _matmul_wide(a: Tensor, b: Tensor) -> Tensor:
-    """Product of 16-bit matrices in float32 where the device writes it; CPU rounds each product to 16 bits once."""
+    """Product of 16-bit matrices, in float32 where the device can write it; CPU rounds it to 16 bits."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b)

@@ -1,8 +1,9 @@
 """Softmax statistics that combine over slices of the vocabulary, and the gradient they lead to.
 
-Shapes: N token rows, V a slice of the vocabulary, K slices, F floats per row: the log-sum-exp, the target's logit and,
-when asked for, the entropy. Targets are indices into the slice; one outside it belongs to another slice.
-A panel of a matrix and a tensor-parallel rank are both just slices, so one merge rule serves them both.
+Shapes: N token rows, V a slice of the vocabulary, K slices, F floats per row: the log-sum-exp, the target's
+logit and, when asked for, the entropy. Targets are indices into the slice; one outside it belongs to
+another slice. A panel of a matrix and a tensor-parallel rank are both just slices, so one merge rule serves
+them both.
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class RowSoftmax:
 
 def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool) -> Tensor:
     """Return the statistics [F, N] of one slice. Overwrites `logits_NV`, which may be a scratch tile."""
-    if logits_NV.shape[1] == 0:  # a rank that holds nothing but padding: merging an empty list gives the neutral element
+    if logits_NV.shape[1] == 0:  # a rank that holds only padding contributes what no slices at all merge to
         return merge_statistics(logits_NV.new_empty(0, 3 if with_entropy else 2, logits_NV.shape[0]))
     held_N, index_N1 = _held_targets(target_N, logits_NV.shape[1])
     target_logit_N = torch.where(held_N, logits_NV.gather(1, index_N1).squeeze(1), 0.0)
@@ -54,7 +55,7 @@ def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool) ->
 
 
 def merge_statistics(stats_KFN: Tensor) -> Tensor:
-    """Combine the statistics of disjoint slices into those of their union. An empty slice has log-sum-exp -inf.
+    """Combine the statistics of disjoint slices into those of their union; none at all give -inf.
 
     The entropy follows the chain rule: with w the share of each slice, H = sum w * H_slice + entropy(w).
     """
@@ -80,7 +81,7 @@ def reduce_over_ranks(stats_FN: Tensor, group: ProcessGroup | None) -> RowSoftma
 
 @dataclass(frozen=True)
 class RowBackward:
-    """Per row what a tile of logits needs to become its gradient: the saved softmax and the incoming gradients.
+    """What each row of logits needs to become its gradient: the saved softmax and the incoming gradients.
 
     The two entropy fields are both None when no gradient arrives through the entropy.
     """
@@ -92,21 +93,25 @@ class RowBackward:
 
     @classmethod
     def arriving(
-        cls, rows: TokenRows, scale: float, softmax: tuple[Tensor, Tensor | None], grads: tuple[Tensor | None, Tensor | None]
+        cls,
+        rows: TokenRows,
+        scale: float,
+        softmax: tuple[Tensor, Tensor | None],
+        grads: tuple[Tensor | None, Tensor | None],
     ) -> "RowBackward":
-        """Of the kept rows, for logits that were multiplied with `scale`; either gradient may be missing.
+        """Pair the kept rows' (log-sum-exp, entropy) with autograd's gradients of (log-prob, entropy) for all tokens.
 
-        Args:
-            rows: the kept rows.
-            scale: factor of the logits, folded into the gradients, where it costs nothing.
-            softmax: log-sum-exp and entropy of the kept rows.
-            grads: gradients of log-probabilities and entropy for all tokens, as autograd hands them over.
+        Either gradient may be missing. `scale`, the factor of the logits, is folded in here, where it costs
+        nothing.
         """
         lse_N, entropy_N = softmax
-        grad_logprob_N, grad_entropy_N = (None if g_T is None else rows.select(g_T.reshape(-1)) * scale for g_T in grads)
-        if grad_logprob_N is None:
-            grad_logprob_N = torch.zeros_like(lse_N)
-        return cls(lse_N, grad_logprob_N, None if grad_entropy_N is None else entropy_N, grad_entropy_N)
+        grad_logprob_T, grad_entropy_T = grads
+        grad_logprob_N = torch.zeros_like(lse_N)
+        if grad_logprob_T is not None:
+            grad_logprob_N = rows.select(grad_logprob_T.reshape(-1)) * scale
+        if grad_entropy_T is None:
+            return cls(lse_N, grad_logprob_N)
+        return cls(lse_N, grad_logprob_N, entropy_N, rows.select(grad_entropy_T.reshape(-1)) * scale)
 
     def at(self, index: slice | Tensor) -> "RowBackward":
         """The same for some of the rows."""

@@ -1,8 +1,9 @@
 """Which tokens carry loss, and how their hidden states travel between sequence-parallel ranks.
 
-Shapes: T all tokens (sequence x batch, flattened), L = T / ranks of them on this rank, N those kept by the mask, H hidden.
-A sequence shard is a contiguous block of L token rows. The mask covers all T tokens on every rank, so each rank knows
-the others' counts without asking, and only kept rows are sent, padded to the fullest shard.
+Shapes: T all tokens (sequence x batch, flattened), L = T / ranks of them on this rank, N those kept by the
+mask, H hidden. A sequence shard is a contiguous block of L token rows. The mask covers all T tokens on
+every rank, so each rank knows the others' counts without asking, and only kept rows are sent, padded to the
+fullest shard.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,11 @@ class TokenRows:
 
     @classmethod
     def of(
-        cls, mask: Tensor | None, total: int, group: ProcessGroup | None = None, sequence_parallel: bool = False
+        cls,
+        mask: Tensor | None,
+        total: int,
+        group: ProcessGroup | None = None,
+        sequence_parallel: bool = False,
     ) -> "TokenRows":
         """Select the rows where the mask is not zero."""
         kept_N = None if mask is None else (mask.reshape(-1) != 0).nonzero().squeeze(1)
@@ -72,7 +77,8 @@ class TokenRows:
     def reduce_hidden_grad(self, grad_NH: Tensor) -> Tensor:
         """Sum over ranks the gradients of the kept rows (each rank saw only its own vocabulary) and spread them.
 
-        Reverses `gather_hidden`: a reduce-scatter when the input is sequence-parallel, an all-reduce when replicated.
+        Reverses `gather_hidden`: a reduce-scatter when the input is sequence-parallel, an all-reduce when
+        replicated.
         """
         if not self.sequence_parallel:
             grad_NH = grad_NH.contiguous()

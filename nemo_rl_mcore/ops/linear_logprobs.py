@@ -1,8 +1,9 @@
 """Log-probabilities of given tokens under a linear vocabulary head, without ever holding the logits.
 
-log p = log softmax(hidden @ weight.T * logit_scale / temperature)[target], and optionally the entropy of that softmax.
-The forward keeps one or two floats a token; the backward recomputes the logits tile by tile and is exact.
-Under tensor parallelism every rank holds a slice of the vocabulary; results are the same on all ranks.
+log p = log softmax(hidden @ weight.T * logit_scale / temperature)[target], and optionally the entropy of
+that softmax. The forward keeps one or two floats a token; the backward recomputes the logits tile by tile
+and is exact. Under tensor parallelism every rank holds a slice of the vocabulary; results are the same on
+all ranks.
 
 Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, T = S * B tokens, L of them held by this rank,
 N those kept by the mask.
@@ -57,12 +58,15 @@ def fused_linear_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities [S, B] of the targets, or (log-probabilities, entropy), with an exact backward.
 
-    Results are float32 (float64 for float64 inputs). Rows where the mask is zero give exactly 0, receive no gradient and
-    are never multiplied with the weight. The gradients that arrive must be the same on every rank of `tp_group`.
+    Results are float32 (float64 for float64 inputs). Rows where the mask is zero give exactly 0, receive no
+    gradient and are never multiplied with the weight. The gradients that arrive must be the same on every
+    rank of `tp_group`.
 
     Args:
-        hidden_SBH: hidden states [S, B, H]; with `sequence_parallel` this rank's shard [S/tp, B, H], whose gradient is
-            then reduce-scattered. Without it the hidden states are replicated and their gradient is summed over ranks.
+        hidden_SBH: hidden states [S, B, H]; with `sequence_parallel` this rank's shard [S/tp, B, H], whose
+        gradient is
+            then reduce-scattered. Without it the hidden states are replicated and their gradient is summed
+            over ranks.
         weight_VH: this rank's rows [V/tp, H] of the vocabulary, in the dtype of the hidden states.
         targets_SB: global token ids [S, B], the same on every rank.
         tp_group: tensor-parallel group; None means a single rank.
@@ -73,8 +77,10 @@ def fused_linear_logprobs(
         options: byte budget and other rarely changed settings.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, a temperature that is not positive, a counted target outside the
+        ValueError: shapes or dtypes that do not fit, a temperature that is not positive, a counted target
+        outside the
             vocabulary.
+
     """
     shards = group_size(tp_group) if sequence_parallel else 1
     _check_shapes(hidden_SBH, weight_VH, targets_SB, mask, shards)
@@ -148,7 +154,9 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         if live is not None:
             hidden_NH, target_N, backward = hidden_NH[live], target_N[live], backward.at(live)
         grad_weight_VH = torch.zeros_like(weight_VH) if need_weight else None
-        grad_NH = head_gradients(call.head(hidden_NH, weight_VH, target_N), backward, grad_weight_VH, need_hidden)
+        grad_NH = head_gradients(
+            call.head(hidden_NH, weight_VH, target_N), backward, grad_weight_VH, need_hidden
+        )
         if grad_NH is None:
             return None, grad_weight_VH, None, None
         grad_NH = grad_NH.to(hidden_LH.dtype)
@@ -162,14 +170,18 @@ def _check_shapes(
 ) -> None:
     if hidden_SBH.ndim != targets_SB.ndim + 1 or weight_VH.shape[1] != hidden_SBH.shape[-1]:
         raise ValueError(
-            f"hidden {list(hidden_SBH.shape)}, weight {list(weight_VH.shape)} and targets {list(targets_SB.shape)} "
-            "must be [S, B, H], [V, H] and [S, B]"
+            f"hidden {list(hidden_SBH.shape)}, weight {list(weight_VH.shape)} and targets
+            {list(targets_SB.shape)} " "must be [S, B, H], [V, H] and [S, B]"
         )
     whole = [hidden_SBH.shape[0] * shards, *hidden_SBH.shape[1:-1]]
     if whole != list(targets_SB.shape):
-        raise ValueError(f"hidden states cover {whole} tokens over {shards} shards, targets {list(targets_SB.shape)}")
+        raise ValueError(
+            f"hidden states cover {whole} tokens over {shards} shards, targets {list(targets_SB.shape)}"
+        )
     if mask is not None and mask.shape != targets_SB.shape:
-        raise ValueError(f"mask {list(mask.shape)} and targets {list(targets_SB.shape)} must have the same shape")
+        raise ValueError(
+            f"mask {list(mask.shape)} and targets {list(targets_SB.shape)} must have the same shape"
+        )
     if weight_VH.dtype != hidden_SBH.dtype:
         raise ValueError(f"hidden states are {hidden_SBH.dtype}, but the weight is {weight_VH.dtype}")
 
@@ -189,7 +201,9 @@ def linear_logprobs(
     Plain differentiable tensor arithmetic, kept to say what the kernel computes and to be compared with it.
     """
     dtype = accumulation_dtype(hidden_SBH.dtype)
-    logits_SBV = (hidden_SBH @ weight_VH[: options.vocab_size].t()).to(dtype) * (options.logit_scale / temperature)
+    logits_SBV = (hidden_SBH @ weight_VH[: options.vocab_size].t()).to(dtype) * (
+        options.logit_scale / temperature
+    )
     logp_SBV = torch.log_softmax(logits_SBV, -1)
     kept_SB = torch.ones_like(targets_SB, dtype=torch.bool) if mask is None else mask != 0
     index_SB1 = torch.where(kept_SB, targets_SB, 0).unsqueeze(-1)

@@ -1,6 +1,7 @@
 """Log-probabilities from logits that already exist, split over ranks along the vocabulary: the unfused path.
 
-Shapes: V this rank's vocabulary columns, T all tokens (every leading dimension, flattened), N those kept by the mask.
+Shapes: V this rank's vocabulary columns, T all tokens (every leading dimension, flattened), N those kept by
+the mask.
 """
 
 from dataclasses import dataclass
@@ -34,24 +35,26 @@ def vocab_parallel_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities of the targets, or (log-probabilities, entropy), in float32 (float64 for float64 logits).
 
-    Each rank's logits receive the exact gradient of its own shard, so the backward needs no collective; the gradients that
-    arrive must be the same on every rank of `tp_group`.
+    Each rank's logits receive the exact gradient of its own shard, so the backward needs no collective; the
+    gradients that arrive must be the same on every rank of `tp_group`.
 
     Args:
-        logits: this rank's logits [..., V/tp].
-        targets: global token ids [...], the same on every rank.
-        tp_group: tensor-parallel group; None means a single rank.
-        temperature: divides the logits, inside the softmax.
-        mask: [...], not zero where a token counts; other rows give exactly 0 and receive no gradient.
-        with_entropy: also return the entropy of the softmax.
-        vocab_size: real size of the global vocabulary; padded columns beyond it are left out. None: no padding.
+        logits: this rank's logits [..., V/tp]. targets: global token ids [...], the same on every rank.
+        tp_group: tensor-parallel group; None means a single rank. temperature: divides the logits, inside
+        the softmax. mask: [...], not zero where a token counts; other rows give exactly 0 and receive no
+        gradient. with_entropy: also return the entropy of the softmax. vocab_size: real size of the global
+        vocabulary; padded columns beyond it are left out. None: no padding.
 
     Raises:
-        ValueError: shapes that do not fit, a temperature that is not positive, a counted target outside the vocabulary.
+        ValueError: shapes that do not fit, a temperature that is not positive, a counted target outside the
+        vocabulary.
+
     """
     if logits.shape[:-1] != targets.shape or (mask is not None and mask.shape != targets.shape):
         shapes = [list(x.shape) for x in (logits, targets, mask) if x is not None]
-        raise ValueError(f"logits, targets and mask must agree in all but the last dimension of the logits: {shapes}")
+        raise ValueError(
+            f"logits, targets and mask must agree in all but the last dimension of the logits: {shapes}"
+        )
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, not {temperature}")
     call = _Call(
@@ -108,4 +111,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         target_N = call.rows.select(target_T) - call.shard.start
         grad_NV = logits_gradient_(call.scaled_logits(logits_TV), target_N, backward).to(logits_TV.dtype)
         padding = logits_TV.shape[1] - call.shard.valid
-        return call.rows.spread(torch.nn.functional.pad(grad_NV, (0, padding)) if padding else grad_NV), None, None
+        return (
+            call.rows.spread(torch.nn.functional.pad(grad_NV, (0, padding)) if padding else grad_NV),
+            None,
+            None,
+        )

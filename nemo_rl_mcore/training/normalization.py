@@ -20,7 +20,8 @@ __all__ = ["combine", "combine_metrics", "denominator", "gradient_kind", "normal
 def combine(parts: Sequence[MetricSum]) -> MetricSum:
     """Return the metric of the union of parts: extrema by minimum and maximum, all else by addition.
 
-    The value is fp64. Nothing is averaged and the device is not waited for. Raises ValueError for no part or differing kinds.
+    The value is fp64. Nothing is averaged, and the device is not waited for.
+    Raises ValueError for no part or differing kinds.
     """
     kinds = {part.kind for part in parts}
     if len(kinds) != 1:

@@ -1,0 +1,213 @@
+"""GRPO: answer prompts, score the answers, compare them within their group, train; then the next step.
+
+No Ray and no Megatron here: the policy and the engine come in behind `interfaces`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
+from nemo_rl_mcore.algorithms.rewards import penalize_overlong, rows_with_signal, scale_rewards
+from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
+from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
+from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.interfaces import PolicyInterface
+from nemo_rl_mcore.losses import ClippedPGLossFn
+
+# The noise of a validation is keyed by this step, so that every validation answers with the same noise.
+_VALIDATION_STEP = 0
+
+
+class StepObserver(Protocol):
+    """What watches the run: timed phases, metrics, samples."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time a phase of the step."""
+        ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a finished step."""
+        ...
+
+    def samples(self, step: int, rollout: Rollout) -> None:
+        """Look at answered prompts."""
+        ...
+
+
+@dataclass(frozen=True)
+class GRPO:
+    """A GRPO run over its parts; `run` is the algorithm."""
+
+    config: GRPOMasterConfig
+    policy: PolicyInterface
+    collector: RolloutCollector
+    prompts: PromptSource
+    observer: StepObserver
+
+    def run(self) -> None:
+        """Train for `grpo.max_num_steps` steps.
+
+        Raises TooManySkippedStepsError when `max_consecutive_skips` optimizer steps in a row were skipped.
+        """
+        grpo = self.config.grpo
+        loss_fn = ClippedPGLossFn(self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs)
+        guard = SkipGuard(self.config.max_consecutive_skips)
+        if grpo.val_at_start:
+            self.observer.log(0, self.validate())
+        for step in range(1, grpo.max_num_steps + 1):
+            with self.observer.phase("generation"):
+                rollout, sampling_metrics = self.roll_out(step)
+            with self.observer.phase("logprobs"):
+                self.add_logprobs(rollout.batch)
+            self.add_advantages(rollout.batch)
+            with self.observer.phase("train"):
+                result = self.policy.train(rollout.batch, loss_fn)
+            metrics = sampling_metrics | _rollout_metrics(rollout) | _train_metrics(result)
+            last = step == grpo.max_num_steps
+            if (grpo.val_period and step % grpo.val_period == 0) or (last and grpo.val_at_end):
+                with self.observer.phase("validation"):
+                    metrics |= self.validate()
+            guard_error = guard.check(step, result, rollout.batch)
+            self.observer.log(step, metrics | {"train/skipped_steps": guard.total})
+            self.observer.samples(step, rollout)
+            if guard_error is not None:
+                raise guard_error
+
+    def roll_out(self, step: int) -> tuple[Rollout, dict[str, float]]:
+        """The step's answered and scored prompts; dynamic sampling replaces groups whose rewards are all equal.
+
+        Raises RuntimeError, naming the keys, when dynamic sampling does not fill the step.
+        """
+        grpo = self.config.grpo
+        wanted = grpo.num_prompts_per_step
+        if not grpo.use_dynamic_sampling:
+            return self._sample(step, self.prompts.train_batch(step, wanted)), {}
+        per_round = max(1, round(wanted * grpo.batch_multiplier))
+        kept: list[Rollout] = []
+        kept_rows = 0
+        for generation_round in range(1, grpo.dynamic_sampling_max_gen_batches + 1):
+            drawn = self.prompts.train_batch(step, per_round * generation_round)[-per_round:]
+            rollout = self._sample(step, drawn)
+            useful = rows_with_signal(rollout.batch["prompt_index"], rollout.batch["rewards"])
+            kept.append(rollout.select(useful.nonzero().flatten().tolist()))
+            kept_rows += kept[-1].batch.size
+            if kept_rows >= grpo.samples_per_step:
+                together = Rollout.concatenate(kept, self.collector.tokenizer.pad_token_id)
+                share = kept_rows / (per_round * generation_round * grpo.num_generations_per_prompt)
+                metrics = {"train/dynamic_sampling_rounds": generation_round, "train/dynamic_sampling_kept": share}
+                return together.select(range(grpo.samples_per_step)), metrics
+        raise RuntimeError(
+            f"step {step}: {grpo.dynamic_sampling_max_gen_batches} generation rounds "
+            f"(grpo.dynamic_sampling_max_gen_batches) gave {kept_rows // grpo.num_generations_per_prompt} groups with "
+            f"unequal rewards, and grpo.num_prompts_per_step is {wanted}: raise grpo.num_generations_per_prompt or "
+            "grpo.batch_multiplier, or set grpo.use_dynamic_sampling: false"
+        )
+
+    def _sample(self, step: int, prompts: Sequence[Any]) -> Rollout:
+        """Answer the prompts and shape the rewards as the config says."""
+        grpo = self.config.grpo
+        rollout = self.collector.collect(prompts, grpo.num_generations_per_prompt, step=step)
+        batch = rollout.batch
+        # The unshaped reward is what the run reports.
+        batch["environment_rewards"] = batch["rewards"].clone()
+        if grpo.reward_scaling.enabled:
+            scaling = grpo.reward_scaling
+            batch["rewards"] = scale_rewards(
+                batch["rewards"],
+                source_min=scaling.source_min,
+                source_max=scaling.source_max,
+                target_min=scaling.target_min,
+                target_max=scaling.target_max,
+            )
+        if grpo.reward_shaping.enabled and grpo.reward_shaping.max_response_length is not None:
+            batch["rewards"] = penalize_overlong(
+                batch["rewards"],
+                batch["token_mask"].sum(1),
+                overlong_buffer_length=grpo.reward_shaping.overlong_buffer_length,
+                overlong_buffer_penalty=grpo.reward_shaping.overlong_buffer_penalty,
+                max_response_length=grpo.reward_shaping.max_response_length,
+            )
+        if grpo.overlong_filtering:
+            batch["sample_mask"] = batch["finished"].float()
+        return rollout
+
+    def add_logprobs(self, batch: BatchedDataDict) -> None:
+        """Add prev_logprobs and, where a KL penalty needs them, reference_policy_logprobs."""
+        inputs = BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
+        batch["prev_logprobs"] = self.policy.get_logprobs(inputs)["logprobs"]
+        if self.config.loss_fn.reference_policy_kl_penalty != 0:
+            reference = self.policy.get_reference_policy_logprobs(inputs)
+            batch["reference_policy_logprobs"] = reference["reference_logprobs"]
+
+    def add_advantages(self, batch: BatchedDataDict) -> None:
+        """Add advantages [B, S]."""
+        estimator = make_advantage_estimator(self.config.grpo.adv_estimator, self.config.loss_fn)
+        advantages = estimator.compute_advantage(
+            prompt_ids=batch["prompt_index"],
+            rewards=batch["rewards"],
+            mask=batch["token_mask"],
+            logprobs_policy=batch["prev_logprobs"],
+            logprobs_reference=batch.get("reference_policy_logprobs"),
+        )
+        assert isinstance(advantages, torch.Tensor)  # the config refuses estimators with a critic
+        batch["advantages"] = advantages
+
+    def validate(self) -> dict[str, float]:
+        """The greedy answers to the held-out prompts: mean reward and share of full marks."""
+        prompts = self.prompts.validation(self.config.grpo.max_val_samples)
+        size = self.config.grpo.val_batch_size
+        rewards: list[float] = []
+        for start in range(0, len(prompts), size):
+            rollout = self.collector.collect(prompts[start : start + size], 1, step=_VALIDATION_STEP, greedy=True)
+            self.observer.samples(_VALIDATION_STEP, rollout)
+            rewards += rollout.batch["rewards"].tolist()
+        perfect = sum(reward >= 1.0 for reward in rewards) / len(rewards)
+        return {"validation/reward": sum(rewards) / len(rewards), "validation/accuracy": perfect}
+
+
+def _rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    batch = rollout.batch
+    response_lengths = batch["token_mask"].sum(1)
+    return {
+        "train/reward": float(batch["environment_rewards"].mean()),
+        "train/mean_prompt_length": float((batch["input_lengths"] - response_lengths).mean()),
+        "train/mean_gen_tokens_per_sample": float(response_lengths.mean()),
+        "train/truncation_rate": float((~batch["finished"]).float().mean()),
+        "train/advantages_mean": float(batch["advantages"].mean()),
+        "train/groups_with_signal": float(rows_with_signal(batch["prompt_index"], batch["rewards"]).float().mean()),
+        "train/total_num_tokens": float(batch["input_lengths"].sum()),
+    }
+
+
+# How the values of several optimizer steps in one rollout become one number; all others are averaged.
+_COMBINE: Mapping[str, Callable[[list[float]], float]] = {
+    "num_valid_samples": sum,
+    "global_valid_seqs": sum,
+    "global_valid_toks": sum,
+    "probs_ratio_min": min,
+    "probs_ratio_clamped_min": min,
+    "probs_ratio_max": max,
+    "probs_ratio_clamped_max": max,
+}
+
+
+def _train_metrics(result: Mapping[str, Any]) -> dict[str, float]:
+    metrics = {
+        f"train/{name}": _COMBINE.get(name, _mean)(values) for name, values in result["all_mb_metrics"].items() if values
+    }
+    return metrics | {
+        "train/grad_norm": _mean(result["grad_norm"].tolist()),
+        "train/update_successful": float(result["update_successful"]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

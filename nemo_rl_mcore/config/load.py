@@ -1,0 +1,91 @@
+"""Load a recipe: files, overrides, interpolation, validation; every problem is reported at once."""
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import cast
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
+from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.sources import apply_overrides, locate, read_recipe
+from nemo_rl_mcore.config.unsupported import Tree
+from nemo_rl_mcore.config.validate import validate
+
+Number = int | float
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> GRPOMasterConfig:
+    """Load and check a GRPO recipe.
+
+    Overrides follow Hydra's grammar: `a.b=c`, `+new=...`, `~gone`. Raises ConfigError with every problem.
+    """
+    recipe = read_recipe(path)
+    problems = apply_overrides(recipe.tree, overrides)
+    tree, unresolved = resolve(recipe.tree)
+    config, invalid = validate(tree)
+    # A value that could not be computed is left out of the tree: that it is missing then says nothing new.
+    known = {problem.path for problem in unresolved}
+    problems += [*unresolved, *(problem for problem in invalid if problem.path not in known)]
+    if problems or config is None:
+        raise ConfigError(locate(problems, recipe.files))
+    return config
+
+
+def resolve(tree: DictConfig) -> tuple[Tree, list[Problem]]:
+    """Compute the interpolations; give the plain tree and what could not be computed."""
+    for name, resolver in _RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    problems: list[Problem] = []
+    return _resolve_section(tree, "", problems), problems
+
+
+def _resolve_section(section: DictConfig, prefix: str, problems: list[Problem]) -> Tree:
+    plain: Tree = {}
+    for key in cast("Iterable[str]", section):
+        path = join_path(prefix, str(key))
+        if OmegaConf.is_missing(section, key):
+            problems.append(Problem(path, "has no value (???)", "set it, in the recipe or by an override"))
+            continue
+        try:
+            value: object = section[key]
+            if isinstance(value, DictConfig):
+                plain[key] = _resolve_section(value, path, problems)
+            elif isinstance(value, ListConfig):
+                plain[key] = OmegaConf.to_container(value, resolve=True)
+            else:
+                plain[key] = value
+        except (OmegaConfBaseException, RecursionError) as error:
+            written = cast("Tree", OmegaConf.to_container(section, resolve=False))[key]
+            reason = str(error).splitlines()[0]
+            problems.append(Problem(path, f"{written} cannot be computed: {reason}", "correct the reference"))
+    return plain
+
+
+def _divide(dividend: Number, divisor: Number) -> Number:
+    """A quotient of integers stays one where it can, so that it may fill an integer key."""
+    if isinstance(dividend, int) and isinstance(divisor, int) and dividend % divisor == 0:
+        return dividend // divisor
+    return dividend / divisor
+
+
+def _product(*factors: Number) -> Number:
+    return math.prod(factors)
+
+
+def _sum(*terms: Number) -> Number:
+    return sum(terms)
+
+
+def _largest(*values: Number) -> Number:
+    return max(values)
+
+
+_RESOLVERS: dict[str, Callable[..., Number]] = {
+    "add": _sum,
+    "mul": _product,
+    "div": _divide,
+    "max": _largest,
+}

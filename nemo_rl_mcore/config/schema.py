@@ -1,0 +1,118 @@
+"""What the models know about themselves: the keys of a section, what a field allows, the nearest key."""
+
+import difflib
+from functools import cache
+from itertools import chain
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from nemo_rl_mcore.config.base import StrictModel, join_path
+from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.unsupported import UNSUPPORTED
+
+
+@cache
+def fields() -> dict[str, FieldInfo]:
+    """Every field of a recipe by its YAML path."""
+    found: dict[str, FieldInfo] = {}
+    _walk(GRPOMasterConfig, "", found)
+    return found
+
+
+def _walk(section: type[StrictModel], prefix: str, found: dict[str, FieldInfo]) -> None:
+    for name, field in section.model_fields.items():
+        path = join_path(prefix, name)
+        found[path] = field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, StrictModel):
+            _walk(field.annotation, path, found)
+
+
+def is_known(path: str) -> bool:
+    """Whether a key exists, or is in the table of unsupported keys (or inside a section of it)."""
+    parts = path.split(".")
+    parents = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return path in fields() or any(parent in UNSUPPORTED for parent in parents)
+
+
+def suggestion(path: str) -> str:
+    """The sentence that leads from an unknown key to a known one."""
+    nearest = nearest_path(path)
+    parent, _, _ = path.rpartition(".")
+    if nearest is None:
+        here = ", ".join(_children(parent)) or "none"
+        return f"known keys of {parent or 'the recipe'}: {here}"
+    same_section = nearest.rpartition(".")[0] == parent
+    return f"did you mean {nearest.rpartition('.')[2] if same_section else nearest}?"
+
+
+def nearest_path(path: str) -> str | None:
+    """The known path that an unknown one was most likely meant to be, if any is near."""
+    parent, _, key = path.rpartition(".")
+    siblings = difflib.get_close_matches(key, _children(parent), n=1, cutoff=0.7)
+    if siblings:
+        return join_path(parent, siblings[0])
+    elsewhere = [known for known in fields() if known.rpartition(".")[2] == key]
+    if elsewhere:
+        return min(elsewhere, key=lambda known: -_shared(known, path))
+    similar = difflib.get_close_matches(path, fields(), n=1, cutoff=0.85)
+    return similar[0] if similar else None
+
+
+def _shared(first: str, second: str) -> int:
+    same = [a == b for a, b in zip(first.split("."), second.split("."), strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
+def _children(parent: str) -> list[str]:
+    # A misspelt section has no children of its own: they are those of the section it was meant to be.
+    return [known.rpartition(".")[2] for known in fields() if known.rpartition(".")[0] == parent]
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a field allows, in words."""
+    return _describe(field.annotation, tuple(field.metadata))
+
+
+def _describe(annotation: Any, metadata: tuple[object, ...]) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = get_args(annotation)
+        nested = (extra.metadata if isinstance(extra, FieldInfo) else [extra] for extra in more)
+        return _describe(inner, (*metadata, *chain.from_iterable(nested)))
+    if origin in (Union, UnionType):
+        return " or ".join(_describe(option, metadata) for option in get_args(annotation))
+    if origin is Literal:
+        return ", ".join(str(option) for option in get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, StrictModel):
+        return f"a section with the keys {', '.join(annotation.model_fields)}"
+    kind: object = origin or annotation
+    return _NAMES.get(kind, str(kind)) + _bounds(metadata)
+
+
+_NAMES: dict[object, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    tuple: "a list",
+    NoneType: "null",
+}
+
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def _bounds(metadata: tuple[object, ...]) -> str:
+    limits = [
+        f"{words} {getattr(item, name):g}"
+        for item in metadata
+        for name, words in _BOUNDS.items()
+        if hasattr(item, name)
+    ]
+    return f", {' and '.join(limits)}" if limits else ""
+
+
+def field_help(path: str) -> str:
+    """The description of a field, as one sentence without its full stop."""
+    return (fields()[path].description or "").rstrip(".")

@@ -1,0 +1,162 @@
+"""Where a recipe comes from: YAML files joined by `defaults:`, then command-line overrides."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
+from nemo_rl_mcore.config.schema import is_known, suggestion
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The merged tree, and the files it was merged from, the strongest last."""
+
+    tree: DictConfig
+    files: tuple[Path, ...]
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """Read a file and, under it, what its `defaults:` names; raises ConfigError with the chain of files."""
+    return _read(Path(path), ())
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> Recipe:
+    chain = (*chain, path)
+    if path.resolve() in [ancestor.resolve() for ancestor in chain[:-1]]:
+        raise _refuse(chain, "the file is its own ancestor", "remove the cycle from `defaults:`")
+    tree = _parse(path, chain)
+    merged, files = OmegaConf.create(), ()
+    for parent in _parents(tree.pop("defaults", None), chain):
+        recipe = _read(path.parent / parent, chain)
+        merged, files = cast("DictConfig", OmegaConf.merge(merged, recipe.tree)), (*files, *recipe.files)
+    return Recipe(cast("DictConfig", OmegaConf.merge(merged, tree)), (*files, path))
+
+
+def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:
+    try:
+        tree = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise _refuse(chain, "no such file", "check the path (a relative one starts at the file)") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _refuse(chain, f"cannot be read: {error}", "name a YAML file") from error
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise _refuse(chain, f"is not valid YAML: {' '.join(str(error).split())}", "correct it") from error
+    if not isinstance(tree, DictConfig):
+        raise _refuse(chain, "holds no keys at its top level", "write a recipe: sections with keys")
+    return tree
+
+
+def _parents(defaults: object, chain: tuple[Path, ...]) -> list[str]:
+    entries = [defaults] if isinstance(defaults, str) else [] if defaults is None else defaults
+    plain = OmegaConf.to_container(entries) if OmegaConf.is_config(entries) else entries
+    names = cast("list[object]", plain) if isinstance(plain, list) else [None]
+    if any(not isinstance(name, str) for name in names):
+        raise _refuse(chain, "`defaults:` is not a path or a list of paths", "name the parent files")
+    return cast("list[str]", names)
+
+
+def _refuse(chain: tuple[Path, ...], what: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(" -> ".join(str(path) for path in chain), what, remedy)])
+
+
+def locate(problems: Iterable[Problem], files: Iterable[Path]) -> list[Problem]:
+    """Add file and line to the problems whose key stands in a file."""
+    lines: dict[str, str] = {}
+    for path in files:
+        node = yaml.SafeLoader(path.read_text(encoding="utf-8")).get_single_node()
+        lines |= {key: f"{path}:{line}" for key, line in _lines(node, "")}
+    return [Problem(p.path, p.what, p.remedy, p.related, p.where or lines.get(p.path, "")) for p in problems]
+
+
+def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
+        path = join_path(prefix, str(key.value))
+        yield path, key.start_mark.line + 1
+        yield from _lines(value, path)
+
+
+def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> list[Problem]:
+    """Change the tree by Hydra's grammar (`a.b=c`, `+new=...`, `++any=...`, `~gone`); give what is wrong."""
+    texts = list(overrides)
+    if not texts:
+        return []
+    # Imported here: the grammar's parser is a third of the time of a preflight without overrides.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser, problems = OverridesParser.create(), list[Problem]()
+    for text in texts:
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            reason = str(error).splitlines()[0]
+            problems.append(Problem(text, f"is not an override ({reason})", "write key=value", where=_ORIGIN))
+            continue
+        problem = _apply(tree, override)
+        if problem is not None:
+            problems.append(problem)
+    return problems
+
+
+_ORIGIN = "command line"
+
+
+def _apply(tree: DictConfig, override: "Override") -> Problem | None:
+    path = override.key_or_group
+    exists = path in _keys(tree)
+    if override.is_sweep_override() or override.package is not None:
+        return Problem(path, "sweeps and config groups are not supported", "give one value", where=_ORIGIN)
+    if override.is_delete():
+        return _delete(tree, override, exists)
+    if override.is_add() and exists:
+        return Problem(path, "is already set", f"write it without the +, {path}=...", where=_ORIGIN)
+    creates = override.is_add() or override.is_force_add()
+    if not creates and not exists and not is_known(path):
+        return Problem(path, "unknown key", suggestion(path), where=_ORIGIN)
+    try:
+        OmegaConf.update(tree, path, override.value(), merge=True, force_add=True)
+    except OmegaConfBaseException as error:
+        return Problem(path, f"cannot be set: {str(error).splitlines()[0]}", where=_ORIGIN)
+    return None
+
+
+def _delete(tree: DictConfig, override: "Override", exists: bool) -> Problem | None:
+    path = override.key_or_group
+    if not exists:
+        remedy = "remove the override" if is_known(path) else suggestion(path)
+        return Problem(path, "cannot be deleted, because the recipe does not set it", remedy, where=_ORIGIN)
+    parent, _, key = path.rpartition(".")
+    section = OmegaConf.select(tree, parent) if parent else tree
+    expected = override.value()
+    if expected is not None and expected != section[key]:
+        return Problem(
+            path,
+            f"cannot be deleted, because its value is {section[key]!r} and not {expected!r}",
+            f"write ~{path}",
+            where=_ORIGIN,
+        )
+    del section[key]
+    return None
+
+
+def _keys(tree: DictConfig) -> set[str]:
+    return set(_paths(cast("dict[str, object]", OmegaConf.to_container(tree, resolve=False)), ""))
+
+
+def _paths(tree: dict[str, object], prefix: str) -> Iterator[str]:
+    for key, value in tree.items():
+        path = join_path(prefix, str(key))
+        yield path
+        if isinstance(value, dict):
+            yield from _paths(cast("dict[str, object]", value), path)

@@ -1,0 +1,105 @@
+"""From a plain tree to a checked configuration, or to every problem it has."""
+
+import copy
+from typing import Any, cast
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from nemo_rl_mcore.config.base import DEFER, Problem, collect_problems
+from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.schema import allowed, field_help, fields, nearest_path, suggestion
+from nemo_rl_mcore.config.unsupported import Tree, screen
+
+
+def validate(tree: Tree) -> tuple[GRPOMasterConfig | None, list[Problem]]:
+    """Check fields first, then what goes together; a wrong field does not hide the problems of the others."""
+    kept, problems = screen(tree)
+    try:
+        config = GRPOMasterConfig.model_validate(kept, context=DEFER)
+    except ValidationError as error:
+        field_problems = [_translate(details) for details in error.errors(include_url=False)]
+        problems += field_problems
+        config = _stand_in(kept)
+    else:
+        field_problems = []
+    if config is not None:
+        wrong = {problem.path for problem in field_problems} | _meant(field_problems)
+        problems += [problem for problem in collect_problems(config) if not _rests_on(problem, wrong)]
+    return (None if problems else config), problems
+
+
+def _translate(details: ErrorDetails) -> Problem:
+    # Positions inside a list have no field of their own: the list's field speaks for them.
+    path = ".".join(part for part in details["loc"] if isinstance(part, str))
+    given = _shown(details["input"])
+    match details["type"]:
+        case "extra_forbidden":
+            return Problem(path, "unknown key", suggestion(path))
+        case "missing":
+            return Problem(path, "missing", f"set it: {field_help(path)} ({allowed(fields()[path])})")
+        case "value_error":
+            return Problem(path, str(details.get("ctx", {}).get("error", details["msg"])))
+        case _:
+            field = fields().get(path)
+            options = allowed(field) if field else details["msg"]
+            return Problem(path, f"{given} is not allowed", f"allowed: {options}")
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "a section"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _meant(problems: list[Problem]) -> set[str]:
+    """The keys that misspelt ones were meant to set; what rests on them is not judged either."""
+    typos = (problem.path for problem in problems if problem.what == "unknown key")
+    return {nearest for path in typos if (nearest := nearest_path(path)) is not None}
+
+
+def _rests_on(problem: Problem, wrong: set[str]) -> bool:
+    keys = (problem.path, *problem.related)
+    return any(_covers(key, path) or _covers(path, key) for key in keys for path in wrong)
+
+
+def _covers(outer: str, inner: str) -> bool:
+    return inner == outer or inner.startswith(f"{outer}.")
+
+
+_PLACEHOLDERS: tuple[object, ...] = (None, 1, "char", "copy", {})
+_PASSES = 10
+
+
+def _stand_in(tree: Tree) -> GRPOMasterConfig | None:
+    """The configuration with every wrong field at its default, so that the rules between the others can run.
+
+    A required field has no default: the placeholders are tried in turn. None when nothing fits in time.
+    """
+    tree = copy.deepcopy(tree)
+    tried: dict[str, int] = {}
+    for _ in range(_PASSES):
+        try:
+            return GRPOMasterConfig.model_validate(tree, context=DEFER)
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                _replace(tree, [part for part in details["loc"] if isinstance(part, str)], tried)
+    return None
+
+
+def _replace(tree: Tree, keys: list[str], tried: dict[str, int]) -> None:
+    path = ".".join(keys)
+    attempt = tried[path] = tried.get(path, -1) + 1
+    section: Any = tree
+    for key in keys[:-1]:
+        section = section.setdefault(key, {})
+    if not isinstance(section, dict) or attempt >= len(_PLACEHOLDERS):
+        return
+    node = cast("Tree", section)
+    if attempt == 0:
+        node.pop(keys[-1], None)
+    else:
+        node[keys[-1]] = copy.deepcopy(_PLACEHOLDERS[attempt])

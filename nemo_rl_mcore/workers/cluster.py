@@ -1,0 +1,194 @@
+"""The Ray session of a run, and the place of every rank in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl_mcore.config import ClusterConfig
+from nemo_rl_mcore.workers.environment import only_environment, rank_environment, session_environment
+
+_LOOPBACK = "127.0.0.1"
+_LOCAL_OBJECT_STORE_BYTES = 256 << 20
+_CPU_SHARE_OF_A_RANK = 0.1
+# Below Linux's ephemeral ports and above Ray's worker ports, so that nothing else takes the port before rank 0 binds it.
+_RENDEZVOUS_PORTS = range(20_000, 32_000)
+
+
+@dataclass(frozen=True)
+class RankSlot:
+    """Where one rank runs, and the environment that tells it who it is."""
+
+    rank: int
+    environment: Mapping[str, str]
+    options: Mapping[str, Any]
+    """Scheduling options of the Ray actor."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The slots of one worker group; `release` gives the resources back."""
+
+    slots: tuple[RankSlot, ...]
+    group: PlacementGroup | None = None
+
+    def release(self) -> None:
+        """Free the reserved resources; nothing to do for CPU ranks."""
+        if self.group is not None and ray.is_initialized():
+            remove_placement_group(self.group)
+
+
+class RayCluster:
+    """A context manager: inside it there is a Ray session with room for `cluster.world_size` ranks.
+
+    With an address (`address`, or RAY_ADDRESS) it joins a cluster that runs; a session that the process already has is
+    used and left alone; otherwise it starts a local session, reachable from this machine only, and stops it at the end.
+
+    Raises:
+        ValueError: the machines have fewer GPUs or nodes than `cluster.*` asks for.
+
+    """
+
+    def __init__(self, config: ClusterConfig, *, address: str | None = None, ready_timeout_s: float = 120) -> None:
+        self._config = config
+        self._address = address or os.environ.get("RAY_ADDRESS")
+        self._ready_timeout_s = ready_timeout_s
+        self._started_session = False
+        self._is_local = self._address is None
+        self.log_dir: Path | None = None
+        """Folder of the workers' standard error, when they run on this machine."""
+
+    def __enter__(self) -> Self:
+        """Start or join the session."""
+        try:
+            self._start()
+            self._check_resources()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop what `__enter__` started."""
+        self.stop()
+
+    def stop(self) -> None:
+        """End the local session with all its processes, or leave the cluster; idempotent."""
+        if self._started_session and ray.is_initialized():
+            ray.shutdown()
+        self._started_session = False
+
+    def place_ranks(self) -> Placement:
+        """Choose the rendezvous of one worker group and a slot for each of its ranks."""
+        group = None if self._config.on_cpu else self._reserve_gpus()
+        address = _LOOPBACK if self._is_local else _first_node_address(group)
+        rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(_free_port())}
+        if self._is_local:
+            # A laptop's host name need not resolve; gloo would ask for it.
+            rendezvous["GLOO_SOCKET_IFNAME"] = "lo"
+        slots = (self._slot(rank, rendezvous, group) for rank in range(self._config.world_size))
+        return Placement(tuple(slots), group)
+
+    def _start(self) -> None:
+        if ray.is_initialized():
+            self._is_local = ray.get_runtime_context().gcs_address.startswith(_LOOPBACK)
+            return
+        if self._is_local and self._config.num_nodes > 1:
+            raise ValueError(
+                f"cluster.num_nodes={self._config.num_nodes} needs a Ray cluster that runs: start one with "
+                "`ray start` on every machine and set RAY_ADDRESS, or set cluster.num_nodes to 1"
+            )
+        self._started_session = True
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        with only_environment(session_environment(os.environ)):
+            context = ray.init(address=self._address, **quiet) if self._address else self._start_local(quiet)
+        self.log_dir = Path(context.address_info["session_dir"]) / "logs"
+
+    def _start_local(self, quiet: Mapping[str, Any]) -> Any:
+        on_cpu = self._config.on_cpu
+        return ray.init(
+            address="local",
+            num_cpus=max(2, self._config.world_size),
+            num_gpus=0 if on_cpu else None,
+            object_store_memory=_LOCAL_OBJECT_STORE_BYTES if on_cpu else None,
+            include_dashboard=False,
+            _node_ip_address=_LOOPBACK,
+            **quiet,
+        )
+
+    def _check_resources(self) -> None:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        fitting = sum(node.get("GPU", 0) >= self._config.gpus_per_node for node in nodes)
+        if fitting < self._config.num_nodes:
+            found = ", ".join(f"{node.get('GPU', 0):.0f}" for node in nodes)
+            raise ValueError(
+                f"cluster.num_nodes={self._config.num_nodes} with cluster.gpus_per_node={self._config.gpus_per_node} "
+                f"does not fit: the GPUs of the machines that Ray sees are [{found}]; "
+                "lower one of the two keys, or add machines"
+            )
+
+    def _reserve_gpus(self) -> PlacementGroup:
+        per_node = self._config.gpus_per_node
+        bundles: list[dict[str, float]] = [{"GPU": per_node, "CPU": per_node}] * self._config.num_nodes
+        group = placement_group(bundles, strategy="STRICT_SPREAD")
+        if not group.wait(self._ready_timeout_s):
+            remove_placement_group(group)
+            raise TimeoutError(
+                f"Ray did not free {per_node} GPUs and {per_node} CPUs on {self._config.num_nodes} machines within "
+                f"{self._ready_timeout_s:g} s (cluster.gpus_per_node, cluster.num_nodes); is another job using them?"
+            )
+        return group
+
+    def _slot(self, rank: int, rendezvous: Mapping[str, str], group: PlacementGroup | None) -> RankSlot:
+        node, local_rank = divmod(rank, self._config.workers_per_node)
+        # Ray shows a rank only its own GPU, which therefore is device 0.
+        identity = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self._config.world_size),
+            "LOCAL_RANK": str(local_rank if group is None else 0),
+        }
+        options: dict[str, Any] = {"num_cpus": _CPU_SHARE_OF_A_RANK, "num_gpus": 0}
+        if group is not None:
+            bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+            options = {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": bundle}
+        inherited = rank_environment(os.environ, on_cpu=group is None)
+        return RankSlot(rank, {**rendezvous, **inherited, **identity}, options)
+
+
+def _first_node_address(group: PlacementGroup | None) -> str:
+    """Address of the machine of rank 0, where the ranks meet."""
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    if group is None:
+        return nodes[ray.get_runtime_context().get_node_id()]
+    first = ray.util.placement_group_table(group)["bundles_to_node_id"][0]
+    return nodes[first]
+
+
+def _free_port(attempts: int = 100) -> int:
+    """Find a port that nothing listens on here."""
+    generator = random.Random(os.getpid() ^ time.monotonic_ns())
+    for _ in range(attempts):
+        port = generator.choice(_RENDEZVOUS_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(
+        f"no free port for the rendezvous in {_RENDEZVOUS_PORTS.start}-{_RENDEZVOUS_PORTS.stop - 1}"
+    )

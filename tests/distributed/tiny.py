@@ -1,0 +1,95 @@
+"""Tiny policies and batches for tests on gloo ranks. Imported by the ranks, which have prepared the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from nemo_rl_mcore.config import ClippedPGLossConfig, PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import ClippedPGLossFn
+from nemo_rl_mcore.megatron import parallel_groups
+from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+
+VOCABULARY = 32
+
+
+def policy_config(
+    *, model: dict[str, Any] | None = None, megatron: dict[str, Any] | None = None, **policy: Any
+) -> PolicyConfig:
+    """Two layers, hidden 32; every section can be overridden."""
+    model_section = {
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 64,
+        "vocab_size": VOCABULARY, "init_method_std": 0.1, "max_position_embeddings": 64,
+    }  # fmt: skip
+    megatron_section: dict[str, Any] = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0}}
+    sections: dict[str, Any] = {
+        "tokenizer": {"name": "char"},
+        "train_global_batch_size": 8,
+        "train_micro_batch_size": 2,
+        "max_total_sequence_length": 16,
+        "generation": {"max_new_tokens": 4, "temperature": 0.7},
+    }
+    return PolicyConfig.model_validate(
+        sections
+        | policy
+        | {"model": model_section | (model or {}), "megatron_cfg": megatron_section | (megatron or {})}
+    )
+
+
+def worker(config: PolicyConfig, **options: Any) -> MegatronPolicyWorker:
+    """A worker in this rank's process; a former worker's layout is left first, the process group stays."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_groups.destroy()
+    return MegatronPolicyWorker(config, **options)
+
+
+def grpo_batch(rows: int = 8, length: int = 12, seed: int = 0) -> BatchedDataDict:
+    """Random rows of uneven lengths with everything that ClippedPGLossFn reads; one row has no token to train on."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(length // 2, length + 1, (rows,), generator=generator)
+    lengths[0] = length
+    columns = torch.arange(length)
+    mask = ((columns >= 3) & (columns < lengths.unsqueeze(1))).float()
+    mask[1] = 0.0
+    near_uniform = -torch.rand(rows, length, generator=generator) - 3.0
+    return BatchedDataDict(
+        input_ids=torch.randint(0, VOCABULARY, (rows, length), generator=generator) * (columns < lengths.unsqueeze(1)),
+        input_lengths=lengths,
+        token_mask=mask,
+        sample_mask=(torch.arange(rows) != 2).float(),
+        advantages=torch.randn(rows, length, generator=generator),
+        prev_logprobs=near_uniform,
+        generation_logprobs=near_uniform + 0.01 * torch.randn(rows, length, generator=generator),
+        reference_policy_logprobs=near_uniform + 0.1 * torch.randn(rows, length, generator=generator),
+    )
+
+
+def shard(batch: BatchedDataDict) -> BatchedDataDict:
+    """This data-parallel rank's rows."""
+    return batch.shard_by_batch_size(parallel_groups.data_parallel_size())[parallel_groups.data_parallel_rank()]
+
+
+def grpo_loss(*, fused: bool = False, **keys: Any) -> ClippedPGLossFn:
+    """ClippedPG with an entropy bonus and a KL penalty, so that every term has a gradient."""
+    config = ClippedPGLossConfig.model_validate({"entropy_coef": 0.01, "reference_policy_kl_penalty": 0.1} | keys)
+    return ClippedPGLossFn(config, use_fused_linear_logprobs=fused)
+
+
+def parameters(of: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
+    """Copies of this rank's parameters by name."""
+    return {
+        f"{stage}.{name}": parameter.detach().clone()
+        for stage, chunk in enumerate(of.backend.chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """The largest absolute difference over all parameters, each relative to the parameter's largest entry (at least 1)."""
+    assert left.keys() == right.keys()
+    return max(
+        float((left[name] - right[name]).abs().max() / left[name].abs().max().clamp(min=1.0)) for name in left
+    )

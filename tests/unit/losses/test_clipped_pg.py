@@ -1,0 +1,375 @@
+"""ClippedPGLossFn against a textbook written row by row and token by token."""
+
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_mcore.config import ClippedPGLossConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import ClippedPGLossFn, MetricKind, TokenOutputs
+
+BatchMaker = Callable[..., tuple[torch.Tensor, BatchedDataDict]]
+
+IS = {"use_importance_sampling_correction": True}
+TIS = IS | {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.3}
+BOUNDS = {"truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_ratio_min": 0.8}
+SEQUENCE = {"token_level_loss": False}
+GSPO = SEQUENCE | {"sequence_level_importance_ratios": True}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dapo": {"ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0.0},
+    "sequence-level loss": SEQUENCE,
+    "dual clip": {"ratio_clip_c": 1.1},
+    "gspo": GSPO,
+    "gspo, corrected": GSPO | IS,
+    "gspo, tis": GSPO | TIS,
+    "gspo, icepop": GSPO | IS | BOUNDS | {"truncated_importance_sampling_type": "icepop"},
+    "gspo, dual clip": GSPO | {"ratio_clip_c": 1.05},
+    "cispo": {"use_cispo": True},
+    "cispo, tis": TIS | {"use_cispo": True},
+    "reinforce": {"disable_ppo_ratio": True},
+    "reinforce, sequence-level, corrected": SEQUENCE | IS | {"disable_ppo_ratio": True},
+    "on-policy": {"force_on_policy_ratio": True},
+    "on-policy before reinforce": IS | {"force_on_policy_ratio": True, "disable_ppo_ratio": True},
+    "corrected": IS,
+    "tis": TIS,
+    "tis with a floor": TIS | {"truncated_importance_sampling_ratio_min": 0.7},
+    "icepop": IS | BOUNDS | {"truncated_importance_sampling_type": "icepop"},
+    "seq-mask-tis": IS | BOUNDS | {"truncated_importance_sampling_type": "seq-mask-tis"},
+    "seq-mask-tis, sequence-level loss": SEQUENCE
+    | IS
+    | BOUNDS
+    | {"truncated_importance_sampling_type": "seq-mask-tis"},
+    "k1": {"reference_policy_kl_type": "k1", "reference_policy_kl_penalty": 0.3},
+    "k2": {"reference_policy_kl_type": "k2", "reference_policy_kl_penalty": 0.3},
+    "k3, tight clamps": {
+        "reference_policy_kl_penalty": 0.5,
+        "kl_input_clamp_value": 0.4,
+        "kl_output_clamp_value": 0.05,
+    },
+    "k3, no clamps": {
+        "reference_policy_kl_penalty": 0.5,
+        "kl_input_clamp_value": None,
+        "kl_output_clamp_value": None,
+    },
+    "on-policy kl": {"use_on_policy_kl_approximation": True, "reference_policy_kl_penalty": 0.5},
+    "on-policy kl, clamped, per sequence": SEQUENCE
+    | {
+        "use_on_policy_kl_approximation": True,
+        "reference_policy_kl_penalty": 0.5,
+        "kl_input_clamp_value": 0.3,
+        "kl_output_clamp_value": 0.1,
+    },
+    "kl in reward": {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.5},
+    "entropy bonus": {"entropy_coef": 0.1},
+    "entropy bonus, per sequence": SEQUENCE | {"entropy_coef": 0.1},
+}
+
+
+# --- the textbook -----------------------------------------------------------------------------------------
+
+
+def clamp(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return x if low <= x.item() <= high else torch.tensor(low if x.item() < low else high, dtype=x.dtype)
+
+
+def safe(x: float) -> float:
+    return x if math.isfinite(x) else 0.0
+
+
+def plain_kl(kind: str, q: Any) -> Any:
+    exp = q.exp() if isinstance(q, torch.Tensor) else math.exp(q)
+    return {"k1": -q, "k2": q * q / 2, "k3": exp - 1 - q}[kind]
+
+
+class Textbook:
+    """The loss and metrics of a batch, with scalars only; the masks are applied by skipping."""
+
+    def __init__(self, cfg: ClippedPGLossConfig, c: torch.Tensor, data: BatchedDataDict) -> None:
+        self.cfg, self.c = cfg, c
+        p = c.detach() if cfg.force_on_policy_ratio else data["prev_logprobs"][:, 1:]
+        self.p, self.g = p.tolist(), data["generation_logprobs"][:, 1:].tolist()
+        self.r = data["reference_policy_logprobs"][:, 1:].tolist()
+        self.advantages = data["advantages"][:, 1:].tolist()
+        self.entropy = data["entropy"][:, 1:]
+        self.sample = data["sample_mask"].tolist()
+        mask = data["token_mask"][:, 1:].tolist()
+        self.columns = [[t for t, on in enumerate(row) if on] for row in mask]
+        self.rows = [b for b, keep in enumerate(self.sample) if keep]
+        self.tokens = [(b, t) for b in self.rows for t in self.columns[b]]
+        self.n_seq, self.n_tok = len(self.rows) + 1e-8, len(self.tokens) + 1e-8
+
+    def row_mean(self, values: list[Any]) -> Any:
+        return sum(values) / (len(values) + 1e-8)
+
+    def over_tokens(self, f: Callable[[int, int], Any]) -> Any:
+        return sum((f(b, t) for b, t in self.tokens), torch.zeros((), dtype=torch.float64)) / self.n_tok
+
+    def over_rows(self, f: Callable[[int], Any]) -> Any:
+        return sum((f(b) for b in self.rows), torch.zeros((), dtype=torch.float64)) / self.n_seq
+
+    def as_gradient(self, f: Callable[[int, int], Any]) -> Any:
+        if self.cfg.token_level_loss:
+            return self.over_tokens(f)
+        return self.over_rows(lambda b: self.row_mean([f(b, t) for t in self.columns[b]]))
+
+    def ratio(self, b: int, t: int) -> torch.Tensor:
+        if self.cfg.force_on_policy_ratio:
+            return (self.c[b, t] - self.c[b, t].detach()).exp()
+        if self.cfg.disable_ppo_ratio:
+            return self.c[b, t]
+        if self.cfg.sequence_level_importance_ratios:
+            differences = [self.c[b, u] - self.p[b][u] for u in self.columns[b]]
+            return self.row_mean(differences).exp()
+        return (self.c[b, t] - self.p[b][t]).exp()
+
+    def clipped(self, b: int, t: int) -> torch.Tensor:
+        if self.cfg.disable_ppo_ratio and not self.cfg.force_on_policy_ratio:
+            return self.ratio(b, t)
+        return clamp(self.ratio(b, t), 1 - self.cfg.ratio_clip_min, 1 + self.cfg.ratio_clip_max)
+
+    def surrogate(self, b: int, t: int) -> torch.Tensor:
+        a = self.advantages[b][t]
+        if self.cfg.use_cispo:
+            return -a * self.clipped(b, t).detach() * self.c[b, t]
+        plain, clipped = -a * self.ratio(b, t), -a * self.clipped(b, t)
+        worst = plain if plain.item() >= clipped.item() else clipped
+        bound = self.cfg.ratio_clip_c
+        if bound is not None and a < 0 and worst.item() > -a * bound:
+            return torch.tensor(-a * bound, dtype=torch.float64)
+        return worst
+
+    def raw_weight(self, b: int, t: int) -> float:
+        if self.cfg.sequence_level_importance_ratios:
+            return safe(math.exp(sum(self.p[b][u] - self.g[b][u] for u in self.columns[b])))
+        return safe(math.exp(self.p[b][t] - self.g[b][t]))
+
+    def bounds(self) -> tuple[float, float]:
+        low = self.cfg.truncated_importance_sampling_ratio_min
+        high = self.cfg.truncated_importance_sampling_ratio
+        assert high is not None
+        return (0.0 if low is None else low), high
+
+    def weight(self, b: int, t: int) -> float:
+        w, kind = self.raw_weight(b, t), self.cfg.truncated_importance_sampling_type
+        if kind is None:
+            return w
+        low, high = self.bounds()
+        if kind == "tis":
+            return min(max(w, low), high)
+        if kind == "icepop":
+            return w if low <= w <= high else 0.0
+        return 0.0 if self.row_is_out(b) else w
+
+    def row_is_out(self, b: int) -> bool:
+        low, high = self.bounds()
+        mean = self.row_mean([self.p[b][u] - self.g[b][u] for u in self.columns[b]])
+        return not low <= math.exp(mean) <= high
+
+    def out_of_bounds(self) -> Any:
+        low, high = self.bounds()
+        if self.cfg.truncated_importance_sampling_type == "seq-mask-tis":
+            return self.over_rows(lambda b: float(self.row_is_out(b)))
+        return self.over_tokens(lambda b, t: float(not low <= self.raw_weight(b, t) <= high))
+
+    def kl(self, b: int, t: int) -> torch.Tensor:
+        c = self.c[b, t]
+        start = self.g[b][t] if self.cfg.use_on_policy_kl_approximation else c.detach()
+        factor = (c - start).exp()
+        q = self.r[b][t] - c
+        limit = self.cfg.kl_input_clamp_value
+        if limit is not None and abs(q.item()) > limit:
+            q = clamp(q, -limit, limit)
+            factor = factor.detach()
+        kl = factor * plain_kl(self.cfg.reference_policy_kl_type, q)
+        limit = self.cfg.kl_output_clamp_value
+        return kl if limit is None else clamp(kl, -limit, limit)
+
+    def mismatch(self, b: int, t: int) -> dict[str, float]:
+        c, p, g, kind = self.c[b, t].item(), self.p[b][t], self.g[b][t], self.cfg.reference_policy_kl_type
+        mixture = math.log(0.5 * math.exp(p) + 0.5 * math.exp(g))
+        js = sum(0.5 * (math.exp(x - mixture) - (x - mixture) - 1) for x in (p, g))
+        return {
+            "token_mult_prob_error": math.exp(abs(g - p)),
+            "gen_kl_error": plain_kl(kind, p - g),
+            "policy_kl_error": plain_kl(kind, g - p),
+            "js_divergence_error": js,
+            "approx_entropy": -math.exp(c - g) * c,
+        }
+
+    def result(self) -> tuple[torch.Tensor, dict[str, float]]:
+        cfg = self.cfg
+        corrected = cfg.use_importance_sampling_correction
+        loss = self.as_gradient(lambda b, t: (self.weight(b, t) if corrected else 1) * self.surrogate(b, t))
+        penalized = not cfg.use_kl_in_reward and cfg.reference_policy_kl_penalty != 0
+        kl = self.as_gradient(self.kl) if penalized else 0.0
+        loss = loss + cfg.reference_policy_kl_penalty * kl
+        if cfg.entropy_coef:
+            loss = loss - cfg.entropy_coef * self.as_gradient(lambda b, t: self.entropy[b, t])
+        metrics = {"loss": loss, "kl_penalty": kl, "num_valid_samples": sum(self.sample)}
+        for name in ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error"):
+            metrics[name] = self.over_tokens(lambda b, t, name=name: self.mismatch(b, t)[name])
+        metrics["approx_entropy"] = self.over_tokens(lambda b, t: self.mismatch(b, t)["approx_entropy"])
+        if cfg.sequence_level_importance_ratios:
+            metrics["sampling_importance_ratio"] = self.over_rows(lambda b: self.weight(b, 0))
+        else:
+            metrics["sampling_importance_ratio"] = self.over_tokens(self.weight)
+        if cfg.truncated_importance_sampling_type is not None:
+            metrics["is_oob_ratio"] = self.out_of_bounds()
+        for name, f in (("probs_ratio", self.ratio), ("probs_ratio_clamped", self.clipped)):
+            metrics[name] = self.over_tokens(f)
+            values = [f(b, t).item() for b, t in self.tokens]
+            metrics[f"{name}_min"] = min(values, default=math.inf)
+            metrics[f"{name}_max"] = max(values, default=-math.inf)
+        metrics["entropy"] = self.over_tokens(lambda b, t: self.entropy[b, t])
+        return loss, {
+            name: float(torch.as_tensor(value, dtype=torch.float64).detach())
+            for name, value in metrics.items()
+        }
+
+
+# --- the comparisons --------------------------------------------------------------------------------------
+
+
+def counts(data: BatchedDataDict) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    return data["sample_mask"].sum(), mask.sum()
+
+
+def call(
+    cfg: ClippedPGLossConfig, c: torch.Tensor, data: BatchedDataDict
+) -> tuple[torch.Tensor, dict[str, float], torch.Tensor]:
+    c = c.detach().clone().requires_grad_()
+    loss, metrics = ClippedPGLossFn(cfg)(c, data, *counts(data), entropy=data["entropy"][:, 1:])
+    (gradient,) = torch.autograd.grad(loss, c)
+    return loss, metrics, gradient
+
+
+def check_against_textbook(cfg: ClippedPGLossConfig, c: torch.Tensor, data: BatchedDataDict) -> None:
+    loss, metrics, gradient = call(cfg, c, data)
+    expected, expected_metrics = Textbook(cfg, c, data).result()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-11, abs=1e-12)
+    if expected.requires_grad:
+        (expected_gradient,) = torch.autograd.grad(expected, c, allow_unused=True)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-12)
+    else:
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_gives_the_textbook_loss_metrics_and_gradient(name: str, make_batch: BatchMaker):
+    for seed in range(3):
+        check_against_textbook(ClippedPGLossConfig(**VARIANTS[name]), *make_batch(seed=seed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(VARIANTS)),
+    rows=st.integers(1, 4),
+    columns=st.integers(2, 5),
+    seed=st.integers(0, 2**31),
+    choices=st.data(),
+)
+def test_any_shape_and_mask_gives_the_textbook_numbers(
+    name: str, rows: int, columns: int, seed: int, choices: st.DataObject, make_batch: BatchMaker
+):
+    c, data = make_batch(rows, columns, seed)
+    bits = st.lists(st.integers(0, 1), min_size=columns, max_size=columns)
+    data["token_mask"] = torch.tensor(choices.draw(st.lists(bits, min_size=rows, max_size=rows)))
+    sample = choices.draw(st.lists(st.integers(0, 1), min_size=rows, max_size=rows))
+    data["sample_mask"] = torch.tensor(sample, dtype=torch.float64)
+    check_against_textbook(ClippedPGLossConfig(**VARIANTS[name]), c, data)
+
+
+def combined(kind: MetricKind, values: list[float]) -> float:
+    return {MetricKind.MIN: min, MetricKind.MAX: max}.get(kind, sum)(values)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_sums_of_uneven_parts_make_the_sums_of_the_whole(name: str, make_batch: BatchMaker):
+    c, data = make_batch(rows=6, seed=11)
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(**VARIANTS[name]))
+
+    def sums(start: int, end: int):
+        entropy = data["entropy"][start:end, 1:]
+        return loss_fn.sums(TokenOutputs(c[start:end], entropy), data.slice(start, end))
+
+    whole, parts = sums(0, 6), [sums(0, 1), sums(1, 2), sums(2, 5), sums(5, 6)]
+    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
+    for metric, value in whole.metrics.items():
+        assert all(part.metrics[metric].kind is value.kind for part in parts)
+        pieces = [part.metrics[metric].value.item() for part in parts]
+        assert combined(value.kind, pieces) == pytest.approx(value.value.item(), rel=1e-12), metric
+        if value.value.item():
+            assert sum(pieces) / len(pieces) != pytest.approx(value.value.item()), (
+                f"{metric} cannot tell a mean"
+            )
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo, tis", "seq-mask-tis, sequence-level loss", "entropy bonus"])
+def test_calls_on_parts_with_the_global_counts_add_up(name: str, make_batch: BatchMaker):
+    c, data = make_batch(rows=6, seed=12)
+    loss_fn = ClippedPGLossFn(ClippedPGLossConfig(**VARIANTS[name]))
+    total, metrics = loss_fn(c, data, *counts(data), entropy=data["entropy"][:, 1:])
+    losses, part_metrics = [], []
+    for start, end in ((0, 1), (1, 2), (2, 6)):
+        part = data.slice(start, end)
+        loss, found = loss_fn(c[start:end], part, *counts(data), entropy=part["entropy"][:, 1:])
+        losses.append(loss)
+        part_metrics.append(found)
+    torch.testing.assert_close(sum(losses), total)
+    for metric, value in metrics.items():
+        values = [found[metric] for found in part_metrics]
+        fold = min if metric.endswith("_min") else max if metric.endswith("_max") else sum
+        assert fold(values) == pytest.approx(value, rel=1e-12), metric
+    summed = torch.autograd.grad(sum(losses), c, retain_graph=True)
+    torch.testing.assert_close(summed, torch.autograd.grad(total, c))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_stands_at_masked_positions_never_matters(name: str, poison: float, make_batch: BatchMaker):
+    c, data = make_batch(seed=3)
+    cfg = ClippedPGLossConfig(**VARIANTS[name])
+    off = (data["token_mask"] * data["sample_mask"][:, None]) == 0
+    poisoned = BatchedDataDict(data)
+    for key in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "entropy"):
+        poisoned[key] = data[key].masked_fill(off, poison)
+        poisoned[key][:, 0] = poison
+    loss, metrics, gradient = call(cfg, c.detach().masked_fill(off[:, 1:], poison), poisoned)
+    clean_loss, clean_metrics, clean_gradient = call(cfg, c, data)
+    assert loss.item() == clean_loss.item()
+    assert metrics == clean_metrics
+    assert not gradient[off[:, 1:]].any()
+    assert torch.equal(gradient, clean_gradient)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_sums_neither_wait_for_the_device_nor_name_one(name: str, make_batch: BatchMaker):
+    # A tensor on "meta" has no values: reading one, or indexing by a mask, raises.
+    c, data = make_batch()
+    data = data.to("meta")
+    outputs = TokenOutputs(c.to("meta"), data["entropy"][:, 1:])
+    sums = ClippedPGLossFn(ClippedPGLossConfig(**VARIANTS[name])).sums(outputs, data)
+    assert sums.loss.requires_grad
+    assert {metric.value.device.type for metric in sums.metrics.values()} == {"meta"}
+    assert {(metric.value.ndim, metric.value.requires_grad) for metric in sums.metrics.values()} == {
+        (0, False)
+    }
+
+
+def test_a_loss_travels_between_processes_and_is_built_from_a_mapping(make_batch: BatchMaker):
+    c, data = make_batch()
+    for keys in VARIANTS.values():
+        loss_fn = ClippedPGLossFn(dict(keys), use_fused_linear_logprobs=True)
+        assert loss_fn.use_fused_linear_logprobs
+        copy = pickle.loads(pickle.dumps(loss_fn))
+        entropy = data["entropy"][:, 1:]
+        assert copy(c, data, 4, 9, entropy)[1] == loss_fn(c, data, 4, 9, entropy)[1]
