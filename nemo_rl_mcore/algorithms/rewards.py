@@ -74,9 +74,9 @@ def group_statistics(prompt_ids: Tensor, rewards: Tensor, *, leave_one_out: bool
 def rows_with_signal(prompt_ids: Tensor, rewards: Tensor) -> Tensor:
     """Return [B] bool: whether the row's group has two different rewards, as dynamic sampling asks."""
     groups = group_numbers(prompt_ids)
-    spread = torch.zeros_like(rewards)
-    largest = spread.index_reduce(0, groups, rewards, "amax", include_self=False)
-    smallest = spread.index_reduce(0, groups, rewards, "amin", include_self=False)
+    start = torch.zeros_like(rewards)
+    largest = start.scatter_reduce(0, groups, rewards, "amax", include_self=False)
+    smallest = start.scatter_reduce(0, groups, rewards, "amin", include_self=False)
     return (largest != smallest)[groups]
 
 

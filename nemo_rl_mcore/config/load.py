@@ -23,14 +23,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> GRPOMasterCo
     Overrides follow Hydra's grammar: `a.b=c`, `+new=...`, `~gone`. Raises ConfigError with every problem.
     """
     recipe = read_recipe(path)
-    problems = apply_overrides(recipe.tree, overrides)
+    overridden, problems = apply_overrides(recipe.tree, overrides)
     tree, unresolved = resolve(recipe.tree)
     config, invalid = validate(tree)
     # A value that could not be computed is left out of the tree: that it is missing then says nothing new.
     known = {problem.path for problem in unresolved}
     problems += [*unresolved, *(problem for problem in invalid if problem.path not in known)]
     if problems or config is None:
-        raise ConfigError(locate(problems, recipe.files))
+        raise ConfigError(locate(problems, recipe.files, overridden))
     return config
 
 

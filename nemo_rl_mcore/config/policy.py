@@ -76,7 +76,7 @@ class PolicyConfig(StrictModel):
     """The model that is trained."""
 
     model: ModelConfig
-    """The architecture; its weights are drawn at random."""
+    """The architecture, since weights are drawn at random and not loaded: num_layers, hidden_size, ..."""
     model_name: str | None = None
     """Hugging Face checkpoint; null, since weights cannot be loaded yet."""
     init_checkpoint: str | None = None

@@ -4,7 +4,7 @@ import difflib
 from functools import cache
 from itertools import chain
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -86,8 +86,8 @@ def _describe(annotation: Any, metadata: tuple[object, ...]) -> str:
     if origin is Literal:
         return ", ".join(str(option) for option in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, StrictModel):
-        return f"a section with the keys {', '.join(annotation.model_fields)}"
-    kind: object = origin or annotation
+        return "a section"
+    kind = cast("object", origin or annotation)
     return _NAMES.get(kind, str(kind)) + _bounds(metadata)
 
 

@@ -68,12 +68,13 @@ def _refuse(chain: tuple[Path, ...], what: str, remedy: str) -> ConfigError:
     return ConfigError([Problem(" -> ".join(str(path) for path in chain), what, remedy)])
 
 
-def locate(problems: Iterable[Problem], files: Iterable[Path]) -> list[Problem]:
-    """Add file and line to the problems whose key stands in a file."""
+def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Iterable[str]) -> list[Problem]:
+    """Add where the key was set: file and line, or the command line."""
     lines: dict[str, str] = {}
     for path in files:
         node = yaml.SafeLoader(path.read_text(encoding="utf-8")).get_single_node()
         lines |= {key: f"{path}:{line}" for key, line in _lines(node, "")}
+    lines |= dict.fromkeys(overridden, _ORIGIN)
     return [Problem(p.path, p.what, p.remedy, p.related, p.where or lines.get(p.path, "")) for p in problems]
 
 
@@ -86,16 +87,19 @@ def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
         yield from _lines(value, path)
 
 
-def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> list[Problem]:
-    """Change the tree by Hydra's grammar (`a.b=c`, `+new=...`, `++any=...`, `~gone`); give what is wrong."""
+def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[str], list[Problem]]:
+    """Change the tree by Hydra's grammar (`a.b=c`, `+new=...`, `++any=...`, `~gone`).
+
+    Gives the paths that were named, and what is wrong with them.
+    """
     texts = list(overrides)
     if not texts:
-        return []
+        return [], []
     # Imported here: the grammar's parser is a third of the time of a preflight without overrides.
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    parser, problems = OverridesParser.create(), list[Problem]()
+    parser, paths, problems = OverridesParser.create(), list[str](), list[Problem]()
     for text in texts:
         try:
             override = parser.parse_override(text)
@@ -103,10 +107,11 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> list[Problem]
             reason = str(error).splitlines()[0]
             problems.append(Problem(text, f"is not an override ({reason})", "write key=value", where=_ORIGIN))
             continue
+        paths.append(override.key_or_group)
         problem = _apply(tree, override)
         if problem is not None:
             problems.append(problem)
-    return problems
+    return paths, problems
 
 
 _ORIGIN = "command line"

@@ -1,8 +1,8 @@
 """NeMo RL keys that this package knows and does not implement.
 
-One table: an entry says which values are neutral (they change nothing), and what to do about any other value.
-Neutral keys are dropped before the strict models see the recipe, others are refused; so a recipe moves over with
-few edits, and nothing it asks for is lost silently.
+One table: an entry says which values are neutral (they change nothing), and what to do about any other one.
+Neutral keys are dropped before the strict models see the recipe, others are refused; so a recipe moves over
+with few edits, and nothing it asks for is lost silently.
 """
 
 from collections.abc import Mapping

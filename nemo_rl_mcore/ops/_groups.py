@@ -1,7 +1,8 @@
-"""Process-group arithmetic shared by the kernels. A missing group is a single rank, without torch.distributed."""
+"""Process groups as the kernels use them; a missing group is a single rank, without torch.distributed."""
 
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -14,6 +15,27 @@ def group_size(group: ProcessGroup | None) -> int:
 def group_rank(group: ProcessGroup | None) -> int:
     """Rank of this process within the group."""
     return 0 if group is None else group.rank()
+
+
+def all_gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Stack every rank's `x` along its first dimension; the shape is the same on all ranks."""
+    gathered = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    dist.all_gather_single(gathered, x.contiguous(), group=group)  # pyright: ignore[reportUnknownMemberType]
+    return gathered
+
+
+def reduce_scatter_rows(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum `x` over ranks and keep this rank's share of its first dimension."""
+    mine = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    dist.reduce_scatter_single(mine, x.contiguous(), group=group)  # pyright: ignore[reportUnknownMemberType]
+    return mine
+
+
+def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum `x` over ranks, in place where it is contiguous."""
+    x = x.contiguous()
+    dist.all_reduce(x, group=group)  # pyright: ignore[reportUnknownMemberType]
+    return x
 
 
 @dataclass(frozen=True)
@@ -40,11 +62,10 @@ class VocabShard:
         return cls(start=start, valid=min(max(real - start, 0), size), vocab_size=real)
 
     def check_targets(self, target_N: Tensor) -> None:
-        """Raise ValueError for an id outside the vocabulary: its log-probability would be silently wrong."""
+        """Raise ValueError for an id outside the vocabulary: its result would be silently wrong."""
         outside_N = (target_N < 0) | (target_N >= self.vocab_size)
         if bool(outside_N.any()):
             first = int(target_N[outside_N][0])
             raise ValueError(
-                f"target {first} is outside the vocabulary of {self.vocab_size}; mask tokens that do not
-                count"
+                f"target {first} is outside the vocabulary of {self.vocab_size}: mask the tokens without one"
             )

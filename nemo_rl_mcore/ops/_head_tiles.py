@@ -1,4 +1,4 @@
-"""The vocabulary head walked in tiles: statistics forward, gradients backward, never [tokens, vocabulary] at once.
+"""The vocabulary head walked in tiles, never holding the logits of all tokens over the whole vocabulary.
 
 Shapes: N token rows, H hidden, V this rank's real vocabulary rows, n x v one tile of logits, K vocabulary
 panels, F floats per row. Panels are the outer loop and token chunks the inner one, so that a panel's weight

@@ -9,11 +9,10 @@ them both.
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nemo_rl_mcore.ops._groups import group_size
+from nemo_rl_mcore.ops._groups import all_gather_rows
 from nemo_rl_mcore.ops._token_rows import TokenRows
 
 
@@ -64,19 +63,16 @@ def merge_statistics(stats_KFN: Tensor) -> Tensor:
     merged = [lse_N, stats_KFN[:, 1].sum(0)]
     if stats_KFN.shape[1] == 3:
         share_KN = torch.exp(lse_KN - lse_N)
-        merged.append((share_KN * stats_KFN[:, 2] + torch.special.entr(share_KN)).sum(0))
+        between_KN = -torch.xlogy(share_KN, share_KN)
+        merged.append((share_KN * stats_KFN[:, 2] + between_KN).sum(0))
     return torch.stack(merged)
 
 
 def reduce_over_ranks(stats_FN: Tensor, group: ProcessGroup | None) -> RowSoftmax:
     """Merge every rank's statistics. One all-gather, and the same order of summation on all ranks."""
-    tp, count = group_size(group), stats_FN.shape[1]
-    if tp > 1 and count > 0:
-        every_rank = stats_FN.new_empty(tp * stats_FN.shape[0], count)
-        dist.all_gather_into_tensor(every_rank, stats_FN.contiguous(), group=group)
-        stats_FN = merge_statistics(every_rank.view(tp, -1, count))
-    entropy_N = stats_FN[2] if stats_FN.shape[0] == 3 else None
-    return RowSoftmax(stats_FN[0], stats_FN[1], entropy_N)
+    if group is not None and group.size() > 1 and stats_FN.shape[1] > 0:
+        stats_FN = merge_statistics(all_gather_rows(stats_FN, group).view(group.size(), *stats_FN.shape))
+    return RowSoftmax(stats_FN[0], stats_FN[1], stats_FN[2] if stats_FN.shape[0] == 3 else None)
 
 
 @dataclass(frozen=True)
@@ -97,15 +93,15 @@ class RowBackward:
         rows: TokenRows,
         scale: float,
         softmax: tuple[Tensor, Tensor | None],
-        grads: tuple[Tensor | None, Tensor | None],
+        grads: tuple[Tensor | None, ...],
     ) -> "RowBackward":
-        """Pair the kept rows' (log-sum-exp, entropy) with autograd's gradients of (log-prob, entropy) for all tokens.
+        """Pair the kept rows' softmax with autograd's gradients of them.
 
-        Either gradient may be missing. `scale`, the factor of the logits, is folded in here, where it costs
-        nothing.
+        The gradients cover all tokens, and either may be missing. `scale`, the factor of the logits, is
+        folded into them here, where it costs nothing.
         """
         lse_N, entropy_N = softmax
-        grad_logprob_T, grad_entropy_T = grads
+        grad_logprob_T, grad_entropy_T = (*grads, None)[:2]
         grad_logprob_N = torch.zeros_like(lse_N)
         if grad_logprob_T is not None:
             grad_logprob_N = rows.select(grad_logprob_T.reshape(-1)) * scale
@@ -122,7 +118,7 @@ class RowBackward:
         )
 
     def live_rows(self) -> Tensor | None:
-        """Indices of the rows that a gradient reaches, None if that is all of them. A NaN counts as a gradient."""
+        """Indices of the rows that a gradient (or a NaN) reaches, None if that is all of them."""
         live_N = self.grad_logprob_N != 0
         if self.grad_entropy_N is not None:
             live_N = live_N | (self.grad_entropy_N != 0)

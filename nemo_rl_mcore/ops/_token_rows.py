@@ -9,16 +9,21 @@ fullest shard.
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nemo_rl_mcore.ops._groups import group_rank, group_size
+from nemo_rl_mcore.ops._groups import (
+    all_gather_rows,
+    group_rank,
+    group_size,
+    reduce_scatter_rows,
+    sum_over_ranks,
+)
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Layout of a gather of kept rows: every rank sends `sent` rows, of which `mine_M` are its own kept ones."""
+    """Each rank sends `sent` rows, its kept ones `mine_M` first; kept row i arrives at `slot_N[i]`."""
 
     sent: int
     mine_M: Tensor
@@ -63,35 +68,27 @@ class TokenRows:
 
     def gather_hidden(self, hidden_LH: Tensor) -> Tensor:
         """Kept rows of the whole sequence, fetched from every shard when the input is sequence-parallel."""
-        if not self.sequence_parallel:
+        if self.group is None or not self.sequence_parallel:
             return self.select(hidden_LH)
         plan = self._exchange(hidden_LH.device)
-        ranks, hidden_size = group_size(self.group), hidden_LH.shape[1]
-        sent = hidden_LH.new_zeros(plan.sent, hidden_size)
+        sent = hidden_LH.new_zeros(plan.sent, hidden_LH.shape[1])
         sent[: plan.mine_M.numel()] = hidden_LH.index_select(0, plan.mine_M)
-        received = hidden_LH.new_empty(ranks * plan.sent, hidden_size)
-        if plan.sent > 0:
-            dist.all_gather_into_tensor(received, sent, group=self.group)
+        received = all_gather_rows(sent, self.group) if plan.sent > 0 else sent
         return received.index_select(0, plan.slot_N)
 
     def reduce_hidden_grad(self, grad_NH: Tensor) -> Tensor:
-        """Sum over ranks the gradients of the kept rows (each rank saw only its own vocabulary) and spread them.
+        """Sum the gradients over ranks, each of which saw only its own vocabulary, and spread them.
 
-        Reverses `gather_hidden`: a reduce-scatter when the input is sequence-parallel, an all-reduce when
-        replicated.
+        This reverses `gather_hidden`: a reduce-scatter if sequence-parallel, an all-reduce if replicated.
         """
-        if not self.sequence_parallel:
-            grad_NH = grad_NH.contiguous()
-            if group_size(self.group) > 1 and self.count > 0:
-                dist.all_reduce(grad_NH, group=self.group)
+        if self.group is None or not self.sequence_parallel:
+            if self.group is not None and self.group.size() > 1 and self.count > 0:
+                grad_NH = sum_over_ranks(grad_NH, self.group)
             return self.spread(grad_NH)
-        plan = self._exchange(grad_NH.device)
-        ranks, hidden_size = group_size(self.group), grad_NH.shape[1]
-        sent = grad_NH.new_zeros(ranks * plan.sent, hidden_size).index_copy_(0, plan.slot_N, grad_NH)
-        received = grad_NH.new_empty(plan.sent, hidden_size)
-        if plan.sent > 0:
-            dist.reduce_scatter_tensor(received, sent, group=self.group)
-        local = grad_NH.new_zeros(self.total // ranks, hidden_size)
+        plan, ranks = self._exchange(grad_NH.device), self.group.size()
+        sent = grad_NH.new_zeros(ranks * plan.sent, grad_NH.shape[1]).index_copy_(0, plan.slot_N, grad_NH)
+        received = reduce_scatter_rows(sent, self.group) if plan.sent > 0 else sent
+        local = grad_NH.new_zeros(self.total // ranks, grad_NH.shape[1])
         return local.index_copy_(0, plan.mine_M, received[: plan.mine_M.numel()])
 
     def _exchange(self, device: torch.device) -> _Exchange:

@@ -1,16 +1,15 @@
 """Log-probabilities of given tokens under a linear vocabulary head, without ever holding the logits.
 
-log p = log softmax(hidden @ weight.T * logit_scale / temperature)[target], and optionally the entropy of
-that softmax. The forward keeps one or two floats a token; the backward recomputes the logits tile by tile
-and is exact. Under tensor parallelism every rank holds a slice of the vocabulary; results are the same on
-all ranks.
+log p = log softmax(hidden @ weight.T * logit_scale / temperature)[target], with the entropy if asked for.
+The forward keeps one or two floats a token; the backward recomputes the logits tile by tile and is exact.
+Under tensor parallelism every rank holds a slice of the vocabulary; results are the same on all ranks.
 
-Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, T = S * B tokens, L of them held by this rank,
-N those kept by the mask.
+Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, T = S * B tokens, L of them held by this
+rank, N those kept by the mask.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ class LinearLogprobsOptions:
     chunk_size: int | None = None
     """Token rows per chunk, each against the rank's whole vocabulary; overrides the byte budget."""
     vocab_size: int | None = None
-    """Real size of the global vocabulary; padded rows beyond it are left out of the softmax. None: no padding."""
+    """Real size of the global vocabulary; padded rows beyond it stay out of the softmax. None: no padding."""
     logit_scale: float = 1.0
     """Factor on the logits (MuP), applied with the temperature."""
 
@@ -59,14 +58,11 @@ def fused_linear_logprobs(
     """Log-probabilities [S, B] of the targets, or (log-probabilities, entropy), with an exact backward.
 
     Results are float32 (float64 for float64 inputs). Rows where the mask is zero give exactly 0, receive no
-    gradient and are never multiplied with the weight. The gradients that arrive must be the same on every
-    rank of `tp_group`.
+    gradient and are never multiplied with the weight. The incoming gradients must be the same on every rank.
 
     Args:
-        hidden_SBH: hidden states [S, B, H]; with `sequence_parallel` this rank's shard [S/tp, B, H], whose
-        gradient is
-            then reduce-scattered. Without it the hidden states are replicated and their gradient is summed
-            over ranks.
+        hidden_SBH: hidden states [S, B, H], replicated over ranks, their gradient summed over them; with
+            `sequence_parallel` this rank's shard [S/tp, B, H], whose gradient is reduce-scattered.
         weight_VH: this rank's rows [V/tp, H] of the vocabulary, in the dtype of the hidden states.
         targets_SB: global token ids [S, B], the same on every rank.
         tp_group: tensor-parallel group; None means a single rank.
@@ -78,8 +74,7 @@ def fused_linear_logprobs(
 
     Raises:
         ValueError: shapes or dtypes that do not fit, a temperature that is not positive, a counted target
-        outside the
-            vocabulary.
+            outside the vocabulary.
 
     """
     shards = group_size(tp_group) if sequence_parallel else 1
@@ -89,7 +84,7 @@ def fused_linear_logprobs(
     rows = TokenRows.of(mask, targets_SB.numel(), tp_group, sequence_parallel)
     call = _Call(rows, tp_group, options.logit_scale / temperature, with_entropy, options)
     hidden_LH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
-    out = _FusedLinearLogprobs.apply(hidden_LH, weight_VH, targets_SB.reshape(-1), call)
+    out = cast("Any", _FusedLinearLogprobs).apply(hidden_LH, weight_VH, targets_SB.reshape(-1), call)
     if with_entropy:
         return out[0].view(targets_SB.shape), out[1].view(targets_SB.shape)
     return out.view(targets_SB.shape)
@@ -140,23 +135,20 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         return logprob_T if softmax.entropy_N is None else (logprob_T, call.rows.spread(softmax.entropy_N))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None = None) -> Any:
+    @once_differentiable  # pyright: ignore[reportUntypedFunctionDecorator]
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden_LH, weight_VH, target_T, lse_N, entropy_N = ctx.saved_tensors
         call: _Call = ctx.call
         need_hidden, need_weight = ctx.needs_input_grad[:2]
-        backward = RowBackward.arriving(
-            call.rows, call.scale, (lse_N, entropy_N), (grad_logprob_T, grad_entropy_T)
-        )
-        # The collectives move the same rows as in the forward; only the matrix products leave out rows without gradient.
+        backward = RowBackward.arriving(call.rows, call.scale, (lse_N, entropy_N), grad_outputs)
+        # Collectives move the same rows as in the forward; only the products leave out rows without gradient.
         hidden_NH, target_N = call.rows.gather_hidden(hidden_LH), call.rows.select(target_T)
         live = backward.live_rows()
         if live is not None:
             hidden_NH, target_N, backward = hidden_NH[live], target_N[live], backward.at(live)
         grad_weight_VH = torch.zeros_like(weight_VH) if need_weight else None
-        grad_NH = head_gradients(
-            call.head(hidden_NH, weight_VH, target_N), backward, grad_weight_VH, need_hidden
-        )
+        head = call.head(hidden_NH, weight_VH, target_N)
+        grad_NH = head_gradients(head, backward, grad_weight_VH, need_hidden)
         if grad_NH is None:
             return None, grad_weight_VH, None, None
         grad_NH = grad_NH.to(hidden_LH.dtype)
@@ -168,20 +160,15 @@ class _FusedLinearLogprobs(torch.autograd.Function):
 def _check_shapes(
     hidden_SBH: Tensor, weight_VH: Tensor, targets_SB: Tensor, mask: Tensor | None, shards: int
 ) -> None:
-    if hidden_SBH.ndim != targets_SB.ndim + 1 or weight_VH.shape[1] != hidden_SBH.shape[-1]:
+    hidden, weight, targets = list(hidden_SBH.shape), list(weight_VH.shape), list(targets_SB.shape)
+    if len(weight) != 2 or len(hidden) != len(targets) + 1 or weight[1] != hidden[-1]:
         raise ValueError(
-            f"hidden {list(hidden_SBH.shape)}, weight {list(weight_VH.shape)} and targets
-            {list(targets_SB.shape)} " "must be [S, B, H], [V, H] and [S, B]"
+            f"hidden states {hidden}, weight {weight} and targets {targets} are not [S, B, H], [V, H], [S, B]"
         )
-    whole = [hidden_SBH.shape[0] * shards, *hidden_SBH.shape[1:-1]]
-    if whole != list(targets_SB.shape):
-        raise ValueError(
-            f"hidden states cover {whole} tokens over {shards} shards, targets {list(targets_SB.shape)}"
-        )
-    if mask is not None and mask.shape != targets_SB.shape:
-        raise ValueError(
-            f"mask {list(mask.shape)} and targets {list(targets_SB.shape)} must have the same shape"
-        )
+    if [hidden[0] * shards, *hidden[1:-1]] != targets:
+        raise ValueError(f"{shards} sequence shards of hidden states {hidden} do not match targets {targets}")
+    if mask is not None and list(mask.shape) != targets:
+        raise ValueError(f"mask {list(mask.shape)} and targets {targets} must have the same shape")
     if weight_VH.dtype != hidden_SBH.dtype:
         raise ValueError(f"hidden states are {hidden_SBH.dtype}, but the weight is {weight_VH.dtype}")
 

@@ -5,7 +5,7 @@ the mask.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,21 +33,23 @@ def vocab_parallel_logprobs(
     with_entropy: bool = False,
     vocab_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets, or (log-probabilities, entropy), in float32 (float64 for float64 logits).
+    """Log-probabilities of the targets, or (log-probabilities, entropy), in float32 (float64 for float64).
 
     Each rank's logits receive the exact gradient of its own shard, so the backward needs no collective; the
-    gradients that arrive must be the same on every rank of `tp_group`.
+    incoming gradients must be the same on every rank.
 
     Args:
-        logits: this rank's logits [..., V/tp]. targets: global token ids [...], the same on every rank.
-        tp_group: tensor-parallel group; None means a single rank. temperature: divides the logits, inside
-        the softmax. mask: [...], not zero where a token counts; other rows give exactly 0 and receive no
-        gradient. with_entropy: also return the entropy of the softmax. vocab_size: real size of the global
-        vocabulary; padded columns beyond it are left out. None: no padding.
+        logits: this rank's logits [..., V/tp].
+        targets: global token ids [...], the same on every rank.
+        tp_group: tensor-parallel group; None means a single rank.
+        temperature: divides the logits, inside the softmax.
+        mask: [...], not zero where a token counts; other rows give exactly 0 and receive no gradient.
+        with_entropy: also return the entropy of the softmax.
+        vocab_size: real size of the global vocabulary; padded columns beyond it are left out.
 
     Raises:
         ValueError: shapes that do not fit, a temperature that is not positive, a counted target outside the
-        vocabulary.
+            vocabulary.
 
     """
     if logits.shape[:-1] != targets.shape or (mask is not None and mask.shape != targets.shape):
@@ -64,7 +66,8 @@ def vocab_parallel_logprobs(
         1.0 / temperature,
         with_entropy,
     )
-    out = _VocabParallelLogprobs.apply(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), call)
+    logits_TV = logits.reshape(-1, logits.shape[-1])
+    out = cast("Any", _VocabParallelLogprobs).apply(logits_TV, targets.reshape(-1), call)
     if with_entropy:
         return out[0].view(targets.shape), out[1].view(targets.shape)
     return out.view(targets.shape)
@@ -81,7 +84,7 @@ class _Call:
     with_entropy: bool
 
     def scaled_logits(self, logits_TV: Tensor) -> Tensor:
-        """A private copy [N, valid] of the kept rows and real columns, which the softmax code may overwrite."""
+        """A copy [N, valid] of the kept rows and real columns, which the softmax code may overwrite."""
         logits_NV = self.rows.select(logits_TV)[:, : self.shard.valid]
         return logits_NV.to(accumulation_dtype(logits_TV.dtype)) * self.scale
 
@@ -101,18 +104,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return logprob_T if softmax.entropy_N is None else (logprob_T, call.rows.spread(softmax.entropy_N))
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None = None) -> Any:
+    @once_differentiable  # pyright: ignore[reportUntypedFunctionDecorator]
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         logits_TV, target_T, lse_N, entropy_N = ctx.saved_tensors
         call: _Call = ctx.call
-        backward = RowBackward.arriving(
-            call.rows, call.scale, (lse_N, entropy_N), (grad_logprob_T, grad_entropy_T)
-        )
+        backward = RowBackward.arriving(call.rows, call.scale, (lse_N, entropy_N), grad_outputs)
         target_N = call.rows.select(target_T) - call.shard.start
-        grad_NV = logits_gradient_(call.scaled_logits(logits_TV), target_N, backward).to(logits_TV.dtype)
-        padding = logits_TV.shape[1] - call.shard.valid
-        return (
-            call.rows.spread(torch.nn.functional.pad(grad_NV, (0, padding)) if padding else grad_NV),
-            None,
-            None,
-        )
+        grad_NV = logits_gradient_(call.scaled_logits(logits_TV), target_N, backward)
+        grad_TV = torch.zeros_like(logits_TV)
+        grad_TV[:, : call.shard.valid] = call.rows.spread(grad_NV)
+        return grad_TV, None, None

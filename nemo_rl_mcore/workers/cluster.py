@@ -23,7 +23,7 @@ from nemo_rl_mcore.workers.environment import only_environment, rank_environment
 _LOOPBACK = "127.0.0.1"
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20
 _CPU_SHARE_OF_A_RANK = 0.1
-# Below Linux's ephemeral ports and above Ray's worker ports, so that nothing else takes the port before rank 0 binds it.
+# Above Ray's worker ports and below Linux's ephemeral ports: nothing else takes one before rank 0 binds it.
 _RENDEZVOUS_PORTS = range(20_000, 32_000)
 
 
@@ -53,17 +53,18 @@ class Placement:
 class RayCluster:
     """A context manager: inside it there is a Ray session with room for `cluster.world_size` ranks.
 
-    With an address (`address`, or RAY_ADDRESS) it joins a cluster that runs; a session that the process already has is
-    used and left alone; otherwise it starts a local session, reachable from this machine only, and stops it at the end.
+    With RAY_ADDRESS in the environment it joins a cluster that runs; a session that the process already has is
+    used and left alone; otherwise it starts a local one, which only this machine can reach, and stops it at the
+    end.
 
     Raises:
         ValueError: the machines have fewer GPUs or nodes than `cluster.*` asks for.
 
     """
 
-    def __init__(self, config: ClusterConfig, *, address: str | None = None, ready_timeout_s: float = 120) -> None:
+    def __init__(self, config: ClusterConfig, *, ready_timeout_s: float = 120) -> None:
         self._config = config
-        self._address = address or os.environ.get("RAY_ADDRESS")
+        self._address = os.environ.get("RAY_ADDRESS")
         self._ready_timeout_s = ready_timeout_s
         self._started_session = False
         self._is_local = self._address is None
@@ -115,7 +116,9 @@ class RayCluster:
         self._started_session = True
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         with only_environment(session_environment(os.environ)):
-            context = ray.init(address=self._address, **quiet) if self._address else self._start_local(quiet)
+            context: Any = (
+                ray.init(address=self._address, **quiet) if self._address else self._start_local(quiet)
+            )
         self.log_dir = Path(context.address_info["session_dir"]) / "logs"
 
     def _start_local(self, quiet: Mapping[str, Any]) -> Any:
@@ -136,8 +139,8 @@ class RayCluster:
         if fitting < self._config.num_nodes:
             found = ", ".join(f"{node.get('GPU', 0):.0f}" for node in nodes)
             raise ValueError(
-                f"cluster.num_nodes={self._config.num_nodes} with cluster.gpus_per_node={self._config.gpus_per_node} "
-                f"does not fit: the GPUs of the machines that Ray sees are [{found}]; "
+                f"cluster.num_nodes={self._config.num_nodes} with cluster.gpus_per_node="
+                f"{self._config.gpus_per_node} does not fit: the machines that Ray sees have [{found}] GPUs; "
                 "lower one of the two keys, or add machines"
             )
 
@@ -148,8 +151,9 @@ class RayCluster:
         if not group.wait(self._ready_timeout_s):
             remove_placement_group(group)
             raise TimeoutError(
-                f"Ray did not free {per_node} GPUs and {per_node} CPUs on {self._config.num_nodes} machines within "
-                f"{self._ready_timeout_s:g} s (cluster.gpus_per_node, cluster.num_nodes); is another job using them?"
+                f"Ray did not free {per_node} GPUs and {per_node} CPUs on each of {self._config.num_nodes} "
+                f"machines within {self._ready_timeout_s:g} s (cluster.gpus_per_node, cluster.num_nodes); "
+                "does another job use them?"
             )
         return group
 

@@ -1,18 +1,19 @@
 """Which environment variables a rank gets to see: an allow-list, never the driver's whole environment.
 
-A local Ray session hands the environment of `ray.init` to every process it starts, and a runtime environment can only
-add to it. So the session is started under `only_environment(session_environment(...))`, and the variables of each rank
-come on top. On a cluster that already runs, what its nodes were started with is the cluster's own business.
+A local Ray session hands the environment of `ray.init` to every process it starts, and a runtime environment
+can only add to it. So the session is started under `only_environment(session_environment(...))`, and the
+variables of each rank come on top. What the nodes of a cluster that already runs were started with is the
+cluster's own business.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, MutableMapping
 from contextlib import contextmanager
 
-# What a process needs of the machine it runs on. PYTHONDONTWRITEBYTECODE is left out on purpose: with cached bytecode
-# a worker imports Megatron in less than half of the time.
+# What a process needs of the machine it runs on. PYTHONDONTWRITEBYTECODE is left out on purpose: with cached
+# bytecode a worker imports Megatron in less than half of the time.
 _MACHINE_NAMES = frozenset(
     (
         *("PATH", "HOME", "USER", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR"),
@@ -25,33 +26,54 @@ _MACHINE_NAMES = frozenset(
 # What tunes or debugs a rank, on whatever machine it runs.
 _RANK_NAMES = frozenset(
     (
-        *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME"),
+        *(
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            "CUDA_LAUNCH_BLOCKING",
+            "CUBLAS_WORKSPACE_CONFIG",
+            "GLOO_SOCKET_IFNAME",
+        ),
         *("HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "TRITON_CACHE_DIR"),
         *("MKL_NUM_THREADS", "PYTHONFAULTHANDLER", "PYTHONWARNINGS"),
     )
 )
 _RANK_PREFIXES = ("NCCL_", "NVTE_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "MEGATRON_")
 
-_RAY_SETTINGS = {
+_SESSION_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ranks without a GPU get their CUDA_VISIBLE_DEVICES from us; this also silences Ray's notice about its default.
+    # Ranks without a GPU get CUDA_VISIBLE_DEVICES from us; this also silences Ray's notice about its default.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+
+# On, Ray's default on Linux, a local session listens on every network; off, on the loopback interface.
+_LISTEN_ON_ALL_INTERFACES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# Ray prints this on the driver's terminal whatever its log settings say; a `WorkerError` tells it better.
+_DEATH_NOTICE = "A worker died or was killed while executing a task"
+
+
+def set_ray_import_switches(environ: MutableMapping[str, str]) -> None:
+    """Set what Ray reads when it is imported; a value that is already there stays."""
+    environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _DEATH_NOTICE)
+    if not environ.get("RAY_ADDRESS"):
+        environ.setdefault(_LISTEN_ON_ALL_INTERFACES, "0")
 
 
 def session_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Keep what the processes of a local Ray session may inherit, and add Ray's settings."""
     names = _MACHINE_NAMES | _RANK_NAMES
     kept = {
-        name: value for name, value in environ.items() if name in names or name.startswith((*_RANK_PREFIXES, "RAY_"))
+        name: value
+        for name, value in environ.items()
+        if name in names or name.startswith((*_RANK_PREFIXES, "RAY_"))
     }
-    return kept | _RAY_SETTINGS
+    return kept | _SESSION_SETTINGS
 
 
 def rank_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
     """Keep what a rank inherits from the driver wherever it runs, and add the settings of the device."""
     kept = {
-        name: value for name, value in environ.items() if name in _RANK_NAMES or name.startswith(_RANK_PREFIXES)
+        name: value
+        for name, value in environ.items()
+        if name in _RANK_NAMES or name.startswith(_RANK_PREFIXES)
     }
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else kept
 

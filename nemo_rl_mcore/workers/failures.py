@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ray.exceptions import RayTaskError
 
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
+_CARETS_ONLY = re.compile(r"^\s*[\^~]+\s*\n", re.MULTILINE)
+_HOST = re.compile(r"\bip[=:]\s*([\w.:]+\w)")
+_PID = re.compile(r"\bpid[=:]\s*(\d+)")
+_RAY_ADVICE = " Some common causes include"
 _STDERR_TAIL_LINES = 30
 
 
@@ -25,7 +29,10 @@ class RankIdentity:
         return f"host {self.host}, pid {self.pid}"
 
 
-UNKNOWN_RANK = RankIdentity(host="unknown", pid=0, ray_worker_id="")
+def identity_in(report: str) -> RankIdentity:
+    """Read host and process from the text of Ray's error, for a rank that never introduced itself."""
+    host, pid = _HOST.search(report), _PID.search(report)
+    return RankIdentity(host[1] if host else "unknown", int(pid[1]) if pid else 0, ray_worker_id="")
 
 
 class WorkerError(RuntimeError):
@@ -72,18 +79,18 @@ class RankFailure:
         if self.cause is not None:
             lines = str(self.cause).strip().splitlines() or [""]
             return f"{type(self.cause).__name__}: {lines[0]}"
-        lines = [line.strip() for line in self.details().splitlines() if line.strip()]
-        return next((line for line in lines if "exit type" in line.lower()), lines[-1])
+        return self.details().splitlines()[-1].strip()
 
     def details(self) -> str:
         """Everything that Ray knows, with the remote traceback, without terminal codes."""
-        return _TERMINAL_CODES.sub("", str(self.error)).strip()
+        plain = _TERMINAL_CODES.sub("", str(self.error)).split(_RAY_ADVICE)[0]
+        return _CARETS_ONLY.sub("", plain).strip()
 
 
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
     """Choose the failure that the others follow from, out of failures in the order of their arrival.
 
-    When a process dies, its peers' collectives fail, sometimes before Ray notices the death; so a death comes first.
+    When a process dies its peers' collectives fail, sometimes before Ray notices the death: it comes first.
     """
     return next((failure for failure in failures if failure.died), failures[0])
 
@@ -98,15 +105,13 @@ def stderr_tail(log_dir: Path | None, identity: RankIdentity) -> str:
     return "\n".join(kept[-_STDERR_TAIL_LINES:])
 
 
-def describe(
-    failures: Sequence[RankFailure], hung: Mapping[int, RankIdentity], where: str, log_dir: Path | None
-) -> str:
-    """Write the message of a `WorkerError`: the root cause in full, and a line for every other rank that suffered."""
+def describe(failures: Sequence[RankFailure], hung: Sequence[int], where: str, log_dir: Path | None) -> str:
+    """Write the message of a `WorkerError`: the root cause in full, and a line for every other rank."""
     root = root_cause(failures)
     kind = "died" if root.died else "failed"
     parts = [f"rank {root.rank} ({root.identity}) {kind} in {where}: {root.headline()}"]
     others = [f"rank {failure.rank}: {failure.headline()}" for failure in failures if failure is not root]
-    others += [f"rank {rank} ({identity}): still waiting, stopped" for rank, identity in sorted(hung.items())]
+    others += [f"rank {rank}: still waiting, stopped" for rank in hung]
     if others:
         parts.append("after it:\n" + "\n".join(f"  {line}" for line in others))
     parts.append(f"--- rank {root.rank}, as reported ---\n{root.details()}")

@@ -191,6 +191,10 @@ class MegatronPolicyWorker:
 
     # Life cycle
 
+    def data_parallel_rank(self) -> int:
+        """Which shard of a batch this rank is to be sent."""
+        return self._groups.data_parallel_rank()
+
     def prepare_for_training(self) -> None:
         """Ready at once: weights, gradients and optimizer state stay on the device."""
 

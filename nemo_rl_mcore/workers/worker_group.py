@@ -14,11 +14,11 @@ from ray.exceptions import RayError
 
 from nemo_rl_mcore.workers.cluster import RankSlot, RayCluster
 from nemo_rl_mcore.workers.failures import (
-    UNKNOWN_RANK,
     RankFailure,
     RankIdentity,
     WorkerError,
     describe,
+    identity_in,
     root_cause,
 )
 
@@ -29,10 +29,10 @@ _KILL_WAIT_S = 2.0
 class RayWorkerGroup:
     """`world_size` actors of one class, each with the environment of its rank.
 
-    A call reaches every rank, because the ranks meet in collectives. The first failure ends it: the other ranks get a
-    grace to report theirs, those that hang are killed, and one `WorkerError` tells the root cause. If every rank raised,
-    the ranks are still in step and the group can be called again, to abort a step for example; otherwise each later
-    call raises the same failure.
+    A call reaches every rank, because the ranks meet in collectives. The first failure ends it: the other ranks
+    get a grace to report theirs, those that hang are killed, and one `WorkerError` tells the root cause. If every
+    rank raised, the ranks are still in step and the group can be called again, to abort a step for example;
+    otherwise each later call raises the same failure.
 
     Args:
         worker_class: a plain class; `ray.remote` wraps it here and nowhere else.
@@ -65,9 +65,7 @@ class RayWorkerGroup:
         self._placement = cluster.place_ranks()
         try:
             remote_class = ray.remote(worker_class)
-            self._actors += [
-                _start(remote_class, slot, args, kwargs or {}) for slot in self._placement.slots
-            ]
+            self._actors += [_start(remote_class, slot, args, kwargs or {}) for slot in self._placement.slots]
             self._wait_until_built(worker_class.__name__, start_timeout_s)
         except BaseException:
             self.shutdown()
@@ -93,7 +91,9 @@ class RayWorkerGroup:
 
         """
         self._refuse_after_failure(method, context)
-        refs = {getattr(actor, method).remote(*args, **kwargs): rank for rank, actor in enumerate(self._actors)}
+        refs = {
+            getattr(actor, method).remote(*args, **kwargs): rank for rank, actor in enumerate(self._actors)
+        }
         return self._collect(refs, method, context, timeout_s or self._call_timeout_s)
 
     def run_each(
@@ -106,7 +106,7 @@ class RayWorkerGroup:
         context: str = "",
         **kwargs: Any,
     ) -> list[Any]:
-        """Call `method` on every rank with the rank's own arguments, and `kwargs` common to all; see `run_all`."""
+        """Call `method` with each rank's own arguments, and `kwargs` common to all; see `run_all`."""
         for name, given in (("per_rank_args", per_rank_args), ("per_rank_kwargs", per_rank_kwargs)):
             if given and len(given) != self.world_size:
                 raise ValueError(f"{method}: {name} has {len(given)} entries for {self.world_size} ranks")
@@ -153,7 +153,10 @@ class RayWorkerGroup:
             )
         if not self._actors:
             raise WorkerError(
-                f"{_where(method, context)} was not started: the worker group is shut down", None, method, context
+                f"{_where(method, context)} was not started: the worker group is shut down",
+                None,
+                method,
+                context,
             )
 
     def _collect(self, refs: dict[Any, int], method: str, context: str, timeout_s: float) -> list[Any]:
@@ -171,8 +174,7 @@ class RayWorkerGroup:
         if not failures:
             error = self._deadline_error(sorted(hung.values()), method, context, timeout_s)
         else:
-            names = {rank: self._identity(rank) for rank in hung.values()}
-            message = describe(failures, names, where, self._log_dir)
+            message = describe(failures, sorted(hung.values()), where, self._log_dir)
             error = WorkerError(message, root_cause(failures), method, context)
         all_raised = len(failures) == len(refs) and not any(failure.died for failure in failures)
         self._failure = None if all_raised else error
@@ -194,7 +196,8 @@ class RayWorkerGroup:
                 try:
                     results[rank] = ray.get(ref)
                 except RayError as error:
-                    failures.append(RankFailure(rank, self._identity(rank), error))
+                    identity = self._identities.get(rank) or identity_in(str(error))
+                    failures.append(RankFailure(rank, identity, error))
         return results, failures
 
     def _kill(self, hung: Mapping[Any, int]) -> None:
@@ -206,16 +209,13 @@ class RayWorkerGroup:
             with suppress(RayError):
                 ray.get(ref)
 
-    def _identity(self, rank: int) -> RankIdentity:
-        return self._identities.get(rank, UNKNOWN_RANK)
-
     def _deadline_error(
         self, hung: Sequence[int], method: str, context: str, timeout_s: float
     ) -> WorkerError:
-        names = ", ".join(f"rank {rank} ({self._identity(rank)})" for rank in hung)
+        names = ", ".join(f"rank {rank} ({self._identities.get(rank, 'starting')})" for rank in hung)
         message = (
-            f"{_where(method, context)} did not return within {timeout_s:g} s on {names}; "
-            f"{self.world_size - len(hung)} of {self.world_size} ranks returned. The ranks that hung were stopped"
+            f"{_where(method, context)} did not return within {timeout_s:g} s on {names}, now stopped; "
+            f"{self.world_size - len(hung)} of {self.world_size} ranks returned"
         )
         return WorkerError(message, None, method, context)
 

@@ -1,0 +1,64 @@
+"""The command `nemo-rl-mcore`: `check` resolves a recipe on paper, `grpo` runs it.
+
+Nothing heavy is imported here: a mistake in a recipe is reported before torch, Ray or Megatron start.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from nemo_rl_mcore import __version__
+from nemo_rl_mcore.config import ConfigError, GRPOMasterConfig, load_config
+from nemo_rl_mcore.config.preflight import Plan, preflight
+
+EXIT_CONFIG_ERROR = 2
+"""Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0, or 2 when the recipe has problems."""
+    options, overrides = _parse(arguments)
+    try:
+        config = load_config(options.config, overrides)
+        plan = preflight(config)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIG_ERROR
+    return _check(plan) if options.command == "check" else _grpo(config)
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="nemo-rl-mcore", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, purpose in (
+        ("grpo", "check a recipe, then train by GRPO"),
+        ("check", "check a recipe and print the resolved plan: layout, batches, guardrails, memory"),
+    ):
+        command = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
+        command.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
+        command.add_argument(
+            "overrides", nargs="*", metavar="KEY=VALUE", help="Hydra's grammar: a.b=c, +new=1, ~gone"
+        )
+    # argparse takes one group of overrides; those on the other side of --config come back as unknown.
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [text for text in rest if text.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options, [*options.overrides, *rest]
+
+
+def _check(plan: Plan) -> int:
+    from rich.console import Console
+
+    from nemo_rl_mcore.config.render import render
+
+    Console(highlight=False).print(render(plan))
+    return 0
+
+
+def _grpo(config: GRPOMasterConfig) -> int:
+    # Brings in Ray and torch, which the preflight does without.
+    from nemo_rl_mcore.launch import run_grpo
+
+    return run_grpo(config)

@@ -1,0 +1,67 @@
+"""A rough estimate of what one rank keeps in memory; activations and the key-value cache come on top."""
+
+from dataclasses import dataclass
+
+from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.policy import PolicyConfig
+
+_FP32 = 4
+_CHUNK_COPIES = 2  # a chunk's logits and their gradient
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the fullest rank, and the weights it holds."""
+
+    rank_parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.reference + self.logits
+
+
+def estimate_memory(config: GRPOMasterConfig) -> MemoryEstimate:
+    """Estimate the fullest rank: the pipeline stage with the embedding."""
+    policy, megatron = config.policy, config.policy.megatron_cfg
+    parameters = _rank_parameters(policy)
+    weights = parameters * _WEIGHT_BYTES[policy.precision]
+    in_fp32 = policy.precision == "float32" or megatron.distributed_data_parallel_config.grad_reduce_in_fp32
+    # Adam keeps two moments; under bf16 there are fp32 main parameters besides.
+    moments = 2 if megatron.optimizer.optimizer == "adam" else 1
+    state = parameters * _FP32 * (moments + (policy.precision != "float32"))
+    shards = config.data_parallel_size if megatron.optimizer.use_distributed_optimizer else 1
+    return MemoryEstimate(
+        rank_parameters=parameters,
+        weights=weights,
+        gradients=parameters * (_FP32 if in_fp32 else 2),
+        optimizer=-(-state // shards),
+        reference=weights if config.loss_fn.reference_policy_kl_penalty else 0,
+        logits=_logits(policy),
+    )
+
+
+def _rank_parameters(policy: PolicyConfig) -> int:
+    model, megatron = policy.model, policy.megatron_cfg
+    layers = model.num_layers // megatron.pipeline_model_parallel_size * model.layer_parameters
+    both_ends = megatron.pipeline_model_parallel_size == 1 and not model.tie_word_embeddings
+    embeddings = model.embedding_parameters * (2 if both_ends else 1)
+    return -(-(layers + embeddings) // megatron.tensor_model_parallel_size) + model.hidden_size
+
+
+def _logits(policy: PolicyConfig) -> int:
+    megatron = policy.megatron_cfg
+    row = -(-policy.model.vocab_size // megatron.tensor_model_parallel_size) * _FP32
+    microbatch = max(policy.train_micro_batch_size, policy.logprob_batch_size)
+    full = microbatch * policy.max_total_sequence_length * row
+    if not megatron.use_fused_linear_logprobs:
+        return full * _CHUNK_COPIES
+    rows = megatron.fused_linear_logprobs_chunk_size
+    chunk = rows * row if rows else megatron.fused_linear_logprobs_chunk_bytes
+    return min(chunk, full) * _CHUNK_COPIES

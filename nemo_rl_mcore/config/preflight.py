@@ -1,0 +1,167 @@
+"""Everything that can be known about a run before Ray, torch or Megatron is imported."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.guardrails import Guardrail, fused_guardrails
+from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.memory import MemoryEstimate, estimate_memory
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks are divided."""
+
+    device: str
+    num_nodes: int
+    workers_per_node: int
+    world_size: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    data: int
+    sequence_parallel: bool
+    transformer_impl: str
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """How the samples of a step are divided."""
+
+    prompts: int
+    generations_per_prompt: int
+    samples: int
+    samples_per_rank: int
+    optimizer_steps: int
+    microbatches_per_optimizer_step: int
+    logprob_passes: int
+    longest_prompt: int
+    max_new_tokens: int
+    max_sequence: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The resolved run: what `check` prints and what the launcher goes by."""
+
+    layout: Layout
+    batch: BatchArithmetic
+    fused_logprobs: bool
+    guardrails: tuple[Guardrail, ...]
+    parameters: int
+    memory: MemoryEstimate
+    steps: int
+    reference_policy: bool
+    log_dir: str
+
+
+def preflight(config: GRPOMasterConfig) -> Plan:
+    """Resolve a run on paper; raises ConfigError for files and packages that are missing."""
+    problems = tuple(_environment_problems(config))
+    if problems:
+        raise ConfigError(problems)
+    return Plan(
+        layout=_layout(config),
+        batch=_batch(config),
+        fused_logprobs=config.policy.megatron_cfg.use_fused_linear_logprobs,
+        guardrails=tuple(fused_guardrails(config.policy)),
+        parameters=config.policy.model.parameters,
+        memory=estimate_memory(config),
+        steps=config.grpo.max_num_steps,
+        reference_policy=config.loss_fn.reference_policy_kl_penalty != 0,
+        log_dir=config.logger.log_dir,
+    )
+
+
+def _layout(config: GRPOMasterConfig) -> Layout:
+    cluster, megatron = config.cluster, config.policy.megatron_cfg
+    layers = megatron.transformer_impl
+    if layers == "auto":
+        fast = not cluster.on_cpu and _installed("transformer_engine")
+        layers = "transformer_engine" if fast else "local"
+    return Layout(
+        device="CPU (gloo)" if cluster.on_cpu else "GPU (NCCL)",
+        num_nodes=cluster.num_nodes,
+        workers_per_node=cluster.workers_per_node,
+        world_size=cluster.world_size,
+        tensor=megatron.tensor_model_parallel_size,
+        pipeline=megatron.pipeline_model_parallel_size,
+        context=megatron.context_parallel_size,
+        expert=megatron.expert_model_parallel_size,
+        data=config.data_parallel_size,
+        sequence_parallel=megatron.sequence_parallel,
+        transformer_impl=layers,
+    )
+
+
+def _batch(config: GRPOMasterConfig) -> BatchArithmetic:
+    grpo, policy, ranks = config.grpo, config.policy, config.data_parallel_size
+    per_rank = grpo.samples_per_step // ranks
+    per_pass = ranks * policy.train_micro_batch_size
+    return BatchArithmetic(
+        prompts=grpo.num_prompts_per_step,
+        generations_per_prompt=grpo.num_generations_per_prompt,
+        samples=grpo.samples_per_step,
+        samples_per_rank=per_rank,
+        optimizer_steps=grpo.samples_per_step // policy.train_global_batch_size,
+        microbatches_per_optimizer_step=policy.train_global_batch_size // per_pass,
+        logprob_passes=per_rank // policy.logprob_batch_size,
+        longest_prompt=config.data.max_prompt_length,
+        max_new_tokens=policy.generation.max_new_tokens,
+        max_sequence=policy.max_total_sequence_length,
+    )
+
+
+def _environment_problems(config: GRPOMasterConfig) -> Iterator[Problem]:
+    tokenizer = config.policy.tokenizer.name
+    if tokenizer != "char":
+        yield from _tokenizer_problems(Path(tokenizer))
+    packages = (
+        ("logger.wandb_enabled", config.logger.wandb_enabled, "wandb", "the extra wandb"),
+        ("logger.tensorboard_enabled", config.logger.tensorboard_enabled, "tensorboard", "the package"),
+        (
+            "policy.megatron_cfg.transformer_impl",
+            config.policy.megatron_cfg.transformer_impl == "transformer_engine",
+            "transformer_engine",
+            "the extra te",
+        ),
+    )
+    for key, wanted, package, source in packages:
+        if wanted and not _installed(package):
+            yield Problem(key, f"needs the Python package {package}", f"install {source}, or turn it off")
+    yield from _folder_problems(Path(config.logger.log_dir))
+
+
+def _tokenizer_problems(folder: Path) -> Iterator[Problem]:
+    if not folder.is_dir():
+        yield Problem(
+            "policy.tokenizer.name",
+            f"no folder {str(folder)!r} in {Path.cwd()}",
+            "name a local Hugging Face tokenizer folder, or set it to char",
+        )
+    elif not any(folder.glob("tokenizer*")):
+        yield Problem(
+            "policy.tokenizer.name",
+            f"the folder {str(folder)!r} holds no tokenizer (tokenizer.json, tokenizer_config.json)",
+            "name a folder that does, or set it to char",
+        )
+
+
+def _folder_problems(folder: Path) -> Iterator[Problem]:
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        yield Problem(
+            "logger.log_dir",
+            f"{str(folder)!r} cannot be created: {str(nearest)!r} is not a folder that can be written to",
+            "name another folder",
+        )
+
+
+def _installed(package: str) -> bool:
+    """Whether a package can be imported, found out without importing it."""
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,85 @@
+"""The plan of a run as a table for the terminal."""
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from nemo_rl_mcore.config.preflight import Plan
+
+Row = tuple[str, str]
+
+
+def render(plan: Plan) -> Group:
+    """Lay out a plan: parallel layout, batch arithmetic, guardrails, memory."""
+    sections = (
+        ("Parallel layout", _layout_rows(plan)),
+        ("Batch arithmetic of a step", _batch_rows(plan)),
+        ("Run", _run_rows(plan)),
+        ("Fused log-probabilities", _guardrail_rows(plan)),
+        ("Memory per rank, without activations and key-value cache", _memory_rows(plan)),
+    )
+    return Group(*(part for title, rows in sections for part in (Text(title, style="bold"), _table(rows))))
+
+
+def _table(rows: Iterator[Row]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(min_width=24)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(f"  {name}"), Text(value))
+    return table
+
+
+def _layout_rows(plan: Plan) -> Iterator[Row]:
+    layout = plan.layout
+    yield "device", f"{layout.device}, {layout.transformer_impl} layers"
+    yield "ranks", f"{layout.num_nodes} node(s) x {layout.workers_per_node} = {layout.world_size}"
+    sequence = " with sequence parallelism" if layout.sequence_parallel else ""
+    yield "tensor parallel", f"{layout.tensor}{sequence}"
+    yield "pipeline parallel", str(layout.pipeline)
+    yield "context parallel", str(layout.context)
+    yield "expert parallel", str(layout.expert)
+    model_ranks = layout.tensor * layout.pipeline * layout.context
+    yield "data parallel", f"{layout.world_size} / {model_ranks} = {layout.data}"
+
+
+def _batch_rows(plan: Plan) -> Iterator[Row]:
+    batch = plan.batch
+    yield "samples", f"{batch.prompts} prompts x {batch.generations_per_prompt} answers = {batch.samples}"
+    yield "samples per copy", f"{batch.samples} / {plan.layout.data} = {batch.samples_per_rank}"
+    yield "optimizer steps", str(batch.optimizer_steps)
+    yield "microbatches", f"{batch.microbatches_per_optimizer_step} per rank and optimizer step"
+    yield "log-probability passes", f"{batch.logprob_passes} per rank"
+    used = f"{batch.longest_prompt} prompt + {batch.max_new_tokens} new"
+    yield "tokens", f"{used} <= {batch.max_sequence}"
+
+
+def _run_rows(plan: Plan) -> Iterator[Row]:
+    yield "steps", str(plan.steps)
+    yield "reference policy", "yes" if plan.reference_policy else "no (its KL penalty is 0)"
+    yield "log_dir", plan.log_dir
+
+
+def _guardrail_rows(plan: Plan) -> Iterator[Row]:
+    if not plan.fused_logprobs:
+        yield "use_fused_linear_logprobs", "off"
+    for guardrail in plan.guardrails:
+        verdict = "ok" if guardrail.ok else "refused"
+        yield verdict, f"policy.{guardrail.other}: {guardrail.value}"
+
+
+def _memory_rows(plan: Plan) -> Iterator[Row]:
+    memory = plan.memory
+    yield "model", f"{plan.parameters:,} weights, {memory.rank_parameters:,} on the fullest rank"
+    for name in ("weights", "gradients", "optimizer", "reference", "logits", "total"):
+        yield name, _bytes(getattr(memory, name))
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"

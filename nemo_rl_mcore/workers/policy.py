@@ -1,0 +1,82 @@
+"""The driver's handle of a policy: whole batches go in, each rank gets its shard, whole batches come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
+
+
+class Policy:
+    """Implements `interfaces.PolicyInterface` over a group of `MegatronPolicyWorker`s; a context manager.
+
+    Raises WorkerError, naming the rank, when a rank fails or dies.
+    """
+
+    def __init__(self, config: PolicyConfig, cluster: RayCluster, *, seed: int, init_reference_model: bool) -> None:
+        self._config = config
+        self._workers = RayWorkerGroup(
+            MegatronPolicyWorker, cluster, (config,), {"seed": seed, "init_reference_model": init_reference_model}
+        )
+        # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
+        self._shard_of_rank: list[int] = self._workers.run_all("data_parallel_rank", context="start of the workers")
+        self._shards = max(self._shard_of_rank) + 1
+        self._calls: dict[str, int] = {}
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """See `interfaces.PolicyInterface.get_logprobs`."""
+        return self._map("get_logprobs", data)
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """See `interfaces.PolicyInterface.get_reference_policy_logprobs`."""
+        return self._map("get_reference_policy_logprobs", data)
+
+    def generate(
+        self, data: BatchedDataDict, *, step: int, stop_ids: Sequence[int], greedy: bool
+    ) -> BatchedDataDict:
+        """See `interfaces.GenerationInterface.generate`."""
+        return self._map("generate", data, step=step, stop_ids=list(stop_ids), greedy=greedy)
+
+    def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
+        """See `interfaces.PolicyInterface.train`; the totals are equal on every rank."""
+        shards = data.shard_by_batch_size(self._shards, self._config.train_global_batch_size)
+        return self._run("train", shards, loss_fn=loss_fn)[0]
+
+    def shutdown(self) -> None:
+        """End every rank; idempotent."""
+        self._workers.shutdown()
+
+    def __enter__(self) -> Self:
+        """Return the policy."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Shut down."""
+        self.shutdown()
+
+    def _map(self, method: str, data: BatchedDataDict, **kwargs: Any) -> BatchedDataDict:
+        """Call a method that answers row by row. Rows that do not divide are made up with repeats of the last."""
+        missing = -data.size % self._shards
+        whole = data.select_indices([*range(data.size), *[data.size - 1] * missing]) if missing else data
+        answers = self._run(method, whole.shard_by_batch_size(self._shards), **kwargs)
+        first_of_shard = [self._shard_of_rank.index(shard) for shard in range(self._shards)]
+        return BatchedDataDict.from_batches([answers[rank] for rank in first_of_shard]).slice(0, data.size)
+
+    def _run(self, method: str, shards: Sequence[BatchedDataDict], **kwargs: Any) -> list[Any]:
+        # One object for all the ranks of a shard.
+        refs = [ray.put(shard) for shard in shards]
+        per_rank: list[Mapping[str, Any]] = [{"data": refs[shard]} for shard in self._shard_of_rank]
+        self._calls[method] = self._calls.get(method, 0) + 1
+        context = f"call {self._calls[method]}"
+        return self._workers.run_each(method, per_rank_kwargs=per_rank, context=context, **kwargs)

@@ -1,0 +1,117 @@
+"""Parallel layouts compute what one rank computes: same log-probabilities, same step, replicas in agreement."""
+
+import pytest
+
+TWO_RANKS = {
+    "dp2": {},
+    "dp2-plain-optimizer": {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}},
+    "dp2-overlap": {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 3000}},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+
+
+def log_probabilities_and_metrics(megatron, weights, fused):
+    """Two steps from given full weights (or this rank's own): log-probs, metrics, and the full weights at the start."""
+    import tiny
+
+    config = tiny.policy_config(megatron=megatron | {"use_fused_linear_logprobs": fused})
+    worker = tiny.worker(config)
+    if weights is not None:
+        load_full_weights(worker, weights)
+    logprobs = worker.get_logprobs(data=tiny.grpo_batch())["logprobs"]
+    own = {name: parameter.numpy() for name, parameter in tiny.parameters(worker).items()}
+    steps = [worker.train(tiny.shard(tiny.grpo_batch(seed=step)), tiny.grpo_loss(fused=fused)) for step in range(2)]
+    after = worker.get_logprobs(data=tiny.grpo_batch())["logprobs"]
+    return own, logprobs.numpy(), [step["all_mb_metrics"] | {"norm": step["grad_norm"].tolist()} for step in steps], after.numpy()
+
+
+def load_full_weights(worker, weights):
+    """Fill this rank's parameters with its part of a single rank's weights."""
+    import torch
+    from megatron.core import parallel_state
+
+    layers_before = parallel_state.get_pipeline_model_parallel_rank() * worker.policy.model.num_layers // worker.policy.megatron_cfg.pipeline_model_parallel_size
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in worker.backend.chunks[0].named_parameters():
+        full = torch.from_numpy(weights[f"0.{_global_name(name, layers_before)}"])
+        with torch.no_grad():
+            parameter.copy_(_shard(full, parameter, rank, name))
+    worker.backend.optimizer.reload_model_params()
+
+
+def _global_name(name, layers_before):
+    head, separator, tail = name.partition("layers.")
+    if not separator:
+        return name
+    number, rest = tail.split(".", 1)
+    return f"{head}layers.{int(number) + layers_before}.{rest}"
+
+
+def _shard(full, parameter, rank, name):
+    import torch
+
+    if full.shape == parameter.shape:
+        return full
+    dimension = next(i for i in range(full.ndim) if full.shape[i] != parameter.shape[i])
+    ranks = full.shape[dimension] // parameter.shape[dimension]
+    if "linear_fc1" in name:  # [gate; up]: each half is split on its own
+        return torch.cat([half.chunk(ranks, dimension)[rank] for half in full.chunk(2, dimension)], dimension)
+    return full.chunk(ranks, dimension)[rank]
+
+
+@pytest.fixture(scope="module")
+def single_rank(ranks):
+    """What one rank computes, and its weights: the reference of all layouts."""
+    return ranks(1).run(log_probabilities_and_metrics, {}, None, False)[0]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_two_ranks_equal_one(ranks, single_rank, layout, fused):
+    weights, logprobs, steps, after = single_rank
+    for _, own_logprobs, own_steps, own_after in ranks(2).run(
+        log_probabilities_and_metrics, TWO_RANKS[layout], weights, fused
+    ):
+        assert own_logprobs == pytest.approx(logprobs, abs=2e-5)
+        for own, reference in zip(own_steps, steps, strict=True):
+            assert own.keys() == reference.keys()
+            for name in reference:
+                assert own[name] == pytest.approx(reference[name], rel=2e-4, abs=2e-5), name
+        assert own_after == pytest.approx(after, abs=2e-4)
+    assert abs(after - logprobs).max() > 1e-2
+
+
+def trained_weights(megatron):
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config(model={"tie_word_embeddings": True}, megatron=megatron))
+    for step in range(3):
+        worker.train(tiny.shard(tiny.grpo_batch(seed=step)), tiny.grpo_loss())
+    return {name: parameter.numpy() for name, parameter in tiny.parameters(worker).items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_replicated_parameters_stay_equal_on_tensor_parallel_ranks(ranks, sequence_parallel):
+    first, second = ranks(2).run(
+        trained_weights, {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    )
+    norms = [name for name in first if "norm" in name]
+    assert len(norms) == 5
+    for name in norms:
+        assert (first[name] == second[name]).all(), name
+        assert abs(first[name] - 1).max() > 1e-3, f"{name} was not trained"
+
+
+def test_tied_embeddings_stay_equal_on_first_and_last_stage(ranks):
+    first, last = ranks(2).run(trained_weights, {"pipeline_model_parallel_size": 2})
+    embedding = first["0.module.embedding.word_embeddings.weight"]
+    assert (embedding == last["0.module.output_layer.weight"]).all()
+
+
+def test_data_parallel_ranks_hold_equal_weights(ranks):
+    first, second = ranks(2).run(trained_weights, {})
+    assert first.keys() == second.keys()
+    for name in first:
+        assert (first[name] == second[name]).all(), name

@@ -1,0 +1,261 @@
+"""One real rank: log-probabilities, the split step, abort, the reference policy, skipped steps."""
+
+import pytest
+
+
+def run(ranks, function, *args):
+    return ranks(1).run(function, *args)[0]
+
+
+def logprobs_against_plain_forward(temperature, fused, precision):
+    import tiny
+    import torch
+    from megatron.core.models.gpt import GPTModel
+
+    config = tiny.policy_config(
+        precision=precision,
+        generation={"max_new_tokens": 4, "temperature": temperature},
+        megatron={"use_fused_linear_logprobs": fused},
+    )
+    worker = tiny.worker(config)
+    batch = tiny.grpo_batch(rows=5)  # no multiple of the microbatch size
+    found = worker.get_logprobs(data=batch)["logprobs"]
+    model = worker.backend.chunks[0]
+    assert any(isinstance(module, GPTModel) for module in model.modules())
+    rows, length = batch["input_ids"].shape
+    with torch.no_grad():
+        # Megatron's own path: no labels, so all logits.
+        logits = model(
+            batch["input_ids"], torch.arange(length).expand(rows, -1), torch.ones(1, 1, length, length).triu(1).bool()
+        )
+    every = (logits.double() / temperature).log_softmax(-1)
+    wanted = every[:, :-1].gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
+    wanted = torch.nn.functional.pad(wanted, (1, 0))
+    wanted[torch.arange(length) >= batch["input_lengths"].unsqueeze(1)] = 0.0
+    return found.dtype == torch.float32, found.numpy(), wanted.numpy(), worker.backend.chunks[0].training
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_logprobs_are_those_of_megatrons_own_forward(ranks, temperature, fused):
+    is_fp32, found, wanted, training = run(ranks, logprobs_against_plain_forward, temperature, fused, "float32")
+    assert is_fp32
+    assert training, "the model is back in training mode"
+    assert (found[:, 0] == 0).all()
+    assert (found[wanted == 0] == 0).all()
+    assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_bf16_logprobs_fused_and_unfused_agree(ranks):
+    _, fused, _, _ = run(ranks, logprobs_against_plain_forward, 1.0, True, "bfloat16")
+    _, unfused, wanted, _ = run(ranks, logprobs_against_plain_forward, 1.0, False, "bfloat16")
+    assert fused == pytest.approx(unfused, abs=2e-2)
+    # The fused path keeps fp32 logits or rounds as the unfused does: never worse.
+    assert abs(fused - wanted).max() <= 2 * max(abs(unfused - wanted).max(), 1e-2)
+
+
+def split_against_whole(chunk_rows, fused):
+    import tiny
+
+    config = tiny.policy_config(megatron={"use_fused_linear_logprobs": fused})
+    whole = tiny.worker(config)
+    loss_fn = tiny.grpo_loss(fused=fused)
+    results = [whole.train(tiny.grpo_batch(seed=step), loss_fn) for step in range(3)]
+    weights = tiny.parameters(whole)
+    split = tiny.worker(config)
+    for step in range(3):
+        batch = tiny.grpo_batch(seed=step)
+        split.begin_train_step(loss_fn)
+        start = 0
+        for rows in chunk_rows:
+            split.train_microbatch(batch.slice(start, start + rows))
+            split.get_logprobs(data=batch)
+            start += rows
+        with_reference = split.get_reference_policy_logprobs(data=batch)
+        assert with_reference["reference_logprobs"].shape == batch["input_ids"].shape
+        found = split.finish_train_step()
+        assert found.keys() == results[step].keys()
+        assert found["global_loss"].tolist() == pytest.approx(results[step]["global_loss"].tolist(), rel=1e-5)
+        assert found["grad_norm"].tolist() == pytest.approx(results[step]["grad_norm"].tolist(), rel=1e-5)
+        for name, values in results[step]["all_mb_metrics"].items():
+            assert found["all_mb_metrics"][name] == pytest.approx(values, rel=1e-4, abs=1e-6), name
+    return tiny.largest_difference(weights, tiny.parameters(split))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize(
+    ("chunk_rows", "tolerance"),
+    [
+        ([8], 0.0),
+        # Whole microbatches of two rows: the same sums in the same order, so bit for bit.
+        ([2, 6], 0.0),
+        ([4, 2, 2], 0.0),
+        # Rows meet other rows in their microbatches: rounding differs, and three Adam steps at 1e-2 carry it on.
+        # Rows 1 and 2 have no valid token, so the last case has an empty chunk.
+        ([3, 5], 5e-6),
+        ([1, 2, 1, 3, 1], 5e-6),
+    ],
+    ids=str,
+)
+def test_split_step_equals_train(ranks, chunk_rows, tolerance, fused):
+    assert run(ranks, split_against_whole, chunk_rows, fused) <= tolerance
+
+
+def step_after_abort(fail):
+    import tiny
+    import torch
+
+    config = tiny.policy_config()
+    loss_fn = tiny.grpo_loss()
+    clean = tiny.worker(config)
+    clean.train(tiny.grpo_batch(seed=1), loss_fn)
+    wanted = tiny.parameters(clean)
+    worker = tiny.worker(config)
+    before = tiny.parameters(worker), worker.backend.scheduler.num_steps, torch.get_rng_state()
+    worker.begin_train_step(loss_fn)
+    worker.train_microbatch(tiny.grpo_batch(seed=7))
+    torch.rand(3)
+    if fail:
+        broken = tiny.grpo_batch(seed=8)
+        del broken["advantages"]
+        with pytest.raises(ValueError, match="advantages"):
+            worker.train_microbatch(broken)
+        with pytest.raises(RuntimeError, match="abort_train_step"):
+            worker.finish_train_step()
+    worker.abort_train_step()
+    worker.abort_train_step()  # nothing to do when idle
+    config_functions = worker.backend.config
+    assert config_functions.finalize_model_grads_func is not None
+    assert tiny.largest_difference(before[0], tiny.parameters(worker)) == 0.0
+    assert worker.backend.scheduler.num_steps == before[1]
+    assert torch.equal(torch.get_rng_state(), before[2])
+    worker.train(tiny.grpo_batch(seed=1), loss_fn)
+    return tiny.largest_difference(wanted, tiny.parameters(worker))
+
+
+@pytest.mark.parametrize("fail", [False, True], ids=["open", "failed"])
+def test_abort_leaves_no_trace(ranks, fail):
+    assert run(ranks, step_after_abort, fail) == 0.0
+
+
+def reference_swap_that_fails():
+    import tiny
+    import torch
+
+    worker = tiny.worker(tiny.policy_config())
+    batch = tiny.grpo_batch()
+    at_start = worker.get_logprobs(data=batch)["logprobs"]
+    worker.train(batch, tiny.grpo_loss())
+    trained = tiny.parameters(worker)
+    reference = worker.get_reference_policy_logprobs(data=batch)["reference_logprobs"]
+    policy = worker.get_logprobs(data=batch)["logprobs"]
+    with pytest.raises(KeyError):
+        worker.get_reference_policy_logprobs(data=tiny.BatchedDataDict(input_ids=batch["input_ids"]))
+    restored = tiny.largest_difference(trained, tiny.parameters(worker)) == 0.0
+    return torch.equal(reference, at_start), not torch.equal(policy, at_start), restored, torch.is_grad_enabled()
+
+
+def test_reference_policy_is_the_start_and_the_swap_survives_an_exception(ranks):
+    assert run(ranks, reference_swap_that_fails) == (True, True, True, True)
+
+
+def steps_that_must_not_update():
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config())
+    start, samples = tiny.parameters(worker), worker.backend.scheduler.num_steps
+    nan = tiny.grpo_batch()
+    nan["advantages"][0] = float("nan")
+    empty = tiny.grpo_batch()
+    empty["sample_mask"] = empty["sample_mask"] * 0
+    outcomes = []
+    for batch in (nan, empty):
+        result = worker.train(batch, tiny.grpo_loss())
+        outcomes.append((result["update_successful"], result["skip_reasons"]))
+    unchanged = tiny.largest_difference(start, tiny.parameters(worker)) == 0.0
+    unchanged &= worker.backend.scheduler.num_steps == samples
+    good = worker.train(tiny.grpo_batch(), tiny.grpo_loss())
+    return outcomes, unchanged, good["update_successful"], worker.backend.scheduler.num_steps
+
+
+def test_a_step_that_is_not_finite_or_empty_is_skipped_and_reported(ranks):
+    outcomes, unchanged, recovered, samples = run(ranks, steps_that_must_not_update)
+    assert outcomes[0] == (False, ["the loss is nan"])
+    assert outcomes[1] == (False, ["no valid sample in the step"])
+    assert unchanged
+    assert recovered
+    assert samples == 8
+
+
+def evaluation():
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config())
+    start = tiny.parameters(worker)
+    evaluated = worker.train(tiny.grpo_batch(), tiny.grpo_loss(), eval_mode=True)
+    unchanged = tiny.largest_difference(start, tiny.parameters(worker)) == 0.0
+    trained = worker.train(tiny.grpo_batch(), tiny.grpo_loss())
+    return unchanged, evaluated["all_mb_metrics"], trained["all_mb_metrics"]
+
+
+def test_eval_mode_reports_the_metrics_of_training_and_changes_nothing(ranks):
+    unchanged, evaluated, trained = run(ranks, evaluation)
+    assert unchanged
+    for name in trained:
+        assert evaluated[name] == pytest.approx(trained[name]), name
+
+
+def microbatch_sizes():
+    import tiny
+
+    results = []
+    for mbs in (1, 2, 3, 8):
+        worker = tiny.worker(tiny.policy_config())
+        result = worker.train(tiny.grpo_batch(), tiny.grpo_loss(), mbs=mbs)
+        results.append((result["all_mb_metrics"], tiny.parameters(worker)))
+    differences = [tiny.largest_difference(results[0][1], weights) for _, weights in results]
+    return [metrics for metrics, _ in results], differences
+
+
+def test_nothing_depends_on_the_micro_batch_size(ranks):
+    metrics, differences = run(ranks, microbatch_sizes)
+    assert max(differences) < 1e-6
+    for other in metrics[1:]:
+        for name in metrics[0]:
+            assert other[name] == pytest.approx(metrics[0][name], rel=1e-5, abs=1e-6), name
+
+
+def wrong_batch_sizes():
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config())
+    messages = []
+    for rows in (7, 12):
+        with pytest.raises(ValueError, match="multiple") as caught:
+            worker.train(tiny.grpo_batch(rows=rows), tiny.grpo_loss())
+        messages.append(str(caught.value))
+    two_steps = worker.train(tiny.grpo_batch(rows=16), tiny.grpo_loss())
+    return messages, len(two_steps["all_mb_metrics"]["loss"]), worker.backend.scheduler.num_steps
+
+
+def test_rows_that_do_not_divide_into_steps_are_refused_never_dropped(ranks):
+    messages, steps, samples = run(ranks, wrong_batch_sizes)
+    assert all("gbs 8" in message for message in messages)
+    assert (steps, samples) == (2, 16)
+
+
+def bf16_training():
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config(precision="bfloat16", megatron={"use_fused_linear_logprobs": True}))
+    losses = [
+        float(worker.train(tiny.grpo_batch(), tiny.grpo_loss(fused=True, reference_policy_kl_penalty=0.0))["global_loss"])
+        for _ in range(5)
+    ]
+    return losses, {str(p.dtype) for p in tiny.parameters(worker).values()}
+
+
+def test_bf16_trains_with_fp32_main_parameters(ranks):
+    losses, dtypes = run(ranks, bf16_training)
+    assert dtypes == {"torch.bfloat16"}
+    assert losses[-1] < losses[0] - 0.01

@@ -1,0 +1,126 @@
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.base import (
+    LossType,
+    Masks,
+    MetricKind,
+    denominator,
+    gradient_kind,
+    masked_mean,
+    masked_sum,
+    normalize,
+    require,
+    to_floats,
+    valid_counts,
+)
+
+BatchMaker = Callable[..., tuple[torch.Tensor, BatchedDataDict]]
+
+
+def masks(token_mask: list[list[int]], sample_mask: list[float]) -> Masks:
+    data = BatchedDataDict(token_mask=torch.tensor(token_mask), sample_mask=torch.tensor(sample_mask))
+    return Masks.of(data, torch.float64)
+
+
+VALUES = torch.tensor([[1.0, 2.0], [4.0, 8.0], [16.0, 32.0]], dtype=torch.float64)
+EXAMPLE = masks([[0, 1, 1], [1, 0, 1], [1, 1, 1]], [1, 1, 0])
+
+
+def test_masked_mean_adds_epsilon_to_the_count():
+    values = torch.tensor([3.0, math.nan, 5.0], dtype=torch.float64)
+    mask = torch.tensor([1, 0, 1])
+    assert masked_sum(values, mask).item() == 8
+    assert masked_mean(values, mask, 2).item() == 8 / (2 + 1e-8)
+    assert masked_mean(values, 0 * mask, 0).item() == 0
+    assert masked_mean(values, mask, 0).item() == pytest.approx(8e8)
+
+
+def test_masks_are_read_in_the_next_token_frame():
+    assert EXAMPLE.tokens.tolist() == [[1, 1], [0, 1], [1, 1]]
+    assert EXAMPLE.valid.tolist() == [[1, 1], [0, 1], [0, 0]]
+    assert EXAMPLE.keep(VALUES, "values").tolist() == [[1, 2], [0, 8], [0, 0]]
+
+
+def test_reductions_by_hand():
+    assert EXAMPLE.token_sum(VALUES).item() == 1 + 2 + 8
+    assert EXAMPLE.row_mean(VALUES).tolist() == pytest.approx([1.5, 8, 24])
+    assert EXAMPLE.reduce(VALUES, LossType.TOKEN_LEVEL).item() == 11
+    assert EXAMPLE.reduce(VALUES, LossType.SEQUENCE_LEVEL).item() == pytest.approx(9.5)
+    assert (EXAMPLE.minimum(VALUES).item(), EXAMPLE.maximum(VALUES).item()) == (1, 8)
+
+
+def test_a_row_without_tokens_has_mean_zero():
+    empty = masks([[1, 0, 0]], [1])
+    assert empty.row_mean(VALUES[:1]).tolist() == [0]
+
+
+def test_extrema_of_nothing_change_nothing():
+    empty = masks([[1, 0, 0]], [1])
+    assert (empty.minimum(VALUES[:1]).item(), empty.maximum(VALUES[:1]).item()) == (math.inf, -math.inf)
+    no_columns = masks([[1]], [1])
+    nothing = torch.zeros(1, 0, dtype=torch.float64)
+    assert (no_columns.minimum(nothing).item(), no_columns.maximum(nothing).item()) == (math.inf, -math.inf)
+
+
+def test_counts_are_those_of_the_loss(make_batch: BatchMaker):
+    _, data = make_batch()
+    seqs, toks = valid_counts(data)
+    expected = sum(
+        on
+        for row, keep in zip(data["token_mask"].tolist(), data["sample_mask"].tolist(), strict=True)
+        for on in row[1:]
+        if keep
+    )
+    assert (seqs.item(), toks.item()) == (4, expected)
+    assert seqs.dtype == toks.dtype == torch.float64
+
+
+def test_counts_add_up_over_parts_and_are_exact_beyond_fp32():
+    ones = BatchedDataDict(token_mask=torch.ones(2, 2).expand(2, 2), sample_mask=torch.tensor([2.0**24, 1.0]))
+    seqs, toks = valid_counts(ones)
+    assert seqs.item() == toks.item() == 2**24 + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (MetricKind.TOKENS, 7 + 1e-8),
+        (MetricKind.SEQUENCES, 3 + 1e-8),
+        (MetricKind.NONE, 1),
+        (MetricKind.MIN, 1),
+        (MetricKind.MAX, 1),
+    ],
+)
+def test_each_kind_names_its_denominator(kind: MetricKind, expected: float):
+    assert denominator(kind, 3, 7) == expected
+    total = torch.tensor(5.0, dtype=torch.float64)
+    assert normalize(total, kind, torch.tensor(3), torch.tensor(7)).item() == pytest.approx(5 / expected)
+
+
+def test_dividing_keeps_the_dtype_of_the_sum():
+    total = torch.tensor(5.0)
+    count = torch.tensor(2.0, dtype=torch.float64)
+    assert normalize(total, MetricKind.TOKENS, count, count).dtype is torch.float32
+
+
+def test_the_gradient_is_divided_by_the_level_of_the_loss():
+    assert gradient_kind(LossType.TOKEN_LEVEL) is MetricKind.TOKENS
+    assert gradient_kind(LossType.SEQUENCE_LEVEL) is MetricKind.SEQUENCES
+
+
+def test_a_missing_key_is_named_with_its_reason_and_what_there_is():
+    with pytest.raises(ValueError, match=r"no 'values', which the critic needs; it has \['a', 'b'\]"):
+        require({"b": VALUES, "a": VALUES}, "values", "the critic")
+
+
+def test_floats_keep_names_and_order():
+    values = {"z": torch.tensor(1.5), "a": torch.tensor(2, dtype=torch.float64), "m": torch.tensor(math.inf)}
+    floats = to_floats(values)
+    assert floats == {"z": 1.5, "a": 2.0, "m": math.inf}
+    assert list(floats) == ["z", "a", "m"]
+    assert to_floats({}) == {}

@@ -1,0 +1,83 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_mcore.losses.kl import finite_exp, kl_estimate
+
+LOGPROBS = st.floats(-30, 0, allow_nan=False)
+
+
+def one(value: float, requires_grad: bool = False) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float64, requires_grad=requires_grad)
+
+
+@given(LOGPROBS, LOGPROBS)
+def test_estimates_are_those_of_schulman(c: float, r: float):
+    q = r - c
+    assert kl_estimate(one(c), one(r), "k1").item() == -q
+    assert kl_estimate(one(c), one(r), "k2").item() == pytest.approx(q * q / 2)
+    assert kl_estimate(one(c), one(r), "k3").item() == pytest.approx(math.exp(q) - 1 - q)
+
+
+@given(LOGPROBS, LOGPROBS)
+def test_clamps_bound_the_log_ratio_and_then_the_estimate(c: float, r: float):
+    q = min(max(r - c, -2.0), 2.0)
+    expected = min(math.exp(q) - 1 - q, 3.0)
+    assert kl_estimate(one(c), one(r), "k3", input_clamp=2.0, output_clamp=3.0).item() == pytest.approx(
+        expected
+    )
+    negative = kl_estimate(one(r - 9), one(r), "k1", output_clamp=3.0)
+    assert negative.item() == -3.0
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_mean_estimate_is_the_divergence_and_its_gradient(kind: str):
+    # Over all outcomes of c, weighted by c: E[k1] = E[k3] = KL(c || r) exactly, and with the score-function
+    # factor the gradient of the estimates' mean is the gradient of their true expectation.
+    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64, requires_grad=True)
+    r = torch.log_softmax(torch.tensor([0.1, 0.2, -0.4], dtype=torch.float64), 0)
+    c = torch.log_softmax(logits, 0)
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    estimates = kl_estimate(c, r, kind, weight=finite_exp(c - c.detach()))
+    sampled = (c.exp().detach() * estimates).sum()
+    exact = (c.exp() * kl_estimate(c, r, kind)).sum()
+    torch.testing.assert_close(sampled, exact)
+    torch.testing.assert_close(gradient(sampled), gradient(exact))
+    if kind != "k2":
+        divergence = (c.exp() * (c - r)).sum()
+        torch.testing.assert_close(exact, divergence)
+        torch.testing.assert_close(gradient(exact), gradient(divergence))
+
+
+def test_where_the_input_clamp_acts_there_is_no_gradient_at_all():
+    c = one(-30.0, requires_grad=True)
+    estimate = kl_estimate(c, one(-1.0), "k1", input_clamp=20.0, weight=finite_exp(c - c.detach()))
+    assert estimate.item() == -20
+    assert torch.autograd.grad(estimate, c)[0].item() == 0
+
+
+def test_where_the_output_clamp_acts_there_is_no_gradient():
+    c = one(-5.0, requires_grad=True)
+    estimate = kl_estimate(c, one(-1.0), "k3", output_clamp=10.0, weight=finite_exp(c - c.detach()))
+    assert estimate.item() == 10
+    assert torch.autograd.grad(estimate, c)[0].item() == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e4])
+def test_finite_exp_is_zero_with_a_zero_gradient_where_exp_is_not_finite(value: float):
+    x = torch.tensor([value, 1.0], dtype=torch.float64, requires_grad=True)
+    result = finite_exp(x)
+    assert result.tolist() == pytest.approx([0.0, math.e])
+    assert torch.autograd.grad(result.sum(), x)[0].tolist() == pytest.approx([0.0, math.e])
+
+
+def test_finite_exp_of_minus_infinity_is_zero():
+    x = one(-math.inf, requires_grad=True)
+    assert finite_exp(x).item() == 0
+    assert torch.autograd.grad(finite_exp(x), x)[0].item() == 0

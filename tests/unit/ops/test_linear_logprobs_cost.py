@@ -1,0 +1,169 @@
+"""What the fused kernel computes, allocates and saves, and how its 16-bit error behaves."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nemo_rl_mcore.ops._head_tiles import plan_tiling
+from nemo_rl_mcore.ops.linear_logprobs import (
+    LinearLogprobsOptions,
+    fused_linear_logprobs,
+    linear_logprobs,
+)
+
+
+class Recorder(TorchDispatchMode):
+    """Records the largest tensor that any operator returned and the shapes of the matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.products: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.largest = max(self.largest, leaf.numel())
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_, torch.ops.aten.addmm):
+            a, b = args[-2:]
+            self.products.append((a.shape[0], a.shape[1], b.shape[1]))
+        return out
+
+
+def problem(tokens: int, hidden: int, vocab: int, dtype=torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    noise = torch.Generator().manual_seed(1)
+    hidden_SBH = torch.randn(tokens, 1, hidden, generator=noise).to(dtype).requires_grad_()
+    weight_VH = (torch.randn(vocab, hidden, generator=noise) * (2 / hidden**0.5)).to(dtype).requires_grad_()
+    return hidden_SBH, weight_VH, torch.randint(0, vocab, (tokens, 1), generator=noise)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_never_allocates_tokens_by_vocabulary(with_entropy):
+    tokens, hidden, vocab = 512, 16, 4096
+    inputs = problem(tokens, hidden, vocab)
+    budget = 64 << 10
+    options = LinearLogprobsOptions(chunk_bytes=budget)
+    with Recorder() as seen:
+        out = fused_linear_logprobs(*inputs, with_entropy=with_entropy, options=options)
+        sum(x.sum() for x in (out if with_entropy else (out,))).backward()
+    # The largest are the weight gradient and a tile, not the 2 million logits.
+    assert seen.largest <= max(vocab * hidden, tokens * hidden, budget // 4)
+    with Recorder() as plain:
+        linear_logprobs(*inputs)
+    assert plain.largest == tokens * vocab
+
+
+def test_tiles_fit_the_budget():
+    for rows, vocab in ((1, 1), (37, 300), (5000, 1000), (8192, 152_064)):
+        for chunk_bytes in (1, 4096, 1 << 20, 64 << 20):
+            tiling = plan_tiling(rows, vocab, bytes_per_logit=6, chunk_bytes=chunk_bytes, chunk_size=None)
+            assert 1 <= tiling.rows <= rows
+            assert 1 <= tiling.cols <= vocab
+            assert tiling.rows * tiling.cols * 6 <= max(chunk_bytes, 6 * 256)
+    whole = plan_tiling(100, 70_000, bytes_per_logit=6, chunk_bytes=1, chunk_size=32)
+    assert (whole.rows, whole.cols) == (32, 70_000)
+
+
+def products(mask: Tensor | None, grad: Tensor, frozen: str = "") -> tuple[list, list]:
+    hidden, weight, targets = problem(32, 8, 64)
+    hidden.requires_grad_(frozen != "hidden")
+    weight.requires_grad_(frozen != "weight")
+    with Recorder() as forward:
+        out = fused_linear_logprobs(hidden, weight, targets, mask=mask)
+    with Recorder() as backward:
+        out.backward(grad)
+    assert (hidden.grad is None) == (frozen == "hidden")
+    assert (weight.grad is None) == (frozen == "weight")
+    return forward.products, backward.products
+
+
+LOGITS, HIDDEN, WEIGHT = (lambda n: (n, 8, 64)), (lambda n: (n, 64, 8)), (lambda n: (64, n, 8))
+
+
+def test_masked_rows_enter_no_product():
+    mask = torch.arange(32).view(32, 1) % 2
+    forward, backward = products(mask, torch.ones(32, 1))
+    assert forward == [LOGITS(16)]
+    assert backward == [LOGITS(16), HIDDEN(16), WEIGHT(16)]
+
+
+def test_rows_without_gradient_enter_no_product_of_the_backward():
+    grad = (torch.arange(32).view(32, 1) % 4 == 0).float()
+    forward, backward = products(None, grad)
+    assert forward == [LOGITS(32)]
+    assert backward == [LOGITS(8), HIDDEN(8), WEIGHT(8)]
+
+
+@pytest.mark.parametrize(("frozen", "kept"), [("weight", HIDDEN), ("hidden", WEIGHT)])
+def test_frozen_inputs_cost_no_product(frozen, kept):
+    _, backward = products(None, torch.ones(32, 1), frozen)
+    assert backward == [LOGITS(32), kept(32)]
+
+
+@pytest.mark.parametrize(("with_entropy", "floats"), [(False, 1), (True, 2)])
+def test_saved_state_is_a_few_floats_a_token(with_entropy, floats):
+    hidden, weight, targets = problem(32, 8, 64)
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        fused_linear_logprobs(hidden, weight, targets, with_entropy=with_entropy)
+    theirs = {x.untyped_storage().data_ptr() for x in (hidden, weight, targets)}
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+    assert theirs <= storages.keys()
+    assert sum(4 * x.numel() for x in saved if x.untyped_storage().data_ptr() not in theirs) == 4 * 32 * floats
+
+
+def errors(function, inputs, reference, **kwargs) -> list[float]:
+    hidden, weight = (x.detach().requires_grad_() for x in inputs[:2])
+    out = function(hidden, weight, inputs[2], **kwargs)
+    scale = torch.sin(torch.arange(out.numel(), dtype=out.dtype)).view_as(out)
+    results = [out.detach(), *torch.autograd.grad((out * scale).sum(), (hidden, weight))]
+    if not reference:
+        reference.extend(x.double() for x in results)
+    return [float((x.double() - r).norm() / r.norm()) for x, r in zip(results, reference, strict=True)]
+
+
+def test_16_bit_error():
+    """No worse than unfused, and the weight gradient's error does not grow with the number of chunks."""
+    hidden, weight, targets = problem(512, 64, 512, torch.bfloat16)
+    reference: list[Tensor] = []
+    errors(linear_logprobs, (hidden.double(), weight.double(), targets), reference)
+    plain = errors(linear_logprobs, (hidden, weight, targets), reference)
+    fused = errors(fused_linear_logprobs, (hidden, weight, targets), reference)
+    assert all(f <= 1.02 * p for f, p in zip(fused, plain, strict=True)), (fused, plain)
+    by_chunks = [
+        errors(
+            fused_linear_logprobs,
+            (hidden, weight, targets),
+            reference,
+            options=LinearLogprobsOptions(chunk_size=512 // chunks),
+        )[2]
+        for chunks in (1, 4, 16, 64, 256)
+    ]
+    assert max(by_chunks) <= 1.3 * by_chunks[0], by_chunks
+
+
+def test_results_do_not_depend_on_the_chunks():
+    inputs = problem(64, 8, 700)
+    whole = fused_linear_logprobs(*inputs, options=LinearLogprobsOptions(chunk_size=64))
+    assert whole.dtype == torch.float32
+    for size in (1, 7, 63):
+        chunked = fused_linear_logprobs(*inputs, options=LinearLogprobsOptions(chunk_size=size))
+        torch.testing.assert_close(chunked, whole, rtol=0, atol=2e-6)
+
+
+def test_16_bit_outputs_are_float32_and_gradients_keep_their_dtype():
+    hidden, weight, targets = problem(8, 8, 64, torch.bfloat16)
+    logprobs, entropy = fused_linear_logprobs(hidden, weight, targets, with_entropy=True)
+    (logprobs + entropy).sum().backward()
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
