@@ -118,17 +118,16 @@ class GeneralizedAdvantageEstimator:
         value_lambda = self.cfg.gae_lambda if self.cfg.gae_lambda_value is None else self.cfg.gae_lambda_value
         gamma = self.cfg.gae_gamma
         returns = values + discounted_errors(token_rewards, values, mask, gamma=gamma, lam=value_lambda)
-        advantages = discounted_errors(
-            token_rewards, values, mask, gamma=gamma, lam=self._policy_lambda(mask)
-        )
+        policy_lambda = self._policy_lambda(mask.sum(dim=1).to(rewards.dtype))
+        advantages = discounted_errors(token_rewards, values, mask, gamma=gamma, lam=policy_lambda)
         if self.cfg.normalize_advantages:
             advantages = whiten(advantages, mask, unbiased=True)
         return torch.where(mask != 0, advantages, 0.0), returns
 
-    def _policy_lambda(self, mask: Tensor) -> float | Tensor:
+    def _policy_lambda(self, lengths: Tensor) -> float | Tensor:
         alpha = self.cfg.length_adaptive_alpha
         if alpha > 0:
-            return (1 - 1 / (alpha * mask.sum(dim=1)).clamp(min=1)).clamp(0, 1)
+            return (1 - 1 / (alpha * lengths).clamp(min=1)).clamp(0, 1)
         return self.cfg.gae_lambda if self.cfg.gae_lambda_policy is None else self.cfg.gae_lambda_policy
 
 

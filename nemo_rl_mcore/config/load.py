@@ -52,11 +52,11 @@ def _resolve_section(section: DictConfig, prefix: str, problems: list[Problem]) 
         try:
             value: object = section[key]
             if isinstance(value, DictConfig):
-                plain[key] = _resolve_section(value, path, problems)
+                plain[str(key)] = _resolve_section(value, path, problems)
             elif isinstance(value, ListConfig):
-                plain[key] = OmegaConf.to_container(value, resolve=True)
+                plain[str(key)] = OmegaConf.to_container(value, resolve=True)
             else:
-                plain[key] = value
+                plain[str(key)] = value
         except (OmegaConfBaseException, RecursionError) as error:
             written = cast("Tree", OmegaConf.to_container(section, resolve=False))[key]
             reason = str(error).splitlines()[0]

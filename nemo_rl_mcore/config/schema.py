@@ -113,6 +113,16 @@ def _bounds(metadata: tuple[object, ...]) -> str:
     return f", {' and '.join(limits)}" if limits else ""
 
 
+def placeholder(field: FieldInfo) -> object:
+    """The simplest value that a required field takes."""
+    annotation: Any = field.annotation
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)[0]
+    if issubclass(annotation, StrictModel):
+        return {}
+    return "char" if annotation is str else 1
+
+
 def field_help(path: str) -> str:
     """The description of a field, as one sentence without its full stop."""
     return (fields()[path].description or "").rstrip(".")

@@ -1,14 +1,14 @@
 """From a plain tree to a checked configuration, or to every problem it has."""
 
 import copy
-from typing import Any, cast
+from typing import cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_mcore.config.base import DEFER, Problem, collect_problems
 from nemo_rl_mcore.config.master import GRPOMasterConfig
-from nemo_rl_mcore.config.schema import allowed, field_help, fields, nearest_path, suggestion
+from nemo_rl_mcore.config.schema import allowed, field_help, fields, nearest_path, placeholder, suggestion
 from nemo_rl_mcore.config.unsupported import Tree, screen
 
 
@@ -70,36 +70,32 @@ def _covers(outer: str, inner: str) -> bool:
     return inner == outer or inner.startswith(f"{outer}.")
 
 
-_PLACEHOLDERS: tuple[object, ...] = (None, 1, "char", "copy", {})
-_PASSES = 10
+_PASSES = 8
+"""Sections are nested less deeply than this; each pass may uncover what a new section lacks."""
 
 
 def _stand_in(tree: Tree) -> GRPOMasterConfig | None:
-    """The configuration with every wrong field at its default, so that the rules between the others can run.
-
-    A required field has no default: the placeholders are tried in turn. None when nothing fits in time.
-    """
+    """The configuration with stand-ins for the wrong fields, so that the rules between the others can run."""
     tree = copy.deepcopy(tree)
-    tried: dict[str, int] = {}
     for _ in range(_PASSES):
         try:
             return GRPOMasterConfig.model_validate(tree, context=DEFER)
         except ValidationError as error:
             for details in error.errors(include_url=False):
-                _replace(tree, [part for part in details["loc"] if isinstance(part, str)], tried)
+                _replace(tree, [part for part in details["loc"] if isinstance(part, str)])
     return None
 
 
-def _replace(tree: Tree, keys: list[str], tried: dict[str, int]) -> None:
-    path = ".".join(keys)
-    attempt = tried[path] = tried.get(path, -1) + 1
-    section: Any = tree
+def _replace(tree: Tree, keys: list[str]) -> None:
+    """Remove a wrong field, or give a required one the simplest value of its type."""
+    section = tree
     for key in keys[:-1]:
-        section = section.setdefault(key, {})
-    if not isinstance(section, dict) or attempt >= len(_PLACEHOLDERS):
-        return
-    node = cast("Tree", section)
-    if attempt == 0:
-        node.pop(keys[-1], None)
+        inner = section.get(key)
+        if not isinstance(inner, dict):
+            return
+        section = cast("Tree", inner)
+    field = fields().get(".".join(keys))
+    if field is not None and field.is_required():
+        section[keys[-1]] = placeholder(field)
     else:
-        node[keys[-1]] = copy.deepcopy(_PLACEHOLDERS[attempt])
+        section.pop(keys[-1], None)

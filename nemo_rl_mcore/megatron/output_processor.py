@@ -41,9 +41,9 @@ class TokenSelection:
 Processor = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 
-def require_hook() -> None:
-    """Raise RuntimeError, naming the version to install, if this megatron-core's GPTModel has no output_processor."""
-    if "output_processor" not in inspect.signature(GPTModel.forward).parameters:
+def require_hook(model_class: type = GPTModel) -> None:
+    """Raise RuntimeError, naming the version to install, if the model's forward has no output_processor."""
+    if "output_processor" not in inspect.signature(model_class.forward).parameters:
         raise RuntimeError(
             f"megatron-core {megatron_version} has no output_processor hook in GPTModel.forward; "
             f"install megatron-core >= {FIRST_VERSION_WITH_HOOK}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_rl_mcore.ops._softmax import (
     RowBackward,
     accumulation_dtype,
+    empty_statistics,
     logits_gradient_,
     merge_statistics,
     slice_statistics,
@@ -73,14 +74,15 @@ class LinearHead:
         for rows in _spans(count, self.tiling.rows):
             hidden_nH = self.hidden_NH[rows]
             logits_nv = _matmul_into(scratch[: hidden_nH.shape[0]], hidden_nH, weight_vH.t())
-            yield rows, logits_nv.mul_(self.scale), self.target_N[rows] - panel.start
+            if self.scale != 1.0:
+                logits_nv.mul_(self.scale)
+            yield rows, logits_nv, self.target_N[rows] - panel.start
 
 
 def head_statistics(head: LinearHead, with_entropy: bool) -> Tensor:
     """Softmax statistics [F, N] of this rank's vocabulary (see `_softmax`)."""
-    panels, count = head.panels(), head.hidden_NH.shape[0]
-    dtype = accumulation_dtype(head.hidden_NH.dtype)
-    stats_KFN = head.hidden_NH.new_empty(len(panels), 3 if with_entropy else 2, count, dtype=dtype)
+    panels = head.panels()
+    stats_KFN = empty_statistics(len(panels), head.hidden_NH, with_entropy)
     for stats_FN, panel in zip(stats_KFN, panels, strict=True):
         for rows, logits_nv, target_n in head.tiles(panel):
             stats_FN[:, rows] = slice_statistics(logits_nv, target_n, with_entropy)

@@ -3,7 +3,8 @@
 Shapes: N token rows, V a slice of the vocabulary, K slices, F floats per row: the log-sum-exp, the target's
 logit and, when asked for, the entropy. Targets are indices into the slice; one outside it belongs to
 another slice. A panel of a matrix and a tensor-parallel rank are both just slices, so one merge rule serves
-them both.
+them both. Statistics are float64 whatever the logits are: they are few, and a log-sum-exp near 128 that is
+rounded to float32 once per merge would cost the log-probability 1e-5.
 """
 
 from dataclasses import dataclass
@@ -26,31 +27,30 @@ class RowSoftmax:
     """The softmax over the whole vocabulary, one row per token."""
 
     lse_N: Tensor
-    target_logit_N: Tensor
+    logprob_N: Tensor
     entropy_N: Tensor | None
 
-    @property
-    def logprob_N(self) -> Tensor:
-        """Log-probability of each row's target."""
-        return self.target_logit_N - self.lse_N
+
+def empty_statistics(slices: int, rows_NX: Tensor, with_entropy: bool) -> Tensor:
+    """Uninitialised statistics [K, F, N] for the rows of a tensor."""
+    return rows_NX.new_empty(slices, 3 if with_entropy else 2, rows_NX.shape[0], dtype=torch.float64)
 
 
 def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool) -> Tensor:
     """Return the statistics [F, N] of one slice. Overwrites `logits_NV`, which may be a scratch tile."""
     if logits_NV.shape[1] == 0:  # a rank that holds only padding contributes what no slices at all merge to
-        return merge_statistics(logits_NV.new_empty(0, 3 if with_entropy else 2, logits_NV.shape[0]))
+        return merge_statistics(empty_statistics(0, logits_NV, with_entropy))
     held_N, index_N1 = _held_targets(target_N, logits_NV.shape[1])
     target_logit_N = torch.where(held_N, logits_NV.gather(1, index_N1).squeeze(1), 0.0)
     max_N = logits_NV.amax(1)
     shifted_NV = logits_NV.sub_(max_N.unsqueeze(1))
-    if not with_entropy:
-        return torch.stack([max_N + shifted_NV.exp_().sum(1).log(), target_logit_N])
-    exp_NV = shifted_NV.exp()
-    total_N = exp_NV.sum(1)
-    log_total_N = total_N.log()
-    # Centred on the maximum, so large logits do not cancel: H = log(sum e) - sum(e * shifted) / sum(e).
-    entropy_N = log_total_N - exp_NV.mul_(shifted_NV).sum(1) / total_N
-    return torch.stack([max_N + log_total_N, target_logit_N, entropy_N])
+    exp_NV = shifted_NV.exp() if with_entropy else shifted_NV.exp_()
+    total_N = exp_NV.sum(1).double()
+    stats = [max_N.double() + total_N.log(), target_logit_N.double()]
+    if with_entropy:
+        # Centred on the maximum, so large logits do not cancel: H = log(sum e) - sum(e * shifted) / sum(e).
+        stats.append(total_N.log() - exp_NV.mul_(shifted_NV).sum(1) / total_N)
+    return torch.stack(stats)
 
 
 def merge_statistics(stats_KFN: Tensor) -> Tensor:
@@ -68,11 +68,12 @@ def merge_statistics(stats_KFN: Tensor) -> Tensor:
     return torch.stack(merged)
 
 
-def reduce_over_ranks(stats_FN: Tensor, group: ProcessGroup | None) -> RowSoftmax:
+def reduce_over_ranks(stats_FN: Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> RowSoftmax:
     """Merge every rank's statistics. One all-gather, and the same order of summation on all ranks."""
     if group is not None and group.size() > 1 and stats_FN.shape[1] > 0:
         stats_FN = merge_statistics(all_gather_rows(stats_FN, group).view(group.size(), *stats_FN.shape))
-    return RowSoftmax(stats_FN[0], stats_FN[1], stats_FN[2] if stats_FN.shape[0] == 3 else None)
+    entropy_N = stats_FN[2].to(dtype) if stats_FN.shape[0] == 3 else None
+    return RowSoftmax(stats_FN[0].to(dtype), (stats_FN[1] - stats_FN[0]).to(dtype), entropy_N)
 
 
 @dataclass(frozen=True)

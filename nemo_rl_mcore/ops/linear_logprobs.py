@@ -127,7 +127,8 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         target_N = call.rows.select(target_T)
         call.shard(weight_VH).check_targets(target_N)
         head = call.head(call.rows.gather_hidden(hidden_LH), weight_VH, target_N)
-        softmax = reduce_over_ranks(head_statistics(head, call.with_entropy), call.tp_group)
+        stats_FN = head_statistics(head, call.with_entropy)
+        softmax = reduce_over_ranks(stats_FN, call.tp_group, accumulation_dtype(hidden_LH.dtype))
         # The caller's hidden states and weight by reference; the gathered rows and the logits are recomputed.
         ctx.save_for_backward(hidden_LH, weight_VH, target_T, softmax.lse_N, softmax.entropy_N)
         ctx.call = call

@@ -97,7 +97,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         call.shard.check_targets(target_N)
         logits_NV = call.scaled_logits(logits_TV)
         stats_FN = slice_statistics(logits_NV, target_N - call.shard.start, call.with_entropy)
-        softmax = reduce_over_ranks(stats_FN, call.tp_group)
+        softmax = reduce_over_ranks(stats_FN, call.tp_group, logits_NV.dtype)
         ctx.save_for_backward(logits_TV, target_T, softmax.lse_N, softmax.entropy_N)
         ctx.call = call
         logprob_T = call.rows.spread(softmax.logprob_N)

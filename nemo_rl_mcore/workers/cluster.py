@@ -53,9 +53,8 @@ class Placement:
 class RayCluster:
     """A context manager: inside it there is a Ray session with room for `cluster.world_size` ranks.
 
-    With RAY_ADDRESS in the environment it joins a cluster that runs; a session that the process already has is
-    used and left alone; otherwise it starts a local one, which only this machine can reach, and stops it at the
-    end.
+    With RAY_ADDRESS in the environment it joins a cluster that runs; a session that the process already has
+    is used and left alone; otherwise it starts a local one, which only this machine can reach, and ends it.
 
     Raises:
         ValueError: the machines have fewer GPUs or nodes than `cluster.*` asks for.

@@ -21,6 +21,7 @@ from nemo_rl_mcore.workers.failures import (
     identity_in,
     root_cause,
 )
+from nemo_rl_mcore.workers.tensor_transport import use_arrays_for_tensors
 
 _GRACE_S = 5.0
 _KILL_WAIT_S = 2.0
@@ -29,8 +30,8 @@ _KILL_WAIT_S = 2.0
 class RayWorkerGroup:
     """`world_size` actors of one class, each with the environment of its rank.
 
-    A call reaches every rank, because the ranks meet in collectives. The first failure ends it: the other ranks
-    get a grace to report theirs, those that hang are killed, and one `WorkerError` tells the root cause. If every
+    A call reaches every rank, because the ranks meet in collectives. The first failure ends it: the others get
+    a grace to report theirs, those that hang are killed, and one `WorkerError` tells the root cause. If every
     rank raised, the ranks are still in step and the group can be called again, to abort a step for example;
     otherwise each later call raises the same failure.
 
@@ -62,10 +63,12 @@ class RayWorkerGroup:
         self._failure: WorkerError | None = None
         self._identities: dict[int, RankIdentity] = {}
         self._actors: list[Any] = []
+        use_arrays_for_tensors()
         self._placement = cluster.place_ranks()
         try:
             remote_class = ray.remote(worker_class)
-            self._actors += [_start(remote_class, slot, args, kwargs or {}) for slot in self._placement.slots]
+            for slot in self._placement.slots:
+                self._actors.append(_start(remote_class, slot, args, kwargs or {}))
             self._wait_until_built(worker_class.__name__, start_timeout_s)
         except BaseException:
             self.shutdown()
@@ -231,6 +234,7 @@ def _start(remote_class: Any, slot: RankSlot, args: Sequence[Any], kwargs: Mappi
 
 
 def _identify(_worker: object) -> RankIdentity:
+    use_arrays_for_tensors()
     context = ray.get_runtime_context()
     return RankIdentity(ray.util.get_node_ip_address(), os.getpid(), context.get_worker_id())
 

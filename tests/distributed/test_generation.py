@@ -1,0 +1,151 @@
+"""The embedded engine on real ranks: it samples what get_logprobs then confirms, whatever the batch looks like."""
+
+import pytest
+
+
+def requests(prompt_lengths):
+    import tiny
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    rows, longest = len(prompt_lengths), max(prompt_lengths)
+    lengths = torch.tensor(prompt_lengths)
+    ids = torch.randint(0, tiny.VOCABULARY, (rows, longest), generator=generator)
+    return tiny.BatchedDataDict(
+        input_ids=ids * (torch.arange(longest) < lengths.unsqueeze(1)),
+        input_lengths=lengths,
+        prompt_index=torch.arange(rows) // 2,
+        sample_index=torch.arange(rows) % 2,
+    )
+
+
+def generation_config(**sampling):
+    return {"max_new_tokens": 6, "temperature": 0.7} | sampling
+
+
+def generated_against_logprobs(megatron, prompt_lengths, stop_ids):
+    import tiny
+    import torch
+
+    worker = tiny.worker(tiny.policy_config(megatron=megatron, generation=generation_config()))
+    asked = requests(prompt_lengths)
+    found = worker.generate(data=asked, step=5, stop_ids=stop_ids)
+    rows, longest = asked["input_ids"].shape
+    whole = torch.zeros(rows, longest + 6, dtype=torch.long)
+    in_response = torch.zeros(whole.shape, dtype=torch.bool)
+    for row in range(rows):
+        start, end = prompt_lengths[row], prompt_lengths[row] + int(found["lengths"][row])
+        whole[row, :start] = asked["input_ids"][row, :start]
+        whole[row, start:end] = found["tokens"][row, : end - start]
+        in_response[row, start:end] = True
+    lengths = asked["input_lengths"] + found["lengths"]
+    confirmed = worker.get_logprobs(data=tiny.BatchedDataDict(input_ids=whole, input_lengths=lengths))["logprobs"]
+    kept = torch.arange(6) < found["lengths"].unsqueeze(1)
+    return (
+        found["logprobs"][kept].numpy(), confirmed[in_response].numpy(), found["tokens"].tolist(),
+        found["lengths"].tolist(), found["finished"].tolist(), found["logprobs"][~kept].abs().sum().item(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world_size", "megatron"),
+    [(1, {}), (1, {"use_fused_linear_logprobs": True}), (2, {"tensor_model_parallel_size": 2})],
+    ids=["one-rank", "one-rank-fused", "tp2"],
+)
+def test_own_logprobs_are_those_of_get_logprobs(ranks, world_size, megatron):
+    prompt_lengths = [4, 4, 2, 5, 2, 1, 5, 3]
+    for generated, confirmed, *_ in ranks(world_size).run(generated_against_logprobs, megatron, prompt_lengths, []):
+        assert len(generated) == 8 * 6
+        assert generated == pytest.approx(confirmed, abs=1e-4)
+
+
+def test_tensor_parallel_ranks_draw_the_same_tokens(ranks):
+    first, second = ranks(2).run(generated_against_logprobs, {"tensor_model_parallel_size": 2}, [3] * 6, [])
+    assert first[2] == second[2]
+
+
+def test_a_row_ends_with_its_stop_token(ranks):
+    stops = [1, 7, 11, 20, 25]
+    ((_, _, tokens, lengths, finished, behind),) = ranks(1).run(generated_against_logprobs, {}, [3] * 16, stops)
+    assert behind == 0
+    assert any(finished)
+    assert not all(finished)
+    for row, length, ended in zip(tokens, lengths, finished, strict=True):
+        assert all(token not in stops for token in row[: length - 1])
+        assert (row[length - 1] in stops) == ended
+        assert ended or length == 6
+        assert all(token == 0 for token in row[length:])
+
+
+def rows_in_other_company():
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config(generation=generation_config()))
+    asked = requests([4] * 8)
+    together = worker.generate(data=asked, step=5, stop_ids=[])["tokens"]
+    reversed_rows = worker.generate(data=asked.select_indices(list(range(7, -1, -1))), step=5, stop_ids=[])["tokens"]
+    alone = worker.generate(data=asked.slice(5, 6), step=5, stop_ids=[])["tokens"]
+    next_step = worker.generate(data=asked, step=6, stop_ids=[])["tokens"]
+    return together.tolist(), reversed_rows.tolist()[::-1], alone.tolist(), next_step.tolist()
+
+
+def test_noise_follows_the_sample_not_its_place(ranks):
+    together, reversed_rows, alone, next_step = ranks(1).run(rows_in_other_company)[0]
+    assert together == reversed_rows
+    assert [together[5]] == alone
+    assert together != next_step
+    assert len({tuple(row) for row in together}) > 4
+
+
+def shards_of_a_batch():
+    import tiny
+    from nemo_rl_mcore.megatron import parallel_groups
+
+    worker = tiny.worker(tiny.policy_config(generation=generation_config()))
+    mine = requests([4] * 8).shard_by_batch_size(parallel_groups.data_parallel_size())[parallel_groups.data_parallel_rank()]
+    return worker.generate(data=mine, step=5, stop_ids=[])["tokens"].tolist()
+
+
+def test_two_data_parallel_ranks_generate_what_one_does(ranks):
+    (one,) = ranks(1).run(shards_of_a_batch)
+    first, second = ranks(2).run(shards_of_a_batch)
+    assert first + second == one
+
+
+def greedy_with_and_without_cache():
+    import tiny
+    import torch
+
+    worker = tiny.worker(tiny.policy_config(generation=generation_config()))
+    asked = requests([4] * 4)
+    cached = worker.generate(data=asked, step=0, stop_ids=[], greedy=True)["tokens"]
+    model, ids = worker.backend.chunks[0].eval(), asked["input_ids"]
+    with torch.no_grad():
+        for _ in range(6):
+            length = ids.shape[1]
+            causal = torch.ones(1, 1, length, length).triu(1).bool()
+            logits = model(ids, torch.arange(length).expand(len(ids), -1), causal)
+            ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return cached.tolist(), ids[:, 4:].tolist()
+
+
+def test_cached_decoding_equals_whole_forwards(ranks):
+    cached, uncached = ranks(1).run(greedy_with_and_without_cache)[0]
+    assert cached == uncached
+
+
+def filtered(sampling):
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config(generation=generation_config(**sampling)))
+    asked = requests([4] * 32)
+    likeliest = worker.generate(data=asked, step=1, stop_ids=[], greedy=True)
+    drawn = worker.generate(data=asked, step=1, stop_ids=[])
+    return likeliest["tokens"].tolist(), drawn["tokens"].tolist(), drawn["logprobs"].tolist()
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
+def test_the_narrowest_filter_leaves_the_likeliest_token(ranks, sampling):
+    likeliest, drawn, logprobs = ranks(1).run(filtered, sampling)[0]
+    assert drawn == likeliest
+    assert all(value == 0.0 for row in logprobs for value in row)

@@ -1,0 +1,114 @@
+"""The hook: the default path's loss and gradients through it, its refusal where it is missing, upstream's experiment."""
+
+import pytest
+
+
+def default_loss_against_hook(fused, tied):
+    import tiny
+    import torch
+
+    worker = tiny.worker(
+        tiny.policy_config(
+            model={"tie_word_embeddings": tied},
+            megatron={"use_fused_linear_logprobs": fused},
+            generation={"max_new_tokens": 4, "temperature": 1.0},
+        )
+    )
+    from nemo_rl_mcore.megatron.output_processor import TokenSelection
+
+    model, batch = worker.backend.chunks[0], tiny.grpo_batch()
+    ids, length = batch["input_ids"], batch["input_ids"].shape[1]
+    inputs = ids, torch.arange(length).expand(len(ids), -1), torch.ones(1, 1, length, length).triu(1).bool()
+    labels = ids.roll(-1, dims=1)
+    gradients, losses = [], []
+    for with_hook in (False, True):
+        worker.backend.zero_grad()
+        if with_hook:
+            selection = TokenSelection(labels.t(), torch.ones_like(labels.t(), dtype=torch.bool))
+            output = model(
+                *inputs, output_processor=worker.backend.forward.processor, output_processor_context=selection
+            )
+            token_losses = -output.t()
+        else:
+            token_losses = model(*inputs, labels=labels)
+        token_losses.mean().backward()
+        losses.append(float(token_losses.detach().mean()))
+        gradients.append({name: p.main_grad.clone() for name, p in model.named_parameters()})
+    difference = max(float((gradients[0][n] - gradients[1][n]).abs().max()) for n in gradients[0])
+    return losses, difference, max(float(g.abs().max()) for g in gradients[0].values())
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_hook_gives_the_default_loss_and_gradients(ranks, fused, tied):
+    (losses, difference, largest) = ranks(1).run(default_loss_against_hook, fused, tied)[0]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    assert largest > 1e-2
+    assert difference < 1e-6
+
+
+def six_steps():
+    import tiny
+    import torch
+
+    from nemo_rl_mcore.losses import NLLLossFn
+
+    config = tiny.policy_config(
+        megatron={"use_fused_linear_logprobs": True, "optimizer": {"lr": 1e-2, "weight_decay": 0.01}},
+        generation={"max_new_tokens": 4, "temperature": 1.0},
+    )
+    worker = tiny.worker(config)
+    batch = tiny.grpo_batch()
+    batch["token_mask"], batch["sample_mask"] = torch.ones_like(batch["token_mask"]), torch.ones(8)
+    model, ids = worker.backend.chunks[0], batch["input_ids"]
+    length = ids.shape[1]
+    with torch.no_grad():
+        losses_SB = model(
+            ids, torch.arange(length).expand(8, -1), torch.ones(1, 1, length, length).triu(1).bool(), labels=ids.roll(-1, 1)
+        )
+    return float(losses_SB[:, :-1].mean()), [
+        float(worker.train(batch, NLLLossFn(use_fused_linear_logprobs=True))["global_loss"]) for _ in range(6)
+    ]
+
+
+def test_selected_token_cross_entropy_starts_at_the_default_loss_and_falls(ranks):
+    default, losses = ranks(1).run(six_steps)[0]
+    assert losses[0] == pytest.approx(default, abs=1e-5)
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def refusal_without_hook():
+    from nemo_rl_mcore.megatron import output_processor
+
+    class OlderGPTModel:
+        def forward(self, input_ids, position_ids, attention_mask, labels=None): ...
+
+    try:
+        output_processor.require_hook(OlderGPTModel)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_megatron_without_the_hook_is_refused_with_the_version_that_has_it(ranks):
+    message = ranks(1).run(refusal_without_hook)[0]
+    assert "output_processor" in message
+    assert "megatron-core >= 0.18.0" in message
+
+
+def test_mup_scale_is_applied_by_both_processors(ranks):
+    unfused, fused, plain = ranks(1).run(scaled_logprobs)[0]
+    assert fused == pytest.approx(unfused, abs=1e-5)
+    assert abs(fused - plain).max() > 1e-2
+
+
+def scaled_logprobs():
+    import tiny
+
+    results = []
+    for fused, scale in ((False, 0.25), (True, 0.25), (True, 1.0)):
+        worker = tiny.worker(tiny.policy_config(megatron={"use_fused_linear_logprobs": fused}))
+        worker.backend.config.use_mup, worker.backend.config.mup_output_mult = True, scale
+        results.append(worker.get_logprobs(data=tiny.grpo_batch())["logprobs"].numpy())
+    return results

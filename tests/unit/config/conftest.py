@@ -1,0 +1,39 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_rl_mcore.config import ConfigError, GRPOMasterConfig, load_config
+
+REPOSITORY = Path(__file__).parents[3]
+EXEMPLAR = REPOSITORY / "examples/configs/grpo_copy_cpu.yaml"
+
+
+@pytest.fixture
+def exemplar() -> Path:
+    return EXEMPLAR
+
+
+@pytest.fixture
+def tree() -> dict[str, Any]:
+    return yaml.safe_load(EXEMPLAR.read_text())
+
+
+@pytest.fixture
+def load() -> Callable[..., GRPOMasterConfig]:
+    """Load the exemplar with overrides."""
+    return lambda *overrides: load_config(EXEMPLAR, overrides)
+
+
+@pytest.fixture
+def refusals() -> Callable[..., list[str]]:
+    """The problems of the exemplar with overrides, one text each, without where they stand."""
+
+    def refuse(*overrides: str) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            load_config(EXEMPLAR, overrides)
+        return [str(problem).partition("  [")[0] for problem in caught.value.problems]
+
+    return refuse

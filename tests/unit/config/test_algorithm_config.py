@@ -1,0 +1,69 @@
+import pytest
+from pydantic import ValidationError
+
+from nemo_rl_mcore.config import (
+    AdvantageEstimatorConfig,
+    GRPOConfig,
+    RewardScalingConfig,
+    RewardShapingConfig,
+)
+
+SIZES = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": 3}
+
+
+def test_estimator_defaults_are_those_of_the_conventions():
+    assert AdvantageEstimatorConfig().model_dump() == {
+        "name": "grpo",
+        "use_leave_one_out_baseline": True,
+        "normalize_rewards": True,
+        "minus_baseline": True,
+        "gae_lambda": 0.95,
+        "gae_gamma": 1.0,
+        "normalize_advantages": True,
+        "gae_lambda_value": None,
+        "gae_lambda_policy": None,
+        "length_adaptive_alpha": 0.0,
+    }
+
+
+def test_shorthands_reach_the_estimator():
+    config = GRPOConfig.model_validate({**SIZES, "normalize_rewards": False})
+    assert config.adv_estimator.normalize_rewards is False
+    assert config.adv_estimator.use_leave_one_out_baseline is True
+    assert config.samples_per_step == 8
+
+
+def test_contradicting_shorthand_is_refused():
+    given = {**SIZES, "normalize_rewards": False, "adv_estimator": {"normalize_rewards": True}}
+    with pytest.raises(ValidationError, match=r"false contradicts adv_estimator\.normalize_rewards: true"):
+        GRPOConfig.model_validate(given)
+
+
+def test_a_built_estimator_is_kept():
+    estimator = AdvantageEstimatorConfig(name="reinforce_plus_plus", minus_baseline=False)
+    assert GRPOConfig(**SIZES, adv_estimator=estimator).adv_estimator == estimator
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"adv_estimator": {"name": "gae"}}, "gae needs a critic"),
+        ({"batch_multiplier": 1.5}, "does nothing with use_dynamic_sampling: false"),
+        ({"use_dynamic_sampling": True, "num_generations_per_prompt": 1}, "drops every group"),
+        ({"reward_scaling": {"enabled": True, "source_min": 1.0}}, "is not above source_min"),
+        ({"reward_shaping": {"enabled": True}}, "max_response_length: is null"),
+        (
+            {"reward_shaping": {"enabled": True, "max_response_length": 64}},
+            "128 is above max_response_length: 64",
+        ),
+        ({"num_prompts_per_step": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_grpo_refusals(given, message):
+    with pytest.raises(ValidationError, match=message):
+        GRPOConfig.model_validate({**SIZES, **given})
+
+
+def test_disabled_rewards_sections_are_not_judged():
+    assert RewardScalingConfig(source_min=1.0, source_max=0.0).enabled is False
+    assert RewardShapingConfig(max_response_length=1).enabled is False

@@ -1,0 +1,137 @@
+import pytest
+from pydantic import ValidationError
+
+from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.data.datasets import is_held_out
+
+
+def held_out(digits: int) -> int:
+    return sum(is_held_out(f"{number:0{digits}d}>") for number in range(10**digits))
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3, 4])
+def test_the_prompts_that_the_config_promises_exist(load, digits):
+    data = load().data.model_copy(update={"num_digits": digits})
+    assert data.validation_prompts <= held_out(digits)
+    assert data.train_prompts <= 10**digits - held_out(digits)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["cluster.cpu_workers_per_node=3", "policy.megatron_cfg.tensor_model_parallel_size=2"],
+            "cluster.cpu_workers_per_node: num_nodes * cpu_workers_per_node = 3 ranks do not divide into "
+            "copies of the model of 2 ranks",
+        ),
+        (
+            ["cluster.gpus_per_node=1", "policy.megatron_cfg.pipeline_model_parallel_size=2"],
+            "cluster.gpus_per_node: num_nodes * gpus_per_node = 1 ranks do not divide",
+        ),
+        (
+            ["policy.train_global_batch_size=100"],
+            "policy.train_global_batch_size: 100 does not divide the 256 samples of a step",
+        ),
+        (["policy.train_global_batch_size=100"], "set it to a divisor, such as 64"),
+        (
+            ["policy.train_micro_batch_size=96"],
+            "policy.train_global_batch_size: 256 is not divisible by data-parallel ranks * "
+            "policy.train_micro_batch_size = 2 * 96 = 192",
+        ),
+        (
+            ["policy.logprob_batch_size=96"],
+            "policy.logprob_batch_size: the 256 samples of a step are not divisible by",
+        ),
+        (
+            [
+                "policy.train_global_batch_size=128",
+                "policy.train_micro_batch_size=32",
+                "loss_fn.force_on_policy_ratio=true",
+            ],
+            "loss_fn.force_on_policy_ratio: true needs one optimizer step per rollout",
+        ),
+        (
+            ["policy.max_total_sequence_length=7"],
+            "policy.max_total_sequence_length: 7 has no room for the longest prompt (4",
+        ),
+        (["policy.max_total_sequence_length=7"], "set it to 8"),
+        (["data.num_digits=4"], "8 has no room for the longest prompt (5"),
+        (
+            ["data.max_input_seq_length=3"],
+            "data.max_input_seq_length: 3 is shorter than the prompts of copy with num_digits: 3, "
+            "which have 4 tokens",
+        ),
+        (
+            ["data.num_digits=1"],
+            "16 (times batch_multiplier) is above the 8 different training prompts",
+        ),
+        (["grpo.max_val_samples=256"], "grpo.max_val_samples: 256 is above the 90 held-out prompts"),
+        (
+            ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.01"],
+            "grpo.batch_multiplier: 1.01 times num_prompts_per_step: 16 is not whole",
+        ),
+        (
+            ["loss_fn.use_kl_in_reward=true"],
+            "loss_fn.use_kl_in_reward: true loses the KL penalty with grpo.adv_estimator.name: grpo",
+        ),
+        (
+            ["loss_fn.truncated_importance_sampling_ratio=2"],
+            "a bound does nothing with loss_fn.truncated_importance_sampling_type: null",
+        ),
+        (["grpo.seed=7"], "grpo.seed: 7 contradicts seed: 42"),
+        (
+            ["policy.megatron_cfg.transformer_impl=transformer_engine"],
+            "transformer_impl: transformer_engine needs GPUs, and cluster.gpus_per_node is 0",
+        ),
+        (["checkpointing.enabled=true"], "checkpointing.enabled: checkpoints cannot be written yet"),
+    ],
+)
+def test_refusals_between_sections(refusals, overrides, message):
+    assert any(message in text for text in refusals(*overrides))
+
+
+def test_interleaving_needs_microbatches_in_multiples_of_the_stages(refusals):
+    layout = [
+        "policy.model.num_layers=4",
+        "policy.megatron_cfg.pipeline_model_parallel_size=2",
+        "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2",
+    ]
+    texts = refusals(*layout, "policy.train_micro_batch_size=256", "policy.logprob_batch_size=128")
+    assert len(texts) == 1
+    assert "needs microbatches in multiples of pipeline_model_parallel_size: 2, and a rank has 1" in texts[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["policy.megatron_cfg.tensor_model_parallel_size=2"],
+        ["policy.megatron_cfg.pipeline_model_parallel_size=2", "policy.model.tie_word_embeddings=true"],
+        ["policy.train_global_batch_size=128", "policy.train_micro_batch_size=32"],
+        ["grpo.val_period=0", "grpo.val_at_end=false", "grpo.max_val_samples=256"],
+        ["grpo.seed=42"],
+        ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
+        ["cluster.gpus_per_node=8", "policy.train_micro_batch_size=32", "policy.logprob_batch_size=32"],
+    ],
+)
+def test_layouts_and_losses_that_fit(load, overrides):
+    load(*overrides)
+
+
+def test_ranks_are_gpus_where_there_are_any(load):
+    config = load(
+        "cluster.gpus_per_node=4", "policy.train_micro_batch_size=64", "policy.logprob_batch_size=64"
+    )
+    assert (config.cluster.world_size, config.data_parallel_size) == (4, 4)
+    assert load("policy.megatron_cfg.tensor_model_parallel_size=2").data_parallel_size == 1
+
+
+def test_the_seed_of_nemo_rl_is_the_seed(tree):
+    del tree["seed"]
+    tree["grpo"]["seed"] = 7
+    assert GRPOMasterConfig.model_validate(tree).seed == 7
+
+
+def test_rules_hold_without_the_loader(tree):
+    tree["policy"]["train_global_batch_size"] = 100
+    with pytest.raises(ValidationError, match="100 does not divide the 256 samples"):
+        GRPOMasterConfig.model_validate(tree)

@@ -1,0 +1,202 @@
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.config.cluster import ClusterConfig
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value
+
+
+def test_the_exemplar_is_the_measured_run(load):
+    config = load()
+    assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (16, 16)
+    assert config.grpo.max_num_steps == 220
+    optimizer = config.policy.megatron_cfg.optimizer
+    assert (optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2) == (1e-3, 0.9, 0.95)
+    assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (0.2, 0.28)
+    assert (config.loss_fn.entropy_coef, config.loss_fn.reference_policy_kl_penalty) == (0.01, 0.0)
+    assert config.policy.megatron_cfg.use_fused_linear_logprobs is True
+    assert config.cluster == ClusterConfig(cpu_workers_per_node=2)
+    assert config.policy.model.parameters == 86_336
+    assert config.logger.log_dir == "results/grpo_copy_cpu"
+
+
+def test_defaults_may_be_relative_absolute_and_a_list_whose_last_entry_wins(tmp_path, exemplar):
+    (tmp_path / "parents").mkdir()
+    write(tmp_path, "parents/one.yaml", f"defaults: {exemplar}\nseed: 1\nmax_consecutive_skips: 1\n")
+    write(tmp_path, "parents/two.yaml", "seed: 2\nlogger:\n  log_dir: two\n")
+    child = write(
+        tmp_path, "child.yaml", "defaults: [parents/one.yaml, parents/two.yaml]\nlogger: {log_dir: child}\n"
+    )
+    config = load_config(child)
+    assert (config.seed, config.max_consecutive_skips, config.logger.log_dir) == (2, 1, "child")
+    assert config.logger.tensorboard_enabled is True
+
+
+def test_one_parent_may_be_reached_twice(tmp_path, exemplar):
+    write(tmp_path, "left.yaml", f"defaults: {exemplar}\nseed: 1\n")
+    write(tmp_path, "right.yaml", f"defaults: {exemplar}\nmax_consecutive_skips: 9\n")
+    child = write(tmp_path, "child.yaml", "defaults:\n  - left.yaml\n  - right.yaml\n")
+    assert load_config(child).max_consecutive_skips == 9
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, "a.yaml: no such file"),
+        ({"a.yaml": "defaults: b.yaml"}, "a.yaml -> {}/b.yaml: no such file"),
+        (
+            {"a.yaml": "defaults: b.yaml", "b.yaml": "defaults: a.yaml"},
+            "b.yaml -> {}/a.yaml: the file is its own ancestor; remove the cycle",
+        ),
+        ({"a.yaml": "defaults: {b: 1}"}, "`defaults:` is not a path or a list of paths"),
+        ({"a.yaml": "defaults: [1]"}, "`defaults:` is not a path or a list of paths"),
+        ({"a.yaml": "- 1\n- 2\n"}, "holds no keys at its top level"),
+        ({"a.yaml": "seed: [1\n"}, "is not valid YAML"),
+        ({"a.yaml": "seed: 1\nseed: 2\n"}, "found duplicate key seed"),
+        ({"a.yaml": "grpo: ${mul:2\n"}, "is not valid YAML"),
+    ],
+)
+def test_broken_files_name_the_chain(tmp_path, files, expected):
+    for name, text in files.items():
+        write(tmp_path, name, text)
+    error = error_of(tmp_path / "a.yaml")
+    assert expected.format(tmp_path) in str(error)
+    assert str(tmp_path / "a.yaml") in str(error)
+
+
+def test_a_folder_is_not_a_recipe(tmp_path):
+    assert "cannot be read" in str(error_of(tmp_path))
+
+
+def test_resolvers_compute_and_keep_integers(tmp_path, exemplar):
+    recipe = write(
+        tmp_path,
+        "child.yaml",
+        f"defaults: {exemplar}\n"
+        "max_consecutive_skips: ${max:3,${add:2,4}}\n"
+        "policy:\n"
+        "  train_global_batch_size: ${mul:${grpo.num_prompts_per_step},${grpo.num_generations_per_prompt}}\n"
+        "  train_micro_batch_size: ${div:${policy.train_global_batch_size},4}\n"
+        "  megatron_cfg: {optimizer: {lr: '${div:1,1000}'}}\n",
+    )
+    config = load_config(recipe)
+    assert config.max_consecutive_skips == 6
+    assert (config.policy.train_global_batch_size, config.policy.train_micro_batch_size) == (256, 64)
+    assert config.policy.megatron_cfg.optimizer.lr == 0.001
+
+
+def test_interpolations_see_overrides(tmp_path, exemplar):
+    recipe = write(tmp_path, "child.yaml", f"defaults: {exemplar}\nmax_consecutive_skips: ${{seed}}\n")
+    assert load_config(recipe, ["seed=9"]).max_consecutive_skips == 9
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("seed: ${nowhere.at_all}", "seed: ${nowhere.at_all} cannot be computed: Interpolation key"),
+        ("seed: ${square:2}", "Unsupported interpolation type square"),
+        ("seed: ${div:1,0}", "cannot be computed: ZeroDivisionError"),
+        ("grpo:\n  seed: ???", "grpo.seed: has no value (???); set it"),
+        ("seed: ${logger.log_dir}\nlogger:\n  log_dir: ${seed}", "seed: ${logger.log_dir} cannot"),
+    ],
+)
+def test_values_that_cannot_be_computed(tmp_path, exemplar, line, message):
+    recipe = write(tmp_path, "child.yaml", f"defaults: {exemplar}\n{line}\n")
+    text = str(error_of(recipe))
+    assert message in text
+    assert "missing" not in text
+
+
+def test_keys_that_are_not_text_are_unknown_keys(tmp_path, exemplar):
+    recipe = write(tmp_path, "child.yaml", f"defaults: {exemplar}\n1: x\ngrpo:\n  true: y\n")
+    problems = error_of(recipe).problems
+    assert {(problem.path, problem.what) for problem in problems} == {
+        ("1", "unknown key"),
+        ("grpo.True", "unknown key"),
+    }
+
+
+def test_a_list_is_read(load):
+    assert load("policy.generation.stop_token_ids=[3,4]").policy.generation.stop_token_ids == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "expected"),
+    [
+        ("policy.megatron_cfg.optimizer.lr=1e-4", "policy.megatron_cfg.optimizer.lr", 1e-4),
+        ("policy.megatron_cfg.optimizer.lr='2e-4'", "policy.megatron_cfg.optimizer.lr", 2e-4),
+        ("data.max_input_seq_length=4", "data.max_input_seq_length", 4),
+        ("+grpo.seed=42", "grpo.seed", 42),
+        ("++grpo.max_num_steps=3", "grpo.max_num_steps", 3),
+        ("~loss_fn.entropy_coef", "loss_fn.entropy_coef", 0.0),
+        ("~loss_fn.entropy_coef=0.01", "loss_fn.entropy_coef", 0.0),
+        ("~loss_fn", "loss_fn.ratio_clip_max", 0.2),
+        ("seed=${grpo.num_prompts_per_step}", "seed", 16),
+        ("logger.log_dir='a b'", "logger.log_dir", "a b"),
+        ("logger.wandb={project: p, name: null}", "logger.wandb.project", "p"),
+    ],
+)
+def test_overrides(load, override, path, expected):
+    value = load(override)
+    for key in path.split("."):
+        value = getattr(value, key)
+    assert value == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "policy.megatron_cfg.tensor_model_paralel_size=2",
+            "policy.megatron_cfg.tensor_model_paralel_size: unknown key; "
+            "did you mean tensor_model_parallel_size?",
+        ),
+        ("polcy.precision=bfloat16", "polcy.precision: unknown key; did you mean policy.precision?"),
+        (
+            "policy.tensor_model_parallel_size=2",
+            "policy.tensor_model_parallel_size: unknown key; did you mean "
+            "policy.megatron_cfg.tensor_model_parallel_size?",
+        ),
+        ("+seeds=3", "seeds: unknown key; did you mean seed?"),
+        ("data.qqq=3", "data.qqq: unknown key; known keys of data: dataset_name, num_digits"),
+        ("+seed=3", "seed: is already set; write it without the +, seed=..."),
+        ("~sede", "sede: cannot be deleted, because the recipe does not set it; did you mean seed?"),
+        (
+            "~grpo.seed",
+            "grpo.seed: cannot be deleted, because the recipe does not set it; remove the override",
+        ),
+        ("~seed=3", "seed: cannot be deleted, because its value is 42 and not 3; write ~seed"),
+        ("seed=1,2", "seed: sweeps and config groups are not supported; give one value"),
+        ("seed", "seed: is not an override"),
+        ("seed=[1", "seed=[1: is not an override"),
+    ],
+)
+def test_wrong_overrides(refusals, override, message):
+    texts = refusals(override)
+    assert len(texts) == 1
+    assert message in texts[0]
+
+
+def test_every_wrong_override_is_reported_with_the_rest(refusals):
+    texts = refusals("seed=[1", "sed=1", "+seed=3", "policy.precision=double")
+    assert len(texts) == 4
+
+
+def test_where_a_value_was_set_is_shown(tmp_path, exemplar):
+    child = write(tmp_path, "child.yaml", f"defaults: {exemplar}\n\nseed: x\n")
+    problems = {
+        problem.path: problem.where for problem in error_of(child, "max_consecutive_skips=y").problems
+    }
+    assert problems == {"seed": f"{child}:3", "max_consecutive_skips": "command line"}

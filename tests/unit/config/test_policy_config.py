@@ -1,0 +1,222 @@
+import copy
+
+import pytest
+from pydantic import ValidationError
+
+from nemo_rl_mcore.config import MegatronConfig, ModelConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
+
+
+@pytest.fixture
+def policy(tree):
+    return tree["policy"]
+
+
+def with_values(section, **values):
+    """A copy of a tree with dotted paths (double underscores) set."""
+    changed = copy.deepcopy(section)
+    for path, value in values.items():
+        *parents, key = path.split("__")
+        node = changed
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[key] = value
+    return changed
+
+
+def test_sizes_derived_from_the_model():
+    model = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=32)
+    assert (model.head_dim, model.query_groups, model.ffn_size) == (16, 4, 256)
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        # Per layer: QKV and projection 4 * 64^2, gated feed-forward 3 * 64 * 128, two norms of 64.
+        ({}, 2 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 2 * 32 * 64 + 64),
+        ({"tie_word_embeddings": True}, 2 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 32 * 64 + 64),
+        ({"num_query_groups": 2}, 2 * (3 * 64**2 + 3 * 64 * 128 + 2 * 64) + 2 * 32 * 64 + 64),
+        (
+            {"qk_layernorm": True, "add_qkv_bias": True},
+            2 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64 + 2 * 16 + 3 * 64) + 2 * 32 * 64 + 64,
+        ),
+    ],
+)
+def test_parameter_count(extra, expected):
+    model = ModelConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=128, vocab_size=32, **extra
+    )
+    assert model.parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 66}, "hidden_size: 66 is not divisible by num_attention_heads: 4"),
+        ({"num_query_groups": 3}, "num_attention_heads: 4 is not divisible by num_query_groups: 3"),
+        ({"hidden_size": 60}, "the head size 15 is odd"),
+        ({"kv_channels": 15}, "kv_channels: the head size 15 is odd"),
+        ({"num_moe_experts": 4}, "mixture-of-experts models are not supported yet"),
+    ],
+)
+def test_model_refusals(sizes, message):
+    given = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32, **sizes}
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig.model_validate(given)
+
+
+def test_logprob_batch_size_follows_the_training_micro_batch(policy):
+    del policy["logprob_batch_size"]
+    assert PolicyConfig.model_validate(policy).logprob_batch_size == policy["train_micro_batch_size"]
+    assert PolicyConfig.model_validate({**policy, "logprob_batch_size": 4}).logprob_batch_size == 4
+
+
+def test_schedule_holds_the_optimizers_weight_decay():
+    for optimizer in ({"lr": 1e-3, "weight_decay": 0.1}, OptimizerConfig(lr=1e-3, weight_decay=0.1)):
+        config = MegatronConfig.model_validate({"optimizer": optimizer})
+        assert (config.scheduler.start_weight_decay, config.scheduler.end_weight_decay) == (0.1, 0.1)
+    assert MegatronConfig.model_validate({"optimizer": {"lr": 1e-3}}).scheduler.start_weight_decay == 0.01
+
+
+def test_a_built_schedule_with_another_weight_decay_is_refused():
+    with pytest.raises(ValidationError, match=r"0\.01 contradicts optimizer\.weight_decay: 0\.1"):
+        MegatronConfig(optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1), scheduler=SchedulerConfig())
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"optimizer": {"lr": 1e-3, "min_lr": 1e-2}}, r"min_lr: 0\.01 is above lr: 0\.001"),
+        ({"scheduler": {"lr_decay_style": "cosine"}}, "lr_decay_iters: is null with lr_decay_style: cosine"),
+        (
+            {"scheduler": {"lr_decay_iters": 5, "lr_warmup_iters": 5}},
+            "lr_warmup_iters: 5 is not below lr_decay_iters: 5",
+        ),
+        ({"scheduler": {"end_weight_decay": 0.5}}, "end_weight_decay: 0.5 differs from start_weight_decay"),
+        ({"enabled": False}, "enabled: Megatron is the only backend"),
+        (
+            {
+                "distributed_data_parallel_config": {
+                    "overlap_param_gather": True,
+                    "overlap_grad_reduce": True,
+                },
+                "optimizer": {"lr": 1e-3, "use_distributed_optimizer": False},
+            },
+            "overlap_param_gather: true needs optimizer.use_distributed_optimizer: true",
+        ),
+        (
+            {"distributed_data_parallel_config": {"overlap_param_gather": True}},
+            "overlap_param_gather: true needs distributed_data_parallel_config.overlap_grad_reduce: true",
+        ),
+    ],
+)
+def test_megatron_refusals(section, message):
+    with pytest.raises(ValidationError, match=message):
+        MegatronConfig.model_validate({"optimizer": {"lr": 1e-3}, **section})
+
+
+FUSED = "megatron_cfg.use_fused_linear_logprobs: true does not go with policy."
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("megatron_cfg__context_parallel_size", 2, "megatron_cfg.context_parallel_size: 2"),
+        ("sequence_packing__enabled", True, "sequence_packing.enabled: true"),
+        ("generation__top_k", 5, "generation.top_k: 5"),
+        ("generation__top_p", 0.9, "generation.top_p: 0.9"),
+        (
+            "megatron_cfg__distributed_data_parallel_config__overlap_param_gather",
+            True,
+            "megatron_cfg.distributed_data_parallel_config.overlap_param_gather: true",
+        ),
+    ],
+)
+def test_fused_guardrails_name_both_keys_and_what_to_set(load, refusals, key, value, message):
+    override = f"policy.{key.replace('__', '.')}={str(value).lower()}"
+    refusal = next(text for text in refusals(override) if FUSED in text)
+    assert message in refusal
+    assert "set policy." in refusal
+    assert "or policy.megatron_cfg.use_fused_linear_logprobs: false" in refusal
+
+
+def test_fused_guardrails_hold_without_the_loader(policy):
+    with pytest.raises(ValidationError, match="use_fused_linear_logprobs: true does not go with"):
+        PolicyConfig.model_validate(with_values(policy, generation__top_k=5))
+
+
+def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
+    assert load("policy.generation.temperature=0.7").policy.generation.temperature == 0.7
+    unfused = "policy.megatron_cfg.use_fused_linear_logprobs=false"
+    assert load(unfused, "policy.generation.top_k=5").policy.generation.top_k == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"megatron_cfg__sequence_parallel": True},
+            "sequence_parallel: true needs tensor_model_parallel_size above 1",
+        ),
+        (
+            {"megatron_cfg__tensor_model_parallel_size": 3},
+            "num_attention_heads: 4 is not divisible by policy.megatron_cfg.tensor_model_parallel_size: 3",
+        ),
+        (
+            {"megatron_cfg__tensor_model_parallel_size": 4, "model__num_query_groups": 2},
+            r"model.num_query_groups: 2 is not divisible by .*set it to 4",
+        ),
+        (
+            {"megatron_cfg__pipeline_model_parallel_size": 4},
+            "model.num_layers: 2 is not divisible by policy.megatron_cfg.pipeline_model_parallel_size: 4",
+        ),
+        (
+            {
+                "megatron_cfg__pipeline_model_parallel_size": 2,
+                "megatron_cfg__virtual_pipeline_model_parallel_size": 2,
+            },
+            "model.num_layers: 2 is not divisible by .* times .*virtual_pipeline_model_parallel_size: 2",
+        ),
+        (
+            {"megatron_cfg__virtual_pipeline_model_parallel_size": 2},
+            "virtual_pipeline_model_parallel_size: 2 needs pipeline_model_parallel_size above 1",
+        ),
+        ({"megatron_cfg__expert_model_parallel_size": 2}, "2 needs a model with experts"),
+        ({"megatron_cfg__context_parallel_size": 2}, "context parallelism is not supported yet"),
+        ({"model_name": "Qwen/Qwen3-0.6B"}, "weights cannot be loaded yet; set model_name: null"),
+        ({"init_checkpoint": "weights"}, "weights cannot be loaded yet; set init_checkpoint: null"),
+        ({"model__vocab_size": 31}, "31 is below the 32 tokens of tokenizer.name: char"),
+        ({"max_total_sequence_length": 64}, "64 is above policy.model.max_position_embeddings: 32"),
+        ({"megatron_cfg__pipeline_dtype": "bfloat16"}, "bfloat16 contradicts policy.precision: float32"),
+        ({"megatron_cfg__optimizer__bf16": True}, "bf16: true contradicts policy.precision: float32"),
+        ({"megatron_cfg__optimizer__clip_grad": 0.5}, "0.5 contradicts policy.max_grad_norm: 1.0"),
+        ({"precision": "float16"}, "fp16 gradients overflow .* set precision: bfloat16"),
+        ({"dynamic_batching__enabled": True}, "dynamic batching is not supported yet"),
+        ({"sequence_packing__enabled": True}, "sequence packing is not supported yet"),
+        ({"generation__backend": "vllm"}, "vllm is not supported yet; set backend: embedded"),
+        ({"generation__stop_strings": ["a"]}, "compares token ids"),
+        ({"generation__temperature": 0}, "greater than 0"),
+    ],
+)
+def test_policy_refusals(policy, values, message):
+    with pytest.raises(ValidationError, match=message):
+        PolicyConfig.model_validate(with_values(policy, **values))
+
+
+@pytest.mark.parametrize(
+    ("experts", "layout", "expected"),
+    [
+        (4, {"tensor_model_parallel_size": 2}, "sequence_parallel: false does not go with experts"),
+        (3, {"expert_model_parallel_size": 2}, "num_moe_experts: 3 is not divisible by"),
+    ],
+)
+def test_rules_of_experts(refusals, experts, layout, expected):
+    overrides = [f"policy.megatron_cfg.{key}={value}" for key, value in layout.items()]
+    texts = refusals(f"policy.model.num_moe_experts={experts}", *overrides)
+    assert any(expected in text for text in texts)
+    assert any("mixture-of-experts models are not supported yet" in text for text in texts)
+
+
+def test_tensor_parallel_layouts_that_fit(policy):
+    values = {"megatron_cfg__tensor_model_parallel_size": 2, "megatron_cfg__sequence_parallel": True}
+    config = PolicyConfig.model_validate(with_values(policy, **values))
+    assert config.megatron_cfg.model_parallel_size == 2

@@ -1,0 +1,181 @@
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.config.guardrails import fused_guardrails
+from nemo_rl_mcore.config.memory import estimate_memory
+from nemo_rl_mcore.config.preflight import preflight
+from nemo_rl_mcore.config.render import render
+
+UNFUSED = "policy.megatron_cfg.use_fused_linear_logprobs=false"
+TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
+PP2 = "policy.megatron_cfg.pipeline_model_parallel_size=2"
+
+
+def refused(config) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        preflight(config)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def shown(plan) -> str:
+    console = Console(file=StringIO(), width=120)
+    console.print(render(plan))
+    return console.file.getvalue()
+
+
+def test_plan_of_the_exemplar(load):
+    plan = preflight(load())
+    assert (plan.layout.world_size, plan.layout.data, plan.layout.transformer_impl) == (2, 2, "local")
+    batch = plan.batch
+    assert (batch.samples, batch.samples_per_rank, batch.optimizer_steps) == (256, 128, 1)
+    assert (batch.microbatches_per_optimizer_step, batch.logprob_passes) == (1, 1)
+    assert (batch.longest_prompt, batch.max_new_tokens, batch.max_sequence) == (4, 4, 8)
+    assert plan.reference_policy is False
+    assert len(plan.guardrails) == 6
+    assert all(guardrail.ok for guardrail in plan.guardrails)
+
+
+def test_batch_arithmetic_adds_up(load):
+    plan = preflight(
+        load(
+            TP2,
+            "cluster.cpu_workers_per_node=4",
+            "policy.train_global_batch_size=64",
+            "policy.train_micro_batch_size=8",
+            "policy.logprob_batch_size=16",
+        )
+    )
+    batch = plan.batch
+    assert plan.layout.data == 2
+    assert batch.optimizer_steps * batch.microbatches_per_optimizer_step * 8 * 2 == batch.samples
+    assert batch.logprob_passes * 16 * 2 == batch.samples
+
+
+def test_unfused_has_no_guardrails(load):
+    plan = preflight(load(UNFUSED))
+    assert plan.guardrails == ()
+    assert "use_fused_linear_logprobs  off" in shown(plan)
+
+
+def test_guardrails_tell_ok_from_refused(load):
+    policy = load().policy
+    sampling = policy.generation.model_copy(update={"top_k": 3})
+    broken = policy.model_copy(update={"generation": sampling})
+    verdicts = {guardrail.other: guardrail.ok for guardrail in fused_guardrails(broken)}
+    assert verdicts.pop("generation.top_k") is False
+    assert all(verdicts.values())
+
+
+def test_memory_of_the_whole_model_on_one_rank(load):
+    memory = estimate_memory(load())
+    weights = 86_336 * 4
+    assert memory.rank_parameters == 86_336
+    assert (memory.weights, memory.gradients, memory.reference) == (weights, weights, 0)
+    assert memory.optimizer == 2 * weights // 2  # two moments over two ranks
+    assert memory.logits == 2 * 128 * 8 * 32 * 4  # all logits fit into one chunk
+    assert memory.total == sum(
+        (memory.weights, memory.gradients, memory.optimizer, memory.reference, memory.logits)
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "expected"),
+    [
+        (["policy.precision=bfloat16"], "weights", 86_336 * 2),
+        (["policy.precision=bfloat16"], "gradients", 86_336 * 4),
+        (
+            [
+                "policy.precision=bfloat16",
+                "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=false",
+            ],
+            "gradients",
+            86_336 * 2,
+        ),
+        (["policy.precision=bfloat16"], "optimizer", 86_336 * 12 // 2),
+        (["policy.megatron_cfg.optimizer.use_distributed_optimizer=false"], "optimizer", 86_336 * 8),
+        (["policy.megatron_cfg.optimizer.optimizer=sgd"], "optimizer", 86_336 * 4 // 2),
+        (["loss_fn.reference_policy_kl_penalty=0.1"], "reference", 86_336 * 4),
+        (["policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"], "logits", 2 * 16 * 32 * 4),
+        (["policy.megatron_cfg.fused_linear_logprobs_chunk_bytes=1000"], "logits", 2000),
+        (
+            [UNFUSED, "policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"],
+            "logits",
+            2 * 128 * 8 * 32 * 4,
+        ),
+        ([TP2, UNFUSED], "logits", 2 * 128 * 8 * 16 * 4),
+        ([TP2], "rank_parameters", (86_336 - 64) // 2 + 64),
+        ([PP2], "rank_parameters", 41_088 + 2_048 + 64),
+    ],
+)
+def test_memory_follows_the_recipe(load, overrides, field, expected):
+    assert getattr(estimate_memory(load(*overrides)), field) == expected
+
+
+def test_missing_tokenizer_folder(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load("policy.tokenizer.name=nowhere")
+    assert refused(config) == [
+        f"policy.tokenizer.name: no folder 'nowhere' in {tmp_path}; "
+        "name a local Hugging Face tokenizer folder, or set it to char"
+    ]
+    (tmp_path / "nowhere").mkdir()
+    assert "holds no tokenizer" in refused(config)[0]
+    (tmp_path / "nowhere/tokenizer.json").touch()
+    assert preflight(config)
+
+
+def test_every_missing_thing_is_reported(load, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("nemo_rl_mcore.config.preflight._installed", lambda package: False)
+    config = load(
+        "policy.tokenizer.name=nowhere",
+        "logger.wandb_enabled=true",
+        f"logger.log_dir={tmp_path}/file/logs",
+    )
+    texts = refused(config)
+    assert [text.partition(":")[0] for text in texts] == [
+        "policy.tokenizer.name",
+        "logger.wandb_enabled",
+        "logger.tensorboard_enabled",
+        "logger.log_dir",
+    ]
+    assert "needs the Python package wandb; install the extra wandb, or turn it off" in texts[1]
+
+
+def test_transformer_engine_must_be_installed(load, monkeypatch):
+    overrides = ("cluster.gpus_per_node=2", "policy.megatron_cfg.transformer_impl=transformer_engine")
+    monkeypatch.setattr("nemo_rl_mcore.config.preflight._installed", lambda package: package == "tensorboard")
+    assert "needs the Python package transformer_engine" in refused(load(*overrides))[0]
+    assert preflight(load("cluster.gpus_per_node=2")).layout.transformer_impl == "local"
+    monkeypatch.setattr("nemo_rl_mcore.config.preflight._installed", lambda package: True)
+    assert preflight(load(*overrides)).layout.transformer_impl == "transformer_engine"
+    assert preflight(load("cluster.gpus_per_node=2")).layout.transformer_impl == "transformer_engine"
+    assert preflight(load()).layout.transformer_impl == "local"
+
+
+def test_rendered_plan_shows_the_numbers(load):
+    text = shown(preflight(load()))
+    for part in (
+        "1 node(s) x 2 = 2",
+        "2 / 1 = 2",
+        "16 prompts x 16 answers = 256",
+        "256 / 2 = 128",
+        "4 prompt + 4 new <= 8",
+        "no (its KL penalty is 0)",
+        "results/grpo_copy_cpu",
+        "86,336 weights",
+        "337.2 KiB",
+        "policy.generation.top_k: null",
+    ):
+        assert part in text
+    assert "refused" not in text
+
+
+def test_large_sizes_are_readable(load):
+    big = load(
+        "policy.model.hidden_size=4096", "policy.model.num_attention_heads=32", "policy.model.num_layers=32"
+    )
+    assert "GiB" in shown(preflight(big))

@@ -1,0 +1,54 @@
+import pytest
+
+from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.config.base import StrictModel
+from nemo_rl_mcore.config.schema import allowed, fields, is_known, nearest_path
+from nemo_rl_mcore.config.unsupported import UNSUPPORTED
+
+
+@pytest.mark.parametrize("path", sorted(fields()))
+def test_every_field_has_a_description(path):
+    description = fields()[path].description
+    assert description
+    assert description.endswith(".")
+
+
+@pytest.mark.parametrize("path", sorted(fields()))
+def test_what_a_field_allows_can_be_said(path):
+    assert "typing" not in allowed(fields()[path])
+    assert "<" not in allowed(fields()[path])
+
+
+def test_fields_cover_nested_sections():
+    assert {"seed", "policy.megatron_cfg.optimizer.lr", "env.arithmetic"} <= fields().keys()
+    assert all(issubclass(type(model), type) for model in (GRPOMasterConfig, StrictModel))
+
+
+def test_the_table_of_unsupported_keys_repeats_no_field():
+    assert not fields().keys() & UNSUPPORTED.keys()
+
+
+@pytest.mark.parametrize("path", sorted(UNSUPPORTED))
+def test_unsupported_keys_stand_in_known_sections(path):
+    parent = path.rpartition(".")[0]
+    assert not parent or parent in fields()
+
+
+def test_known_paths():
+    assert is_known("policy.generation.top_k")
+    assert is_known("policy.generation.vllm_cfg.enforce_eager")
+    assert not is_known("policy.generation.top_q")
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("policy.generation.top_kk", "policy.generation.top_k"),
+        ("grpo.lr", "policy.megatron_cfg.optimizer.lr"),
+        ("policy.generaton.top_k", "policy.generation.top_k"),
+        ("megatron_cfg.sequence_parallel", "policy.megatron_cfg.sequence_parallel"),
+        ("zzz", None),
+    ],
+)
+def test_nearest_path(path, nearest):
+    assert nearest_path(path) == nearest

@@ -1,0 +1,121 @@
+import copy
+
+import pytest
+
+from nemo_rl_mcore.config.validate import validate
+
+
+def texts(tree):
+    config, problems = validate(tree)
+    assert (config is None) == bool(problems)
+    return [str(problem) for problem in problems]
+
+
+def test_a_valid_tree_has_no_problems(tree):
+    config, problems = validate(tree)
+    assert problems == []
+    assert config is not None
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        (
+            "policy",
+            "train_micro_batch_size",
+            "four",
+            "'four' is not allowed; allowed: an integer, at least 1",
+        ),
+        ("policy", "train_micro_batch_size", 2.5, "2.5 is not allowed; allowed: an integer, at least 1"),
+        ("policy", "train_micro_batch_size", True, "true is not allowed; allowed: an integer, at least 1"),
+        ("policy", "train_micro_batch_size", None, "null is not allowed; allowed: an integer, at least 1"),
+        ("policy", "train_micro_batch_size", 0, "0 is not allowed; allowed: an integer, at least 1"),
+        ("policy", "precision", "double", "'double' is not allowed; allowed: float32, bfloat16"),
+        ("policy", "precision", "float16", "fp16 gradients overflow"),
+        ("policy", "generation_batch_size", "x", "allowed: an integer, at least 1 or null"),
+        ("policy", "generation", 3, "3 is not allowed; allowed: a section"),
+        ("policy", "max_grad_norm", [1], "[1] is not allowed; allowed: a number, at least 0"),
+        ("policy", "max_grad_norm", {"a": 1}, "a section is not allowed; allowed: a number, at least 0"),
+        ("loss_fn", "ratio_clip_c", 0.5, "0.5 is not allowed; allowed: a number, above 1 or null"),
+        ("loss_fn", "token_level_loss", "yes", "'yes' is not allowed; allowed: true or false"),
+        ("grpo", "normalize_reward", True, "unknown key; did you mean normalize_rewards?"),
+        ("data", "dataset_name", "gsm8k", "'gsm8k' is not allowed; allowed: copy, reverse, sort, increment"),
+        ("logger", "log_dir", 3, "3 is not allowed; allowed: text"),
+    ],
+)
+def test_wrong_fields(tree, section, key, value, message):
+    tree[section][key] = value
+    problems = texts(tree)
+    assert len(problems) == 1
+    assert problems[0].startswith(f"{section}.{key}: ")
+    assert message in problems[0]
+
+
+def test_values_inside_a_list_belong_to_the_list(tree):
+    tree["policy"]["generation"]["stop_token_ids"] = [1, "x"]
+    assert texts(tree) == [
+        "policy.generation.stop_token_ids: 'x' is not allowed; allowed: a list or null",
+    ]
+
+
+def test_missing_fields_say_what_they_are(tree):
+    del tree["policy"]["model"]["num_layers"]
+    del tree["grpo"]
+    problems = texts(tree)
+    assert "policy.model.num_layers: missing; set it: Transformer layers (an integer, at least 1)" in problems
+    assert any(text.startswith("grpo: missing; set it: The loop") for text in problems)
+
+
+def test_field_and_cross_field_problems_come_together(tree):
+    tree["sed"] = 1
+    tree["logger"]["log_dir"] = 3
+    tree["policy"]["train_global_batch_size"] = 100
+    tree["policy"]["generation"]["top_k"] = 4
+    tree["loss_fn"]["use_cispo"] = True
+    tree["loss_fn"]["disable_ppo_ratio"] = True
+    tree["grpo"]["max_rollout_turns"] = 3
+    paths = [text.partition(":")[0] for text in texts(tree)]
+    assert sorted(paths) == sorted(
+        [
+            "sed",
+            "logger.log_dir",
+            "policy.train_global_batch_size",
+            "policy.train_global_batch_size",
+            "policy.megatron_cfg.use_fused_linear_logprobs",
+            "loss_fn.use_cispo",
+            "grpo.max_rollout_turns",
+        ]
+    )
+
+
+def test_what_rests_on_a_wrong_field_is_not_judged(tree):
+    # Without the wrong value, two ranks would not be a multiple of this layout: nobody can tell.
+    tree["policy"]["megatron_cfg"]["pipeline_model_parallel_size"] = "two"
+    tree["cluster"]["cpu_workers_per_node"] = 3
+    problems = texts(tree)
+    assert len(problems) == 1
+    assert problems[0].startswith("policy.megatron_cfg.pipeline_model_parallel_size: 'two'")
+
+
+def test_what_rests_on_a_misspelt_field_is_not_judged(tree):
+    tree["cluster"]["cpu_worker_per_node"] = tree["cluster"].pop("cpu_workers_per_node")
+    tree["policy"]["megatron_cfg"]["tensor_model_parallel_size"] = 2
+    assert texts(tree) == ["cluster.cpu_worker_per_node: unknown key; did you mean cpu_workers_per_node?"]
+
+
+@pytest.mark.parametrize("broken", ["policy", "grpo", "data"])
+def test_a_missing_required_section_does_not_hide_the_others(tree, broken):
+    del tree[broken]
+    tree["checkpointing"]["enabled"] = True
+    problems = texts(tree)
+    assert any(text.startswith(f"{broken}: missing") for text in problems)
+    assert any(text.startswith("checkpointing.enabled: checkpoints cannot be written") for text in problems)
+
+
+@pytest.mark.parametrize(
+    "nonsense", [{}, {"policy": 3, "grpo": None}, {"policy": {"model": []}, "data": "x"}]
+)
+def test_nonsense_is_refused_in_words(nonsense):
+    given = copy.deepcopy(nonsense)
+    assert texts(nonsense)
+    assert nonsense == given

@@ -1,0 +1,133 @@
+import json
+import os
+import resource
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_mcore import cli
+
+REPOSITORY = Path(__file__).parents[2]
+EXEMPLAR = str(REPOSITORY / "examples/configs/grpo_copy_cpu.yaml")
+HEAVY = ("torch", "ray", "megatron", "transformers", "numpy", "matplotlib")
+
+
+def test_check_prints_the_plan(capsys):
+    assert cli.main(["check", "--config", EXEMPLAR]) == 0
+    captured = capsys.readouterr()
+    assert "16 prompts x 16 answers = 256" in captured.out
+    assert captured.err == ""
+
+
+def test_overrides_on_both_sides_of_the_config_apply(capsys):
+    arguments = [
+        "check",
+        "grpo.max_num_steps=7",
+        "--config",
+        EXEMPLAR,
+        "logger.log_dir=elsewhere",
+        "+grpo.seed=42",
+    ]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "elsewhere" in out
+    assert "7" in out.split("steps")[2]
+
+
+def test_every_problem_goes_to_stderr_with_status_2(capsys):
+    status = cli.main(
+        [
+            "check",
+            "--config",
+            EXEMPLAR,
+            "policy.precison=float32",
+            "grpo.max_num_steps=many",
+            "data.num_digits=0",
+        ]
+    )
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    assert "policy.precison: unknown key; did you mean precision?" in captured.err
+    assert "grpo.max_num_steps: 'many' is not allowed; allowed: an integer, at least 1" in captured.err
+    assert "data.num_digits: 0 is not allowed; allowed: an integer, at least 1 and at most 9" in captured.err
+
+
+def test_missing_files_are_found_by_the_preflight(capsys):
+    assert cli.main(["check", "--config", EXEMPLAR, "policy.tokenizer.name=not/here"]) == 2
+    assert "policy.tokenizer.name: no folder 'not/here'" in capsys.readouterr().err
+    assert cli.main(["check", "--config", "not/here.yaml"]) == 2
+    assert "not/here.yaml: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["check"], "required: --config"),
+        (["check", "--config", EXEMPLAR, "--dry-run"], "unrecognized arguments: --dry-run"),
+        (["train", "--config", EXEMPLAR], "invalid choice: 'train'"),
+    ],
+)
+def test_wrong_command_lines(capsys, arguments, message):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Stand in for the launcher; gives the configs it was handed."""
+    configs = []
+    launch = types.ModuleType("nemo_rl_mcore.launch")
+    launch.run_grpo = lambda config: configs.append(config) or 7
+    monkeypatch.setitem(sys.modules, "nemo_rl_mcore.launch", launch)
+    return configs
+
+
+def test_grpo_launches_after_the_preflight_and_returns_its_status(launched):
+    assert cli.main(["grpo", "--config", EXEMPLAR, "seed=3"]) == 7
+    assert [config.seed for config in launched] == [3]
+
+
+@pytest.mark.parametrize("override", ["policy.train_global_batch_size=100", "policy.tokenizer.name=not/here"])
+def test_grpo_launches_nothing_after_a_failed_preflight(launched, capsys, override):
+    assert cli.main(["grpo", "--config", EXEMPLAR, override]) == 2
+    assert launched == []
+    assert override.partition("=")[0] in capsys.readouterr().err
+
+
+PROBE = """
+import json, sys
+from nemo_rl_mcore.cli import main
+status = main(["check", "--config", sys.argv[1], "policy.megatron_cfg.optimizer.lr=5e-4"])
+loaded = sorted(name for name in json.loads(sys.argv[2]) if name in sys.modules)
+print(json.dumps({"status": status, "loaded": loaded}))
+"""
+
+
+def test_check_is_quick_and_imports_no_framework():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, EXEMPLAR, json.dumps(HEAVY)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert json.loads(done.stdout.splitlines()[-1]) == {"status": 0, "loaded": []}
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+def test_the_installed_command_exits_with_status_2():
+    command = Path(sys.executable).parent / "nemo-rl-mcore"
+    done = subprocess.run(
+        [str(command), "check", "--config", EXEMPLAR, "seeed=1"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("seeed: unknown key; did you mean seed?")

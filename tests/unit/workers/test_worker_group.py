@@ -1,0 +1,258 @@
+"""The group against real Ray actors, torch.distributed gloo where the ranks must meet."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import ray
+
+from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.worker_group import RayWorkerGroup, WorkerError
+
+# pytest's module names mean nothing to a worker.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Rank:
+    def __init__(self, greeting: str = "", *, fail_on: int = -1, hang_on: int = -1) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.greeting = greeting
+        if self.rank == fail_on:
+            raise ValueError("this rank refuses its config")
+        if self.rank == hang_on:
+            time.sleep(600)
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def combine(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return self.rank, args, kwargs
+
+    def fail(self, on: list[int]) -> int:
+        if self.rank in on:
+            raise KeyError(f"rank {self.rank} has no such row")
+        return self.rank
+
+    def hang(self, on: list[int]) -> int:
+        if self.rank in on:
+            time.sleep(600)
+        return self.rank
+
+    def crash(self, on: int) -> None:
+        if self.rank == on:
+            sys.stderr.write("fatal: the device fell off\n")
+            sys.stderr.flush()
+            os._exit(3)
+
+
+class GlooRank(Rank):
+    def __init__(self) -> None:
+        super().__init__()
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+
+    def all_reduce(self, action: str = "", on: int = -1) -> float:
+        import torch
+        import torch.distributed as dist
+
+        if self.rank == on:
+            if action == "raise":
+                raise RuntimeError("NaN in the loss")
+            os.kill(os.getpid(), signal.SIGKILL)
+        value = torch.tensor(float(self.rank + 1))
+        dist.all_reduce(value)
+        return value.item()
+
+
+@pytest.fixture
+def make_group(cluster: RayCluster) -> Any:
+    groups: list[RayWorkerGroup] = []
+
+    def make(worker_class: type, *args: Any, **kwargs: Any) -> RayWorkerGroup:
+        groups.append(
+            RayWorkerGroup(worker_class, cluster, args, kwargs, start_timeout_s=60, call_timeout_s=60)
+        )
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.shutdown()
+
+
+@pytest.fixture(scope="module")
+def steady(cluster: RayCluster) -> Any:
+    """A group for the tests that leave it whole."""
+    with RayWorkerGroup(Rank, cluster, ("hello",)) as group:
+        yield group
+
+
+def running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def becomes_true(condition: Callable[[], bool], within_s: float = 5) -> bool:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def timed_error(call: Callable[[], Any]) -> tuple[WorkerError, float]:
+    started = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        call()
+    return caught.value, time.monotonic() - started
+
+
+def test_every_rank_knows_its_place(steady: RayWorkerGroup) -> None:
+    environments = steady.run_all("environment")
+    assert [e["RANK"] for e in environments] == [e["LOCAL_RANK"] for e in environments] == ["0", "1"]
+    assert {e["WORLD_SIZE"] for e in environments} == {"2"}
+    assert {e["MASTER_ADDR"] for e in environments} == {"127.0.0.1"}
+    assert len({e["MASTER_PORT"] for e in environments}) == 1
+    assert {e["OMP_NUM_THREADS"] for e in environments} == {"1"}
+    assert {e["CUDA_VISIBLE_DEVICES"] for e in environments} == {""}
+
+
+def test_ranks_see_only_the_allowed_variables(make_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATE_SECRET", "hunter2")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    for environment in make_group(Rank).run_all("environment"):
+        assert "hunter2" not in environment.values()
+        assert not {"WORKERS_TEST_TOKEN", "AWS_SECRET_ACCESS_KEY", "LATE_SECRET"} & set(environment)
+        assert environment["NCCL_DEBUG"] == "WARN"
+        assert environment["PATH"] == os.environ["PATH"]
+        assert "PYTHONDONTWRITEBYTECODE" not in environment
+
+
+def test_run_all_sends_the_same_to_all_and_answers_in_order(steady: RayWorkerGroup) -> None:
+    assert steady.run_all("combine", 1, [2], name="x") == [
+        (0, (1, [2]), {"name": "x"}),
+        (1, (1, [2]), {"name": "x"}),
+    ]
+
+
+def test_run_each_sends_every_rank_its_own(steady: RayWorkerGroup) -> None:
+    assert steady.run_each("combine", [(10,), (20,)], common=7) == [
+        (0, (10,), {"common": 7}),
+        (1, (20,), {"common": 7}),
+    ]
+    assert steady.run_each("combine", per_rank_kwargs=[{"data": "a"}, {"data": "b"}], common=7) == [
+        (0, (), {"common": 7, "data": "a"}),
+        (1, (), {"common": 7, "data": "b"}),
+    ]
+
+
+def test_run_each_counts_the_ranks(steady: RayWorkerGroup) -> None:
+    with pytest.raises(ValueError, match="combine: per_rank_args has 3 entries for 2 ranks"):
+        steady.run_each("combine", [(1,), (2,), (3,)])
+    with pytest.raises(ValueError, match="combine: per_rank_kwargs has 1 entries for 2 ranks"):
+        steady.run_each("combine", per_rank_kwargs=[{}])
+
+
+def test_when_every_rank_raises_the_group_stays_usable(steady: RayWorkerGroup) -> None:
+    error, seconds = timed_error(lambda: steady.run_all("fail", on=[0, 1], context="step 12"))
+    assert seconds < 3
+    assert isinstance(error.cause, KeyError)
+    assert f"host {steady.identities[error.rank].host}" in str(error)
+    assert "failed in fail (step 12): KeyError" in str(error)
+    assert f"rank {1 - error.rank}: KeyError" in str(error)
+    assert steady.run_all("fail", on=[]) == [0, 1]
+
+
+def test_one_rank_raises_while_its_peer_waits_in_a_collective(make_group: Any) -> None:
+    group = make_group(GlooRank)
+    assert group.run_all("all_reduce") == [3.0, 3.0]
+    error, seconds = timed_error(lambda: group.run_all("all_reduce", "raise", on=1, context="step 3"))
+    assert 4.5 < seconds < 8
+    assert (error.rank, error.host, error.method, error.context) == (1, "127.0.0.1", "all_reduce", "step 3")
+    text = str(error)
+    first_line = text.splitlines()[0]
+    assert first_line.startswith("rank 1 (host 127.0.0.1, pid ")
+    assert first_line.endswith("failed in all_reduce (step 3): RuntimeError: NaN in the loss")
+    assert "rank 0: still waiting, stopped" in text
+    assert "in all_reduce\n    raise RuntimeError" in text
+    assert "\x1b" not in text
+    assert becomes_true(lambda: not running(group.identities[0].pid))
+    again, seconds = timed_error(lambda: group.run_all("all_reduce", context="step 4"))
+    assert seconds < 1
+    assert "all_reduce (step 4) was not started: the worker group ended with an earlier failure" in str(again)
+    assert "NaN in the loss" in str(again)
+
+
+def test_a_killed_rank_is_the_root_cause(make_group: Any) -> None:
+    group = make_group(GlooRank)
+    error, seconds = timed_error(lambda: group.run_all("all_reduce", "kill", on=0, context="step 5"))
+    assert seconds < 15
+    assert error.rank == 0
+    first_line, *rest = str(error).splitlines()
+    assert first_line.startswith(f"rank 0 ({group.identities[0]}) died in all_reduce (step 5): ")
+    assert any(line.strip().startswith("rank 1:") for line in rest)
+
+
+def test_a_rank_killed_from_outside_between_calls(make_group: Any) -> None:
+    group = make_group(Rank)
+    os.kill(group.identities[1].pid, signal.SIGKILL)
+    error, seconds = timed_error(lambda: group.run_all("combine", context="step 6"))
+    assert seconds < 15
+    assert error.rank == 1
+
+
+def test_the_end_of_standard_error_is_shown_for_a_crash(make_group: Any) -> None:
+    group = make_group(Rank)
+    error, _ = timed_error(lambda: group.run_all("crash", on=1))
+    assert error.rank == 1
+    assert str(error).splitlines()[-1] == "fatal: the device fell off"
+
+
+def test_a_deadline_names_what_it_waited_for(make_group: Any) -> None:
+    group = make_group(Rank)
+    error, seconds = timed_error(lambda: group.run_all("hang", on=[1], context="step 7", timeout_s=1.5))
+    assert 1.4 < seconds < 4
+    assert error.rank == -1
+    expected = (
+        f"hang (step 7) did not return within 1.5 s on rank 1 ({group.identities[1]}), now stopped; 1 of 2"
+    )
+    assert expected in str(error)
+    assert becomes_true(lambda: not running(group.identities[1].pid))
+
+
+def test_a_constructor_that_fails_names_its_rank(cluster: RayCluster) -> None:
+    error, seconds = timed_error(lambda: RayWorkerGroup(Rank, cluster, (), {"fail_on": 1}))
+    assert seconds < 10
+    assert error.rank == 1
+    assert error.host == "127.0.0.1"
+    assert "Rank() (start of the workers): ValueError: this rank refuses its config" in str(error)
+
+
+def test_a_constructor_that_hangs_meets_a_deadline(cluster: RayCluster) -> None:
+    error, _ = timed_error(lambda: RayWorkerGroup(Rank, cluster, (), {"hang_on": 0}, start_timeout_s=4))
+    assert "Rank() (start of the workers) did not return within 4 s on rank 0 (starting)" in str(error)
+
+
+def test_a_second_group_has_its_own_rendezvous_and_its_own_end(
+    steady: RayWorkerGroup, make_group: Any
+) -> None:
+    group = make_group(Rank)
+    assert len({each.run_all("environment")[0]["MASTER_PORT"] for each in (steady, group)}) == 2
+    pids = [identity.pid for identity in group.identities.values()]
+    assert all(running(pid) for pid in pids)
+    group.shutdown()
+    group.shutdown()
+    assert becomes_true(lambda: not any(running(pid) for pid in pids))
+    with pytest.raises(WorkerError, match="the worker group is shut down"):
+        group.run_all("combine")
+    assert len(steady.run_all("combine")) == 2
