@@ -6,7 +6,7 @@ from typing import cast
 from pydantic import model_validator
 
 from nemo_rl_mcore.config.algorithm import GRPOConfig
-from nemo_rl_mcore.config.base import NonNegativeInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import NonNegativeInt, PositiveInt, Problem, StrictModel
 from nemo_rl_mcore.config.checks import master_problems
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig
@@ -19,8 +19,8 @@ class GRPOMasterConfig(StrictModel):
 
     seed: NonNegativeInt = 42
     """Seed of the weights, the prompts and the sampling; left out, it is grpo.seed."""
-    max_consecutive_skips: NonNegativeInt = 5
-    """Optimizer steps in a row that may be skipped for a loss or gradient that is not finite."""
+    max_consecutive_skips: PositiveInt = 5
+    """Optimizer steps skipped in a row, for a loss or gradient that is not finite, that end the run."""
     grpo: GRPOConfig
     """The loop."""
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()

@@ -1,8 +1,8 @@
 """Tensor-parallel cases of the log-probability kernels on four gloo ranks, each against a one-rank oracle.
 
-Run as a script with the path of a JSON file to write: per case the worst error over ranks of every quantity, and
-what is sent. The ranks are forked after torch is imported, so the import is paid once; groups of 1, 2 and 4
-ranks share the four processes.
+Run as a script with the path of a JSON file to write: per case the worst error over ranks of every quantity,
+and what is sent. The ranks are forked after torch is imported, so the import is paid once; groups of 1, 2 and
+4 ranks share the four processes.
 """
 
 from __future__ import annotations

@@ -61,8 +61,16 @@ def test_icepop_zeroes_and_counts_tokens():
     check(bounded("icepop", 0.95, 1.5), [[0, 1, 0], [1.1, 0]], 3, MetricKind.TOKENS)
 
 
-def test_bounds_are_inclusive():
-    check(bounded("icepop", 0.25, 2.0), [[2, 1, 0.25], [1.1, 0.9]], 0, MetricKind.TOKENS)
+@pytest.mark.parametrize("kind", ["tis", "icepop"])
+def test_bounds_are_inclusive(kind: str):
+    # exp(log x) may round; 0 and its weight of 1 do not.
+    low = bounded(kind, 1.0, 9.0)
+    high = bounded(kind, 0.0, 1.0)
+    assert (low.weights[0, 1].item(), high.weights[0, 1].item()) == (1, 1)
+    check(low, [[2, 1, 1 if kind == "tis" else 0], [1.1, 1 if kind == "tis" else 0]], 2, MetricKind.TOKENS)
+    check(
+        high, [[1 if kind == "tis" else 0, 1, 0.25], [1 if kind == "tis" else 0, 0.9]], 2, MetricKind.TOKENS
+    )
 
 
 def test_sequence_mask_drops_rows_by_their_geometric_mean_and_keeps_the_raw_weights_of_others():
@@ -82,9 +90,10 @@ def test_sequence_level_bounds_act_on_the_row_weight_and_count_its_tokens():
 
 
 def test_a_weight_that_is_not_finite_is_zero_before_the_bounds():
-    masks = Masks.of(BatchedDataDict(token_mask=torch.ones(1, 3), sample_mask=torch.ones(1)), torch.float64)
-    log_ratio = torch.tensor([[math.inf, math.nan]], dtype=torch.float64)
-    for kind, expected in (("tis", [0.5, 0.5]), ("icepop", [0, 0]), ("seq-mask-tis", [0, 0])):
+    masks = Masks.of(BatchedDataDict(token_mask=torch.ones(1, 4), sample_mask=torch.ones(1)), torch.float64)
+    log_ratio = torch.tensor([[math.inf, math.nan, 0.0]], dtype=torch.float64)
+    # The geometric mean leaves those two out, so the row stays.
+    for kind, expected in (("tis", [0.5, 0.5, 1]), ("icepop", [0, 0, 1]), ("seq-mask-tis", [0, 0, 1])):
         cfg = ClippedPGLossConfig(
             use_importance_sampling_correction=True,
             truncated_importance_sampling_type=kind,

@@ -1,0 +1,192 @@
+"""The loop of GRPO over Protocol fakes: what is called, in which order, with what. Learning is tested on real ranks."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from nemo_rl_mcore.algorithms.grpo import GRPO
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
+from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import DigitTaskSource
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.environments import ArithmeticEnvironment
+
+TOKENIZER = load_tokenizer("char")
+
+
+class FakePolicy:
+    def __init__(self, update_successful=True):
+        self.calls, self.batches, self.update_successful = [], [], update_successful
+
+    def generate(self, data, *, step, greedy=False):
+        self.calls.append("validate" if greedy else "generate")
+        # Sample 0 answers right, the others stop at once; of three prompts, two are not answered right by anyone.
+        rows = []
+        for prompt, index, sample in zip(
+            data["input_ids"].tolist(), data["prompt_index"].tolist(), data["sample_index"].tolist(), strict=True
+        ):
+            digits = prompt[:2] if sample == 0 and index % 3 == 0 else []
+            rows.append([*digits, TOKENIZER.eos_token_id])
+        tokens = torch.zeros(len(rows), 3, dtype=torch.long)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row)
+        finished = torch.tensor([sample != 1 for sample in data["sample_index"].tolist()])
+        lengths = torch.tensor([len(row) for row in rows])
+        return BatchedDataDict(tokens=tokens, logprobs=-torch.ones(len(rows), 3), lengths=lengths, finished=finished)
+
+    def get_logprobs(self, data):
+        self.calls.append("logprobs")
+        return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
+
+    def get_reference_policy_logprobs(self, data):
+        self.calls.append("reference")
+        return BatchedDataDict(reference_logprobs=torch.ones(data["input_ids"].shape))
+
+    def train(self, data, loss_fn):
+        self.calls.append("train")
+        self.batches.append(data)
+        self.loss_fn = loss_fn
+        reasons = [] if self.update_successful else ["the loss is nan"]
+        return {
+            "all_mb_metrics": {"loss": [0.5, 1.5], "probs_ratio_min": [0.5, 0.25], "probs_ratio_max": [1.0, 3.0]},
+            "grad_norm": torch.tensor([1.0, 2.0]), "update_successful": self.update_successful, "skip_reasons": reasons,
+        }  # fmt: skip
+
+
+class Notes:
+    def __init__(self):
+        self.steps, self.phases, self.sampled = {}, [], []
+
+    @contextmanager
+    def phase(self, name):
+        self.phases.append(name)
+        yield
+
+    def log(self, step, metrics):
+        self.steps[step] = dict(metrics)
+
+    def samples(self, step, rollout):
+        self.sampled.append(step)
+
+
+def master(grpo=None, loss_fn=None, **top):
+    generations = (grpo or {}).get("num_generations_per_prompt", 3)
+    return GRPOMasterConfig.model_validate(
+        {
+            "seed": 1,
+            "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 3, "max_num_steps": 2} | (grpo or {}),
+            "loss_fn": {"reference_policy_kl_penalty": 0.0} | (loss_fn or {}),
+            "policy": {
+                "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32},
+                "tokenizer": {"name": "char"},
+                "train_global_batch_size": 4 * generations,
+                "train_micro_batch_size": 1,
+                "max_total_sequence_length": 8,
+                "megatron_cfg": {"optimizer": {"lr": 1e-3}},
+                "generation": {"max_new_tokens": 3},
+            },
+            "data": {"dataset_name": "copy", "num_digits": 2},
+        }
+        | top
+    )
+
+
+def run(config, policy=None):
+    policy, notes = policy or FakePolicy(), Notes()
+    collector = RolloutCollector(policy, ArithmeticEnvironment(), TOKENIZER, config.data.max_prompt_length)
+    grpo = GRPO(config, policy, collector, DigitTaskSource("copy", 2, config.seed), notes)
+    grpo.run()
+    return policy, notes
+
+
+def test_a_step_is_generate_logprobs_train():
+    policy, notes = run(master())
+    assert policy.calls == ["generate", "logprobs", "train"] * 2
+    assert notes.phases == ["generation", "logprobs", "train"] * 2
+    assert sorted(notes.steps) == [1, 2]
+    first, second = (set(batch["prompt_index"].tolist()) for batch in policy.batches)
+    assert len(first) == len(second) == 4
+    assert first != second
+
+
+def test_the_reference_is_asked_only_where_the_kl_penalty_is_not_zero():
+    policy, _ = run(master(loss_fn={"reference_policy_kl_penalty": 0.1}))
+    assert policy.calls == ["generate", "logprobs", "reference", "train"] * 2
+    assert (policy.batches[0]["reference_policy_logprobs"] == 1).all()
+
+
+def test_advantages_compare_a_sample_with_the_others_of_its_prompt():
+    policy, _ = run(master(grpo={"adv_estimator": {"normalize_rewards": False}}))
+    batch = policy.batches[0]
+    for row in range(batch.size):
+        group = batch["prompt_index"] == batch["prompt_index"][row]
+        others = (batch["rewards"][group].sum() - batch["rewards"][row]) / 2
+        wanted = batch["rewards"][row] - others
+        assert torch.allclose(batch["advantages"][row], wanted.expand(batch["advantages"].shape[1]))
+
+
+def test_metrics_of_several_optimizer_steps_combine_by_their_kind():
+    policy, notes = run(master())
+    step = notes.steps[1]
+    assert step["train/loss"] == 1.0
+    assert step["train/probs_ratio_min"] == 0.25
+    assert step["train/probs_ratio_max"] == 3.0
+    assert step["train/grad_norm"] == 1.5
+    assert step["train/skipped_steps"] == 0
+    assert step["train/reward"] == pytest.approx(float(policy.batches[0]["rewards"].mean()))
+
+
+def test_overlong_filtering_drops_samples_that_did_not_end():
+    policy, notes = run(master(grpo={"overlong_filtering": True}))
+    batch = policy.batches[0]
+    assert torch.equal(batch["sample_mask"] == 0, batch["sample_index"] == 1)
+    assert notes.steps[1]["train/truncation_rate"] == pytest.approx(1 / 3)
+
+
+def test_dynamic_sampling_trains_on_full_steps_of_groups_with_signal():
+    policy, notes = run(master(grpo={"use_dynamic_sampling": True}))
+    for batch in policy.batches:
+        assert batch.size == 12
+        assert (batch["prompt_index"] % 3 == 0).all()
+        assert len(set(batch["prompt_index"].tolist())) == 4
+    rounds = [notes.steps[step]["train/dynamic_sampling_rounds"] for step in (1, 2)]
+    assert policy.calls.count("generate") == sum(rounds)
+    assert sum(rounds) > 2
+
+
+def test_dynamic_sampling_that_finds_no_signal_says_which_keys_to_change():
+    config = master(
+        grpo={"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1, "batch_multiplier": 1.0}
+    )
+    with pytest.raises(RuntimeError, match=r"dynamic_sampling_max_gen_batches.*num_prompts_per_step"):
+        run(config)
+
+
+def test_reward_scaling_feeds_training_while_the_report_keeps_the_reward():
+    scaling = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": -1.0, "target_max": 1.0}
+    policy, notes = run(master(grpo={"reward_scaling": scaling}))
+    _, plain = run(master())
+    assert notes.steps[1]["train/reward"] == plain.steps[1]["train/reward"]
+    batch = policy.batches[0]
+    assert torch.allclose(batch["rewards"], 2 * batch["environment_rewards"] - 1)
+
+
+def test_validation_runs_at_start_by_period_and_at_end_on_held_out_prompts():
+    grpo = {"max_num_steps": 5, "val_period": 2, "val_at_start": True, "val_at_end": True, "max_val_samples": 5}
+    policy, notes = run(master(grpo=grpo | {"val_batch_size": 3}))
+    validated = [step for step, metrics in notes.steps.items() if "validation/accuracy" in metrics]
+    assert validated == [0, 2, 4, 5]
+    assert policy.calls.count("validate") == 4 * 2
+    assert len({notes.steps[step]["validation/reward"] for step in validated}) == 1
+
+
+def test_skipped_steps_are_counted_and_end_the_run_at_the_limit_after_they_were_logged():
+    policy, notes = FakePolicy(update_successful=False), Notes()
+    config = master(grpo={"max_num_steps": 9}, max_consecutive_skips=3)
+    collector = RolloutCollector(policy, ArithmeticEnvironment(), TOKENIZER, config.data.max_prompt_length)
+    with pytest.raises(TooManySkippedStepsError, match="step 3"):
+        GRPO(config, policy, collector, DigitTaskSource("copy", 2, 1), notes).run()
+    assert [notes.steps[step]["train/skipped_steps"] for step in (1, 2, 3)] == [1, 2, 3]

@@ -1,0 +1,98 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_mcore.ops.sampling import SamplingParams, filtered_logprobs, keyed_uniforms, sample_keys, sample_tokens
+
+
+def keys(rows, seed=1, step=2):
+    return sample_keys(seed, step, torch.arange(rows), torch.zeros(rows, dtype=torch.long))
+
+
+def test_uniforms_are_uniform_and_independent_over_keys_and_positions():
+    drawn = torch.stack([keyed_uniforms(keys(4000), position) for position in range(8)])
+    assert drawn.dtype == torch.float64
+    assert 0 <= drawn.min()
+    assert drawn.max() < 1
+    # Chi-square over 50 equal bins; the 0.001 quantiles of 49 degrees of freedom are 23.98 and 85.35.
+    counts = torch.histc(drawn.flatten(), bins=50, min=0, max=1)
+    expected = drawn.numel() / 50
+    assert 23.98 < ((counts - expected) ** 2 / expected).sum() < 85.35
+    correlation = torch.corrcoef(drawn) - torch.eye(8)
+    assert correlation.abs().max() < 4.5 / 4000**0.5
+
+
+@pytest.mark.parametrize("changed", ["seed", "step", "prompt", "sample"])
+def test_every_part_of_the_key_counts(changed):
+    base = {"seed": 3, "step": 5, "prompt": 7, "sample": 11}
+    other = base | {changed: base[changed] + 1}
+
+    def noise(parts):
+        key = sample_keys(parts["seed"], parts["step"], torch.tensor([parts["prompt"]]), torch.tensor([parts["sample"]]))
+        return [float(keyed_uniforms(key, position)) for position in range(4)]
+
+    assert noise(base) == noise(dict(base))
+    assert not set(noise(base)) & set(noise(other))
+
+
+def test_swapping_prompt_and_sample_changes_the_noise():
+    left = sample_keys(1, 2, torch.tensor([3]), torch.tensor([4]))
+    right = sample_keys(1, 2, torch.tensor([4]), torch.tensor([3]))
+    assert left != right
+
+
+def test_keys_do_not_collide():
+    prompts = torch.arange(1000).repeat_interleave(64)
+    samples = torch.arange(64).repeat(1000)
+    assert len(sample_keys(0, 1, prompts, samples).unique()) == 64000
+
+
+def test_frequencies_follow_the_softmax_at_a_temperature():
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -30.0])
+    rows = 40_000
+    tokens, logprobs = sample_tokens(
+        logits.expand(rows, -1), keyed_uniforms(keys(rows), 0), SamplingParams(temperature=0.7)
+    )
+    wanted = (logits.double() / 0.7).softmax(-1)
+    found = torch.bincount(tokens, minlength=5) / rows
+    assert found[4] == 0
+    assert (found - wanted).abs().max() < 4.5 * 0.5 / rows**0.5
+    assert torch.allclose(logprobs, wanted.log().float()[tokens], atol=1e-5)
+
+
+@given(st.integers(1, 12), st.integers(0, 10_000))
+def test_top_k_keeps_the_k_likeliest(top_k, seed):
+    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(seed))
+    found = filtered_logprobs(logits, SamplingParams(top_k=top_k))
+    assert (found.isfinite().sum(1) == top_k).all()
+    assert torch.allclose(found.exp().sum(1), torch.ones(3))
+    dropped = logits.masked_fill(found.isfinite(), -torch.inf).amax(1)
+    kept = logits.masked_fill(~found.isfinite(), torch.inf).amin(1)
+    assert (kept > dropped).all()
+
+
+@given(st.floats(0.01, 0.99), st.integers(0, 10_000))
+def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p, seed):
+    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).float()
+    found = filtered_logprobs(logits, SamplingParams(top_p=top_p))
+    for row_logits, row in zip(logits, found, strict=True):
+        probabilities = row_logits.softmax(-1)
+        kept = probabilities[row.isfinite()]
+        assert kept.sum() >= top_p - 1e-5
+        assert kept.sum() - kept.min() < top_p + 1e-5
+        assert row[probabilities.argmax()].isfinite()
+
+
+def test_extreme_logits_give_finite_answers():
+    logits = torch.tensor([[120.0, -120.0, 0.0], [-120.0, -120.0, -120.0]])
+    tokens, logprobs = sample_tokens(logits, torch.tensor([0.999999999, 0.0], dtype=torch.float64), SamplingParams())
+    assert tokens.tolist() == [0, 0]
+    assert logprobs.isfinite().all()
+
+
+def test_greedy_ignores_the_noise():
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    for uniform in (0.0, 0.5, 0.999):
+        tokens, _ = sample_tokens(logits, torch.tensor([uniform], dtype=torch.float64), SamplingParams(greedy=True))
+        assert tokens.tolist() == [1]

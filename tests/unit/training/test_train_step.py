@@ -1,0 +1,241 @@
+"""The state machine of the split step, on a fake backend that writes down what it was asked."""
+
+import math
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.base import EPSILON, LossSums, LossType, MetricKind, MetricSum
+from nemo_rl_mcore.training.step_sums import LocalSums
+from nemo_rl_mcore.training.train_step import Phase, TrainStep, TrainStepError
+
+
+class SumOfRewards:
+    """A stand-in for a loss: only what the state machine reads."""
+
+    def __init__(self, loss_type=LossType.TOKEN_LEVEL):
+        self.loss_type = loss_type
+
+
+class FakeBackend:
+    def __init__(self):
+        self.calls = []
+        self.synchronised = True
+        self.norm = 2.0
+        self.fail_at = None
+
+    def _note(self, call):
+        self.calls.append(call)
+        if self.fail_at == call:
+            raise RuntimeError(f"injected at {call}")
+
+    def snapshot(self):
+        self._note("snapshot")
+        return "state at begin"
+
+    def restore(self, snapshot):
+        assert snapshot == "state at begin"
+        self._note("restore")
+
+    def zero_grad(self):
+        self._note("zero_grad")
+
+    @contextmanager
+    def deferred_grad_sync(self):
+        self._note("defer")
+        self.synchronised = False
+        try:
+            yield
+        finally:
+            self.synchronised = True
+
+    def forward_backward(self, data, loss_fn, micro_batch_size):
+        self._note("forward_backward")
+        assert not self.synchronised
+        loss = MetricSum(data["rewards"].sum(), MetricKind.TOKENS)
+        return LocalSums.of(LossSums(loss.value, {"loss": loss}), data)
+
+    def reduce(self, sums):
+        self._note("reduce")
+        return sums.reduce(lambda packed, kind: None)
+
+    def scale_gradients(self, factor):
+        self._note("scale")
+        self.factor = factor
+
+    def finalize_gradients(self):
+        assert self.synchronised, "gradients are finalised after the hold-back ended"
+        self._note("finalize")
+
+    def gradient_norm(self):
+        self._note("norm")
+        return self.norm
+
+    def optimizer_step(self, increment):
+        self.increment = increment
+        self._note("optimizer")
+        return True
+
+    def learning_rate_and_weight_decay(self):
+        return 0.5, 0.25
+
+
+def rows(rewards, tokens=3, valid=True):
+    count = len(rewards)
+    return BatchedDataDict(
+        rewards=torch.tensor(rewards),
+        token_mask=torch.ones(count, tokens),
+        sample_mask=torch.full((count,), float(valid)),
+    )
+
+
+def begun(loss_type=LossType.TOKEN_LEVEL, **options):
+    backend = FakeBackend()
+    step = TrainStep(backend)
+    step.begin(SumOfRewards(loss_type), gbs=4, mbs=2, **options)
+    return step, backend
+
+
+@pytest.mark.parametrize(("loss_type", "count"), [(LossType.TOKEN_LEVEL, 6.0), (LossType.SEQUENCE_LEVEL, 3.0)])
+def test_uneven_chunks_are_divided_once_by_the_whole_count(loss_type, count):
+    step, backend = begun(loss_type)
+    step.microbatch(rows([1.0]))
+    step.microbatch(rows([2.0, 6.0]))
+    result = step.finish()
+    assert backend.factor == pytest.approx(1 / (count + EPSILON))
+    assert result.totals.metrics["loss"] == pytest.approx(9 / 6)
+    assert (result.totals.valid_seqs, result.totals.valid_toks) == (3.0, 6.0)
+    assert backend.calls == [
+        *("snapshot", "zero_grad", "defer", "forward_backward", "forward_backward"),
+        *("reduce", "scale", "finalize", "norm", "optimizer"),
+    ]
+    assert backend.increment == 4
+    assert (result.outcome.lr, result.outcome.wd, result.outcome.grad_norm) == (0.5, 0.25, 2.0)
+    assert step.phase is Phase.IDLE
+
+
+@pytest.mark.parametrize(
+    ("calls", "remedy"),
+    [
+        (["microbatch"], "begin_train_step first"),
+        (["finish"], "begin_train_step first"),
+        (["begin", "begin"], "finish_train_step or abort_train_step"),
+        (["begin", "finish", "microbatch"], "begin_train_step first"),
+        (["begin", "abort", "finish"], "begin_train_step first"),
+    ],
+)
+def test_calls_out_of_order_say_what_to_call(calls, remedy):
+    backend = FakeBackend()
+    step = TrainStep(backend)
+    actions = {
+        "begin": lambda: step.begin(SumOfRewards(), gbs=4, mbs=2),
+        "microbatch": lambda: step.microbatch(rows([1.0])),
+        "finish": step.finish,
+        "abort": step.abort,
+    }
+    for call in calls[:-1]:
+        actions[call]()
+    with pytest.raises(TrainStepError, match=remedy):
+        actions[calls[-1]]()
+
+
+@pytest.mark.parametrize("fail_at", ["forward_backward", "reduce", "scale", "finalize", "norm"])
+def test_a_failure_leaves_failed_whose_only_exit_is_abort(fail_at):
+    step, backend = begun()
+    step.microbatch(rows([1.0]))
+    backend.fail_at = fail_at
+    with pytest.raises(RuntimeError, match="injected"):
+        step.microbatch(rows([1.0])) if fail_at == "forward_backward" else step.finish()
+    assert step.phase is Phase.FAILED
+    for call in (step.finish, lambda: step.microbatch(rows([1.0])), lambda: step.begin(SumOfRewards(), gbs=1, mbs=1)):
+        with pytest.raises(TrainStepError, match="abort_train_step"):
+            call()
+    backend.fail_at, backend.calls = None, []
+    step.abort()
+    assert backend.calls == ["zero_grad", "restore"]
+    assert backend.synchronised
+    assert step.phase is Phase.IDLE
+    step.begin(SumOfRewards(), gbs=4, mbs=2)
+
+
+@pytest.mark.parametrize("fail_at", ["zero_grad", "defer"])
+def test_a_failed_begin_can_be_aborted(fail_at):
+    backend = FakeBackend()
+    backend.fail_at = fail_at
+    step = TrainStep(backend)
+    with pytest.raises(RuntimeError, match="injected"):
+        step.begin(SumOfRewards(), gbs=4, mbs=2)
+    assert step.phase is Phase.FAILED
+    backend.fail_at = None
+    step.abort()
+    assert step.phase is Phase.IDLE
+
+
+def test_a_failure_inside_the_optimizer_says_reload_the_checkpoint():
+    step, backend = begun()
+    step.microbatch(rows([1.0]))
+    backend.fail_at = "optimizer"
+    with pytest.raises(RuntimeError, match="injected"):
+        step.finish()
+    for _ in range(2):
+        with pytest.raises(TrainStepError, match="reload the checkpoint"):
+            step.abort()
+
+
+def test_abort_when_idle_does_nothing():
+    backend = FakeBackend()
+    TrainStep(backend).abort()
+    assert backend.calls == []
+
+
+@pytest.mark.parametrize("chunks", [[], [rows([1.0, 2.0], valid=False)]], ids=["no-chunk", "masked"])
+def test_an_empty_step_never_reaches_the_optimizer(chunks):
+    step, backend = begun()
+    for chunk in chunks:
+        step.microbatch(chunk)
+    result = step.finish()
+    assert result.outcome.skip_reason == "no valid sample in the step"
+    assert not result.outcome.update_successful
+    assert not {"scale", "finalize", "optimizer"} & set(backend.calls)
+    assert backend.synchronised
+
+
+def test_a_loss_or_gradient_that_is_not_finite_is_skipped_with_its_reason():
+    step, backend = begun()
+    step.microbatch(rows([math.nan]))
+    assert step.finish().outcome.skip_reason == "the loss is nan"
+    step.begin(SumOfRewards(), gbs=4, mbs=2)
+    step.microbatch(rows([1.0]))
+    backend.norm = math.inf
+    assert step.finish().outcome.skip_reason == "the gradient norm is inf"
+    assert "optimizer" not in backend.calls
+    step.begin(SumOfRewards(), gbs=4, mbs=2)
+
+
+def test_identifiers_make_calls_idempotent():
+    step, backend = begun(step_id="seven")
+    step.microbatch(rows([1.0]), chunk_id="a")
+    with pytest.raises(TrainStepError, match="'a' was already added"):
+        step.microbatch(rows([1.0]), chunk_id="a")
+    assert step.phase is Phase.OPEN
+    result = step.finish()
+    assert result.totals.valid_seqs == 1.0
+    assert step.finish() is result
+    assert backend.calls.count("optimizer") == 1
+    with pytest.raises(TrainStepError, match="already committed"):
+        step.begin(SumOfRewards(), gbs=4, mbs=2, step_id="seven")
+    step.begin(SumOfRewards(), gbs=4, mbs=2, step_id="eight")
+
+
+def test_a_chunk_that_failed_may_be_sent_again_after_the_abort():
+    step, backend = begun()
+    backend.fail_at = "forward_backward"
+    with pytest.raises(RuntimeError, match="injected"):
+        step.microbatch(rows([1.0]), chunk_id="a")
+    step.abort()
+    backend.fail_at = None
+    step.begin(SumOfRewards(), gbs=4, mbs=2)
+    step.microbatch(rows([1.0]), chunk_id="a")
+    assert step.finish().outcome.update_successful
