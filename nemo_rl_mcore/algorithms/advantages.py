@@ -187,14 +187,17 @@ def kl_penalty(loss_cfg: ClippedPGLossConfig, **logprobs: Tensor | None) -> Tens
 _ESTIMATORS = {
     "grpo": GRPOAdvantageEstimator,
     "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
-    "gae": GeneralizedAdvantageEstimator,
 }
 
 
 def make_advantage_estimator(
     cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig
-) -> GRPOAdvantageEstimator | ReinforcePlusPlusAdvantageEstimator | GeneralizedAdvantageEstimator:
-    """Return the estimator that `cfg.name` names."""
+) -> AdvantageEstimator:
+    """Return the estimator that `cfg.name` names; ValueError for gae, which also takes a critic's values."""
+    if cfg.name not in _ESTIMATORS:
+        raise ValueError(
+            f"adv_estimator.name: {cfg.name} needs a critic; without one, use {' or '.join(_ESTIMATORS)}"
+        )
     return _ESTIMATORS[cfg.name](cfg, loss_cfg)
 
 

@@ -5,7 +5,7 @@ No Ray and no Megatron here: the policy and the engine come in behind `interface
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,9 +21,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.interfaces import PolicyInterface
 from nemo_rl_mcore.losses import ClippedPGLossFn
-
-# The noise of a validation is keyed by this step, so that every validation answers with the same noise.
-_VALIDATION_STEP = 0
+from nemo_rl_mcore.observability import Sample
 
 
 class StepObserver(Protocol):
@@ -37,8 +35,8 @@ class StepObserver(Protocol):
         """Record a finished step."""
         ...
 
-    def samples(self, step: int, rollout: Rollout) -> None:
-        """Look at answered prompts."""
+    def add_samples(self, samples: Iterable[Sample]) -> None:
+        """Keep answers for the report."""
         ...
 
 
@@ -61,7 +59,7 @@ class GRPO:
         loss_fn = ClippedPGLossFn(self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs)
         guard = SkipGuard(self.config.max_consecutive_skips)
         if grpo.val_at_start:
-            self.observer.log(0, self.validate())
+            self.observer.log(0, self.validate(0))
         for step in range(1, grpo.max_num_steps + 1):
             with self.observer.phase("generation"):
                 rollout, sampling_metrics = self.roll_out(step)
@@ -71,13 +69,13 @@ class GRPO:
             with self.observer.phase("train"):
                 result = self.policy.train(rollout.batch, loss_fn)
             metrics = sampling_metrics | _rollout_metrics(rollout) | _train_metrics(result)
+            self.observer.add_samples(rollout.one_sample_a_prompt(step))
             last = step == grpo.max_num_steps
             if (grpo.val_period and step % grpo.val_period == 0) or (last and grpo.val_at_end):
                 with self.observer.phase("validation"):
-                    metrics |= self.validate()
+                    metrics |= self.validate(step)
             guard_error = guard.check(step, result, rollout.batch)
             self.observer.log(step, metrics | {"train/skipped_steps": guard.total})
-            self.observer.samples(step, rollout)
             if guard_error is not None:
                 raise guard_error
 
@@ -160,14 +158,14 @@ class GRPO:
         assert isinstance(advantages, torch.Tensor)  # the config refuses estimators with a critic
         batch["advantages"] = advantages
 
-    def validate(self) -> dict[str, float]:
+    def validate(self, step: int) -> dict[str, float]:
         """The greedy answers to the held-out prompts: mean reward and share of full marks."""
         prompts = self.prompts.validation(self.config.grpo.max_val_samples)
         size = self.config.grpo.val_batch_size
         rewards: list[float] = []
         for start in range(0, len(prompts), size):
-            rollout = self.collector.collect(prompts[start : start + size], 1, step=_VALIDATION_STEP, greedy=True)
-            self.observer.samples(_VALIDATION_STEP, rollout)
+            rollout = self.collector.collect(prompts[start : start + size], 1, step=step, greedy=True)
+            self.observer.add_samples(rollout.one_sample_a_prompt(step))
             rewards += rollout.batch["rewards"].tolist()
         perfect = sum(reward >= 1.0 for reward in rewards) / len(rewards)
         return {"validation/reward": sum(rewards) / len(rewards), "validation/accuracy": perfect}

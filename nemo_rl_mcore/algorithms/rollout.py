@@ -14,6 +14,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.interfaces import EnvironmentInterface, GenerationInterface
+from nemo_rl_mcore.observability import Sample
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,21 @@ class Rollout:
             [self.prompts[i] for i in rows],
             [self.responses[i] for i in rows],
         )
+
+    def one_sample_a_prompt(self, step: int) -> list[Sample]:
+        """The first answer to each prompt, for people to read."""
+        first_rows = (self.batch["sample_index"] == 0).nonzero().flatten().tolist()
+        return [
+            Sample(
+                step=step,
+                prompt=self.prompts[row].text,
+                answer=self.prompts[row].answer,
+                response=self.responses[row],
+                reward=float(self.batch["rewards"][row]),
+                finished=bool(self.batch["finished"][row]),
+            )
+            for row in first_rows
+        ]
 
     @staticmethod
     def concatenate(parts: Sequence[Rollout], pad_token_id: int) -> Rollout:

@@ -1,0 +1,19 @@
+"""What a run shows and leaves behind: metric sinks, progress, timing, report."""
+
+from nemo_rl_mcore.observability.progress import ProgressDisplay
+from nemo_rl_mcore.observability.recorder import RunRecorder
+from nemo_rl_mcore.observability.report import HistorySink, Sample, read_history, write_report
+from nemo_rl_mcore.observability.sinks import MetricSink, open_sinks
+from nemo_rl_mcore.observability.timing import PhaseTimer
+
+__all__ = [
+    "HistorySink",
+    "MetricSink",
+    "PhaseTimer",
+    "ProgressDisplay",
+    "RunRecorder",
+    "Sample",
+    "open_sinks",
+    "read_history",
+    "write_report",
+]

@@ -114,23 +114,30 @@ class RayCluster:
             )
         self._started_session = True
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        with only_environment(session_environment(os.environ)):
-            context: Any = (
-                ray.init(address=self._address, **quiet) if self._address else self._start_local(quiet)
-            )
+        context: Any = self._join(quiet) if self._address else self._start_local(quiet)
         self.log_dir = Path(context.address_info["session_dir"]) / "logs"
 
     def _start_local(self, quiet: Mapping[str, Any]) -> Any:
         on_cpu = self._config.on_cpu
-        return ray.init(
-            address="local",
-            num_cpus=max(2, self._config.world_size),
-            num_gpus=0 if on_cpu else None,
-            object_store_memory=_LOCAL_OBJECT_STORE_BYTES if on_cpu else None,
-            include_dashboard=False,
-            _node_ip_address=_LOOPBACK,
-            **quiet,
-        )
+        with only_environment(session_environment(os.environ)):
+            return ray.init(
+                address="local",
+                num_cpus=max(2, self._config.world_size),
+                num_gpus=0 if on_cpu else None,
+                object_store_memory=_LOCAL_OBJECT_STORE_BYTES if on_cpu else None,
+                include_dashboard=False,
+                _node_ip_address=_LOOPBACK,
+                **quiet,
+            )
+
+    def _join(self, quiet: Mapping[str, Any]) -> Any:
+        try:
+            return ray.init(address=self._address, **quiet)
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"cannot join the Ray cluster at RAY_ADDRESS={self._address}: is it running? A cluster with "
+                "token authentication also needs RAY_AUTH_MODE=token. Unset RAY_ADDRESS for a local session"
+            ) from error
 
     def _check_resources(self) -> None:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -58,10 +58,15 @@ def plain_kl(loss: ClippedPGLossConfig, c: float, r: float) -> float:
     return kl if limit is None else min(max(kl, -limit), limit)
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
 def test_the_name_picks_the_estimator(name: str):
     cfg = AdvantageEstimatorConfig(name=name)
     assert type(make_advantage_estimator(cfg, ClippedPGLossConfig())) is ESTIMATORS[name]
+
+
+def test_gae_is_not_made_without_a_critic():
+    with pytest.raises(ValueError, match=r"adv_estimator\.name: gae needs a critic; .* grpo or reinforce"):
+        make_advantage_estimator(AdvantageEstimatorConfig(name="gae"), ClippedPGLossConfig())
 
 
 # --- GRPO ---------------------------------------------------------------------------------------------------

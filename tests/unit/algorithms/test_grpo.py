@@ -68,8 +68,8 @@ class Notes:
     def log(self, step, metrics):
         self.steps[step] = dict(metrics)
 
-    def samples(self, step, rollout):
-        self.sampled.append(step)
+    def add_samples(self, samples):
+        self.sampled += samples
 
 
 def master(grpo=None, loss_fn=None, **top):
@@ -181,6 +181,8 @@ def test_validation_runs_at_start_by_period_and_at_end_on_held_out_prompts():
     assert validated == [0, 2, 4, 5]
     assert policy.calls.count("validate") == 4 * 2
     assert len({notes.steps[step]["validation/reward"] for step in validated}) == 1
+    assert len(notes.sampled) == 4 * 5 + 5 * 4
+    assert (notes.sampled[-1].step, notes.sampled[-1].prompt[-1]) == (5, ">")
 
 
 def test_skipped_steps_are_counted_and_end_the_run_at_the_limit_after_they_were_logged():

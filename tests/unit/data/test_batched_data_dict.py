@@ -1,5 +1,7 @@
 import copy
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -200,3 +202,13 @@ def test_batches_that_do_not_fit_are_refused_by_key(other: dict[str, Any], messa
 def test_joining_nothing_is_refused():
     with pytest.raises(ValueError, match="at least one batch"):
         BatchedDataDict.from_batches([])
+
+
+def test_the_package_gives_the_batch_on_demand_and_nothing_else():
+    code = (
+        "import sys, nemo_rl_mcore.data as data\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert data.BatchedDataDict.__name__ == 'BatchedDataDict'\n"
+        "assert not hasattr(data, 'BatchedDatadict')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

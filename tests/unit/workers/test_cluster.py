@@ -1,4 +1,4 @@
-"""The session's life and death, seen from outside: each of its processes carries a marker in its environment."""
+"""The session's life and death, seen from outside: each process of it carries a marker in its environment."""
 
 import os
 import signal

@@ -203,14 +203,6 @@ def test_a_killed_rank_is_the_root_cause(make_group: Any) -> None:
     assert any(line.strip().startswith("rank 1:") for line in rest)
 
 
-def test_a_rank_killed_from_outside_between_calls(make_group: Any) -> None:
-    group = make_group(Rank)
-    os.kill(group.identities[1].pid, signal.SIGKILL)
-    error, seconds = timed_error(lambda: group.run_all("combine", context="step 6"))
-    assert seconds < 15
-    assert error.rank == 1
-
-
 def test_the_end_of_standard_error_is_shown_for_a_crash(make_group: Any) -> None:
     group = make_group(Rank)
     error, _ = timed_error(lambda: group.run_all("crash", on=1))

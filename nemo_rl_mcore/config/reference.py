@@ -1,0 +1,101 @@
+"""The reference page of all keys, made from the models and from the table of unsupported keys.
+
+    python -m nemo_rl_mcore.config.reference > docs/config_reference.md
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+
+from pydantic.fields import FieldInfo
+
+from nemo_rl_mcore.config.base import StrictModel, join_path
+from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.schema import allowed
+from nemo_rl_mcore.config.unsupported import ANY, OFF, ON, UNSUPPORTED, SameAs, Unsupported
+
+_INTRODUCTION = """\
+# Reference of the keys
+
+Every key of a recipe, with what it allows, its default and its meaning. [Configuration](configuration.md) says how
+recipes are put together. This page is generated; a test keeps it equal to the models:
+
+```bash
+uv run python -m nemo_rl_mcore.config.reference > docs/config_reference.md
+```
+"""
+
+_UNSUPPORTED_INTRODUCTION = """\
+## NeMo RL keys that do nothing here
+
+A recipe may keep such a key at a neutral value, where it changes nothing. Any other value is an error that gives the
+advice of the last column. The path is that of the table in `nemo_rl_mcore/config/unsupported.py`.
+"""
+
+
+def reference_page() -> str:
+    """Return the page as Markdown, ending with a line feed."""
+    sections = (*_sections(GRPOMasterConfig, ""), _unsupported_section())
+    return "\n".join((_INTRODUCTION, *sections))
+
+
+def _sections(model: type[StrictModel], path: str) -> Iterator[str]:
+    """Yield a section's own keys, then the sections inside it."""
+    inner = {name: section for name, field in model.model_fields.items() if (section := _section_of(field))}
+    own = {name: field for name, field in model.model_fields.items() if name not in inner}
+    title = f"## `{path}`" if path else "## Top level"
+    rows = (_row(name, field) for name, field in own.items())
+    yield _block(title, inspect.getdoc(model) or "", ("key", "allowed", "default", "meaning"), rows)
+    for name, section in inner.items():
+        yield from _sections(section, join_path(path, name))
+
+
+def _section_of(field: FieldInfo) -> type[StrictModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, StrictModel) else None
+
+
+def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
+    default = "required" if field.is_required() else _yaml(field.default)
+    return f"`{name}`", allowed(field), default, field.description or ""
+
+
+def _unsupported_section() -> str:
+    rows = (_unsupported_row(path, known) for path, known in UNSUPPORTED.items())
+    return _UNSUPPORTED_INTRODUCTION + "\n" + _table(("key", "neutral", "otherwise"), rows)
+
+
+def _unsupported_row(path: str, known: Unsupported) -> tuple[str, ...]:
+    return f"`{path}`", " or ".join(_neutral(value) for value in known.neutral), known.remedy
+
+
+def _neutral(value: object) -> str:
+    if isinstance(value, SameAs):
+        return f"the value of `{value.neighbour}`"
+    names = {id(ANY): "any value; it is not read", id(OFF): "off (`enabled: false`)", id(ON): "on, or left out"}
+    return names.get(id(value)) or _yaml(value)
+
+
+def _yaml(value: object) -> str:
+    """Write a value as a recipe does."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value) if value != "" else '""'
+
+
+def _block(title: str, text: str, headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    table = _table(headings, rows)
+    return "\n\n".join(part for part in (title, text, table) if part) + ("" if table else "\n")
+
+
+def _table(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [_line(row) for row in rows]
+    return "\n".join([_line(headings), _line(("---",) * len(headings)), *lines]) + "\n" if lines else ""
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference_page())

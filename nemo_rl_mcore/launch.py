@@ -1,0 +1,56 @@
+"""The composition root: from a checked recipe to a run with its ranks, its data and its observers."""
+
+from __future__ import annotations
+
+import sys
+
+from nemo_rl_mcore.algorithms.grpo import GRPO
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
+from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.data.datasets import DigitTaskSource
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.environments import make_environment
+from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
+from nemo_rl_mcore.observability import RunRecorder
+from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.failures import WorkerError
+from nemo_rl_mcore.workers.policy import Policy
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+def run_grpo(config: GRPOMasterConfig) -> int:
+    """Run the recipe to its end and return the exit status: 0, 1 for a failure, 130 after Ctrl-C.
+
+    However it ends, the ranks are gone, and the metrics and the report hold every finished step.
+    """
+    try:
+        _grpo(config)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"interrupted; the finished steps are in {config.logger.log_dir}\n")
+        return EXIT_INTERRUPTED
+    except (WorkerError, TooManySkippedStepsError) as error:
+        sys.stderr.write(f"the run stopped: {error}\n")
+        return EXIT_FAILED
+    return 0
+
+
+def _grpo(config: GRPOMasterConfig) -> None:
+    tokenizer = load_tokenizer(config.policy.tokenizer.name)
+    stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
+    prompts = DigitTaskSource(config.data.dataset_name, config.data.num_digits, config.seed)
+    needs_reference = config.loss_fn.reference_policy_kl_penalty != 0
+    with (
+        RayCluster(config.cluster) as cluster,
+        Policy(config.policy, cluster, seed=config.seed, init_reference_model=needs_reference) as policy,
+        RunRecorder(config.logger, config.grpo.max_num_steps, title=f"GRPO: {config.data.dataset_name}") as recorder,
+    ):
+        collector = RolloutCollector(
+            EmbeddedGeneration(policy, stop_ids),
+            make_environment("arithmetic"),
+            tokenizer,
+            config.data.max_prompt_length,
+        )
+        GRPO(config, policy, collector, prompts, recorder).run()

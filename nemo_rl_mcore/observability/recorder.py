@@ -1,0 +1,86 @@
+"""Everything that watches a run, behind one object: timed phases, sinks, progress and the final report."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from nemo_rl_mcore.config import LoggerConfig
+from nemo_rl_mcore.observability.progress import ProgressDisplay
+from nemo_rl_mcore.observability.report import HistorySink, Sample, write_report
+from nemo_rl_mcore.observability.sinks import MetricSink, open_sinks
+from nemo_rl_mcore.observability.timing import TIMING_PREFIX, PhaseTimer
+
+_TOKENS = "train/total_num_tokens"
+_MAX_SAMPLES = 256
+
+
+class RunRecorder:
+    """A context manager: `phase` times, `log` ends a step, and leaving it closes the sinks and reports.
+
+    The report is also written when the block raises or is interrupted, about the steps that were finished.
+    To each step it adds `timing/<phase>`, `timing/total` (wall seconds since the step before) and, when the
+    step has `train/total_num_tokens`, `performance/tokens_per_sec`.
+    """
+
+    def __init__(
+        self, config: LoggerConfig, total_steps: int, *, title: str = "", console: Console | None = None
+    ) -> None:
+        self._config = config
+        self._console = console or Console()
+        self._history = HistorySink()
+        self._progress = ProgressDisplay(total_steps, title=title, console=self._console)
+        self._samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
+        self._sinks: list[MetricSink] = []
+        self._opened = ExitStack()
+        self._step_began = time.perf_counter()
+        self.timer = PhaseTimer()
+
+    def __enter__(self) -> Self:
+        """Open the sinks and start the display."""
+        self._sinks = [self._history, *open_sinks(self._config), self._progress]
+        with ExitStack() as opened:
+            for sink in self._sinks:
+                opened.callback(sink.close)
+            opened.enter_context(self._progress)
+            self._opened = opened.pop_all()
+        self._step_began = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close everything, then report."""
+        self._opened.close()
+        write_report(
+            Path(self._config.log_dir),
+            self._history.rows,
+            list(self._samples),
+            console=self._console,
+            show_samples=self._config.num_val_samples_to_print,
+        )
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time a phase of the step."""
+        return self.timer.phase(name)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a finished step everywhere."""
+        now = time.perf_counter()
+        seconds, self._step_began = now - self._step_began, now
+        row = {**metrics, **self.timer.end_step(), f"{TIMING_PREFIX}total": seconds}
+        if _TOKENS in row:
+            row["performance/tokens_per_sec"] = row[_TOKENS] / seconds
+        for sink in self._sinks:
+            sink.log(step, row)
+
+    def add_samples(self, samples: Iterable[Sample]) -> None:
+        """Keep responses for the report; the newest stay when there are too many."""
+        self._samples.extend(samples)

@@ -1,0 +1,118 @@
+"""Where metrics go: a JSON Lines file always, TensorBoard and Weights & Biases when the config asks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_rl_mcore.config import LoggerConfig, WandbConfig
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricSink(Protocol):
+    """A place that takes the metrics of one step at a time."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left and release the place; idempotent."""
+        ...
+
+
+def open_sinks(config: LoggerConfig) -> list[MetricSink]:
+    """Open every sink that the config asks for; when one cannot be opened, the others are closed again.
+
+    Raises:
+        ValueError: `logger.wandb_enabled` without the package.
+
+    """
+    with ExitStack() as opened:
+        sinks: list[MetricSink] = [JsonlSink(Path(config.log_dir))]
+        opened.callback(sinks[0].close)
+        if config.tensorboard_enabled:
+            sinks.append(TensorBoardSink(Path(config.log_dir)))
+            opened.callback(sinks[-1].close)
+        if config.wandb_enabled:
+            sinks.append(WandbSink(Path(config.log_dir), config.wandb))
+        opened.pop_all()
+    return sinks
+
+
+class JsonlSink:
+    """`log_dir/metrics.jsonl`: one object a step, on disk as soon as it is logged.
+
+    JSON knows no NaN and no infinity: a value that is not finite is written as null. A file that an earlier
+    run left is renamed to `metrics.1.jsonl`, or the next free number: one file is one run, and nothing is lost.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        path = log_dir / METRICS_FILE
+        if path.exists() and path.stat().st_size:
+            path.rename(_next_free(path))
+        self._file = path.open("w", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line and flush it."""
+        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardSink:
+    """`log_dir/tensorboard`: one scalar per metric."""
+
+    def __init__(self, log_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(log_dir / "tensorboard"))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the scalars of a step."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write the events that are still in memory."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run, whose files go to `log_dir`."""
+
+    def __init__(self, log_dir: Path, config: WandbConfig) -> None:
+        try:
+            wandb: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ValueError(
+                "logger.wandb_enabled: the package wandb is not installed; install the extra with "
+                "`uv sync --extra wandb`, or set logger.wandb_enabled to false"
+            ) from error
+        self._run: Any = wandb.init(project=config.project, name=config.name, dir=str(log_dir))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def _next_free(path: Path) -> Path:
+    number = 1
+    while (renamed := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return renamed

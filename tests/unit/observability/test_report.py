@@ -1,0 +1,114 @@
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nemo_rl_mcore.observability.report import (
+    HistorySink,
+    Sample,
+    read_history,
+    summary_table,
+    write_curves,
+    write_report,
+)
+from nemo_rl_mcore.observability.sinks import JsonlSink
+
+SAMPLE = Sample(step=3, prompt="527>", answer="527", response="5[red]7|\n", reward=0.5, finished=True)
+
+
+def make_rows(count: int) -> list[dict[str, float]]:
+    return [
+        {
+            "step": s,
+            "train/reward": s / count,
+            "train/loss": math.nan if s == 2 else 1.0 / s,
+            "timing/train": 0.5,
+        }
+        for s in range(1, count + 1)
+    ]
+
+
+def printed(report: object) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(report)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def cells(text: str, metric: str) -> list[str]:
+    line = next(line for line in text.splitlines() if metric in line)
+    return [cell.strip() for cell in line.strip("│ ").split("│")]
+
+
+def test_history_in_memory_equals_history_on_disk(tmp_path: Path) -> None:
+    memory, disk = HistorySink(), JsonlSink(tmp_path)
+    for row in make_rows(3):
+        metrics = {name: value for name, value in row.items() if name != "step"}
+        for sink in (memory, disk):
+            sink.log(int(row["step"]), metrics)
+    disk.close()
+    assert str(read_history(tmp_path)) == str([{k: float(v) for k, v in row.items()} for row in memory.rows])
+
+
+def test_a_cut_last_line_is_left_out_and_a_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 2}\n{"step": 2, "a"')
+    assert read_history(tmp_path) == [{"step": 1.0, "a": 2.0}]
+    path.write_text('{"step": 1}\n[1, 2]\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is not a row of metrics"):
+        read_history(tmp_path)
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"metrics\.jsonl does not exist; give the folder of a run"):
+        read_history(tmp_path / "nowhere")
+
+
+def test_the_summary_has_the_means_of_the_first_and_last_steps_and_the_range() -> None:
+    text = printed(summary_table(make_rows(100)))
+    assert "100 steps; means of the first 5 and the last 20" in text
+    assert cells(text, "train/reward") == ["train/reward", "0.03", "0.905", "0.01", "1"]
+    finite = [1, *(1 / s for s in range(3, 101))]
+    assert cells(text, "train/loss")[1] == f"{sum(finite[:5]) / 5:.4g}"
+    assert "timing/train" in text
+
+
+def test_cpu_times_and_metrics_without_a_finite_value_have_no_line() -> None:
+    row = {"step": 1, "train/reward": math.nan, "timing/train": 1.0, "timing/train_cpu": 1.0}
+    text = printed(summary_table([row]))
+    assert "timing/train " in text
+    assert "_cpu" not in text
+    assert "reward" not in text
+
+
+def test_unknown_metrics_are_summarised_when_there_are_no_others() -> None:
+    assert "perplexity" in printed(summary_table([{"step": 1, "perplexity": 3.0}]))
+
+
+def test_the_report_leaves_curves_and_samples_on_disk(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    write_report(tmp_path, make_rows(30), [SAMPLE, SAMPLE], console=console, show_samples=1)
+    image = (tmp_path / "curves.png").read_bytes()
+    assert image.startswith(b"\x89PNG")
+    assert len(image) > 5000
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert samples == [vars(SAMPLE)] * 2
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("5[red]7|") == 1
+    assert str(tmp_path / "curves.png") in text.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    "rows", [make_rows(1), [{"step": 1, "train/loss": math.nan}], [{"step": 4, "x": 1.0}]]
+)
+def test_short_and_strange_runs_can_be_drawn(rows: list[dict[str, float]], tmp_path: Path) -> None:
+    assert write_curves(rows, tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    write_report(tmp_path, [], console=console)
+    assert "nothing to report" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,84 @@
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_mcore.config import LoggerConfig
+from nemo_rl_mcore.observability import sinks
+from nemo_rl_mcore.observability.sinks import JsonlSink, TensorBoardSink, open_sinks
+
+
+def test_jsonl_has_one_object_a_step_on_disk_at_once(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run" / "a")
+    path = tmp_path / "run" / "a" / "metrics.jsonl"
+    sink.log(1, {"train/reward": 0.5})
+    assert path.read_text() == '{"step": 1, "train/reward": 0.5}\n'
+    sink.log(2, {"train/reward": 0.25, "train/loss": -1})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    sink.close()
+    sink.close()
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.0})
+    sink.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=refuse) == {"step": 1, "a": None, "b": None, "c": None, "d": 0.0}
+
+
+def test_an_earlier_run_is_kept_aside(tmp_path: Path) -> None:
+    for run in (1, 2, 3):
+        sink = JsonlSink(tmp_path)
+        sink.log(run, {})
+        sink.close()
+    steps = {path.name: json.loads(path.read_text())["step"] for path in tmp_path.iterdir()}
+    assert steps == {"metrics.1.jsonl": 1, "metrics.2.jsonl": 2, "metrics.jsonl": 3}
+
+
+def test_tensorboard_events_can_be_read_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    for step in (1, 2):
+        sink.log(step, {"train/reward": step / 4, "train/loss": math.nan})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_the_config_chooses_the_sinks(tmp_path: Path) -> None:
+    only_file = open_sinks(LoggerConfig(log_dir=str(tmp_path / "a")))
+    both = open_sinks(LoggerConfig(log_dir=str(tmp_path / "b"), tensorboard_enabled=True))
+    assert [type(sink) for sink in only_file] == [JsonlSink]
+    assert [type(sink) for sink in both] == [JsonlSink, TensorBoardSink]
+    for sink in [*only_file, *both]:
+        sink.close()
+
+
+def test_wandb_without_the_package_names_key_and_extra_and_closes_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    closed: list[Path] = []
+
+    class Watched(JsonlSink):
+        def __init__(self, log_dir: Path) -> None:
+            super().__init__(log_dir)
+            self.log_dir = log_dir
+
+        def close(self) -> None:
+            super().close()
+            closed.append(self.log_dir)
+
+    monkeypatch.setattr(sinks, "JsonlSink", Watched)
+    with pytest.raises(ValueError, match=r"logger\.wandb_enabled: .* `uv sync --extra wandb`"):
+        open_sinks(LoggerConfig(log_dir=str(tmp_path), wandb_enabled=True))
+    assert closed == [tmp_path]
