@@ -1,6 +1,6 @@
-"""Train a tiny GPT twice from the same weights: by Megatron's own labels path, and through `output_processor`.
+"""Train a tiny GPT twice from the same weights: by Megatron's labels path, and through `output_processor`.
 
-    OMP_NUM_THREADS=1 uv run python examples/hook_experiment.py [--lr 1e-2] [--unfused]
+    OMP_NUM_THREADS=1 uv run python examples/hook_experiment.py [--lr 5e-3] [--unfused]
 
 One process, no Ray; on a machine without a GPU the same Megatron code runs on CPU.
 """
@@ -35,13 +35,16 @@ def policy_config(lr: float, fused: bool) -> PolicyConfig:
             "train_micro_batch_size": ROWS,
             "max_total_sequence_length": LENGTH,
             "generation": {"max_new_tokens": 1},
-            "megatron_cfg": {"use_fused_linear_logprobs": fused, "optimizer": {"lr": lr, "weight_decay": 0.01}},
+            "megatron_cfg": {
+                "use_fused_linear_logprobs": fused,
+                "optimizer": {"lr": lr, "weight_decay": 0.01},
+            },
         }
     )  # fmt: skip
 
 
 def labels_path(worker: MegatronPolicyWorker, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """[B, S] losses as GPTModel computes them when it is given labels."""
+    """Return [B, S] losses as GPTModel computes them when it is given labels."""
     return worker.backend.chunks[0](*_inputs(ids), labels=labels)
 
 
@@ -87,19 +90,21 @@ def train(config: PolicyConfig, token_losses: TokenLosses) -> list[float]:
     return losses
 
 
+def _free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run both and write the two curves side by side."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lr", type=float, default=1e-2, help="learning rate (default: %(default)s)")
+    parser = argparse.ArgumentParser(description="Megatron's labels path against the output_processor hook.")
+    parser.add_argument("--lr", type=float, default=5e-3, help="learning rate (default: %(default)s)")
     parser.add_argument("--unfused", action="store_true", help="select from full logits in the processor")
     options = parser.parse_args(arguments)
     config = policy_config(options.lr, fused=not options.unfused)
-    curves = []
+    curves: list[list[float]] = []
     for token_losses in (labels_path, hook_path):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ.update(rank)
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
         curves.append(train(config, token_losses))
     sys.stdout.write("step  labels path  output_processor\n")
     for step, (labels, hook) in enumerate(zip(*curves, strict=True)):

@@ -20,7 +20,19 @@ import torch.distributed as dist
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
-    *("tensor", "as_tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "randperm"),
+    *(
+        "tensor",
+        "as_tensor",
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "arange",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+    ),
     *("linspace", "eye", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
     *("empty_strided", "scalar_tensor", "tril_indices", "triu_indices"),
 )
@@ -129,25 +141,27 @@ def _with_cpu_device_anywhere(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _replace(owner: Any, **attributes: Any) -> None:
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+
+
 def _wrap_device_arguments() -> None:
     # Wrapping each function once costs nothing measurable and also acts inside threads and backward passes, which a
     # TorchFunctionMode does not.
-    for name in _FACTORIES:
-        setattr(torch, name, _with_cpu_device_keyword(getattr(torch, name)))
-    for name in _TENSOR_FACTORIES:
-        setattr(torch.Tensor, name, _with_cpu_device_keyword(getattr(torch.Tensor, name)))
-    for owner in (torch.Tensor, torch.nn.Module):
-        owner.to = _with_cpu_device_anywhere(owner.to)
-        owner.cuda = lambda self, *_args, **_kwargs: self
-    torch.Tensor.record_stream = lambda self, _stream: None
-    plain_type = torch.Tensor.type
+    _replace(torch, **{name: _with_cpu_device_keyword(getattr(torch, name)) for name in _FACTORIES})
+    tensor = torch.Tensor
+    _replace(tensor, **{name: _with_cpu_device_keyword(getattr(tensor, name)) for name in _TENSOR_FACTORIES})
+    for owner in (tensor, torch.nn.Module):
+        _replace(owner, to=_with_cpu_device_anywhere(owner.to), cuda=lambda self, *_args, **_kwargs: self)
+    plain_type = tensor.type
 
     def cuda_type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Megatron's optimizer compares the type's name with "torch.cuda.FloatTensor".
         result = plain_type(self, *args, **kwargs)
         return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
-    torch.Tensor.type = cuda_type_name
+    _replace(tensor, type=cuda_type_name, record_stream=lambda self, _stream: None)
 
 
 class _Event:
@@ -198,68 +212,77 @@ class _Stream(contextlib.nullcontext):  # type: ignore[type-arg]
 
 def _stand_in_for_torch_cuda() -> None:
     cuda, stream = torch.cuda, _Stream()
-    cuda.current_device = lambda: _CPU
-    cuda.device_count = lambda: 0
-    for module in (cuda, cuda.random):
-        module.get_rng_state = lambda device="cuda": torch.get_rng_state()
-        module.set_rng_state = lambda new_state, device="cuda": torch.set_rng_state(new_state)
-    cuda.manual_seed = cuda.manual_seed_all = torch.default_generator.manual_seed
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_stream"):
-        setattr(cuda, name, _constant(None))
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(cuda, name, _constant(0))
-    for name in ("current_stream", "default_stream"):
-        setattr(cuda, name, _constant(stream))
-    for name in ("stream", "device"):
-        setattr(cuda, name, _constant(contextlib.nullcontext()))
-    for name in ("range_push", "range_pop"):
-        setattr(cuda.nvtx, name, _constant(None))
-    cuda.Stream, cuda.Event = _Stream, _Event
-    cuda.is_current_stream_capturing = lambda: False
+    generator = {
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda new_state, device="cuda": torch.set_rng_state(new_state),
+    }
+    _replace(cuda, **generator)
+    _replace(cuda.random, **generator)
+    _replace(cuda, **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.default_generator.manual_seed))
+    answers: dict[Any, tuple[str, ...]] = {
+        _CPU: ("current_device",),
+        0: (
+            "device_count",
+            "memory_allocated",
+            "max_memory_allocated",
+            "memory_reserved",
+            "max_memory_reserved",
+        ),
+        None: ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "set_stream"),
+        stream: ("current_stream", "default_stream"),
+        contextlib.nullcontext(): ("stream", "device"),
+    }
+    for answer, names in answers.items():
+        _replace(cuda, **{name: _always(answer) for name in names})
+    _replace(cuda, Stream=_Stream, Event=_Event, is_current_stream_capturing=_always(False))
+    _replace(cuda.nvtx, range_push=_always(None), range_pop=_always(None))
 
 
-def _constant(value: Any) -> Callable[..., Any]:
-    """A new function at each call: torch.compile's tables refuse one function under several names."""
-    return lambda *_args, **_kwargs: value
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *_args, **_kwargs: answer
 
 
 def _complete_gloo() -> None:
     """Give gloo the collectives of nccl that it lacks: split sizes as tensors, and uneven gather and scatter."""
-    even_all_to_all, even_all_gather, even_reduce_scatter = dist.all_to_all_single, dist.all_gather, dist.reduce_scatter
+    plain_all_to_all, plain_all_gather, plain_reduce_scatter = (
+        dist.all_to_all_single,
+        dist.all_gather,
+        dist.reduce_scatter,
+    )
 
     def as_list(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
-    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):  # noqa: A002
-        return even_all_to_all(
+    def all_to_all_single(
+        output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+    ):
+        return plain_all_to_all(
             output, input, as_list(output_split_sizes), as_list(input_split_sizes), group, async_op
         )
 
     def all_gather(tensor_list, tensor, group=None, async_op=False):
-        if len({t.shape for t in tensor_list}) == 1:
-            return even_all_gather(tensor_list, tensor, group, async_op)
+        if _even(tensor_list, async_op):
+            return plain_all_gather(tensor_list, tensor, group, async_op)
         tensor_list[dist.get_rank(group)].copy_(tensor)
-        return _one_by_one(
-            [dist.broadcast(t, group=group, group_src=i, async_op=True) for i, t in enumerate(tensor_list)], async_op
-        )
+        for source, part in enumerate(tensor_list):
+            dist.broadcast(part, group=group, group_src=source)
+        return None
 
     def reduce_scatter(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if len({t.shape for t in input_list}) == 1:
-            return even_reduce_scatter(output, input_list, op, group, async_op)
-        if async_op:
-            raise NotImplementedError("an asynchronous uneven reduce_scatter does not exist on gloo")
-        for i, part in enumerate(input_list):
+        if _even(input_list, async_op):
+            return plain_reduce_scatter(output, input_list, op, group, async_op)
+        for target, part in enumerate(input_list):
             total = part.clone()
             dist.all_reduce(total, op, group)
-            if i == dist.get_rank(group):
+            if target == dist.get_rank(group):
                 output.copy_(total)
         return None
 
-    dist.all_to_all_single, dist.all_gather, dist.reduce_scatter = all_to_all_single, all_gather, reduce_scatter
+    _replace(dist, all_to_all_single=all_to_all_single, all_gather=all_gather, reduce_scatter=reduce_scatter)
 
 
-def _one_by_one(works: list[Any], async_op: bool) -> None:
-    if async_op:
-        raise NotImplementedError("an asynchronous uneven all_gather does not exist on gloo")
-    for work in works:
-        work.wait()
+def _even(parts: list[torch.Tensor], async_op: bool) -> bool:
+    even = len({part.shape for part in parts}) == 1
+    if async_op and not even:
+        raise NotImplementedError("gloo has no asynchronous gather or scatter of parts of different shapes")
+    return even

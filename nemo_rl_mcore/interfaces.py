@@ -6,11 +6,13 @@ B rows, P prompt length, S sequence length, T new tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.losses.base import LossFunction
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.losses.base import LossFunction
 
 
 class PolicyInterface(Protocol):
@@ -41,8 +43,8 @@ class GenerationInterface(Protocol):
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """Answer prompts: tokens int64 [B, T], logprobs fp32 [B, T], lengths [B], finished bool [B].
 
-        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]. The noise of a row depends on
-        (seed, step, prompt_index, sample_index) alone.
+        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]. The noise of a row depends
+        on (seed, step, prompt_index, sample_index) alone.
         """
         ...
 
@@ -50,8 +52,8 @@ class GenerationInterface(Protocol):
 class EnvironmentInterface(Protocol):
     """What scores the responses."""
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]) -> Sequence[float]:
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
+    ) -> Sequence[float]:
         """One reward a response; `finished` says that it ended by itself, not at the length limit."""
         ...
-
-

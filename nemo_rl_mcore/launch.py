@@ -45,7 +45,9 @@ def _grpo(config: GRPOMasterConfig) -> None:
     with (
         RayCluster(config.cluster) as cluster,
         Policy(config.policy, cluster, seed=config.seed, init_reference_model=needs_reference) as policy,
-        RunRecorder(config.logger, config.grpo.max_num_steps, title=f"GRPO: {config.data.dataset_name}") as recorder,
+        RunRecorder(
+            config.logger, config.grpo.max_num_steps, title=f"GRPO: {config.data.dataset_name}"
+        ) as recorder,
     ):
         collector = RolloutCollector(
             EmbeddedGeneration(policy, stop_ids),

@@ -56,7 +56,9 @@ class GRPO:
         Raises TooManySkippedStepsError when `max_consecutive_skips` optimizer steps in a row were skipped.
         """
         grpo = self.config.grpo
-        loss_fn = ClippedPGLossFn(self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs)
+        loss_fn = ClippedPGLossFn(
+            self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs
+        )
         guard = SkipGuard(self.config.max_consecutive_skips)
         if grpo.val_at_start:
             self.observer.log(0, self.validate(0))
@@ -95,12 +97,15 @@ class GRPO:
             drawn = self.prompts.train_batch(step, per_round * generation_round)[-per_round:]
             rollout = self._sample(step, drawn)
             useful = rows_with_signal(rollout.batch["prompt_index"], rollout.batch["rewards"])
-            kept.append(rollout.select(useful.nonzero().flatten().tolist()))
+            kept.append(rollout.select([row for row in range(rollout.batch.size) if useful[row]]))
             kept_rows += kept[-1].batch.size
             if kept_rows >= grpo.samples_per_step:
                 together = Rollout.concatenate(kept, self.collector.tokenizer.pad_token_id)
                 share = kept_rows / (per_round * generation_round * grpo.num_generations_per_prompt)
-                metrics = {"train/dynamic_sampling_rounds": generation_round, "train/dynamic_sampling_kept": share}
+                metrics = {
+                    "train/dynamic_sampling_rounds": generation_round,
+                    "train/dynamic_sampling_kept": share,
+                }
                 return together.select(range(grpo.samples_per_step)), metrics
         raise RuntimeError(
             f"step {step}: {grpo.dynamic_sampling_max_gen_batches} generation rounds "
@@ -180,7 +185,9 @@ def _rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "train/mean_gen_tokens_per_sample": float(response_lengths.mean()),
         "train/truncation_rate": float((~batch["finished"]).float().mean()),
         "train/advantages_mean": float(batch["advantages"].mean()),
-        "train/groups_with_signal": float(rows_with_signal(batch["prompt_index"], batch["rewards"]).float().mean()),
+        "train/groups_with_signal": float(
+            rows_with_signal(batch["prompt_index"], batch["rewards"]).float().mean()
+        ),
         "train/total_num_tokens": float(batch["input_lengths"].sum()),
     }
 
@@ -199,7 +206,9 @@ _COMBINE: Mapping[str, Callable[[list[float]], float]] = {
 
 def _train_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     metrics = {
-        f"train/{name}": _COMBINE.get(name, _mean)(values) for name, values in result["all_mb_metrics"].items() if values
+        f"train/{name}": _COMBINE.get(name, _mean)(values)
+        for name, values in result["all_mb_metrics"].items()
+        if values
     }
     return metrics | {
         "train/grad_norm": _mean(result["grad_norm"].tolist()),

@@ -39,7 +39,7 @@ class Rollout:
 
     def one_sample_a_prompt(self, step: int) -> list[Sample]:
         """The first answer to each prompt, for people to read."""
-        first_rows = (self.batch["sample_index"] == 0).nonzero().flatten().tolist()
+        first_rows = [row for row, index in enumerate(self.batch["sample_index"].tolist()) if index == 0]
         return [
             Sample(
                 step=step,

@@ -27,7 +27,9 @@ class SkipGuard:
     total: int = 0
     in_a_row: int = 0
 
-    def check(self, step: int, result: dict[str, Any], batch: BatchedDataDict) -> TooManySkippedStepsError | None:
+    def check(
+        self, step: int, result: dict[str, Any], batch: BatchedDataDict
+    ) -> TooManySkippedStepsError | None:
         """Take note of a step's result; at the limit, the error to raise: it names step, reason and samples."""
         if result["update_successful"]:
             self.in_a_row = 0

@@ -1,6 +1,6 @@
 """The reference page of all keys, made from the models and from the table of unsupported keys.
 
-    python -m nemo_rl_mcore.config.reference > docs/config_reference.md
+Run as a module, it writes the page to standard output.
 """
 
 import inspect
@@ -17,8 +17,9 @@ from nemo_rl_mcore.config.unsupported import ANY, OFF, ON, UNSUPPORTED, SameAs, 
 _INTRODUCTION = """\
 # Reference of the keys
 
-Every key of a recipe, with what it allows, its default and its meaning. [Configuration](configuration.md) says how
-recipes are put together. This page is generated; a test keeps it equal to the models:
+Every key of a recipe, with what it allows, its default and its meaning.
+[Configuration](configuration.md) says how recipes are put together.
+This page is generated; a test keeps it equal to the models:
 
 ```bash
 uv run python -m nemo_rl_mcore.config.reference > docs/config_reference.md
@@ -28,8 +29,8 @@ uv run python -m nemo_rl_mcore.config.reference > docs/config_reference.md
 _UNSUPPORTED_INTRODUCTION = """\
 ## NeMo RL keys that do nothing here
 
-A recipe may keep such a key at a neutral value, where it changes nothing. Any other value is an error that gives the
-advice of the last column. The path is that of the table in `nemo_rl_mcore/config/unsupported.py`.
+A recipe may keep such a key at a neutral value, where it changes nothing. Any other value is an error
+that gives the advice of the last column. The table stands in `nemo_rl_mcore/config/unsupported.py`.
 """
 
 
@@ -45,7 +46,8 @@ def _sections(model: type[StrictModel], path: str) -> Iterator[str]:
     own = {name: field for name, field in model.model_fields.items() if name not in inner}
     title = f"## `{path}`" if path else "## Top level"
     rows = (_row(name, field) for name, field in own.items())
-    yield _block(title, inspect.getdoc(model) or "", ("key", "allowed", "default", "meaning"), rows)
+    table = _table(("key", "allowed", "default", "meaning"), rows)
+    yield f"{title}\n\n{inspect.getdoc(model)}\n\n{table}"
     for name, section in inner.items():
         yield from _sections(section, join_path(path, name))
 
@@ -56,7 +58,7 @@ def _section_of(field: FieldInfo) -> type[StrictModel] | None:
 
 
 def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
-    default = "required" if field.is_required() else _yaml(field.default)
+    default = "required" if field.is_required() else f"`{_yaml(field.default)}`"
     return f"`{name}`", allowed(field), default, field.description or ""
 
 
@@ -72,25 +74,23 @@ def _unsupported_row(path: str, known: Unsupported) -> tuple[str, ...]:
 def _neutral(value: object) -> str:
     if isinstance(value, SameAs):
         return f"the value of `{value.neighbour}`"
-    names = {id(ANY): "any value; it is not read", id(OFF): "off (`enabled: false`)", id(ON): "on, or left out"}
-    return names.get(id(value)) or _yaml(value)
+    if value is ANY:
+        return "any value; it is not read"
+    if value is OFF or value is ON:
+        return "off (`enabled: false`)" if value is OFF else "on, or left out"
+    return f"`{_yaml(value)}`"
 
 
 def _yaml(value: object) -> str:
     """Write a value as a recipe does."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return str(value) if value != "" else '""'
-
-
-def _block(title: str, text: str, headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
-    table = _table(headings, rows)
-    return "\n\n".join(part for part in (title, text, table) if part) + ("" if table else "\n")
+    return str(value)
 
 
 def _table(headings: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
-    lines = [_line(row) for row in rows]
-    return "\n".join([_line(headings), _line(("---",) * len(headings)), *lines]) + "\n" if lines else ""
+    lines = [_line(row) for row in rows] or [_line(("none", *("",) * (len(headings) - 1)))]
+    return "\n".join((_line(headings), _line(("---",) * len(headings)), *lines)) + "\n"
 
 
 def _line(cells: tuple[str, ...]) -> str:

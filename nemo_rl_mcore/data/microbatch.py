@@ -13,8 +13,8 @@ def make_microbatches(
 ) -> list[BatchedDataDict]:
     """Split the rows in order into microbatches of exactly `micro_batch_size` rows, at least one.
 
-    Only tensors travel. The last microbatch is filled up with rows of zeros: their sample_mask is 0, so they count in no
-    sum. Columns of the [B, S, ...] tensors are padded with zeros to a multiple of `sequence_multiple` (sequence
+    Only tensors travel. The last microbatch is filled up with rows of zeros: their sample_mask is 0, so they count in
+    no sum. Columns of the [B, S, ...] tensors are padded with zeros to a multiple of `sequence_multiple` (sequence
     parallelism splits the sequence evenly).
     """
     tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}

@@ -1,4 +1,4 @@
-"""From `env.name` to an environment."""
+"""From the name of a section of `env` to the environment."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ _ENVIRONMENTS: dict[str, Callable[[], ArithmeticEnvironment]] = {"arithmetic": A
 def make_environment(name: str) -> ArithmeticEnvironment:
     """Build the environment called `name`; ValueError lists the known names."""
     if name not in _ENVIRONMENTS:
-        raise ValueError(f"env.name: unknown environment {name!r}; known: {', '.join(_ENVIRONMENTS)}")
+        raise ValueError(f"env: unknown environment {name!r}; known: {', '.join(_ENVIRONMENTS)}")
     return _ENVIRONMENTS[name]()

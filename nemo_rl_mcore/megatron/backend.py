@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
@@ -19,11 +19,20 @@ from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_
 from nemo_rl_mcore.megatron.grad_sync import deferred_grad_sync, finalize_gradients
 from nemo_rl_mcore.megatron.model import build_model, wrap_data_parallel
 from nemo_rl_mcore.megatron.optimizer import build_optimizer, build_scheduler
-from nemo_rl_mcore.megatron.output_processor import Processor, fused_processor, require_hook, unfused_processor
+from nemo_rl_mcore.megatron.output_processor import (
+    Processor,
+    fused_processor,
+    require_hook,
+    unfused_processor,
+)
 from nemo_rl_mcore.training.metrics import ReduceKind
 from nemo_rl_mcore.training.step_sums import LocalSums, StepTotals
 
-_REDUCE_OPS = {ReduceKind.SUM: dist.ReduceOp.SUM, ReduceKind.MIN: dist.ReduceOp.MIN, ReduceKind.MAX: dist.ReduceOp.MAX}
+_REDUCE_OPS = {
+    ReduceKind.SUM: dist.ReduceOp.SUM,
+    ReduceKind.MIN: dist.ReduceOp.MIN,
+    ReduceKind.MAX: dist.ReduceOp.MAX,
+}
 
 
 @dataclass(frozen=True)
@@ -42,17 +51,21 @@ class MegatronBackend:
         self.optimizer = build_optimizer(policy, self.chunks)
         self.scheduler = build_scheduler(policy, self.optimizer)
         self.forward = ForwardBackward(
-            self.config, self.chunks, _processor(policy), policy.generation.temperature, _sequence_multiple(policy)
+            self.config,
+            self.chunks,
+            _processor(policy),
+            policy.generation.temperature,
+            _sequence_multiple(policy),
         )
 
     def snapshot(self) -> _RandomState:
         """The random generators, which dropout draws from."""
-        return _RandomState(accelerator.device_rng_states(), get_cuda_rng_tracker().get_states())
+        return _RandomState(accelerator.device_rng_states(), _rng_tracker().get_states())
 
     def restore(self, snapshot: _RandomState) -> None:
         """Set the random generators back."""
         accelerator.restore_device_rng_states(snapshot.generators)
-        get_cuda_rng_tracker().set_states(snapshot.tracker)
+        _rng_tracker().set_states(snapshot.tracker)
 
     def zero_grad(self) -> None:
         """Clear the gradient buckets and the optimizer's gradients."""
@@ -64,7 +77,9 @@ class MegatronBackend:
         """See `megatron.grad_sync.deferred_grad_sync`."""
         return deferred_grad_sync(self.config, self.chunks)
 
-    def forward_backward(self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int) -> LocalSums:
+    def forward_backward(
+        self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int
+    ) -> LocalSums:
         """Add the gradients of the rows' un-normalised loss; return its sums on this rank."""
         return self.forward.loss_sums(data, loss_fn, micro_batch_size, forward_only=False)
 
@@ -75,7 +90,7 @@ class MegatronBackend:
 
     def reduce(self, sums: LocalSums) -> StepTotals:
         """Sum over data-parallel ranks on the last stage, then hand the totals to the other pipeline stages."""
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group = parallel_groups.data_parallel_group()
 
         def all_reduce(packed: torch.Tensor, kind: ReduceKind) -> None:
             dist.all_reduce(packed, op=_REDUCE_OPS[kind], group=group)
@@ -99,7 +114,7 @@ class MegatronBackend:
 
     def optimizer_step(self, increment: int) -> bool:
         """Clip, update the weights and advance the scheduler by `increment` samples if they were updated."""
-        successful, _, _ = self.optimizer.step()
+        successful, _grad_norm, _zeros = cast("tuple[bool, Any, Any]", self.optimizer.step())
         if successful:
             self.scheduler.step(increment)
         return bool(successful)
@@ -108,6 +123,10 @@ class MegatronBackend:
         """The schedule's present values (parameter groups may scale them)."""
         group = self.optimizer.param_groups[0]
         return self.scheduler.get_lr(group), self.scheduler.get_wd(group)
+
+
+def _rng_tracker() -> CudaRNGStatesTracker:
+    return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
 
 
 def _processor(policy: PolicyConfig) -> Processor:

@@ -62,7 +62,9 @@ class ForwardBackward:
         Column i is log p of token i given those before it; column 0 and the right padding are 0.
         """
         with evaluation_mode(self.chunks):
-            parts = self._run(data, micro_batch_size, _real_next_tokens, self._collect_logprobs, forward_only=True)
+            parts = self._run(
+                data, micro_batch_size, _real_next_tokens, self._collect_logprobs, forward_only=True
+            )
         if not parts:
             return None
         return torch.cat(parts)[: data.size, : data["input_ids"].shape[1]].cpu()
@@ -76,7 +78,12 @@ class ForwardBackward:
         """
         collect = partial(self._collect_sums, loss_fn)
         parts = self._run(
-            data, micro_batch_size, _tokens_to_train, collect, forward_only=forward_only, entropy=loss_fn.needs_entropy
+            data,
+            micro_batch_size,
+            _tokens_to_train,
+            collect,
+            forward_only=forward_only,
+            entropy=loss_fn.needs_entropy,
         )
         total = LocalSums()
         for part in parts:
@@ -105,7 +112,7 @@ class ForwardBackward:
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            model=[*self.chunks] if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(microbatches),
             seq_length=microbatches[0]["input_ids"].shape[1],
             micro_batch_size=micro_batch_size,
@@ -113,7 +120,11 @@ class ForwardBackward:
         )
 
     def _forward(
-        self, model: torch.nn.Module, microbatch: BatchedDataDict, next_token_mask_BS: torch.Tensor, entropy: bool
+        self,
+        model: torch.nn.Module,
+        microbatch: BatchedDataDict,
+        next_token_mask_BS: torch.Tensor,
+        entropy: bool,
     ) -> Any:
         input_ids = microbatch["input_ids"]
         rows, length = input_ids.shape
@@ -138,7 +149,10 @@ class ForwardBackward:
         return logprobs_SB.sum(), _no_tokens(logprobs_SB), shifted_BS
 
     def _collect_sums(
-        self, loss_fn: LossFunction, microbatch: BatchedDataDict, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+        self,
+        loss_fn: LossFunction,
+        microbatch: BatchedDataDict,
+        output: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     ) -> LossTriple:
         logprobs_SB, entropy_SB = output if isinstance(output, tuple) else (output, None)
         outputs = TokenOutputs(

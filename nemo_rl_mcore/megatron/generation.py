@@ -63,7 +63,10 @@ def generate(model: DistributedDataParallel, request: GenerationRequest, vocab_s
     lengths_B, finished_B = _lengths(tokens_BT, request.stop_ids)
     padding_BT = torch.arange(request.max_new_tokens) >= lengths_B.unsqueeze(1)
     return GeneratedRows(
-        tokens_BT.masked_fill_(padding_BT, 0), logprobs_BT.masked_fill_(padding_BT, 0.0), lengths_B, finished_B
+        tokens_BT.masked_fill_(padding_BT, 0),
+        logprobs_BT.masked_fill_(padding_BT, 0.0),
+        lengths_B,
+        finished_B,
     )
 
 
@@ -79,7 +82,12 @@ class _Decoder:
     """Decodes one batch of prompts of equal length: a prefill, then a token at a time."""
 
     def __init__(
-        self, model: Any, prompts_BP: torch.Tensor, request: GenerationRequest, keys_B: torch.Tensor, vocab_size: int
+        self,
+        model: Any,
+        prompts_BP: torch.Tensor,
+        request: GenerationRequest,
+        keys_B: torch.Tensor,
+        vocab_size: int,
     ):
         self._model, self._request, self._vocab_size = model, request, vocab_size
         device = accelerator.device()
@@ -98,7 +106,9 @@ class _Decoder:
         for step in range(steps):
             logits_BV = self._next_token_logits(unread)
             uniforms_B = keyed_uniforms(self._keys_B, step)
-            tokens_BT[:, step], logprobs_BT[:, step] = sample_tokens(logits_BV, uniforms_B, self._request.sampling)
+            tokens_BT[:, step], logprobs_BT[:, step] = sample_tokens(
+                logits_BV, uniforms_B, self._request.sampling
+            )
             done_B |= torch.isin(tokens_BT[:, step], self._stop_ids)
             if bool(done_B.all()):
                 break
@@ -125,7 +135,12 @@ class _Decoder:
 
 
 def _last_token_logits(
-    *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, scale_logits: Any, **_unused: Any
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: Any,
+    output_weight: torch.Tensor | None,
+    scale_logits: Any,
+    **_unused: Any,
 ) -> torch.Tensor:
     """An output processor: the logits [B, V] of the last position alone, gathered over the tensor-parallel ranks."""
     logits, _ = output_layer(hidden_states[-1:], weight=output_weight, runtime_gather_output=True)

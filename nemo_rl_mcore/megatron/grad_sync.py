@@ -39,4 +39,4 @@ def finalize_gradients(chunks: list[DistributedDataParallel]) -> None:
         if chunk.ddp_config.overlap_grad_reduce:
             # The overlapped reduction is normally started by the backward hooks, which were held back.
             chunk.start_grad_sync()
-    finalize_model_grads(chunks, num_tokens=None)
+    finalize_model_grads([*chunks], num_tokens=None)

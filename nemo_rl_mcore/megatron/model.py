@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -29,8 +29,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm for the local layer spec, also under sequence parallelism.
 
-    Megatron's stock torch norm asserts against sequence parallelism; all that is missing there is the mark on the weight
-    that tells `finalize_model_grads` to sum its gradient over the tensor-parallel ranks.
+    Megatron's stock torch norm asserts against sequence parallelism; all that is missing there is the mark on the
+    weight that tells `finalize_model_grads` to sum its gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any):
@@ -126,9 +126,8 @@ def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int 
     )
 
 
-def _layer_spec(
-    config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None
-) -> ModuleSpec | TransformerBlockSubmodules:
+def _layer_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
+    """A layer's ModuleSpec, or the block's submodules; GPTModel takes both, though its annotation names the first."""
     if use_transformer_engine(config):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
     submodules = get_gpt_layer_local_submodules(
@@ -136,7 +135,7 @@ def _layer_spec(
     )
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     if transformer.qk_layernorm:
-        attention = submodules.self_attention.submodules
+        attention: Any = cast(ModuleSpec, submodules.self_attention).submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     # The block form also names the final norm; a bare layer spec would still build the stock one there.
     layer = ModuleSpec(module=TransformerLayer, submodules=submodules)

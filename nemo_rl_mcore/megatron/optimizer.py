@@ -31,7 +31,7 @@ def build_optimizer(policy: PolicyConfig, chunks: list[DistributedDataParallel])
             overlap_param_gather=policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
             clip_grad=policy.max_grad_norm,
         ),
-        chunks,
+        [*chunks],
     )
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from megatron.core import __version__ as megatron_version
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
+from nemo_rl_mcore.megatron.parallel_groups import tensor_parallel_group
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
 from nemo_rl_mcore.ops.vocab_parallel import vocab_parallel_logprobs
 
@@ -61,7 +61,7 @@ def unfused_processor(vocab_size: int) -> Processor:
         return vocab_parallel_logprobs(
             scale_logits(logits),
             context.targets_SB,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            tp_group=tensor_parallel_group(),
             temperature=context.temperature,
             mask=context.mask_SB,
             with_entropy=context.with_entropy,
@@ -90,7 +90,7 @@ def fused_processor(vocab_size: int, chunk_size: int | None, chunk_bytes: int) -
             # With tied embeddings the output layer owns no weight; the model hands over the shared one.
             output_layer.weight if output_weight is None else output_weight,
             context.targets_SB,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            tp_group=tensor_parallel_group(),
             sequence_parallel=output_layer.sequence_parallel,
             temperature=context.temperature,
             mask=context.mask_SB,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from datetime import timedelta
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def data_parallel_rank() -> int:
-    """This rank's place among the ranks that hold different samples."""
+    """The place of this rank among the ranks that hold different samples."""
     return parallel_state.get_data_parallel_rank()
 
 
@@ -66,12 +67,22 @@ def data_parallel_size() -> int:
     return parallel_state.get_data_parallel_world_size()
 
 
+def tensor_parallel_group() -> dist.ProcessGroup:
+    """The ranks that share each layer's weights."""
+    return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+
+
+def data_parallel_group() -> dist.ProcessGroup:
+    """The ranks that hold different tokens, those of context parallelism included."""
+    return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
 def is_last_stage() -> bool:
     """Whether this rank holds the output layer (of the last virtual stage, if there are several)."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
 
-def broadcast_from_last_stage(value: object) -> object:
+def broadcast_from_last_stage(value: Any) -> Any:
     """Give every pipeline stage the picklable value that the last stage holds."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return value
@@ -79,6 +90,6 @@ def broadcast_from_last_stage(value: object) -> object:
     dist.broadcast_object_list(
         box,
         src=parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=parallel_state.get_pipeline_model_parallel_group(),
+        group=cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group()),
     )
     return box[0]

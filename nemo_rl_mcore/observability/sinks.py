@@ -50,7 +50,7 @@ class JsonlSink:
     """`log_dir/metrics.jsonl`: one object a step, on disk as soon as it is logged.
 
     JSON knows no NaN and no infinity: a value that is not finite is written as null. A file that an earlier
-    run left is renamed to `metrics.1.jsonl`, or the next free number: one file is one run, and nothing is lost.
+    run left is renamed to `metrics.1.jsonl`, or the next free number: a file is one run, and nothing is lost.
     """
 
     def __init__(self, log_dir: Path) -> None:

@@ -37,7 +37,10 @@ class LocalSums:
     def of(cls, sums: LossSums, microbatch: BatchedDataDict) -> LocalSums:
         """The sums of one microbatch, with its counts."""
         seqs, toks = valid_counts(microbatch)
-        counts = {_VALID_SEQS: MetricSum(seqs, MetricKind.NONE), _VALID_TOKS: MetricSum(toks, MetricKind.NONE)}
+        counts = {
+            _VALID_SEQS: MetricSum(seqs, MetricKind.NONE),
+            _VALID_TOKS: MetricSum(toks, MetricKind.NONE),
+        }
         return cls([sums.metrics | counts])
 
     def add(self, other: LocalSums) -> None:

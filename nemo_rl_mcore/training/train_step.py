@@ -11,7 +11,7 @@ import time
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import EPSILON, LossFunction
@@ -53,12 +53,12 @@ class StepResult:
 class TrainStepBackend(Protocol):
     """What a step needs of the framework that holds the model."""
 
-    def snapshot(self) -> object:
+    def snapshot(self) -> Any:
         """State outside weights and gradients that a forward pass changes (random generators, for one)."""
         ...
 
-    def restore(self, snapshot: object) -> None:
-        """Set that state back."""
+    def restore(self, snapshot: Any) -> None:
+        """Set the state back that `snapshot` returned."""
         ...
 
     def zero_grad(self) -> None:
@@ -107,9 +107,9 @@ class _OpenStep:
     mbs: int
     step_id: str | None
     started: float
-    snapshot: object
+    snapshot: Any
     sums: LocalSums = field(default_factory=LocalSums)
-    chunk_ids: set[str] = field(default_factory=set)
+    chunk_ids: set[str] = field(default_factory=set[str])
     optimizer_began: bool = False
 
 
@@ -162,7 +162,7 @@ class TrainStep:
         self._phase = Phase.OPEN
 
     def finish(self) -> StepResult:
-        """Divide, reduce, update the weights and close the step. After a committed step with an id: that result again."""
+        """Divide, reduce, update the weights, close the step; after a committed step with an id, its result again."""
         if self._phase is Phase.IDLE and self._last_committed_id is not None:
             return self._committed[self._last_committed_id]
         step = self._require(Phase.OPEN, "finish_train_step")

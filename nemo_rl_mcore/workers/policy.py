@@ -22,13 +22,20 @@ class Policy:
     Raises WorkerError, naming the rank, when a rank fails or dies.
     """
 
-    def __init__(self, config: PolicyConfig, cluster: RayCluster, *, seed: int, init_reference_model: bool) -> None:
+    def __init__(
+        self, config: PolicyConfig, cluster: RayCluster, *, seed: int, init_reference_model: bool
+    ) -> None:
         self._config = config
         self._workers = RayWorkerGroup(
-            MegatronPolicyWorker, cluster, (config,), {"seed": seed, "init_reference_model": init_reference_model}
+            MegatronPolicyWorker,
+            cluster,
+            (config,),
+            {"seed": seed, "init_reference_model": init_reference_model},
         )
         # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
-        self._shard_of_rank: list[int] = self._workers.run_all("data_parallel_rank", context="start of the workers")
+        self._shard_of_rank: list[int] = self._workers.run_all(
+            "data_parallel_rank", context="start of the workers"
+        )
         self._shards = max(self._shard_of_rank) + 1
         self._calls: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""`MegatronPolicyWorker`: one rank of a policy. A plain class, which `ray.remote` wraps in one place (workers/policy.py).
+"""`MegatronPolicyWorker`: one rank of a policy, a plain class. `RayWorkerGroup` wraps it by `ray.remote`.
 
 B rows of this rank's shard, S sequence length, T new tokens.
 """
@@ -69,7 +69,9 @@ class MegatronPolicyWorker:
     ) -> BatchedDataDict:
         """{"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the weights that the run started from."""
         if self._reference is None:
-            raise ValueError("this worker was built with init_reference_model=False, so it has no reference policy")
+            raise ValueError(
+                "this worker was built with init_reference_model=False, so it has no reference policy"
+            )
         with self._reference.swapped_in():
             return BatchedDataDict(reference_logprobs=self._logprobs(data, micro_batch_size))
 
@@ -91,7 +93,8 @@ class MegatronPolicyWorker:
 
         sampling = self.policy.generation
         prompts = [
-            row[:length] for row, length in zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
+            row[:length]
+            for row, length in zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
         ]
         request = GenerationRequest(
             prompts=prompts,
@@ -138,7 +141,11 @@ class MegatronPolicyWorker:
         return _as_result(results)
 
     def begin_train_step(
-        self, loss_fn: LossFunction, gbs: int | None = None, mbs: int | None = None, step_id: str | None = None
+        self,
+        loss_fn: LossFunction,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        step_id: str | None = None,
     ) -> None:
         """Open a train step. `gbs` is what the scheduler advances by; see `training.train_step.TrainStep`."""
         self.train_step.begin(
@@ -168,7 +175,9 @@ class MegatronPolicyWorker:
         started = time.monotonic()
         totals = self.backend.evaluate(batch, loss_fn, mbs)
         lr, wd = self.backend.learning_rate_and_weight_decay()
-        outcome = OptimizerOutcome(update_successful=False, grad_norm=0.0, lr=lr, wd=wd, skip_reason="eval_mode")
+        outcome = OptimizerOutcome(
+            update_successful=False, grad_norm=0.0, lr=lr, wd=wd, skip_reason="eval_mode"
+        )
         return StepResult(totals, outcome, time.monotonic() - started)
 
     def _split_into_steps(self, data: BatchedDataDict, gbs: int) -> list[BatchedDataDict]:

@@ -86,7 +86,11 @@ def _free_port() -> int:
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     sys.path.insert(0, os.path.dirname(__file__))
     import torch

@@ -4,7 +4,9 @@ import pytest
 
 TWO_RANKS = {
     "dp2": {},
-    "dp2-plain-optimizer": {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}},
+    "dp2-plain-optimizer": {
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}
+    },
     "dp2-overlap": {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 3000}},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
@@ -22,9 +24,16 @@ def log_probabilities_and_metrics(megatron, weights, fused):
         load_full_weights(worker, weights)
     logprobs = worker.get_logprobs(data=tiny.grpo_batch())["logprobs"]
     own = {name: parameter.numpy() for name, parameter in tiny.parameters(worker).items()}
-    steps = [worker.train(tiny.shard(tiny.grpo_batch(seed=step)), tiny.grpo_loss(fused=fused)) for step in range(2)]
+    steps = [
+        worker.train(tiny.shard(tiny.grpo_batch(seed=step)), tiny.grpo_loss(fused=fused)) for step in range(2)
+    ]
     after = worker.get_logprobs(data=tiny.grpo_batch())["logprobs"]
-    return own, logprobs.numpy(), [step["all_mb_metrics"] | {"norm": step["grad_norm"].tolist()} for step in steps], after.numpy()
+    return (
+        own,
+        logprobs.numpy(),
+        [step["all_mb_metrics"] | {"norm": step["grad_norm"].tolist()} for step in steps],
+        after.numpy(),
+    )
 
 
 def load_full_weights(worker, weights):
@@ -32,7 +41,11 @@ def load_full_weights(worker, weights):
     import torch
     from megatron.core import parallel_state
 
-    layers_before = parallel_state.get_pipeline_model_parallel_rank() * worker.policy.model.num_layers // worker.policy.megatron_cfg.pipeline_model_parallel_size
+    layers_before = (
+        parallel_state.get_pipeline_model_parallel_rank()
+        * worker.policy.model.num_layers
+        // worker.policy.megatron_cfg.pipeline_model_parallel_size
+    )
     rank = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in worker.backend.chunks[0].named_parameters():
         full = torch.from_numpy(weights[f"0.{_global_name(name, layers_before)}"])

@@ -1,4 +1,4 @@
-"""The hook: the default path's loss and gradients through it, its refusal where it is missing, upstream's experiment."""
+"""The hook: the default path's loss and gradients through it, its refusal where it is missing, a short training."""
 
 import pytest
 
@@ -64,7 +64,10 @@ def six_steps():
     length = ids.shape[1]
     with torch.no_grad():
         losses_SB = model(
-            ids, torch.arange(length).expand(8, -1), torch.ones(1, 1, length, length).triu(1).bool(), labels=ids.roll(-1, 1)
+            ids,
+            torch.arange(length).expand(8, -1),
+            torch.ones(1, 1, length, length).triu(1).bool(),
+            labels=ids.roll(-1, 1),
         )
     return float(losses_SB[:, :-1].mean()), [
         float(worker.train(batch, NLLLossFn(use_fused_linear_logprobs=True))["global_loss"]) for _ in range(6)

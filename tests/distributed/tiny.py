@@ -56,7 +56,8 @@ def grpo_batch(rows: int = 8, length: int = 12, seed: int = 0) -> BatchedDataDic
     mask[1] = 0.0
     near_uniform = -torch.rand(rows, length, generator=generator) - 3.0
     return BatchedDataDict(
-        input_ids=torch.randint(0, VOCABULARY, (rows, length), generator=generator) * (columns < lengths.unsqueeze(1)),
+        input_ids=torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+        * (columns < lengths.unsqueeze(1)),
         input_lengths=lengths,
         token_mask=mask,
         sample_mask=(torch.arange(rows) != 2).float(),
@@ -69,12 +70,16 @@ def grpo_batch(rows: int = 8, length: int = 12, seed: int = 0) -> BatchedDataDic
 
 def shard(batch: BatchedDataDict) -> BatchedDataDict:
     """This data-parallel rank's rows."""
-    return batch.shard_by_batch_size(parallel_groups.data_parallel_size())[parallel_groups.data_parallel_rank()]
+    return batch.shard_by_batch_size(parallel_groups.data_parallel_size())[
+        parallel_groups.data_parallel_rank()
+    ]
 
 
 def grpo_loss(*, fused: bool = False, **keys: Any) -> ClippedPGLossFn:
     """ClippedPG with an entropy bonus and a KL penalty, so that every term has a gradient."""
-    config = ClippedPGLossConfig.model_validate({"entropy_coef": 0.01, "reference_policy_kl_penalty": 0.1} | keys)
+    config = ClippedPGLossConfig.model_validate(
+        {"entropy_coef": 0.01, "reference_policy_kl_penalty": 0.1} | keys
+    )
     return ClippedPGLossFn(config, use_fused_linear_logprobs=fused)
 
 
@@ -88,7 +93,7 @@ def parameters(of: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
 
 
 def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    """The largest absolute difference over all parameters, each relative to the parameter's largest entry (at least 1)."""
+    """The largest difference over all parameters, relative to the parameter's largest entry or to 1."""
     assert left.keys() == right.keys()
     return max(
         float((left[name] - right[name]).abs().max() / left[name].abs().max().clamp(min=1.0)) for name in left

@@ -26,7 +26,10 @@ class FakePolicy:
         # Sample 0 answers right, the others stop at once; of three prompts, two are not answered right by anyone.
         rows = []
         for prompt, index, sample in zip(
-            data["input_ids"].tolist(), data["prompt_index"].tolist(), data["sample_index"].tolist(), strict=True
+            data["input_ids"].tolist(),
+            data["prompt_index"].tolist(),
+            data["sample_index"].tolist(),
+            strict=True,
         ):
             digits = prompt[:2] if sample == 0 and index % 3 == 0 else []
             rows.append([*digits, TOKENIZER.eos_token_id])
@@ -35,7 +38,9 @@ class FakePolicy:
             tokens[i, : len(row)] = torch.tensor(row)
         finished = torch.tensor([sample != 1 for sample in data["sample_index"].tolist()])
         lengths = torch.tensor([len(row) for row in rows])
-        return BatchedDataDict(tokens=tokens, logprobs=-torch.ones(len(rows), 3), lengths=lengths, finished=finished)
+        return BatchedDataDict(
+            tokens=tokens, logprobs=-torch.ones(len(rows), 3), lengths=lengths, finished=finished
+        )
 
     def get_logprobs(self, data):
         self.calls.append("logprobs")
@@ -77,7 +82,8 @@ def master(grpo=None, loss_fn=None, **top):
     return GRPOMasterConfig.model_validate(
         {
             "seed": 1,
-            "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 3, "max_num_steps": 2} | (grpo or {}),
+            "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 3, "max_num_steps": 2}
+            | (grpo or {}),
             "loss_fn": {"reference_policy_kl_penalty": 0.0} | (loss_fn or {}),
             "policy": {
                 "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32},
@@ -175,7 +181,13 @@ def test_reward_scaling_feeds_training_while_the_report_keeps_the_reward():
 
 
 def test_validation_runs_at_start_by_period_and_at_end_on_held_out_prompts():
-    grpo = {"max_num_steps": 5, "val_period": 2, "val_at_start": True, "val_at_end": True, "max_val_samples": 5}
+    grpo = {
+        "max_num_steps": 5,
+        "val_period": 2,
+        "val_at_start": True,
+        "val_at_end": True,
+        "max_val_samples": 5,
+    }
     policy, notes = run(master(grpo=grpo | {"val_batch_size": 3}))
     validated = [step for step, metrics in notes.steps.items() if "validation/accuracy" in metrics]
     assert validated == [0, 2, 4, 5]

@@ -18,7 +18,10 @@ class Scripted:
 
     def generate(self, data, *, step, greedy=False):
         self.asked, self.step, self.greedy = data, step, greedy
-        rows = [TOKENIZER.encode(text.rstrip("$")) + [TOKENIZER.eos_token_id] * text.endswith("$") for text in self.texts]
+        rows = [
+            TOKENIZER.encode(text.rstrip("$")) + [TOKENIZER.eos_token_id] * text.endswith("$")
+            for text in self.texts
+        ]
         tokens = torch.zeros(len(rows), self.width, dtype=torch.long)
         logprobs = torch.zeros(len(rows), self.width)
         for i, row in enumerate(rows):
@@ -42,17 +45,24 @@ def test_responses_stand_right_behind_their_prompts():
     prompts = [Prompt(4, "527>", "527"), Prompt(8, "1>", "1")]
     rollout, engine = collect(["527$", "52", "1$", "99999"], prompts, 2)
     batch, pad = rollout.batch, TOKENIZER.pad_token_id
-    text = [[TOKENIZER.encode(prompt.text), response] for prompt, response in zip(rollout.prompts, ["527", "52", "1", "99999"], strict=True)]
+    text = [
+        [TOKENIZER.encode(prompt.text), response]
+        for prompt, response in zip(rollout.prompts, ["527", "52", "1", "99999"], strict=True)
+    ]
     for row, (prompt, response) in enumerate(text):
         ids = prompt + TOKENIZER.encode(response) + [TOKENIZER.eos_token_id] * bool(batch["finished"][row])
         length = len(ids)
         assert batch["input_ids"][row].tolist() == ids + [pad] * (batch["input_ids"].shape[1] - length)
         assert batch["input_lengths"][row] == length
         response_length = length - len(prompt)
-        wanted = [0.0] * len(prompt) + [1.0] * response_length + [0.0] * (batch["input_ids"].shape[1] - length)
+        wanted = (
+            [0.0] * len(prompt) + [1.0] * response_length + [0.0] * (batch["input_ids"].shape[1] - length)
+        )
         assert batch["token_mask"][row].tolist() == wanted
         logprobs = batch["generation_logprobs"][row]
-        assert logprobs[len(prompt) : length].tolist() == [-float(i) - row for i in range(1, response_length + 1)]
+        assert logprobs[len(prompt) : length].tolist() == [
+            -float(i) - row for i in range(1, response_length + 1)
+        ]
         assert logprobs.abs().sum() == logprobs[len(prompt) : length].abs().sum()
     assert batch["input_ids"].shape[1] == 8  # no wider than the longest row
     assert batch["rewards"].tolist() == [1.0, 0.5, 1.0, 0.0]

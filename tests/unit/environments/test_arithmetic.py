@@ -1,6 +1,7 @@
 import pytest
 
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.environments import make_environment
 from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment, character_score, exact_match_accuracy
 
 
@@ -37,3 +38,9 @@ def test_exact_match_needs_the_end_of_sequence_and_nothing_more() -> None:
     prompts = [Prompt(i, "7>", "7") for i in range(4)]
     assert exact_match_accuracy(prompts, ["7", "7", "77", "8"], [True, False, True, True]) == 0.25
     assert exact_match_accuracy([], [], []) == 0.0
+
+
+def test_environments_are_made_by_name() -> None:
+    assert make_environment("arithmetic").score([Prompt(7, "7>", "7")], ["7"], [True]) == [1.0]
+    with pytest.raises(ValueError, match="env: unknown environment 'math'; known: arithmetic"):
+        make_environment("math")

@@ -98,7 +98,9 @@ def begun(loss_type=LossType.TOKEN_LEVEL, **options):
     return step, backend
 
 
-@pytest.mark.parametrize(("loss_type", "count"), [(LossType.TOKEN_LEVEL, 6.0), (LossType.SEQUENCE_LEVEL, 3.0)])
+@pytest.mark.parametrize(
+    ("loss_type", "count"), [(LossType.TOKEN_LEVEL, 6.0), (LossType.SEQUENCE_LEVEL, 3.0)]
+)
 def test_uneven_chunks_are_divided_once_by_the_whole_count(loss_type, count):
     step, backend = begun(loss_type)
     step.microbatch(rows([1.0]))
@@ -149,7 +151,11 @@ def test_a_failure_leaves_failed_whose_only_exit_is_abort(fail_at):
     with pytest.raises(RuntimeError, match="injected"):
         step.microbatch(rows([1.0])) if fail_at == "forward_backward" else step.finish()
     assert step.phase is Phase.FAILED
-    for call in (step.finish, lambda: step.microbatch(rows([1.0])), lambda: step.begin(SumOfRewards(), gbs=1, mbs=1)):
+    for call in (
+        step.finish,
+        lambda: step.microbatch(rows([1.0])),
+        lambda: step.begin(SumOfRewards(), gbs=1, mbs=1),
+    ):
         with pytest.raises(TrainStepError, match="abort_train_step"):
             call()
     backend.fail_at, backend.calls = None, []

@@ -1,0 +1,13 @@
+"""Tolerances of fp32 comparisons, in one place. What is not named here is compared bit for bit."""
+
+# One pass: log-probabilities against an independent computation.
+LOGPROBS = 1e-5
+# Parameters after up to three Adam steps at lr 1e-2, when the same sums were added in another order. Adam divides each
+# gradient by its own size, so the rounding of a tiny gradient reaches its weight in full.
+REORDERED = 5e-6
+# Parameters after five such steps, when another algorithm computed the log-probabilities.
+FIVE_STEPS = 1e-5
+# Generation's own log-probabilities against those of get_logprobs.
+GENERATION = 1e-4
+# Metrics of a step.
+METRICS = {"rel": 1e-4, "abs": 1e-5}
