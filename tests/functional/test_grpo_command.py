@@ -1,0 +1,167 @@
+"""`nemo-rl-mcore grpo` as a person runs it: a short run, a rank that dies, Ctrl-C, numbers that explode."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
+# An allowed variable: Ray hands it to every process of the run's session, so that none can hide.
+MARKER_NAME = "MEGATRON_TEST_MARKER"
+
+
+class Run:
+    def __init__(self, log_dir: Path, *overrides: str) -> None:
+        self.log_dir, self.marker = log_dir, uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"),
+                *("grpo", "--config", str(RECIPE), f"logger.log_dir={log_dir}", "grpo.val_period=0", *overrides),
+            ],
+            env={**os.environ, MARKER_NAME: self.marker},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def steps(self) -> list[dict[str, float]]:
+        path = self.log_dir / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def wait_for_step(self, step: int, within_s: float = 120) -> None:
+        deadline = time.monotonic() + within_s
+        while len(self.steps()) < step:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, f"no step {step} within {within_s} s"
+            time.sleep(0.05)
+
+    def end(self, within_s: float) -> tuple[int, str, str]:
+        output, errors = self.process.communicate(timeout=within_s)
+        return self.process.returncode, output, errors
+
+    def processes(self) -> dict[int, str]:
+        """Every process that carries the marker, with its title."""
+        needle = f"{MARKER_NAME}={self.marker}".encode()
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and needle in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue  # it ended meanwhile
+        return found
+
+    def ranks(self) -> list[int]:
+        return [pid for pid, title in self.processes().items() if "MegatronPolicyWorker" in title]
+
+    def all_gone(self, within_s: float = 10) -> bool:
+        deadline = time.monotonic() + within_s
+        while self.processes():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[type[Run]]:
+    started: list[Run] = []
+
+    class Started(Run):
+        def __init__(self, *overrides: str) -> None:
+            super().__init__(tmp_path / "run", *overrides)
+            started.append(self)
+
+    yield Started  # type: ignore[misc]
+    for run in started:
+        for pid in run.processes():
+            os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+        for pipe in (run.process.stdout, run.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
+    run = start(
+        *("grpo.max_num_steps=3", "loss_fn.reference_policy_kl_penalty=0.01"),
+        *("policy.train_micro_batch_size=32", "policy.train_global_batch_size=128"),
+    )
+    code, output, errors = run.end(within_s=180)
+    assert (code, errors) == (0, "")
+    assert "step 3/3" in output
+    assert "validation/accuracy" in output
+    steps = run.steps()
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        # Two optimizer steps a rollout: generation and training agree on the log-probabilities of both.
+        assert step["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-4)
+        assert step["train/global_valid_seqs"] == 256
+        assert step["train/skipped_steps"] == 0
+        assert step["train/kl_penalty"] is not None
+        assert {"timing/generation", "timing/logprobs", "timing/train", "performance/tokens_per_sec"} <= step.keys()
+    assert (run.log_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run.log_dir / "tensorboard").glob("events*"))
+    samples = [json.loads(line) for line in (run.log_dir / "samples.jsonl").read_text().splitlines()]
+    assert {"prompt", "answer", "response", "reward"} <= samples[0].keys()
+    assert run.all_gone()
+
+
+def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
+    run = start("grpo.max_num_steps=100000")
+    run.wait_for_step(2)
+    ranks = run.ranks()
+    assert len(ranks) == 2
+    os.kill(ranks[0], signal.SIGKILL)
+    killed = time.monotonic()
+    code, output, errors = run.end(within_s=15)
+    assert time.monotonic() - killed < 15
+    assert code == 1
+    assert errors.count("the run stopped: rank ") == 1
+    assert f"pid {ranks[0]}) died in " in errors
+    assert "Traceback" not in errors
+    assert run.all_gone()
+    finished = run.steps()
+    assert len(finished) >= 2
+    assert (run.log_dir / "curves.png").exists(), "the report covers the finished steps"
+    assert f"{len(finished)} steps" in output
+
+
+def test_ctrl_c_stops_cleanly_and_keeps_the_finished_steps(start) -> None:
+    run = start("grpo.max_num_steps=100000")
+    run.wait_for_step(2)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does, to the whole foreground group
+    code, _, errors = run.end(within_s=15)
+    assert code == 130
+    assert errors == f"interrupted; the finished steps are in {run.log_dir}\n"
+    assert run.all_gone()
+    assert len(run.steps()) >= 2
+    assert (run.log_dir / "curves.png").exists()
+
+
+def test_numbers_that_explode_are_skipped_then_end_the_run_with_step_and_samples(start) -> None:
+    run = start(
+        *("policy.megatron_cfg.optimizer.lr=1e30", "policy.max_grad_norm=0", "max_consecutive_skips=3"),
+        "grpo.max_num_steps=50",
+    )
+    code, _, errors = run.end(within_s=180)
+    assert code == 1
+    steps = run.steps()
+    last = steps[-1]["step"]
+    assert last < 50
+    assert f"the run stopped: step {last}: the optimizer step was skipped 3 times in a row" in errors
+    assert "max_consecutive_skips: 3" in errors
+    assert "prompt" in errors
+    assert [step["train/update_successful"] for step in steps[-3:]] == [0, 0, 0]
+    assert steps[-1]["train/skipped_steps"] == 3
+    assert steps[0]["train/update_successful"] == 1
+    assert run.all_gone()
