@@ -6,15 +6,14 @@ import sys
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
-from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.environments import make_environment
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
 from nemo_rl_mcore.observability import RunRecorder
 from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.failures import WorkerError
 from nemo_rl_mcore.workers.policy import Policy
 
 EXIT_FAILED = 1
@@ -31,7 +30,7 @@ def run_grpo(config: GRPOMasterConfig) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"interrupted; the finished steps are in {config.logger.log_dir}\n")
         return EXIT_INTERRUPTED
-    except (WorkerError, TooManySkippedStepsError) as error:
+    except RunStoppedError as error:
         sys.stderr.write(f"the run stopped: {error}\n")
         return EXIT_FAILED
     return 0

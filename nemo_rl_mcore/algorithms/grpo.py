@@ -19,6 +19,7 @@ from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import PolicyInterface
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.observability import Sample
@@ -84,7 +85,7 @@ class GRPO:
     def roll_out(self, step: int) -> tuple[Rollout, dict[str, float]]:
         """The step's answered and scored prompts; dynamic sampling replaces groups whose rewards are all equal.
 
-        Raises RuntimeError, naming the keys, when dynamic sampling does not fill the step.
+        Raises RunStoppedError, naming the keys, when dynamic sampling does not fill the step.
         """
         grpo = self.config.grpo
         wanted = grpo.num_prompts_per_step
@@ -107,7 +108,7 @@ class GRPO:
                     "train/dynamic_sampling_kept": share,
                 }
                 return together.select(range(grpo.samples_per_step)), metrics
-        raise RuntimeError(
+        raise RunStoppedError(
             f"step {step}: {grpo.dynamic_sampling_max_gen_batches} generation rounds "
             f"(grpo.dynamic_sampling_max_gen_batches) gave {kept_rows // grpo.num_generations_per_prompt} groups with "
             f"unequal rewards, and grpo.num_prompts_per_step is {wanted}: raise grpo.num_generations_per_prompt or "

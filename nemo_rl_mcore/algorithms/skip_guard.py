@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.errors import RunStoppedError
 
 _NAMED_SAMPLES = 8
 
 
-class TooManySkippedStepsError(RuntimeError):
+class TooManySkippedStepsError(RunStoppedError):
     """More optimizer steps in a row were skipped than `max_consecutive_skips` allows."""
 
 

@@ -148,13 +148,17 @@ def _prompt_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
             "give a multiple that is",
             ("grpo.num_prompts_per_step",),
         )
-    if drawn > data.train_prompts:
+    rounds = grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else 1
+    if drawn * rounds > data.train_prompts:
+        factors = (
+            "batch_multiplier and dynamic_sampling_max_gen_batches" if rounds > 1 else "batch_multiplier"
+        )
         yield Problem(
             "grpo.num_prompts_per_step",
-            f"{grpo.num_prompts_per_step} (times batch_multiplier) is above the {data.train_prompts} "
+            f"{grpo.num_prompts_per_step} (times {factors}) is above the {data.train_prompts} "
             f"different training prompts of data.num_digits: {data.num_digits}",
             "lower it, or raise data.num_digits",
-            ("data.num_digits", "grpo.batch_multiplier"),
+            ("data.num_digits", "grpo.batch_multiplier", "grpo.dynamic_sampling_max_gen_batches"),
         )
     validates = bool(grpo.val_period) or grpo.val_at_start or grpo.val_at_end
     if validates and grpo.max_val_samples > data.validation_prompts:

@@ -57,7 +57,7 @@ class ForwardBackward:
     sequence_multiple: int
 
     def logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> torch.Tensor | None:
-        """Log-probabilities of `input_ids` [B, S] as fp32 [B, S] on the CPU; None off the last pipeline stage.
+        """Log-probabilities of `input_ids` [B, S] as fp32 [B, S]; None off the last pipeline stage.
 
         Column i is log p of token i given those before it; column 0 and the right padding are 0.
         """
@@ -67,7 +67,7 @@ class ForwardBackward:
             )
         if not parts:
             return None
-        return torch.cat(parts)[: data.size, : data["input_ids"].shape[1]].cpu()
+        return torch.cat(parts)[: data.size, : data["input_ids"].shape[1]]
 
     def loss_sums(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int, *, forward_only: bool
@@ -127,7 +127,6 @@ class ForwardBackward:
         entropy: bool,
     ) -> Any:
         input_ids = microbatch["input_ids"]
-        rows, length = input_ids.shape
         selection = TokenSelection(
             targets_SB=input_ids.roll(-1, dims=1).t().contiguous(),
             mask_SB=next_token_mask_BS.t().contiguous(),
@@ -135,18 +134,13 @@ class ForwardBackward:
             with_entropy=entropy,
         )
         return model(
-            input_ids,
-            torch.arange(length, device=input_ids.device).expand(rows, -1),
-            # True is "do not look". Rows are padded on the right, so causality alone keeps padding out of sight.
-            torch.ones(1, 1, length, length, dtype=torch.bool, device=input_ids.device).triu(1),
-            output_processor=self.processor,
-            output_processor_context=selection,
+            *causal_inputs(input_ids), output_processor=self.processor, output_processor_context=selection
         )
 
     def _collect_logprobs(self, _microbatch: BatchedDataDict, logprobs_SB: torch.Tensor) -> LossTriple:
         # A position's output belongs to the token after it, so the columns move one to the right.
         shifted_BS = torch.nn.functional.pad(logprobs_SB[:-1].t(), (1, 0))
-        return logprobs_SB.sum(), _no_tokens(logprobs_SB), shifted_BS
+        return logprobs_SB.sum(), no_tokens(logprobs_SB), shifted_BS
 
     def _collect_sums(
         self,
@@ -159,10 +153,25 @@ class ForwardBackward:
             logprobs=logprobs_SB[:-1].t(), entropy=None if entropy_SB is None else entropy_SB[:-1].t()
         )
         sums = loss_fn.sums(outputs, microbatch)
-        return sums.loss, _no_tokens(logprobs_SB), LocalSums.of(sums, microbatch)
+        return sums.loss, no_tokens(logprobs_SB), LocalSums.of(sums, microbatch)
 
 
-def _no_tokens(like: torch.Tensor) -> torch.Tensor:
+def causal_inputs(
+    input_ids_BL: torch.Tensor, start: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """GPTModel's input_ids, position_ids and attention mask for the tokens from `start` on.
+
+    In the mask true is "do not look". Rows are padded on the right, so causality alone keeps padding out of sight.
+    """
+    rows, length = input_ids_BL.shape
+    positions = torch.arange(start, length, device=input_ids_BL.device).expand(rows, -1)
+    new = length - start
+    mask = torch.ones(1, 1, new, new, dtype=torch.bool, device=input_ids_BL.device).triu(1)
+    return input_ids_BL[:, start:], positions, mask
+
+
+def no_tokens(like: torch.Tensor) -> torch.Tensor:
+    """The token count of a schedule's loss function: none."""
     # The step counts valid tokens itself; Megatron's own count would divide each schedule call separately.
     return torch.zeros((), dtype=torch.int, device=like.device)
 

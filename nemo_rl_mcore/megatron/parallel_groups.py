@@ -77,19 +77,43 @@ def data_parallel_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
+def pipeline_stages() -> int:
+    """How many ranks share the layers of one model copy."""
+    return parallel_state.get_pipeline_model_parallel_world_size()
+
+
 def is_last_stage() -> bool:
     """Whether this rank holds the output layer (of the last virtual stage, if there are several)."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
 
 def broadcast_from_last_stage(value: Any) -> Any:
-    """Give every pipeline stage the picklable value that the last stage holds."""
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    """Give every pipeline stage the small picklable value that the last stage holds."""
+    if pipeline_stages() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(
-        box,
-        src=parallel_state.get_pipeline_model_parallel_last_rank(),
-        group=cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group()),
-    )
+    dist.broadcast_object_list(box, src=_last_stage_rank(), group=_pipeline_group())
     return box[0]
+
+
+def broadcast_tensor_from_last_stage(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Give every pipeline stage the tensor of the last stage; the others pass None and need not know its shape."""
+    if pipeline_stages() == 1:
+        assert tensor is not None
+        return tensor
+    shape, dtype = broadcast_from_last_stage(None if tensor is None else (tensor.shape, tensor.dtype))
+    received = (
+        torch.empty(shape, dtype=dtype, device=accelerator.device())
+        if tensor is None
+        else tensor.contiguous()
+    )
+    dist.broadcast(received, src=_last_stage_rank(), group=_pipeline_group())
+    return received
+
+
+def _last_stage_rank() -> int:
+    return parallel_state.get_pipeline_model_parallel_last_rank()
+
+
+def _pipeline_group() -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())

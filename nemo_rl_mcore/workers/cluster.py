@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_mcore.config import ClusterConfig
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.workers.environment import only_environment, rank_environment, session_environment
 
 _LOOPBACK = "127.0.0.1"
@@ -57,7 +58,7 @@ class RayCluster:
     is used and left alone; otherwise it starts a local one, which only this machine can reach, and ends it.
 
     Raises:
-        ValueError: the machines have fewer GPUs or nodes than `cluster.*` asks for.
+        RunStoppedError: the machines have fewer GPUs or nodes than `cluster.*` asks for.
 
     """
 
@@ -108,7 +109,7 @@ class RayCluster:
             self._is_local = ray.get_runtime_context().gcs_address.startswith(_LOOPBACK)
             return
         if self._is_local and self._config.num_nodes > 1:
-            raise ValueError(
+            raise RunStoppedError(
                 f"cluster.num_nodes={self._config.num_nodes} needs a Ray cluster that runs: start one with "
                 "`ray start` on every machine and set RAY_ADDRESS, or set cluster.num_nodes to 1"
             )
@@ -134,7 +135,7 @@ class RayCluster:
         try:
             return ray.init(address=self._address, **quiet)
         except ConnectionError as error:
-            raise ConnectionError(
+            raise RunStoppedError(
                 f"cannot join the Ray cluster at RAY_ADDRESS={self._address}: is it running? A cluster with "
                 "token authentication also needs RAY_AUTH_MODE=token. Unset RAY_ADDRESS for a local session"
             ) from error
@@ -144,7 +145,7 @@ class RayCluster:
         fitting = sum(node.get("GPU", 0) >= self._config.gpus_per_node for node in nodes)
         if fitting < self._config.num_nodes:
             found = ", ".join(f"{node.get('GPU', 0):.0f}" for node in nodes)
-            raise ValueError(
+            raise RunStoppedError(
                 f"cluster.num_nodes={self._config.num_nodes} with cluster.gpus_per_node="
                 f"{self._config.gpus_per_node} does not fit: the machines that Ray sees have [{found}] GPUs; "
                 "lower one of the two keys, or add machines"
@@ -156,7 +157,7 @@ class RayCluster:
         group = placement_group(bundles, strategy="STRICT_SPREAD")
         if not group.wait(self._ready_timeout_s):
             remove_placement_group(group)
-            raise TimeoutError(
+            raise RunStoppedError(
                 f"Ray did not free {per_node} GPUs and {per_node} CPUs on each of {self._config.num_nodes} "
                 f"machines within {self._ready_timeout_s:g} s (cluster.gpus_per_node, cluster.num_nodes); "
                 "does another job use them?"
@@ -199,6 +200,6 @@ def _free_port(attempts: int = 100) -> int:
             except OSError:
                 continue
             return port
-    raise RuntimeError(
+    raise RunStoppedError(
         f"no free port for the rendezvous in {_RENDEZVOUS_PORTS.start}-{_RENDEZVOUS_PORTS.stop - 1}"
     )

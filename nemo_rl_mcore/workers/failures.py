@@ -9,6 +9,8 @@ from pathlib import Path
 
 from ray.exceptions import RayTaskError
 
+from nemo_rl_mcore.errors import RunStoppedError
+
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _CARETS_ONLY = re.compile(r"^\s*[\^~]+\s*\n", re.MULTILINE)
 _HOST = re.compile(r"\bip[=:]\s*([\w.:]+\w)")
@@ -35,7 +37,7 @@ def identity_in(report: str) -> RankIdentity:
     return RankIdentity(host[1] if host else "unknown", int(pid[1]) if pid else 0, ray_worker_id="")
 
 
-class WorkerError(RuntimeError):
+class WorkerError(RunStoppedError):
     """One rank of a worker group failed; the message is complete, with the traceback of that rank.
 
     Attributes:

@@ -77,7 +77,7 @@ class MegatronPolicyWorker:
 
     def _logprobs(self, data: BatchedDataDict, micro_batch_size: int | None) -> torch.Tensor:
         local = self.backend.forward.logprobs(data, micro_batch_size or self.policy.logprob_batch_size)
-        return self._groups.broadcast_from_last_stage(local)
+        return self._groups.broadcast_tensor_from_last_stage(local).cpu()
 
     # Generation
 
@@ -101,10 +101,10 @@ class MegatronPolicyWorker:
             keys_B=sample_keys(self._seed, step, data["prompt_index"], data["sample_index"]),
             max_new_tokens=sampling.max_new_tokens,
             stop_ids=frozenset(stop_ids),
+            batch_size=self.policy.generation_batch_size,
             sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, greedy),
         )
-        vocab_size = self.policy.model.vocab_size
-        rows = generate(self.backend.chunks[0], request, vocab_size)
+        rows = generate(self.backend.forward, request, self.policy.model.vocab_size)
         return BatchedDataDict(
             tokens=rows.tokens_BT, logprobs=rows.logprobs_BT, lengths=rows.lengths_B, finished=rows.finished_B
         )

@@ -1,7 +1,7 @@
 """The embedded engine on real ranks: it samples what get_logprobs then confirms, whatever the batch looks like."""
 
 import pytest
-from tolerances import GENERATION
+from tolerances import GENERATION, LOGPROBS
 
 
 def requests(prompt_lengths):
@@ -28,7 +28,8 @@ def generated_against_logprobs(megatron, prompt_lengths, stop_ids):
     import tiny
     import torch
 
-    worker = tiny.worker(tiny.policy_config(megatron=megatron, generation=generation_config()))
+    config = tiny.policy_config(model={"num_layers": 4}, megatron=megatron, generation=generation_config())
+    worker = tiny.worker(config)
     asked = requests(prompt_lengths)
     found = worker.generate(data=asked, step=5, stop_ids=stop_ids)
     rows, longest = asked["input_ids"].shape
@@ -52,8 +53,15 @@ def generated_against_logprobs(megatron, prompt_lengths, stop_ids):
 
 @pytest.mark.parametrize(
     ("world_size", "megatron"),
-    [(1, {}), (1, {"use_fused_linear_logprobs": True}), (2, {"tensor_model_parallel_size": 2})],
-    ids=["one-rank", "one-rank-fused", "tp2"],
+    [
+        (1, {}),
+        (1, {"use_fused_linear_logprobs": True}),
+        (2, {"tensor_model_parallel_size": 2}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    ],
+    ids=["one-rank", "one-rank-fused", "tp2", "tp2-sp", "pp2", "pp2-vpp2"],
 )
 def test_own_logprobs_are_those_of_get_logprobs(ranks, world_size, megatron):
     prompt_lengths = [4, 4, 2, 5, 2, 1, 5, 3]
@@ -64,9 +72,57 @@ def test_own_logprobs_are_those_of_get_logprobs(ranks, world_size, megatron):
         assert generated == pytest.approx(confirmed, abs=GENERATION)
 
 
-def test_tensor_parallel_ranks_draw_the_same_tokens(ranks):
-    first, second = ranks(2).run(generated_against_logprobs, {"tensor_model_parallel_size": 2}, [3] * 6, [])
+@pytest.mark.parametrize(
+    "megatron",
+    [
+        {"tensor_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"pipeline_model_parallel_size": 2},
+    ],
+    ids=["tp2", "tp2-sp", "pp2"],
+)
+def test_ranks_of_one_model_copy_draw_the_same_tokens(ranks, megatron):
+    first, second = ranks(2).run(generated_against_logprobs, megatron, [3, 4] * 3, [])
     assert first[2] == second[2]
+
+
+def batch_sizes():
+    import tiny
+
+    drawn = []
+    for size in (None, 1, 3):
+        worker = tiny.worker(tiny.policy_config(generation=generation_config(), generation_batch_size=size))
+        drawn.append(worker.generate(data=requests([4, 2] * 5), step=5, stop_ids=[])["tokens"].tolist())
+    return drawn
+
+
+def test_tokens_do_not_depend_on_the_generation_batch_size(ranks):
+    whole, single, threes = ranks(1).run(batch_sizes)[0]
+    assert whole == single == threes
+
+
+def recomputed_and_cached():
+    import tiny
+    import torch
+
+    from nemo_rl_mcore.megatron import generation
+
+    model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
+    ids = torch.randint(0, 32, (3, 5))
+    cached = generation._next_logits(model, ids.shape, 4)
+    recomputed = generation._RecomputedLogits(model)
+    differences = []
+    with torch.no_grad():
+        for _ in range(4):
+            differences.append(float((cached(ids) - recomputed(ids)).abs().max()))
+            ids = torch.cat([ids, torch.randint(0, 32, (3, 1))], 1)
+    return type(cached).__name__, differences
+
+
+def test_recomputed_logits_are_the_cached_ones(ranks):
+    kind, differences = ranks(1).run(recomputed_and_cached)[0]
+    assert kind == "_CachedLogits"
+    assert max(differences) < LOGPROBS
 
 
 def test_a_row_ends_with_its_stop_token(ranks):

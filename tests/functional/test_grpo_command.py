@@ -23,7 +23,14 @@ class Run:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"),
-                *("grpo", "--config", str(RECIPE), f"logger.log_dir={log_dir}", "grpo.val_period=0", *overrides),
+                *(
+                    "grpo",
+                    "--config",
+                    str(RECIPE),
+                    f"logger.log_dir={log_dir}",
+                    "grpo.val_period=0",
+                    *overrides,
+                ),
             ],
             env={**os.environ, MARKER_NAME: self.marker},
             stdout=subprocess.PIPE,
@@ -108,7 +115,12 @@ def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
         assert step["train/global_valid_seqs"] == 256
         assert step["train/skipped_steps"] == 0
         assert step["train/kl_penalty"] is not None
-        assert {"timing/generation", "timing/logprobs", "timing/train", "performance/tokens_per_sec"} <= step.keys()
+        assert {
+            "timing/generation",
+            "timing/logprobs",
+            "timing/train",
+            "performance/tokens_per_sec",
+        } <= step.keys()
     assert (run.log_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((run.log_dir / "tensorboard").glob("events*"))
     samples = [json.loads(line) for line in (run.log_dir / "samples.jsonl").read_text().splitlines()]

@@ -62,6 +62,15 @@ def test_the_prompts_that_the_config_promises_exist(load, digits):
             "which have 4 tokens",
         ),
         (
+            [
+                "data.num_digits=2",
+                "grpo.use_dynamic_sampling=true",
+                "grpo.val_period=0",
+                "grpo.val_at_end=false",
+            ],
+            "16 (times batch_multiplier and dynamic_sampling_max_gen_batches) is above the 8",
+        ),
+        (
             ["data.num_digits=1"],
             "16 (times batch_multiplier) is above the 8 different training prompts",
         ),

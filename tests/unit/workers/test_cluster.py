@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from nemo_rl_mcore.config import ClusterConfig
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.workers.cluster import RayCluster
 
 # An allowed variable, so that Ray hands it to all its processes.
@@ -22,6 +23,7 @@ MARKER_NAME = "MEGATRON_TEST_MARKER"
 DRIVER = """
 import os, sys, time
 from nemo_rl_mcore.config import ClusterConfig
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup, WorkerError
 
@@ -162,7 +164,7 @@ def test_a_session_of_the_process_is_used_and_left_alone(cluster: RayCluster) ->
 def test_missing_gpus_name_the_keys() -> None:
     with (
         pytest.raises(
-            ValueError,
+            RunStoppedError,
             match=r"cluster\.num_nodes=1 with cluster\.gpus_per_node=4 does not fit: .* \[0\] GPUs",
         ),
         RayCluster(ClusterConfig(gpus_per_node=4)),
@@ -175,7 +177,7 @@ def test_two_machines_need_a_cluster_that_runs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with (
-        pytest.raises(ValueError, match=r"cluster\.num_nodes=2 needs a Ray cluster .* RAY_ADDRESS"),
+        pytest.raises(RunStoppedError, match=r"cluster\.num_nodes=2 needs a Ray cluster .* RAY_ADDRESS"),
         RayCluster(ClusterConfig(num_nodes=2)),
     ):
         pass
