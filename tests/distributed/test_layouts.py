@@ -8,6 +8,7 @@ TWO_RANKS = {
         "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}
     },
     "dp2-overlap": {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 3000}},
+    "dp2-recompute": {"activation_checkpointing": True},
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
