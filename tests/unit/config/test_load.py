@@ -21,11 +21,11 @@ def error_of(path: Path, *overrides: str) -> ConfigError:
 def test_the_exemplar_is_the_measured_run(load):
     config = load()
     assert (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) == (16, 16)
-    assert config.grpo.max_num_steps == 220
+    assert config.grpo.max_num_steps == 300
     optimizer = config.policy.megatron_cfg.optimizer
     assert (optimizer.lr, optimizer.adam_beta1, optimizer.adam_beta2) == (1e-3, 0.9, 0.95)
     assert (config.loss_fn.ratio_clip_min, config.loss_fn.ratio_clip_max) == (0.2, 0.28)
-    assert (config.loss_fn.entropy_coef, config.loss_fn.reference_policy_kl_penalty) == (0.01, 0.0)
+    assert (config.loss_fn.entropy_coef, config.loss_fn.reference_policy_kl_penalty) == (0.02, 0.0)
     assert config.policy.megatron_cfg.use_fused_linear_logprobs is True
     assert config.cluster == ClusterConfig(cpu_workers_per_node=2)
     assert config.policy.model.parameters == 86_336
@@ -141,7 +141,7 @@ def test_a_list_is_read(load):
         ("+grpo.seed=42", "grpo.seed", 42),
         ("++grpo.max_num_steps=3", "grpo.max_num_steps", 3),
         ("~loss_fn.entropy_coef", "loss_fn.entropy_coef", 0.0),
-        ("~loss_fn.entropy_coef=0.01", "loss_fn.entropy_coef", 0.0),
+        ("~loss_fn.entropy_coef=0.02", "loss_fn.entropy_coef", 0.0),
         ("~loss_fn", "loss_fn.ratio_clip_max", 0.2),
         ("seed=${grpo.num_prompts_per_step}", "seed", 16),
         ("logger.log_dir='a b'", "logger.log_dir", "a b"),
