@@ -61,18 +61,6 @@ def communication_backend() -> str:
     return "nccl" if has_cuda() else "gloo"
 
 
-def synchronize() -> None:
-    """Wait for the device's queued work; returns at once on CPU."""
-    if has_cuda():
-        torch.cuda.synchronize()
-
-
-def empty_cache() -> None:
-    """Give unused cached memory back to the device; nothing to do on CPU."""
-    if has_cuda():
-        torch.cuda.empty_cache()
-
-
 def device_rng_states() -> list[torch.Tensor]:
     """The CPU generator's state and, on CUDA, the device generator's."""
     states = [torch.get_rng_state()]

@@ -53,7 +53,7 @@ def _check(plan: Plan) -> int:
 
     from nemo_rl_mcore.config.render import render
 
-    Console(highlight=False).print(render(plan))
+    Console(highlight=False).print(render(plan), soft_wrap=True)
     return 0
 
 
@@ -62,3 +62,7 @@ def _grpo(config: GRPOMasterConfig) -> int:
     from nemo_rl_mcore.launch import run_grpo
 
     return run_grpo(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

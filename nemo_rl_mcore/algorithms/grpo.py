@@ -5,7 +5,7 @@ No Ray and no Megatron here: the policy and the engine come in behind `interface
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +23,8 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import PolicyInterface
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.observability import Sample
+from nemo_rl_mcore.training.metrics import EXTREMA, combine_steps, neutral_value
+from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 
 class StepObserver(Protocol):
@@ -77,10 +79,10 @@ class GRPO:
             if (grpo.val_period and step % grpo.val_period == 0) or (last and grpo.val_at_end):
                 with self.observer.phase("validation"):
                     metrics |= self.validate(step)
-            guard_error = guard.check(step, result, rollout.batch)
-            self.observer.log(step, metrics | {"train/skipped_steps": guard.total})
-            if guard_error is not None:
-                raise guard_error
+            guard.record(result["skip_reasons"])
+            counts = {"train/skipped_steps": guard.total, "train/empty_steps": guard.empty}
+            self.observer.log(step, metrics | counts)
+            guard.stop_if_too_many(step, rollout.batch)
 
     def roll_out(self, step: int) -> tuple[Rollout, dict[str, float]]:
         """The step's answered and scored prompts; dynamic sampling replaces groups whose rewards are all equal.
@@ -157,7 +159,7 @@ class GRPO:
         advantages = estimator.compute_advantage(
             prompt_ids=batch["prompt_index"],
             rewards=batch["rewards"],
-            mask=batch["token_mask"],
+            mask=batch["token_mask"] * batch["sample_mask"].unsqueeze(1),
             logprobs_policy=batch["prev_logprobs"],
             logprobs_reference=batch.get("reference_policy_logprobs"),
         )
@@ -185,7 +187,9 @@ def _rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "train/mean_prompt_length": float((batch["input_lengths"] - response_lengths).mean()),
         "train/mean_gen_tokens_per_sample": float(response_lengths.mean()),
         "train/truncation_rate": float((~batch["finished"]).float().mean()),
-        "train/advantages_mean": float(batch["advantages"].mean()),
+        "train/advantages_mean": float(
+            (batch["advantages"] * batch["token_mask"]).sum() / response_lengths.sum()
+        ),
         "train/groups_with_signal": float(
             rows_with_signal(batch["prompt_index"], batch["rewards"]).float().mean()
         ),
@@ -193,29 +197,26 @@ def _rollout_metrics(rollout: Rollout) -> dict[str, float]:
     }
 
 
-# How the values of several optimizer steps in one rollout become one number; all others are averaged.
-_COMBINE: Mapping[str, Callable[[list[float]], float]] = {
-    "num_valid_samples": sum,
-    "global_valid_seqs": sum,
-    "global_valid_toks": sum,
-    "probs_ratio_min": min,
-    "probs_ratio_clamped_min": min,
-    "probs_ratio_max": max,
-    "probs_ratio_clamped_max": max,
-}
-
-
 def _train_metrics(result: Mapping[str, Any]) -> dict[str, float]:
-    metrics = {
-        f"train/{name}": _COMBINE.get(name, _mean)(values)
-        for name, values in result["all_mb_metrics"].items()
-        if values
+    """One number a metric for all optimizer steps of a rollout; the extrema of nothing are left out."""
+    per_step: Mapping[str, list[float]] = result["all_mb_metrics"]
+    counts = per_step["global_valid_seqs"], per_step["global_valid_toks"]
+    combined = {
+        name: value
+        for name, kind in result["metric_kinds"].items()
+        if (value := combine_steps(kind, per_step[name], *counts)) != neutral_value(kind)
+        or kind not in EXTREMA
     }
-    return metrics | {
-        "train/grad_norm": _mean(result["grad_norm"].tolist()),
-        "train/update_successful": float(result["update_successful"]),
-    }
+    combined |= {name: sum(per_step[name]) for name in ("global_valid_seqs", "global_valid_toks")}
+    combined |= {name: per_step[name][-1] for name in ("lr", "wd")}
+    norms = [
+        norm
+        for norm, reason in zip(result["grad_norm"].tolist(), result["skip_reasons"], strict=True)
+        if reason != EMPTY_STEP
+    ]
+    combined |= {"grad_norm": _mean(norms), "update_successful": float(result["update_successful"])}
+    return {f"train/{name}": value for name, value in combined.items()}
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else 0.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 _NAMED_SAMPLES = 8
 
@@ -19,30 +20,37 @@ class TooManySkippedStepsError(RunStoppedError):
 
 @dataclass
 class SkipGuard:
-    """Follows the outcome of each step.
+    """Follows the optimizer steps of a run.
 
-    limit: skipped steps in a row after which the run stops. total: all skipped steps so far.
+    limit: steps skipped in a row, for a loss or gradient that was not finite, after which the run stops.
+    total: all steps skipped so. empty: steps that had nothing to train on, which say nothing of the run's health.
     """
 
     limit: int
     total: int = 0
+    empty: int = 0
     in_a_row: int = 0
+    _last_reason: str = ""
 
-    def check(
-        self, step: int, result: dict[str, Any], batch: BatchedDataDict
-    ) -> TooManySkippedStepsError | None:
-        """Take note of a step's result; at the limit, the error to raise: it names step, reason and samples."""
-        if result["update_successful"]:
-            self.in_a_row = 0
-            return None
-        self.total += 1
-        self.in_a_row += 1
-        if self.in_a_row < self.limit:
-            return None
-        return TooManySkippedStepsError(
-            f"step {step}: the optimizer step was skipped {self.in_a_row} times in a row "
-            f"(max_consecutive_skips: {self.limit}); {', '.join(result['skip_reasons'])}; {_suspects(batch)}"
-        )
+    def record(self, skip_reasons: Sequence[str | None]) -> None:
+        """Take note of a rollout's optimizer steps, in order; None is a step that was applied."""
+        for reason in skip_reasons:
+            if reason == EMPTY_STEP:
+                self.empty += 1
+            elif reason is None:
+                self.in_a_row = 0
+            else:
+                self.total += 1
+                self.in_a_row += 1
+                self._last_reason = reason
+
+    def stop_if_too_many(self, step: int, batch: BatchedDataDict) -> None:
+        """Raise TooManySkippedStepsError, naming step, reason and samples, when the limit is reached."""
+        if self.in_a_row >= self.limit:
+            raise TooManySkippedStepsError(
+                f"step {step}: the optimizer step was skipped {self.in_a_row} times in a row "
+                f"(max_consecutive_skips: {self.limit}); {self._last_reason}; {_suspects(batch)}"
+            )
 
 
 def _suspects(batch: BatchedDataDict) -> str:

@@ -13,6 +13,7 @@ from nemo_rl_mcore.config.base import (
     PositiveFloat,
     PositiveInt,
     Problem,
+    Seed,
     StrictModel,
 )
 
@@ -133,7 +134,7 @@ class GRPOConfig(StrictModel):
     """The linear map of the reward."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     """How rewards become advantages."""
-    seed: int | None = None
+    seed: Seed | None = None
     """NeMo RL's place of the seed; equal to the top-level `seed`, or left out."""
 
     @property

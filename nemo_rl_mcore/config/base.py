@@ -108,5 +108,7 @@ PositiveFloat = Annotated[Float, Field(gt=0)]
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""Fits numpy's seeds, which are 32 bits and get the pipeline stage added, and the int64 keys of sampling."""
 IntTuple = Annotated[tuple[int, ...], BeforeValidator(_tuple_from_list)]
 StrTuple = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)]

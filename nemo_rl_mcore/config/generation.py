@@ -17,7 +17,11 @@ from nemo_rl_mcore.config.base import (
 
 
 class GenerationConfig(StrictModel):
-    """Which engine writes the responses, and from which distribution."""
+    """Which engine writes the responses, and from which distribution.
+
+    The log-probabilities that the embedded engine returns are those of the whole distribution at the temperature,
+    before top_p and top_k filter it, so they agree with those that training computes.
+    """
 
     backend: Literal["embedded", "vllm"] = "embedded"
     """The engine: `embedded` decodes on the training model itself."""

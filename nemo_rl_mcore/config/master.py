@@ -6,7 +6,7 @@ from typing import cast
 from pydantic import model_validator
 
 from nemo_rl_mcore.config.algorithm import GRPOConfig
-from nemo_rl_mcore.config.base import NonNegativeInt, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import PositiveInt, Problem, Seed, StrictModel
 from nemo_rl_mcore.config.checks import master_problems
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig
@@ -17,7 +17,7 @@ from nemo_rl_mcore.config.policy import PolicyConfig
 class GRPOMasterConfig(StrictModel):
     """Everything a GRPO run depends on."""
 
-    seed: NonNegativeInt = 42
+    seed: Seed = 42
     """Seed of the weights, the prompts and the sampling; left out, it is grpo.seed."""
     max_consecutive_skips: PositiveInt = 5
     """Optimizer steps skipped in a row, for a loss or gradient that is not finite, that end the run."""

@@ -193,6 +193,13 @@ class MegatronConfig(StrictModel):
                 "remove it, or make them equal",
                 ("optimizer.weight_decay", "scheduler.weight_decay_incr_style"),
             )
+        if schedule.lr_warmup_init > self.optimizer.lr:
+            yield Problem(
+                "scheduler.lr_warmup_init",
+                f"{schedule.lr_warmup_init} is above optimizer.lr: {self.optimizer.lr}",
+                "lower lr_warmup_init",
+                ("optimizer.lr",),
+            )
         if not self.enabled:
             yield Problem("enabled", "Megatron is the only backend of the policy", "set enabled: true")
         ddp = self.distributed_data_parallel_config

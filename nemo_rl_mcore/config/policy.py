@@ -123,6 +123,7 @@ class PolicyConfig(StrictModel):
                 yield guardrail.problem()
         yield from parallel_problems(self.model, self.megatron_cfg)
         yield from self._weight_problems()
+        yield from self._stop_problems()
         yield from self._length_problems()
         yield from self._copy_problems()
 
@@ -140,6 +141,18 @@ class PolicyConfig(StrictModel):
                 f"{self.model.vocab_size} is below the {CHAR_VOCABULARY} tokens of tokenizer.name: char",
                 f"set vocab_size: {CHAR_VOCABULARY}",
                 ("tokenizer.name",),
+            )
+
+    def _stop_problems(self) -> Iterator[Problem]:
+        vocabulary = self.model.vocab_size
+        foreign = [stop for stop in self.generation.stop_token_ids or () if not 0 <= stop < vocabulary]
+        if foreign:
+            yield Problem(
+                "generation.stop_token_ids",
+                f"{', '.join(map(str, foreign))}: outside the ids 0 to {vocabulary - 1} that "
+                f"policy.model.vocab_size: {vocabulary} allows",
+                "remove them, or raise vocab_size",
+                ("model.vocab_size",),
             )
 
     def _length_problems(self) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.guardrails import Guardrail, fused_guardrails
 from nemo_rl_mcore.config.master import GRPOMasterConfig
 from nemo_rl_mcore.config.memory import MemoryEstimate, estimate_memory
+from nemo_rl_mcore.config.tokenizer_folder import tokenizer_problems
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,7 @@ def _batch(config: GRPOMasterConfig) -> BatchArithmetic:
 
 
 def _environment_problems(config: GRPOMasterConfig) -> Iterator[Problem]:
-    tokenizer = config.policy.tokenizer.name
-    if tokenizer != "char":
-        yield from _tokenizer_problems(Path(tokenizer))
+    yield from tokenizer_problems(config.policy.tokenizer.name, config.policy.model.vocab_size)
     packages = (
         ("logger.wandb_enabled", config.logger.wandb_enabled, "wandb", "the extra wandb"),
         ("logger.tensorboard_enabled", config.logger.tensorboard_enabled, "tensorboard", "the package"),
@@ -135,21 +134,6 @@ def _environment_problems(config: GRPOMasterConfig) -> Iterator[Problem]:
         if wanted and not _installed(package):
             yield Problem(key, f"needs the Python package {package}", f"install {source}, or turn it off")
     yield from _folder_problems(Path(config.logger.log_dir))
-
-
-def _tokenizer_problems(folder: Path) -> Iterator[Problem]:
-    if not folder.is_dir():
-        yield Problem(
-            "policy.tokenizer.name",
-            f"no folder {str(folder)!r} in {Path.cwd()}",
-            "name a local Hugging Face tokenizer folder, or set it to char",
-        )
-    elif not any(folder.glob("tokenizer*")):
-        yield Problem(
-            "policy.tokenizer.name",
-            f"the folder {str(folder)!r} holds no tokenizer (tokenizer.json, tokenizer_config.json)",
-            "name a folder that does, or set it to char",
-        )
 
 
 def _folder_problems(folder: Path) -> Iterator[Problem]:

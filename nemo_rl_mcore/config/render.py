@@ -1,18 +1,21 @@
-"""The plan of a run as a table for the terminal."""
+"""The plan of a run as lines for the terminal."""
 
 from collections.abc import Iterator
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from nemo_rl_mcore.config.preflight import Plan
 
 Row = tuple[str, str]
+_NAME_WIDTH = 22
 
 
 def render(plan: Plan) -> Group:
-    """Lay out a plan: parallel layout, batch arithmetic, guardrails, memory."""
+    """Lay out a plan: parallel layout, batch arithmetic, guardrails, memory; print it with soft_wrap.
+
+    A line longer than the terminal runs over instead of being broken inside a key.
+    """
     sections = (
         ("Parallel layout", _layout_rows(plan)),
         ("Batch arithmetic of a step", _batch_rows(plan)),
@@ -20,16 +23,14 @@ def render(plan: Plan) -> Group:
         ("Fused log-probabilities", _guardrail_rows(plan)),
         ("Memory per rank, without activations and key-value cache", _memory_rows(plan)),
     )
-    return Group(*(part for title, rows in sections for part in (Text(title, style="bold"), _table(rows))))
+    return Group(*(line for title, rows in sections for line in (Text(title, style="bold"), *_lines(rows))))
 
 
-def _table(rows: Iterator[Row]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(min_width=24)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(Text(f"  {name}"), Text(value))
-    return table
+def _lines(rows: Iterator[Row]) -> Iterator[Text]:
+    table = [*rows]
+    width = max(_NAME_WIDTH, *(len(name) for name, _ in table))
+    for name, value in table:
+        yield Text(f"  {name:<{width}}  {value}")
 
 
 def _layout_rows(plan: Plan) -> Iterator[Row]:

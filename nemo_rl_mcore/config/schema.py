@@ -105,12 +105,16 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 def _bounds(metadata: tuple[object, ...]) -> str:
     limits = [
-        f"{words} {getattr(item, name):g}"
+        f"{words} {_number(getattr(item, name))}"
         for item in metadata
         for name, words in _BOUNDS.items()
         if hasattr(item, name)
     ]
     return f", {' and '.join(limits)}" if limits else ""
+
+
+def _number(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def placeholder(field: FieldInfo) -> object:
@@ -124,5 +128,6 @@ def placeholder(field: FieldInfo) -> object:
 
 
 def field_help(path: str) -> str:
-    """The description of a field, as one sentence without its full stop."""
-    return (fields()[path].description or "").rstrip(".")
+    """The description of a field, as one sentence without its full stop; an ellipsis at its end stays."""
+    description = fields()[path].description or ""
+    return description if description.endswith("...") else description.removesuffix(".")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -69,12 +70,12 @@ def _refuse(chain: tuple[Path, ...], what: str, remedy: str) -> ConfigError:
 
 
 def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Iterable[str]) -> list[Problem]:
-    """Add where the key was set: file and line, or the command line."""
+    """Add where the key was set: file and line, or the command line; an override counts for its sections too."""
     lines: dict[str, str] = {}
     for path in files:
         node = yaml.SafeLoader(path.read_text(encoding="utf-8")).get_single_node()
         lines |= {key: f"{path}:{line}" for key, line in _lines(node, "")}
-    lines |= dict.fromkeys(overridden, _ORIGIN)
+    lines |= {section: _ORIGIN for path in overridden for section in accumulate(path.split("."), join_path)}
     return [Problem(p.path, p.what, p.remedy, p.related, p.where or lines.get(p.path, "")) for p in problems]
 
 

@@ -138,7 +138,9 @@ def _load_pretrained(directory: str) -> PreTrainedTokenizerBase:
 
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # `tokenizers` raises Exception itself for a file it cannot read, and transformers whatever the absence of
+        # a key or a wrong type leads to (KeyError, TypeError, AttributeError): no narrower class holds them.
         raise ValueError(
-            f"policy.tokenizer.name: cannot load a tokenizer from {directory!r}: {error}"
+            f"policy.tokenizer.name: cannot load a tokenizer from {directory!r}: {type(error).__name__}: {error}"
         ) from error

@@ -28,12 +28,3 @@ def character_score(answer: str, response: str, finished: bool) -> float:
     correct = sum(given == wanted for given, wanted in zip(response, answer, strict=False))
     ended_in_place = finished and len(response) == len(answer)
     return (correct + ended_in_place) / (len(answer) + 1)
-
-
-def exact_match_accuracy(
-    prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
-) -> float:
-    """Share of the responses that are the answer and nothing more; 0 without responses."""
-    rows = zip(prompts, responses, finished, strict=True)
-    matches = [ended and response == prompt.answer for prompt, response, ended in rows]
-    return sum(matches) / len(matches) if matches else 0.0

@@ -93,7 +93,9 @@ class MegatronBackend:
         group = parallel_groups.data_parallel_group()
 
         def all_reduce(packed: torch.Tensor, kind: ReduceKind) -> None:
-            dist.all_reduce(packed, op=_REDUCE_OPS[kind], group=group)
+            on_device = packed.to(accelerator.device())
+            dist.all_reduce(on_device, op=_REDUCE_OPS[kind], group=group)
+            packed.copy_(on_device)
 
         totals = sums.reduce(all_reduce) if parallel_groups.is_last_stage() else None
         return parallel_groups.broadcast_from_last_stage(totals)

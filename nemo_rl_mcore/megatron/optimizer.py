@@ -43,7 +43,7 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
     decay_iters = schedule.lr_decay_iters or schedule.lr_warmup_iters + 1
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=min(schedule.lr_warmup_init, peak.lr),
+        init_lr=schedule.lr_warmup_init,
         max_lr=peak.lr,
         min_lr=peak.min_lr,
         lr_warmup_steps=schedule.lr_warmup_iters * samples,

@@ -27,30 +27,30 @@ class SamplingParams:
 def sample_tokens(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """One token a row by inversion of the distribution function: (ids int64 [B], log-probabilities fp32 [B]).
 
-    logits_BV: any float dtype; uniforms_B: float64 in [0, 1). The log-probabilities are those of the distribution that
-    was drawn from, after temperature and filters.
+    logits_BV: any float dtype; uniforms_B: float64 in [0, 1). The log-probabilities are those of the model at the
+    temperature, as training computes them: the filters choose which tokens can be drawn and do not enter.
     """
-    logprobs_BV = filtered_logprobs(logits_BV, params)
+    scaled_BV = logits_BV.float() / params.temperature
+    logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
     if params.greedy:
         tokens_B = logprobs_BV.argmax(-1)
     else:
         # In float64 the distribution function of a large vocabulary still ends at one.
-        cumulative_BV = logprobs_BV.double().exp().cumsum(-1)
+        cumulative_BV = filter_logits(scaled_BV, params).double().softmax(-1).cumsum(-1)
         thresholds_B1 = (uniforms_B * cumulative_BV[:, -1]).unsqueeze(1)
         tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True).squeeze(1)
         tokens_B = tokens_B.clamp_(max=logits_BV.shape[1] - 1)
     return tokens_B, logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
 
 
-def filtered_logprobs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
-    """The log-probabilities to draw from, fp32 [B, V]; tokens cut by top-k or top-p have -inf."""
-    scaled_BV = logits_BV.float() / params.temperature
+def filter_logits(scaled_BV: Tensor, params: SamplingParams) -> Tensor:
+    """The logits (already divided by the temperature) to draw from; tokens cut by top-k or top-p have -inf."""
     if params.top_k is not None and params.top_k < scaled_BV.shape[1]:
         smallest_kept_B1 = scaled_BV.topk(params.top_k, dim=-1).values[:, -1:]
         scaled_BV = scaled_BV.masked_fill(scaled_BV < smallest_kept_B1, float("-inf"))
     if params.top_p < 1.0:
         scaled_BV = _keep_top_p(scaled_BV, params.top_p)
-    return torch.log_softmax(scaled_BV, dim=-1)
+    return scaled_BV
 
 
 def _keep_top_p(scaled_BV: Tensor, top_p: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Metrics across ranks: one collective per way of combining, one wait for the device per step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -8,8 +8,6 @@ from torch import Tensor
 
 from nemo_rl_mcore.losses.base import Count, MetricKind, MetricSum, to_floats
 from nemo_rl_mcore.training.normalization import normalize_metrics
-
-__all__ = ["AllReduce", "ReduceKind", "finalize_metrics", "reduce_metrics"]
 
 
 class ReduceKind(Enum):
@@ -45,12 +43,33 @@ def reduce_metrics(sums: Mapping[str, MetricSum], all_reduce: AllReduce) -> dict
 def finalize_metrics(
     sums: Mapping[str, MetricSum], global_valid_seqs: Count, global_valid_toks: Count
 ) -> dict[str, float]:
-    """Return the reported numbers: sums divided once by the global counts, without extrema of nothing."""
-    floats = to_floats(normalize_metrics(sums, global_valid_seqs, global_valid_toks))
-    return {name: value for name, value in floats.items() if value != _EMPTY.get(sums[name].kind)}
+    """Return the reported numbers: sums divided once by the global counts; the extrema of nothing are infinite."""
+    return to_floats(normalize_metrics(sums, global_valid_seqs, global_valid_toks))
 
 
-_EMPTY = {MetricKind.MIN: float("inf"), MetricKind.MAX: float("-inf")}
+EXTREMA = frozenset((MetricKind.MIN, MetricKind.MAX))
+# What a step without that metric adds to several steps together: nothing.
+_NEUTRAL = {MetricKind.MIN: float("inf"), MetricKind.MAX: float("-inf")}
+
+
+def neutral_value(kind: MetricKind) -> float:
+    """Return the value that changes nothing when steps are combined."""
+    return _NEUTRAL.get(kind, 0.0)
+
+
+def combine_steps(
+    kind: MetricKind, values: Sequence[float], valid_seqs: Sequence[float], valid_toks: Sequence[float]
+) -> float:
+    """Return a metric of several optimizer steps as if they had been one: means are weighted by their counts."""
+    if kind is MetricKind.MIN:
+        return min(values)
+    if kind is MetricKind.MAX:
+        return max(values)
+    if kind is MetricKind.NONE:
+        return sum(values)
+    weights = valid_toks if kind is MetricKind.TOKENS else valid_seqs
+    weighted = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+    return weighted / (sum(weights) or 1.0)
 
 
 def _reduction(kind: MetricKind) -> ReduceKind:

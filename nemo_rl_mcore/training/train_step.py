@@ -17,6 +17,9 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import EPSILON, LossFunction
 from nemo_rl_mcore.training.step_sums import LocalSums, StepTotals
 
+EMPTY_STEP = "no valid sample in the step"
+"""Why a step with nothing to train on did not update the weights; other reasons name a number that is not finite."""
+
 
 class TrainStepError(RuntimeError):
     """A split-step call out of order, or a step whose outcome is unknown; the message says what to call."""
@@ -124,8 +127,8 @@ class TrainStep:
         self._step: _OpenStep | None = None
         self._phase = Phase.IDLE
         self._resources = ExitStack()
-        self._committed: dict[str, StepResult] = {}
-        self._last_committed_id: str | None = None
+        self._committed_ids: set[str] = set()
+        self._last_result: StepResult | None = None  # of the step just committed, if it had an id
 
     @property
     def phase(self) -> Phase:
@@ -138,10 +141,11 @@ class TrainStep:
         Raises TrainStepError when a step is open, or when `step_id` is one that was already committed.
         """
         self._require(Phase.IDLE, "begin_train_step")
-        if step_id is not None and step_id in self._committed:
+        if step_id is not None and step_id in self._committed_ids:
             raise TrainStepError(
                 f"step_id {step_id!r} is already committed; begin_train_step needs a new step_id"
             )
+        self._last_result = None
         self._step = _OpenStep(loss_fn, gbs, mbs, step_id, time.monotonic(), self._backend.snapshot())
         self._phase = Phase.FAILED  # until the step is wholly open
         self._backend.zero_grad()
@@ -156,24 +160,24 @@ class TrainStep:
                 f"chunk_id {chunk_id!r} was already added to this step; send each chunk once"
             )
         self._phase = Phase.FAILED  # until the whole chunk is added
-        step.sums.add(self._backend.forward_backward(data, step.loss_fn, step.mbs))
+        step.sums.add_chunk(self._backend.forward_backward(data, step.loss_fn, step.mbs))
         if chunk_id is not None:
             step.chunk_ids.add(chunk_id)
         self._phase = Phase.OPEN
 
     def finish(self) -> StepResult:
         """Divide, reduce, update the weights, close the step; after a committed step with an id, its result again."""
-        if self._phase is Phase.IDLE and self._last_committed_id is not None:
-            return self._committed[self._last_committed_id]
+        if self._phase is Phase.IDLE and self._last_result is not None:
+            return self._last_result
         step = self._require(Phase.OPEN, "finish_train_step")
         self._phase = Phase.FAILED  # until the step is committed
         totals = self._backend.reduce(step.sums)
         outcome = self._update(step, totals)
         result = StepResult(totals, outcome, time.monotonic() - step.started)
         self._close()
-        self._last_committed_id = step.step_id
         if step.step_id is not None:
-            self._committed[step.step_id] = result
+            self._committed_ids.add(step.step_id)
+            self._last_result = result
         return result
 
     def abort(self) -> None:
@@ -200,7 +204,7 @@ class TrainStep:
         if count == 0:
             # Adam would still move the weights, by its momentum.
             self._resources.close()
-            return replace(kept, skip_reason="no valid sample in the step")
+            return replace(kept, skip_reason=EMPTY_STEP)
         backend.scale_gradients(1.0 / (count + EPSILON))
         self._resources.close()
         backend.finalize_gradients()

@@ -17,6 +17,7 @@ from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
+from nemo_rl_mcore.training.metrics import neutral_value
 from nemo_rl_mcore.training.train_step import OptimizerOutcome, StepResult, TrainStep, TrainStepError
 
 if TYPE_CHECKING:
@@ -124,8 +125,7 @@ class MegatronPolicyWorker:
         Returns what `finish_train_step` returns, with one entry a step in each list. Under `eval_mode` nothing is
         updated. Raises ValueError when the rows are no multiple of the step's.
         """
-        gbs = gbs or self.policy.train_global_batch_size
-        mbs = mbs or self.policy.train_micro_batch_size
+        gbs, mbs = self._batch_sizes(gbs, mbs)
         batches = self._split_into_steps(data, gbs)
         if eval_mode:
             return _as_result([self._evaluate(batch, loss_fn, mbs) for batch in batches])
@@ -148,12 +148,8 @@ class MegatronPolicyWorker:
         step_id: str | None = None,
     ) -> None:
         """Open a train step. `gbs` is what the scheduler advances by; see `training.train_step.TrainStep`."""
-        self.train_step.begin(
-            loss_fn,
-            gbs=gbs or self.policy.train_global_batch_size,
-            mbs=mbs or self.policy.train_micro_batch_size,
-            step_id=step_id,
-        )
+        gbs, mbs = self._batch_sizes(gbs, mbs)
+        self.train_step.begin(loss_fn, gbs=gbs, mbs=mbs, step_id=step_id)
 
     def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
         """Add the gradients of this rank's rows of a chunk to the open step."""
@@ -163,7 +159,8 @@ class MegatronPolicyWorker:
         """Divide, reduce and step.
 
         Returns global_loss and grad_norm (fp32 [steps]), all_mb_metrics (a list per metric, with lr, wd,
-        global_valid_seqs and global_valid_toks), moe_metrics, mtp_metrics, update_successful, skip_reasons, elapsed.
+        global_valid_seqs and global_valid_toks), metric_kinds (how each combines over steps), moe_metrics, mtp_metrics,
+        update_successful, skip_reasons (None for a step that was applied), elapsed.
         """
         return _as_result([self.train_step.finish()])
 
@@ -179,6 +176,13 @@ class MegatronPolicyWorker:
             update_successful=False, grad_norm=0.0, lr=lr, wd=wd, skip_reason="eval_mode"
         )
         return StepResult(totals, outcome, time.monotonic() - started)
+
+    def _batch_sizes(self, gbs: int | None, mbs: int | None) -> tuple[int, int]:
+        gbs = self.policy.train_global_batch_size if gbs is None else gbs
+        mbs = self.policy.train_micro_batch_size if mbs is None else mbs
+        if gbs < 1 or mbs < 1:
+            raise ValueError(f"gbs and mbs must be at least 1, got gbs={gbs}, mbs={mbs}")
+        return gbs, mbs
 
     def _split_into_steps(self, data: BatchedDataDict, gbs: int) -> list[BatchedDataDict]:
         ranks = self._groups.data_parallel_size()
@@ -218,8 +222,11 @@ class MegatronPolicyWorker:
 
 
 def _as_result(steps: list[StepResult]) -> dict[str, Any]:
-    names = steps[0].totals.metrics
-    metrics: dict[str, list[float]] = {name: [step.totals.metrics[name] for step in steps] for name in names}
+    kinds = {name: kind for step in steps for name, kind in step.totals.kinds.items()}
+    metrics: dict[str, list[float]] = {
+        name: [step.totals.metrics.get(name, neutral_value(kind)) for step in steps]
+        for name, kind in kinds.items()
+    }
     metrics |= {
         "lr": [step.outcome.lr for step in steps],
         "wd": [step.outcome.wd for step in steps],
@@ -230,9 +237,10 @@ def _as_result(steps: list[StepResult]) -> dict[str, Any]:
         "global_loss": torch.tensor([step.totals.metrics["loss"] for step in steps]),
         "grad_norm": torch.tensor([step.outcome.grad_norm for step in steps]),
         "all_mb_metrics": metrics,
+        "metric_kinds": kinds,
         "moe_metrics": {},
         "mtp_metrics": {},
         "update_successful": all(step.outcome.update_successful for step in steps),
-        "skip_reasons": [step.outcome.skip_reason for step in steps if step.outcome.skip_reason],
+        "skip_reasons": [step.outcome.skip_reason for step in steps],
         "elapsed": sum(step.elapsed for step in steps),
     }

@@ -275,3 +275,54 @@ def test_bf16_trains_with_fp32_main_parameters(ranks):
     losses, dtypes = run(ranks, bf16_training)
     assert dtypes == {"torch.bfloat16"}
     assert losses[-1] < losses[0] - 0.01
+
+
+def steps_of_which_one_is_empty(order):
+    import tiny
+
+    batches = {"full": tiny.grpo_batch(), "empty": tiny.grpo_batch(seed=1)}
+    batches["empty"]["sample_mask"] = batches["empty"]["sample_mask"] * 0
+    worker = tiny.worker(tiny.policy_config())
+    data = tiny.BatchedDataDict.from_batches([batches[name] for name in order])
+    together = worker.train(data, tiny.grpo_loss())
+    alone = tiny.worker(tiny.policy_config()).train(batches["full"], tiny.grpo_loss())
+    return together, alone
+
+
+@pytest.mark.parametrize("order", [("full", "empty"), ("empty", "full")], ids=str)
+def test_an_empty_step_among_others_is_reported_and_costs_nothing(ranks, order):
+    together, alone = run(ranks, steps_of_which_one_is_empty, order)
+    full, empty = order.index("full"), order.index("empty")
+    assert together["skip_reasons"][full] is None
+    assert together["skip_reasons"][empty] == "no valid sample in the step"
+    assert together["all_mb_metrics"].keys() == alone["all_mb_metrics"].keys()
+    for name, (value,) in alone["all_mb_metrics"].items():
+        assert together["all_mb_metrics"][name][full] == pytest.approx(value), name
+    assert together["all_mb_metrics"]["probs_ratio_min"][empty] == float("inf")
+
+
+def unequal_chunks():
+    import tiny
+
+    from nemo_rl_mcore.megatron import parallel_groups
+
+    worker = tiny.worker(tiny.policy_config())
+    start = tiny.parameters(worker)
+    worker.begin_train_step(tiny.grpo_loss())
+    if parallel_groups.data_parallel_rank() == 0:
+        worker.train_microbatch(tiny.shard(tiny.grpo_batch()))
+    with pytest.raises(RuntimeError, match="added 0 to 1 chunks"):
+        worker.finish_train_step()
+    worker.abort_train_step()
+    assert tiny.largest_difference(start, tiny.parameters(worker)) == 0.0
+    worker.begin_train_step(tiny.grpo_loss())
+    # The remedy of the message: a chunk with no rows on the rank that has none.
+    mine = tiny.shard(tiny.grpo_batch())
+    worker.train_microbatch(mine if parallel_groups.data_parallel_rank() == 0 else mine.slice(0, 0))
+    result = worker.finish_train_step()
+    return result["update_successful"], result["all_mb_metrics"]["global_valid_seqs"]
+
+
+def test_ranks_with_unequal_chunks_are_told_before_they_mix_two_steps(ranks):
+    first, second = ranks(2).run(unequal_chunks)
+    assert first == second == (True, [3.0])

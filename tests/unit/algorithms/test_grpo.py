@@ -1,5 +1,6 @@
 """The loop of GRPO over Protocol fakes: what is called, in which order, with what. Learning is tested on real ranks."""
 
+import math
 from contextlib import contextmanager
 
 import pytest
@@ -13,6 +14,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.environments import ArithmeticEnvironment
+from nemo_rl_mcore.losses.base import MetricKind
 
 TOKENIZER = load_tokenizer("char")
 
@@ -54,11 +56,30 @@ class FakePolicy:
         self.calls.append("train")
         self.batches.append(data)
         self.loss_fn = loss_fn
-        reasons = [] if self.update_successful else ["the loss is nan"]
+        reason = None if self.update_successful else "the loss is nan"
         return {
-            "all_mb_metrics": {"loss": [0.5, 1.5], "probs_ratio_min": [0.5, 0.25], "probs_ratio_max": [1.0, 3.0]},
-            "grad_norm": torch.tensor([1.0, 2.0]), "update_successful": self.update_successful, "skip_reasons": reasons,
-        }  # fmt: skip
+            "all_mb_metrics": {
+                "loss": [0.5, 1.5],
+                "probs_ratio_min": [0.5, 0.25],
+                "probs_ratio_max": [1.0, 3.0],
+                "values_min": [math.inf, math.inf],
+                "num_valid_samples": [10.0, 30.0],
+                "lr": [0.5, 0.25],
+                "wd": [0.1, 0.1],
+                "global_valid_seqs": [1.0, 1.0],
+                "global_valid_toks": [30.0, 10.0],
+            },
+            "metric_kinds": {
+                "loss": MetricKind.TOKENS,
+                "probs_ratio_min": MetricKind.MIN,
+                "probs_ratio_max": MetricKind.MAX,
+                "values_min": MetricKind.MIN,
+                "num_valid_samples": MetricKind.NONE,
+            },
+            "grad_norm": torch.tensor([1.0, 2.0]),
+            "update_successful": self.update_successful,
+            "skip_reasons": [reason] * 2,
+        }
 
 
 class Notes:
@@ -137,7 +158,11 @@ def test_advantages_compare_a_sample_with_the_others_of_its_prompt():
 def test_metrics_of_several_optimizer_steps_combine_by_their_kind():
     policy, notes = run(master())
     step = notes.steps[1]
-    assert step["train/loss"] == 1.0
+    assert step["train/loss"] == 0.75  # weighted by the tokens of each step
+    assert step["train/num_valid_samples"] == 40.0
+    assert step["train/global_valid_toks"] == 40.0
+    assert step["train/lr"] == 0.25
+    assert "train/values_min" not in step
     assert step["train/probs_ratio_min"] == 0.25
     assert step["train/probs_ratio_max"] == 3.0
     assert step["train/grad_norm"] == 1.5
@@ -199,8 +224,19 @@ def test_validation_runs_at_start_by_period_and_at_end_on_held_out_prompts():
 
 def test_skipped_steps_are_counted_and_end_the_run_at_the_limit_after_they_were_logged():
     policy, notes = FakePolicy(update_successful=False), Notes()
-    config = master(grpo={"max_num_steps": 9}, max_consecutive_skips=3)
+    config = master(grpo={"max_num_steps": 9}, max_consecutive_skips=5)
     collector = RolloutCollector(policy, ArithmeticEnvironment(), TOKENIZER, config.data.max_prompt_length)
     with pytest.raises(TooManySkippedStepsError, match="step 3"):
         GRPO(config, policy, collector, DigitTaskSource("copy", 2, 1), notes).run()
-    assert [notes.steps[step]["train/skipped_steps"] for step in (1, 2, 3)] == [1, 2, 3]
+    assert [notes.steps[step]["train/skipped_steps"] for step in (1, 2, 3)] == [2, 4, 6]
+
+
+def test_reinforce_whitens_over_the_samples_that_are_kept():
+    estimator = {"name": "reinforce_plus_plus"}
+    many = {"overlong_filtering": True, "adv_estimator": estimator, "num_prompts_per_step": 12}
+    policy, _ = run(master(grpo=many))
+    batch = policy.batches[0]
+    kept = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)).bool()
+    advantages = batch["advantages"][kept]
+    assert advantages.mean() == pytest.approx(0.0, abs=1e-6)
+    assert advantages.std(unbiased=False) == pytest.approx(1.0, abs=1e-3)

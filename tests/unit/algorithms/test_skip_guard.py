@@ -1,38 +1,65 @@
+import pytest
 import torch
 
-from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
+from nemo_rl_mcore.algorithms.skip_guard import SkipGuard, TooManySkippedStepsError
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
-APPLIED = {"update_successful": True, "skip_reasons": []}
-SKIPPED = {"update_successful": False, "skip_reasons": ["the loss is nan"]}
+NAN = "the loss is nan"
 
 
 def batch(rewards=(1.0, 0.0, 1.0)):
     return BatchedDataDict(
-        prompt_index=torch.tensor([5, 5, 9]), sample_index=torch.tensor([0, 1, 0]), rewards=torch.tensor(rewards),
+        prompt_index=torch.tensor([5, 5, 9]),
+        sample_index=torch.tensor([0, 1, 0]),
+        rewards=torch.tensor(rewards),
         advantages=torch.zeros(3, 4),
-    )  # fmt: skip
+    )
+
+
+def stopped(limit, reasons, **given):
+    guard = SkipGuard(limit)
+    guard.record(reasons)
+    with pytest.raises(TooManySkippedStepsError) as caught:
+        guard.stop_if_too_many(12, batch(**given))
+    return str(caught.value)
 
 
 def test_the_run_goes_on_until_the_limit_of_skips_in_a_row():
     guard = SkipGuard(limit=3)
-    outcomes = [SKIPPED, SKIPPED, APPLIED, SKIPPED, SKIPPED]
-    assert [guard.check(step, result, batch()) for step, result in enumerate(outcomes)] == [None] * 5
-    assert guard.total == 4
-    error = guard.check(12, SKIPPED, batch())
-    assert "step 12" in str(error)
-    assert "3 times in a row" in str(error)
-    assert "max_consecutive_skips: 3" in str(error)
-    assert "the loss is nan" in str(error)
+    for reasons in ([NAN], [NAN, None], [NAN], [NAN]):
+        guard.record(reasons)
+        guard.stop_if_too_many(1, batch())
+    assert (guard.total, guard.in_a_row) == (4, 2)
+    message = stopped(3, [None, NAN, NAN, "the gradient norm is inf"])
+    assert "step 12" in message
+    assert "3 times in a row" in message
+    assert "max_consecutive_skips: 3" in message
+    assert "the gradient norm is inf" in message
+
+
+def test_one_applied_step_of_a_rollout_breaks_the_row():
+    guard = SkipGuard(limit=2)
+    for _ in range(5):
+        guard.record([NAN, None])
+        guard.stop_if_too_many(1, batch())
+    assert guard.total == 5
+
+
+def test_an_empty_step_neither_counts_nor_breaks_the_row():
+    guard = SkipGuard(limit=2)
+    guard.record([NAN, EMPTY_STEP, EMPTY_STEP, EMPTY_STEP])
+    guard.stop_if_too_many(1, batch())
+    assert (guard.total, guard.empty, guard.in_a_row) == (1, 3, 1)
 
 
 def test_the_samples_that_are_not_finite_are_named_with_the_field():
-    error = SkipGuard(limit=1).check(2, SKIPPED, batch(rewards=(1.0, float("nan"), 1.0)))
-    assert "prompt 5 sample 1 (rewards)" in str(error)
-    assert "sample 0" not in str(error)
+    message = stopped(1, [NAN], rewards=(1.0, float("nan"), 1.0))
+    assert "prompt 5 sample 1 (rewards)" in message
+    assert "sample 0" not in message
 
 
 def test_a_finite_batch_points_to_the_weights_and_names_its_prompts():
-    error = SkipGuard(limit=1).check(2, SKIPPED, batch())
-    assert "weights or the loss" in str(error)
-    assert "[5, 9]" in str(error)
+    message = stopped(1, [NAN])
+    assert "weights or the loss" in message
+    assert "[5, 9]" in message

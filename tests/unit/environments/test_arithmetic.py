@@ -2,7 +2,7 @@ import pytest
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments import make_environment
-from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment, character_score, exact_match_accuracy
+from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment, character_score
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,6 @@ def test_scores_keep_the_order_of_the_responses() -> None:
 def test_a_missing_response_is_an_error() -> None:
     with pytest.raises(ValueError, match="shorter"):
         ArithmeticEnvironment().score([Prompt(1, "1>", "1"), Prompt(2, "2>", "2")], ["1"], [True])
-
-
-def test_exact_match_needs_the_end_of_sequence_and_nothing_more() -> None:
-    prompts = [Prompt(i, "7>", "7") for i in range(4)]
-    assert exact_match_accuracy(prompts, ["7", "7", "77", "8"], [True, False, True, True]) == 0.25
-    assert exact_match_accuracy([], [], []) == 0.0
 
 
 def test_environments_are_made_by_name() -> None:

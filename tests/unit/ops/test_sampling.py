@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_mcore.ops.sampling import (
     SamplingParams,
-    filtered_logprobs,
+    filter_logits,
     keyed_uniforms,
     sample_keys,
     sample_tokens,
@@ -72,9 +72,9 @@ def test_frequencies_follow_the_softmax_at_a_temperature():
 @given(st.integers(1, 12), st.integers(0, 10_000))
 def test_top_k_keeps_the_k_likeliest(top_k, seed):
     logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(seed))
-    found = filtered_logprobs(logits, SamplingParams(top_k=top_k))
+    found = filter_logits(logits, SamplingParams(top_k=top_k))
     assert (found.isfinite().sum(1) == top_k).all()
-    assert torch.allclose(found.exp().sum(1), torch.ones(3))
+    assert torch.equal(found[found.isfinite()], logits[found.isfinite()])
     dropped = logits.masked_fill(found.isfinite(), -torch.inf).amax(1)
     kept = logits.masked_fill(~found.isfinite(), torch.inf).amin(1)
     assert (kept > dropped).all()
@@ -83,7 +83,7 @@ def test_top_k_keeps_the_k_likeliest(top_k, seed):
 @given(st.floats(0.01, 0.99), st.integers(0, 10_000))
 def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p, seed):
     logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).float()
-    found = filtered_logprobs(logits, SamplingParams(top_p=top_p))
+    found = filter_logits(logits, SamplingParams(top_p=top_p))
     for row_logits, row in zip(logits, found, strict=True):
         probabilities = row_logits.softmax(-1)
         kept = probabilities[row.isfinite()]
@@ -108,3 +108,15 @@ def test_greedy_ignores_the_noise():
             logits, torch.tensor([uniform], dtype=torch.float64), SamplingParams(greedy=True)
         )
         assert tokens.tolist() == [1]
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.6}], ids=str)
+def test_filters_choose_the_tokens_and_leave_their_logprobs(filters):
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(2000, -1)
+    tokens, logprobs = sample_tokens(
+        logits, keyed_uniforms(keys(2000), 0), SamplingParams(temperature=0.7, **filters)
+    )
+    kept = filter_logits(logits[:1] / 0.7, SamplingParams(**filters)).isfinite().nonzero()[:, 1].tolist()
+    assert sorted(set(tokens.tolist())) == kept
+    assert len(kept) < 4
+    assert torch.allclose(logprobs, (logits / 0.7).log_softmax(-1)[range(2000), tokens])

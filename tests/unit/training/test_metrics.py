@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from nemo_rl_mcore.losses.base import MetricKind, MetricSum
-from nemo_rl_mcore.training.metrics import ReduceKind, finalize_metrics, reduce_metrics
+from nemo_rl_mcore.training.metrics import (
+    ReduceKind,
+    combine_steps,
+    finalize_metrics,
+    neutral_value,
+    reduce_metrics,
+)
 
 
 def rank_metrics(rank: int) -> dict[str, MetricSum]:
@@ -89,14 +95,27 @@ def test_the_report_is_divided_once():
     )
 
 
-def test_extrema_of_nothing_are_not_reported_but_real_infinities_are():
+def test_extrema_of_nothing_are_the_values_that_change_nothing():
     sums = {
         "low": MetricSum(torch.tensor(math.inf), MetricKind.MIN),
         "high": MetricSum(torch.tensor(-math.inf), MetricKind.MAX),
-        "overflow": MetricSum(torch.tensor(math.inf), MetricKind.MAX),
-        "loss": MetricSum(torch.tensor(math.nan), MetricKind.TOKENS),
     }
-    found = finalize_metrics(sums, 1, 1)
-    assert found.keys() == {"overflow", "loss"}
-    assert found["overflow"] == math.inf
-    assert math.isnan(found["loss"])
+    assert finalize_metrics(sums, 1, 1) == {name: neutral_value(metric.kind) for name, metric in sums.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        (MetricKind.TOKENS, (2 * 30 + 6 * 10) / 40),
+        (MetricKind.SEQUENCES, (2 * 1 + 6 * 3) / 4),
+        (MetricKind.NONE, 8.0),
+        (MetricKind.MIN, 2.0),
+        (MetricKind.MAX, 6.0),
+    ],
+)
+def test_steps_combine_as_if_they_had_been_one(kind, wanted):
+    assert combine_steps(kind, [2.0, 6.0], [1, 3], [30, 10]) == wanted
+    # A step without a valid token adds nothing, whatever it reports.
+    neutral = neutral_value(kind)
+    assert combine_steps(kind, [2.0, neutral, 6.0], [1, 0, 3], [30, 0, 10]) == wanted
+    assert combine_steps(kind, [neutral], [0], [0]) == neutral

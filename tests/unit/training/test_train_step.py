@@ -235,6 +235,17 @@ def test_identifiers_make_calls_idempotent():
     step.begin(SumOfRewards(), gbs=4, mbs=2, step_id="eight")
 
 
+def test_finish_after_an_abort_does_not_answer_for_an_older_step():
+    step, _ = begun(step_id="one")
+    step.microbatch(rows([1.0]))
+    step.finish()
+    step.begin(SumOfRewards(), gbs=4, mbs=2, step_id="two")
+    step.abort()
+    with pytest.raises(TrainStepError, match="begin_train_step first"):
+        step.finish()
+    step.begin(SumOfRewards(), gbs=4, mbs=2, step_id="two")
+
+
 def test_a_chunk_that_failed_may_be_sent_again_after_the_abort():
     step, backend = begun()
     backend.fail_at = "forward_backward"
