@@ -4,6 +4,7 @@ Nothing heavy is imported here: a mistake in a recipe is reported before torch, 
 """
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -13,10 +14,11 @@ from nemo_rl_mcore.config.preflight import Plan, preflight
 
 EXIT_CONFIG_ERROR = 2
 """Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, or 2 when the recipe has problems."""
+    """Run the command and return its exit status: 0, 2 when the recipe has problems, or that of the run."""
     options, overrides = _parse(arguments)
     try:
         config = load_config(options.config, overrides)
@@ -24,7 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG_ERROR
-    return _check(plan) if options.command == "check" else _grpo(config)
+    try:
+        return _check(plan) if options.command == "check" else _grpo(config)
+    except KeyboardInterrupt:  # while the libraries load: later the run itself handles it
+        sys.stderr.write("interrupted before the run began\n")
+        return EXIT_INTERRUPTED
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
@@ -15,24 +16,31 @@ from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
 from nemo_rl_mcore.observability import RunRecorder
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.workers.signals import sigterm_as_ctrl_c
 
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+# What a shell reports for a program that Ctrl-C or a batch scheduler ended: 130 and 143.
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def run_grpo(config: GRPOMasterConfig) -> int:
-    """Run the recipe to its end and return the exit status: 0, 1 for a failure, 130 after Ctrl-C.
+    """Run the recipe and return the exit status: 0, 1 for a failure, 130 after Ctrl-C, 143 after SIGTERM.
 
     However it ends, the ranks are gone, and the metrics and the report hold every finished step.
     """
-    try:
-        _grpo(config)
-    except KeyboardInterrupt:
-        sys.stderr.write(f"interrupted; the finished steps are in {config.logger.log_dir}\n")
-        return EXIT_INTERRUPTED
-    except RunStoppedError as error:
-        sys.stderr.write(f"the run stopped: {error}\n")
-        return EXIT_FAILED
+    with sigterm_as_ctrl_c() as terminated:
+        try:
+            _grpo(config)
+        except KeyboardInterrupt:
+            ended, status = "interrupted", EXIT_INTERRUPTED
+            if terminated.is_set():
+                ended, status = "terminated", EXIT_TERMINATED
+            sys.stderr.write(f"{ended}; the finished steps are in {config.logger.log_dir}\n")
+            return status
+        except RunStoppedError as error:
+            sys.stderr.write(f"the run stopped: {error}\n")
+            return EXIT_FAILED
     return 0
 
 

@@ -149,8 +149,7 @@ class PolicyConfig(StrictModel):
         if foreign:
             yield Problem(
                 "generation.stop_token_ids",
-                f"{', '.join(map(str, foreign))}: outside the ids 0 to {vocabulary - 1} that "
-                f"policy.model.vocab_size: {vocabulary} allows",
+                f"{foreign} is outside 0 to {vocabulary - 1}, the ids of policy.model.vocab_size: {vocabulary}",
                 "remove them, or raise vocab_size",
                 ("model.vocab_size",),
             )

@@ -108,7 +108,7 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[st
             reason = str(error).splitlines()[0]
             problems.append(Problem(text, f"is not an override ({reason})", "write key=value", where=_ORIGIN))
             continue
-        paths.append(override.key_or_group)
+        paths += _paths({override.key_or_group: override.value()}, "")
         problem = _apply(tree, override)
         if problem is not None:
             problems.append(problem)

@@ -25,7 +25,8 @@ class _Token(BaseModel):
 
 
 class _TokenModel(BaseModel):
-    vocab: dict[str, int] | list[tuple[str, float]]  # text to id; or, in a Unigram model, scores in order of ids
+    # Ids by text; in a Unigram model, texts in the order of ids with their scores.
+    vocab: dict[str, int] | list[tuple[str, float]]
 
 
 class _TokenizerFile(_File):

@@ -20,10 +20,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.workers.environment import only_environment, rank_environment, session_environment
+from nemo_rl_mcore.workers.signals import deferred_stop_signals, kept_stop_handlers
 
 _LOOPBACK = "127.0.0.1"
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20
 _CPU_SHARE_OF_A_RANK = 0.1
+_PROBE_TIMEOUT_S = 3.0
 # Above Ray's worker ports and below Linux's ephemeral ports: nothing else takes one before rank 0 binds it.
 _RENDEZVOUS_PORTS = range(20_000, 32_000)
 
@@ -58,7 +60,8 @@ class RayCluster:
     is used and left alone; otherwise it starts a local one, which only this machine can reach, and ends it.
 
     Raises:
-        RunStoppedError: the machines have fewer GPUs or nodes than `cluster.*` asks for.
+        RunStoppedError: the machines have fewer GPUs or nodes than `cluster.*` asks for, nothing answers at
+            RAY_ADDRESS, or the local session does not come up.
 
     """
 
@@ -90,7 +93,9 @@ class RayCluster:
     def stop(self) -> None:
         """End the local session with all its processes, or leave the cluster; idempotent."""
         if self._started_session and ray.is_initialized():
-            ray.shutdown()
+            # A second Ctrl-C must not leave half of the session behind.
+            with deferred_stop_signals():
+                ray.shutdown()
         self._started_session = False
 
     def place_ranks(self) -> Placement:
@@ -120,23 +125,34 @@ class RayCluster:
 
     def _start_local(self, quiet: Mapping[str, Any]) -> Any:
         on_cpu = self._config.on_cpu
-        with only_environment(session_environment(os.environ)):
-            return ray.init(
-                address="local",
-                num_cpus=max(2, self._config.world_size),
-                num_gpus=0 if on_cpu else None,
-                object_store_memory=_LOCAL_OBJECT_STORE_BYTES if on_cpu else None,
-                include_dashboard=False,
-                _node_ip_address=_LOOPBACK,
-                **quiet,
-            )
+        # Interrupted halfway, `ray.init` leaves processes that `ray.shutdown` does not know of.
+        with deferred_stop_signals(), only_environment(session_environment(os.environ)):
+            try:
+                return ray.init(
+                    address="local",
+                    num_cpus=max(2, self._config.world_size),
+                    num_gpus=0 if on_cpu else None,
+                    object_store_memory=_LOCAL_OBJECT_STORE_BYTES if on_cpu else None,
+                    include_dashboard=False,
+                    _node_ip_address=_LOOPBACK,
+                    **quiet,
+                )
+            except Exception as error:  # Ray raises it bare when one of its processes is late
+                raise RunStoppedError(
+                    f"the local Ray session did not start: {error}\nIs this machine out of memory, disk space "
+                    "or process slots, or very busy? Ray's logs are in /tmp/ray/session_latest/logs; try again, "
+                    "or start a cluster with `ray start --head` and set RAY_ADDRESS"
+                ) from error
 
     def _join(self, quiet: Mapping[str, Any]) -> Any:
+        address = self._address or ""
         try:
-            return ray.init(address=self._address, **quiet)
-        except ConnectionError as error:
+            _probe(address)
+            with kept_stop_handlers():
+                return ray.init(address=address, **quiet)
+        except (OSError, ValueError) as error:
             raise RunStoppedError(
-                f"cannot join the Ray cluster at RAY_ADDRESS={self._address}: is it running? A cluster with "
+                f"cannot join the Ray cluster at RAY_ADDRESS={address} ({error}): is it running? A cluster with "
                 "token authentication also needs RAY_AUTH_MODE=token. Unset RAY_ADDRESS for a local session"
             ) from error
 
@@ -178,6 +194,16 @@ class RayCluster:
             options = {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": bundle}
         inherited = rank_environment(os.environ, on_cpu=group is None)
         return RankSlot(rank, {**rendezvous, **inherited, **identity}, options)
+
+
+def _probe(address: str) -> None:
+    """Connect to `host:port` and hang up; Ray itself would retry in silence for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return  # "auto", or a form that Ray checks at once
+    if int(port) not in range(1, 1 << 16):
+        raise ValueError(f"no port {port}")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()
 
 
 def _first_node_address(group: PlacementGroup | None) -> str:

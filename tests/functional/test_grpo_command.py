@@ -1,4 +1,4 @@
-"""`nemo-rl-mcore grpo` as a person runs it: a short run, a rank that dies, Ctrl-C, numbers that explode."""
+"""`nemo-rl-mcore grpo` as a person runs it: a short run, a rank that dies, Ctrl-C or SIGTERM, numbers that explode."""
 
 import json
 import os
@@ -6,20 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import ProcessWatch
 
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
-# An allowed variable: Ray hands it to every process of the run's session, so that none can hide.
-MARKER_NAME = "MEGATRON_TEST_MARKER"
 
 
 class Run:
     def __init__(self, log_dir: Path, *overrides: str) -> None:
-        self.log_dir, self.marker = log_dir, uuid.uuid4().hex
+        self.log_dir, self.watch = log_dir, ProcessWatch()
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"),
@@ -32,12 +30,13 @@ class Run:
                     *overrides,
                 ),
             ],
-            env={**os.environ, MARKER_NAME: self.marker},
+            env={**os.environ, **self.watch.environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        self.watch.follow(self.process.pid)
 
     def steps(self) -> list[dict[str, float]]:
         path = self.log_dir / "metrics.jsonl"
@@ -55,28 +54,8 @@ class Run:
         output, errors = self.process.communicate(timeout=within_s)
         return self.process.returncode, output, errors
 
-    def processes(self) -> dict[int, str]:
-        """Every process that carries the marker, with its title."""
-        needle = f"{MARKER_NAME}={self.marker}".encode()
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and needle in (entry / "environ").read_bytes().split(b"\0"):
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue  # it ended meanwhile
-        return found
-
     def ranks(self) -> list[int]:
-        return [pid for pid, title in self.processes().items() if "MegatronPolicyWorker" in title]
-
-    def all_gone(self, within_s: float = 10) -> bool:
-        deadline = time.monotonic() + within_s
-        while self.processes():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
-        return True
+        return [pid for pid, title in self.watch.alive().items() if "MegatronPolicyWorker" in title]
 
 
 @pytest.fixture
@@ -90,8 +69,7 @@ def start(tmp_path: Path) -> Iterator[type[Run]]:
 
     yield Started  # type: ignore[misc]
     for run in started:
-        for pid in run.processes():
-            os.kill(pid, signal.SIGKILL)
+        run.watch.kill_all()
         run.process.wait()
         for pipe in (run.process.stdout, run.process.stderr):
             assert pipe is not None
@@ -125,7 +103,7 @@ def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
     assert list((run.log_dir / "tensorboard").glob("events*"))
     samples = [json.loads(line) for line in (run.log_dir / "samples.jsonl").read_text().splitlines()]
     assert {"prompt", "answer", "response", "reward"} <= samples[0].keys()
-    assert run.all_gone()
+    assert run.watch.all_gone(within_s=10)
 
 
 def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
@@ -141,21 +119,25 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
     assert errors.count("the run stopped: rank ") == 1
     assert f"pid {ranks[0]}) died in " in errors
     assert "Traceback" not in errors
-    assert run.all_gone()
+    assert run.watch.all_gone(within_s=10)
     finished = run.steps()
     assert len(finished) >= 2
     assert (run.log_dir / "curves.png").exists(), "the report covers the finished steps"
     assert f"{len(finished)} steps" in output
 
 
-def test_ctrl_c_stops_cleanly_and_keeps_the_finished_steps(start) -> None:
+@pytest.mark.parametrize(
+    ("stop", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_ctrl_c_and_sigterm_stop_cleanly_and_keep_the_finished_steps(start, stop, status, word) -> None:
     run = start("grpo.max_num_steps=100000")
     run.wait_for_step(2)
-    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does, to the whole foreground group
+    # A terminal sends Ctrl-C to the whole foreground group, and a batch scheduler SIGTERM to the whole job.
+    os.killpg(run.process.pid, stop)
     code, _, errors = run.end(within_s=15)
-    assert code == 130
-    assert errors == f"interrupted; the finished steps are in {run.log_dir}\n"
-    assert run.all_gone()
+    assert code == status
+    assert errors == f"{word}; the finished steps are in {run.log_dir}\n"
+    assert run.watch.all_gone(within_s=10)
     assert len(run.steps()) >= 2
     assert (run.log_dir / "curves.png").exists()
 
@@ -176,4 +158,4 @@ def test_numbers_that_explode_are_skipped_then_end_the_run_with_step_and_samples
     assert [step["train/update_successful"] for step in steps[-3:]] == [0, 0, 0]
     assert steps[-1]["train/skipped_steps"] == 3
     assert steps[0]["train/update_successful"] == 1
-    assert run.all_gone()
+    assert run.watch.all_gone(within_s=10)

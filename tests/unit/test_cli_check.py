@@ -124,6 +124,30 @@ def test_check_is_quick_and_imports_no_framework():
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
 
 
+def test_a_large_tokenizer_file_keeps_check_quick(tmp_path):
+    vocab = {f"token{index:06}": index for index in range(200_000)}
+    merges = [f"tok{index:06} en" for index in range(400_000)]
+    content = {"added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    overrides = [f"policy.tokenizer.name={tmp_path}", "policy.model.vocab_size=200000"]
+    command = [sys.executable, "-m", "nemo_rl_mcore", "check", "--config", EXEMPLAR, *overrides]
+    subprocess.run(command, capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+@pytest.mark.parametrize("module", ["nemo_rl_mcore", "nemo_rl_mcore.cli"])
+def test_the_package_runs_as_a_module(module):
+    command = [sys.executable, "-m", module, "check", "--config", EXEMPLAR]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "16 prompts x 16 answers = 256" in done.stdout
+    assert "overlap_param_gather: false\n" in done.stdout
+    done = subprocess.run([*command, "seeed=1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("seeed: unknown key")
+
+
 def test_the_installed_command_exits_with_status_2():
     command = Path(sys.executable).parent / "nemo-rl-mcore"
     done = subprocess.run(

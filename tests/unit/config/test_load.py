@@ -200,3 +200,24 @@ def test_where_a_value_was_set_is_shown(tmp_path, exemplar):
         problem.path: problem.where for problem in error_of(child, "max_consecutive_skips=y").problems
     }
     assert problems == {"seed": f"{child}:3", "max_consecutive_skips": "command line"}
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        ("+polcy.x=1", "polcy"),
+        ("+policy.draft.enabled=true", "policy.draft"),
+        ("+policy.draft={enabled: true}", "policy.draft"),
+        ("logger.wandb={project: 3}", "logger.wandb.project"),
+        ("~policy.model", "policy.model"),
+    ],
+)
+def test_a_problem_above_or_below_an_overridden_key_comes_from_the_command_line(exemplar, override, path):
+    problems = error_of(exemplar, override).problems
+    assert {problem.path: problem.where for problem in problems}[path] == "command line"
+
+
+def test_an_override_does_not_claim_its_neighbours(tmp_path, exemplar):
+    child = write(tmp_path, "child.yaml", f"defaults: {exemplar}\ngrpo: {{seed: x}}\n")
+    (problem,) = error_of(child, "grpo.max_num_steps=3").problems
+    assert problem.where == f"{child}:2"

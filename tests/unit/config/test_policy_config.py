@@ -92,6 +92,10 @@ def test_a_built_schedule_with_another_weight_decay_is_refused():
             "lr_warmup_iters: 5 is not below lr_decay_iters: 5",
         ),
         ({"scheduler": {"end_weight_decay": 0.5}}, "end_weight_decay: 0.5 differs from start_weight_decay"),
+        (
+            {"scheduler": {"lr_warmup_init": 1e-2}},
+            r"scheduler\.lr_warmup_init: 0\.01 is above optimizer\.lr: 0\.001",
+        ),
         ({"enabled": False}, "enabled: Megatron is the only backend"),
         (
             {
@@ -112,6 +116,11 @@ def test_a_built_schedule_with_another_weight_decay_is_refused():
 def test_megatron_refusals(section, message):
     with pytest.raises(ValidationError, match=message):
         MegatronConfig.model_validate({"optimizer": {"lr": 1e-3}, **section})
+
+
+def test_a_warm_up_may_start_at_the_peak():
+    given = {"optimizer": {"lr": 1e-3}, "scheduler": {"lr_warmup_init": 1e-3}}
+    assert MegatronConfig.model_validate(given).scheduler.lr_warmup_init == 1e-3
 
 
 FUSED = "megatron_cfg.use_fused_linear_logprobs: true does not go with policy."
@@ -195,11 +204,25 @@ def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
         ({"generation__backend": "vllm"}, "vllm is not supported yet; set backend: embedded"),
         ({"generation__stop_strings": ["a"]}, "compares token ids"),
         ({"generation__temperature": 0}, "greater than 0"),
+        (
+            {"generation__stop_token_ids": [32, 31, -1, 0]},
+            r"generation.stop_token_ids: \[32, -1\] is outside 0 to 31, the ids of policy.model.vocab_size: 32",
+        ),
     ],
 )
 def test_policy_refusals(policy, values, message):
     with pytest.raises(ValidationError, match=message):
         PolicyConfig.model_validate(with_values(policy, **values))
+
+
+def test_stop_tokens_may_be_any_id_of_the_model(policy):
+    values = {"generation__stop_token_ids": [0, 31]}
+    assert PolicyConfig.model_validate(with_values(policy, **values)).generation.stop_token_ids == (0, 31)
+
+
+def test_stop_tokens_are_not_judged_by_a_wrong_vocabulary(refusals):
+    texts = refusals("policy.generation.stop_token_ids=[99]", "policy.model.vocab_size=many")
+    assert [text.partition(":")[0] for text in texts] == ["policy.model.vocab_size"]
 
 
 @pytest.mark.parametrize(

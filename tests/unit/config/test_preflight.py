@@ -20,9 +20,9 @@ def refused(config) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def shown(plan) -> str:
-    console = Console(file=StringIO(), width=120)
-    console.print(render(plan))
+def shown(plan, width=120) -> str:
+    console = Console(file=StringIO(), width=width)
+    console.print(render(plan), soft_wrap=True)
     return console.file.getvalue()
 
 
@@ -123,7 +123,7 @@ def test_missing_tokenizer_folder(load, tmp_path, monkeypatch):
     ]
     (tmp_path / "nowhere").mkdir()
     assert "holds no tokenizer" in refused(config)[0]
-    (tmp_path / "nowhere/tokenizer.json").touch()
+    (tmp_path / "nowhere/tokenizer.model").touch()
     assert preflight(config)
 
 
@@ -172,6 +172,13 @@ def test_rendered_plan_shows_the_numbers(load):
     ):
         assert part in text
     assert "refused" not in text
+
+
+def test_a_narrow_terminal_breaks_no_line(load):
+    plan = preflight(load())
+    assert shown(plan, width=40) == shown(plan)
+    rows = [line for line in shown(plan).splitlines() if line.startswith("  ")]
+    assert all(row[24:26] == "  " and row[26] != " " for row in rows)
 
 
 def test_large_sizes_are_readable(load):

@@ -2,7 +2,7 @@ import pytest
 
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.config.base import StrictModel
-from nemo_rl_mcore.config.schema import allowed, fields, is_known, nearest_path
+from nemo_rl_mcore.config.schema import allowed, field_help, fields, is_known, nearest_path
 from nemo_rl_mcore.config.unsupported import UNSUPPORTED
 
 
@@ -32,6 +32,11 @@ def test_the_table_of_unsupported_keys_repeats_no_field():
 def test_unsupported_keys_stand_in_known_sections(path):
     parent = path.rpartition(".")[0]
     assert not parent or parent in fields()
+
+
+def test_help_drops_the_full_stop_and_keeps_an_ellipsis():
+    assert field_help("policy.model.num_layers") == "Transformer layers"
+    assert field_help("policy.model").endswith("num_layers, hidden_size, ...")
 
 
 def test_known_paths():

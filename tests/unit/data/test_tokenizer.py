@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,40 @@ def test_a_missing_directory_names_the_path_and_the_key(name: str) -> None:
 def test_a_directory_without_a_tokenizer_names_the_key(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"policy\.tokenizer\.name: cannot load a tokenizer from"):
         load_tokenizer(str(tmp_path))
+
+
+SAVED = {
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"<unk>": 0, "<eos>": 1}, "unk_token": "<unk>"},
+}
+SETTINGS = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+
+
+def test_the_files_that_the_broken_ones_are_made_of_load(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(SAVED))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
+    assert load_tokenizer(str(tmp_path)).vocab_size == 2
+
+
+@pytest.mark.parametrize(
+    ("saved", "settings"),
+    [
+        ({}, SETTINGS),
+        ([], SETTINGS),
+        ({"added_tokens": []}, SETTINGS),
+        ({**SAVED, "added_tokens": [3]}, SETTINGS),
+        ({**SAVED, "model": {"type": "WordLevel"}}, SETTINGS),
+        (SAVED, []),
+        (SAVED, {**SETTINGS, "eos_token": 3}),
+    ],
+)
+def test_a_broken_file_names_the_key_and_the_folder(tmp_path: Path, saved: object, settings: object) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"policy\.tokenizer\.name: cannot load a tokenizer from") as caught:
+        load_tokenizer(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+    assert caught.value.__cause__ is not None
 
 
 def save_hugging_face_tokenizer(directory: Path, **special_tokens: str) -> None:

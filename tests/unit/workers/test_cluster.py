@@ -1,24 +1,22 @@
-"""The session's life and death, seen from outside: each process of it carries a marker in its environment."""
+"""The session's life and death, seen from outside: which of its processes run, and where they listen."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
+from processes import ProcessWatch
 
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.workers.cluster import RayCluster
-
-# An allowed variable, so that Ray hands it to all its processes.
-MARKER_NAME = "MEGATRON_TEST_MARKER"
 
 DRIVER = """
 import os, sys, time
@@ -31,6 +29,7 @@ class Rank:
     def hang(self):
         time.sleep(600)
 
+print("starting", flush=True)
 with RayCluster(ClusterConfig(cpu_workers_per_node=2)) as cluster:
     with RayWorkerGroup(Rank, cluster) as group:
         print("ready", flush=True)
@@ -41,50 +40,35 @@ print("left", flush=True)
 
 class Driver:
     def __init__(self, body: str, **environment: str) -> None:
-        self.marker = uuid.uuid4().hex
+        self.watch = ProcessWatch()
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", "-c", textwrap.dedent(DRIVER).format(body=body)],
-            env={**os.environ, MARKER_NAME: self.marker, **environment},
+            env={**os.environ, **self.watch.environment, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
-        self.first_line = self.process.stdout.readline().strip()
+        self.watch.follow(self.process.pid)
 
-    def session_pids(self) -> set[int]:
-        needle = f"{MARKER_NAME}={self.marker}".encode()
-        pids = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-        return {pid for pid in pids if needle in read(f"/proc/{pid}/environ").split(b"\0")}
+    def next_line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def wait_until_ready(self) -> None:
+        assert [self.next_line(), self.next_line()] == ["starting", "ready"]
 
     def wait(self, timeout_s: float = 20) -> tuple[int, str, str]:
         output, errors = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output, errors
 
-    def all_gone(self, within_s: float = 5) -> bool:
-        deadline = time.monotonic() + within_s
-        while self.session_pids():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
-        return True
-
     def clean_up(self) -> None:
-        for pid in self.session_pids():
-            os.kill(pid, signal.SIGKILL)
+        self.watch.kill_all()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert pipe is not None
             pipe.close()
-
-
-def read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError:
-        return b""
 
 
 @pytest.fixture
@@ -123,33 +107,49 @@ LOOPBACK_V4, LOOPBACK_V4_IN_V6 = "0100007F", "0000000000000000FFFF00000100007F"
 
 def test_a_session_listens_on_the_loopback_only_and_leaves_nothing(start_driver: type[Driver]) -> None:
     driver = start_driver("sys.stdin.readline()")
-    assert driver.first_line == "ready"
-    pids = driver.session_pids()
+    driver.wait_until_ready()
+    pids = set(driver.watch.alive())
     assert len(pids) >= 5  # gcs, raylet, agents, two ranks
     addresses = listening_addresses(pids)
     assert addresses
     assert addresses <= {LOOPBACK_V4, LOOPBACK_V4_IN_V6}
     code, output, errors = driver.wait()
     assert (code, output, errors) == (0, "left\n", "")
-    assert driver.all_gone()
+    assert driver.watch.all_gone(within_s=5)
 
 
 def test_ctrl_c_stops_the_session_cleanly(start_driver: type[Driver]) -> None:
     driver = start_driver("group.run_all('hang')")
+    driver.wait_until_ready()
     time.sleep(0.5)
     os.killpg(driver.process.pid, signal.SIGINT)  # a terminal sends it to the whole foreground group
     code, _, errors = driver.wait(timeout_s=15)
     assert code == -signal.SIGINT
     assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
     assert errors.count("Traceback") == 1
-    assert driver.all_gone()
+    assert driver.watch.all_gone(within_s=5)
+
+
+@pytest.mark.parametrize("delay_s", [0.5, 1.5])
+def test_ctrl_c_while_ray_starts_leaves_nothing(start_driver: type[Driver], delay_s: float) -> None:
+    driver = start_driver("sys.stdin.readline()")
+    assert driver.next_line() == "starting"
+    time.sleep(delay_s)
+    os.killpg(driver.process.pid, signal.SIGINT)
+    code, output, errors = driver.wait(timeout_s=30)
+    assert code == -signal.SIGINT
+    assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
+    assert "left" not in output
+    # Processes that Ray forgot end by themselves, but some only after 3 s.
+    assert driver.watch.all_gone(within_s=2), driver.watch.alive()
 
 
 def test_a_killed_driver_takes_its_session_along(start_driver: type[Driver]) -> None:
     driver = start_driver("group.run_all('hang')")
-    assert len(driver.session_pids()) >= 5
+    driver.wait_until_ready()
+    assert len(driver.watch.alive()) >= 5
     driver.process.kill()
-    assert driver.all_gone(within_s=15)
+    assert driver.watch.all_gone(within_s=15)
 
 
 def test_a_session_of_the_process_is_used_and_left_alone(cluster: RayCluster) -> None:
@@ -173,11 +173,55 @@ def test_missing_gpus_name_the_keys() -> None:
     assert ray.is_initialized()
 
 
-def test_two_machines_need_a_cluster_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_session(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("without_session")
+def test_two_machines_need_a_cluster_that_runs() -> None:
     with (
         pytest.raises(RunStoppedError, match=r"cluster\.num_nodes=2 needs a Ray cluster .* RAY_ADDRESS"),
         RayCluster(ClusterConfig(num_nodes=2)),
     ):
         pass
+
+
+def test_a_dead_address_is_found_within_seconds_and_named(without_session: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, so that nobody takes it, but it does not listen
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        without_session.setenv("RAY_ADDRESS", address)
+        start = time.monotonic()
+        with pytest.raises(RunStoppedError, match=rf"RAY_ADDRESS={address} \(.*refused\)"):
+            RayCluster(ClusterConfig(cpu_workers_per_node=1)).__enter__()
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("address", ["auto", "not an address", "127.0.0.1:99999", "no host.invalid:6379"])
+def test_an_address_without_a_cluster_is_named(
+    without_session: pytest.MonkeyPatch, tmp_path: Path, address: str
+) -> None:
+    without_session.setenv("RAY_ADDRESS", address)
+    without_session.setenv("RAY_TMPDIR", str(tmp_path))
+
+    def refuse(address: str, **_options: object) -> None:
+        raise ConnectionError(f"Could not find any running Ray instance at {address}")
+
+    if address == "auto":
+        without_session.setattr(ray, "init", refuse)
+    with pytest.raises(RunStoppedError, match=f"cannot join the Ray cluster at RAY_ADDRESS={address} "):
+        RayCluster(ClusterConfig(cpu_workers_per_node=1)).__enter__()
+
+
+def test_a_local_session_that_does_not_start_says_what_to_do(without_session: pytest.MonkeyPatch) -> None:
+    def fail(**_options: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    without_session.setattr(ray, "init", fail)
+    before = dict(os.environ)
+    with pytest.raises(RunStoppedError, match=r"did not start: The current node timed out [\s\S]* try again"):
+        RayCluster(ClusterConfig(cpu_workers_per_node=1)).__enter__()
+    assert dict(os.environ) == before
