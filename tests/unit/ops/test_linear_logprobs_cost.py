@@ -97,10 +97,23 @@ def test_rows_without_gradient_enter_no_product_of_the_backward():
     assert backward == [LOGITS(8), HIDDEN(8), WEIGHT(8)]
 
 
-@pytest.mark.parametrize(("frozen", "kept"), [("weight", HIDDEN), ("hidden", WEIGHT)])
-def test_frozen_inputs_cost_no_product(frozen, kept):
-    _, backward = products(None, torch.ones(32, 1), frozen)
-    assert backward == [LOGITS(32), kept(32)]
+def test_frozen_hidden_states_cost_no_product():
+    _, backward = products(None, torch.ones(32, 1), "hidden")
+    assert backward == [LOGITS(32), WEIGHT(32)]
+
+
+def test_a_frozen_weight_leaves_no_product_to_the_backward():
+    forward, backward = products(None, torch.ones(32, 1), "weight")
+    assert forward == [LOGITS(32), HIDDEN(32)]
+    assert backward == []
+
+
+def test_a_frozen_weight_costs_nothing_where_no_gradient_is_wanted():
+    hidden, weight, targets = problem(32, 8, 64)
+    weight.requires_grad_(False)
+    with Recorder() as seen, torch.no_grad():
+        fused_linear_logprobs(hidden, weight, targets)
+    assert seen.products == [LOGITS(32)]
 
 
 @pytest.mark.parametrize(("with_entropy", "floats"), [(False, 1), (True, 2)])
