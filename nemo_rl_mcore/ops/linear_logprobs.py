@@ -143,10 +143,8 @@ class _Call:
             tiling = tiling_for(hidden_NH, shard.valid, options.chunk_bytes, options.chunk_size)
         return LinearHead(hidden_NH, weight_VH[: shard.valid], target_N - shard.start, self.scale, tiling)
 
-    def weight_gradient(self, weight_VH: Tensor, chunks: int) -> WeightGradient | None:
-        """Where the weight's gradient goes, None if it is frozen."""
-        if not self.wanted[1]:
-            return None
+    def weight_gradient(self, weight_VH: Tensor, chunks: int) -> WeightGradient:
+        """Where the weight's gradient goes."""
         if self.options.accumulate_main_grad:
             return MainGradAccumulation(weight_VH)
         return AutogradWeightGradient(weight_VH, chunks)
@@ -192,10 +190,9 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         if live is not None:
             hidden_NH, target_N, backward = hidden_NH[live], target_N[live], backward.at(live)
         head = call.head(hidden_NH, weight_VH, target_N, ctx.tiling)
-        sink = call.weight_gradient(ctx.weight, len(head.chunks))
-        grad_NH = head_gradients(
-            head, backward, sink, call.wanted[0], lambda panel: ctx.cache.take(panel, live)
-        )
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        sink = call.weight_gradient(ctx.weight, len(head.chunks)) if need_weight else None
+        grad_NH = head_gradients(head, backward, sink, need_hidden, lambda panel: ctx.cache.take(panel, live))
         filled = head.weight_VH.shape[0] if head.chunks else 0
         grad_weight_VH = None if sink is None else sink.autograd_gradient(filled)
         if grad_NH is None:

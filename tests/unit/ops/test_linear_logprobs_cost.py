@@ -56,6 +56,36 @@ def test_never_allocates_tokens_by_vocabulary(with_entropy):
     assert plain.largest == tokens * vocab
 
 
+class Allocations(TorchDispatchMode):
+    """Bytes of every tensor that an operator returned and that shares no memory with an earlier one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.created: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        inputs = {
+            x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        }
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() not in inputs:
+                self.created.append(leaf.untyped_storage().nbytes())
+        return out
+
+
+def test_all_tiles_of_a_pass_share_their_memory():
+    """Of the size of a tile there is one allocation in the forward and one in the backward, for 16 tiles."""
+    inputs = problem(512, 16, 8192, torch.bfloat16)
+    tile = 512 * 512 * 2
+    with Allocations() as seen:
+        out = fused_linear_logprobs(*inputs, options=LinearLogprobsOptions(chunk_bytes=tile))
+        out.backward(torch.ones(512, 1))
+    assert seen.created.count(tile) == 2
+    # Besides, only the scratch blocks of the elementwise passes are as large.
+    assert {size for size in seen.created if size > tile} == {4 * (1 << 18)}
+
+
 def test_tiles_fit_the_budget():
     for rows, vocab in ((1, 1), (37, 300), (5000, 1000), (8192, 152_064)):
         for chunk_bytes in (1, 4096, 1 << 20, 64 << 20):
