@@ -5,11 +5,16 @@ block stays in the second-level cache, so that only the first and the last pass 
 large as the logits is allocated: memory that large is mapped anew each time, and its page faults would cost
 as much as the arithmetic.
 
+On CUDA two Triton kernels take their place where Triton is installed.
+
 Shapes: N token rows, V a slice of the vocabulary, n rows of a block, F floats per row. Targets are indices
 into the slice; one outside it belongs to another slice.
 """
 
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,10 +46,28 @@ def add_blocks_(out_NV: Tensor, term_NV: Tensor) -> None:
         out_NV[rows].add_(scratch_nV[: rows.stop - rows.start].copy_(term_NV[rows]))
 
 
+@cache
+def _triton_kernels() -> Any:
+    """The module of kernels, None without Triton. Imported on first use: it takes a while."""
+    if find_spec("triton") is None:
+        return None
+    from nemo_rl_mcore.ops import _triton_kernels
+
+    return _triton_kernels
+
+
+def _kernels_for(logits_NV: Tensor) -> Any:
+    """The kernels if they can take these logits: on CUDA, columns side by side, not float64."""
+    fits = logits_NV.is_cuda and logits_NV.stride(1) == 1 and logits_NV.dtype != torch.float64
+    return _triton_kernels() if fits else None
+
+
 def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, scale: float = 1.0) -> Tensor:
     """Return the statistics [F, N] of `scale` times one slice of the logits (see `_softmax`)."""
     if logits_NV.shape[1] == 0:  # a rank that holds only padding contributes what no slices at all merge to
         return merge_statistics(empty_statistics(0, logits_NV, with_entropy))
+    if (kernels := _kernels_for(logits_NV)) is not None:
+        return kernels.slice_statistics(logits_NV, target_N, with_entropy, scale)
     (stats_FN,) = empty_statistics(1, logits_NV, with_entropy)
     held_N, _, target_logit_N = _at_targets(logits_NV, target_N, scale)
     stats_FN[1] = torch.where(held_N, target_logit_N, 0.0)
@@ -77,6 +100,8 @@ def logits_gradient(
     """
     if logits_NV.numel() == 0:
         return out_NV
+    if (kernels := _kernels_for(logits_NV)) is not None and out_NV.stride(1) == 1:
+        return kernels.logits_gradient(logits_NV, target_N, rows, out_NV, scale)
     held_N, index_N1, target_logit_N = _at_targets(logits_NV, target_N, scale)
     in_place = out_NV.dtype == accumulation_dtype(logits_NV.dtype)
     scratch = out_NV if in_place else scratch_block(logits_NV)
