@@ -118,11 +118,10 @@ def inputs(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     noise = torch.Generator(problem.device).manual_seed(0)
     like = {"device": problem.device, "dtype": getattr(torch, problem.dtype)}
     hidden = torch.empty(problem.tokens, problem.hidden, **like).normal_(generator=noise)
-    weight = torch.empty(problem.vocab, problem.hidden, **like)
-    weight.normal_(std=2 / problem.hidden**0.5, generator=noise)
+    weight = torch.empty(problem.vocab, problem.hidden, **like).normal_(generator=noise)
+    weight.mul_(2 / problem.hidden**0.5)
     targets = torch.randint(0, problem.vocab, (problem.tokens,), generator=noise, device=problem.device)
     grad = torch.randn(problem.tokens, generator=noise, device=problem.device)
-    weight.main_grad = None
     return hidden.requires_grad_(), weight.requires_grad_(), targets, grad
 
 
@@ -257,7 +256,6 @@ def report(problem: Problem, results: dict[str, list[dict[str, float]]], ceiling
             f"{row[key] / unit:.3f} ({row[key] / base[key]:.2f})"
             for key, unit in (("forward", 1), ("both", 1), ("peak", 1e6))
         ]
-        # Recomputed logits count as work; a method that keeps them is credited with the product it saves.
         rate = 8 * problem.tokens * problem.hidden * problem.vocab / row["both"]
         share = f"{rate / ceiling:.0%}" if ceiling else "-"
         print("  " + f"{name:16} " + " ".join(f"{c:>18}" for c in cells) + f" {rate / 1e12:8.2f} {share:>9}")

@@ -123,14 +123,14 @@ class LinearHead:
 
     def gradient_tiles(
         self, panel: slice, backward: RowBackward, cached_NV: Tensor | None
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Walk a panel: (rows, gradient of the logits [n, v] in the dtype of the weight)."""
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Walk a panel: (rows, gradient of the logits [n, v] in the weight's dtype, targets within it)."""
         if cached_NV is None:
             tiles = self.tiles(panel)
         else:
             tiles = ((rows, cached_NV[rows], self.target_N[rows] - panel.start) for rows in self.chunks)
         for rows, logits_nv, target_n in tiles:
-            yield rows, self.gradient_tile(logits_nv, target_n, backward.at(rows))
+            yield rows, self.gradient_tile(logits_nv, target_n, backward.at(rows)), target_n
 
     def gradient_tile(self, logits_nv: Tensor, target_n: Tensor, backward: RowBackward) -> Tensor:
         """Turn a tile of logits into their gradient, in place unless 16-bit products need it rounded."""
@@ -172,9 +172,10 @@ def head_gradients(
     weighted_NH = None if weight_gradient is None else weight_operand(head.hidden_NH)
     scratch = Scratch()
     for panel in head.panels:
-        for rows, tile_nv in head.gradient_tiles(panel, backward, cached(panel)):
+        for rows, tile_nv, target_n in head.gradient_tiles(panel, backward, cached(panel)):
             if grad_hidden_NH is not None:
-                add_hidden_product(grad_hidden_NH[rows], tile_nv, head.weight_VH[panel], scratch)
+                weight_vH, one_of_several = head.weight_VH[panel], target_n if len(head.panels) > 1 else None
+                add_hidden_product(grad_hidden_NH[rows], tile_nv, weight_vH, scratch, one_of_several)
             if weight_gradient is not None and weighted_NH is not None:
                 weight_gradient.add(panel, tile_nv, weighted_NH[rows])
         if weight_gradient is not None:

@@ -193,6 +193,18 @@ def test_16_bit_error():
     assert max(by_chunks) <= 1.3 * by_chunks[0], by_chunks
 
 
+@pytest.mark.parametrize("panels", [1, 4, 16])
+def test_16_bit_error_is_flat_in_the_number_of_panels(panels):
+    """No worse than unfused, although each panel's product is rounded on CPU before it is added."""
+    inputs = problem(256, 32, 4096, torch.bfloat16)
+    reference: list[Tensor] = []
+    errors(linear_logprobs, (inputs[0].double(), inputs[1].double(), inputs[2]), reference)
+    plain = errors(linear_logprobs, inputs, reference)
+    options = LinearLogprobsOptions(chunk_bytes=256 * 4096 * 2 // panels)
+    fused = errors(fused_linear_logprobs, inputs, reference, options=options)
+    assert all(f <= 1.02 * p for f, p in zip(fused, plain, strict=True)), (fused, plain)
+
+
 def test_results_do_not_depend_on_the_chunks():
     inputs = problem(64, 8, 700)
     whole = fused_linear_logprobs(*inputs, options=LinearLogprobsOptions(chunk_size=64))
