@@ -37,8 +37,10 @@ def logits_into(out_nv: Tensor, hidden_nH: Tensor, weight_vH: Tensor, scale: flo
     """Write scale * hidden @ weight.T."""
     if out_nv.dtype != hidden_nH.dtype:
         return torch.mm(hidden_nH, weight_vH.t(), out_dtype=out_nv.dtype, out=out_nv).mul_(scale)
-    if scale == 1.0:
-        return torch.mm(hidden_nH, weight_vH.t(), out=out_nv)
+    if scale == 1.0 or out_nv.dtype.itemsize > 2:
+        # The factor of the product would round otherwise than the unfused path, which scales given logits.
+        logits_nv = torch.mm(hidden_nH, weight_vH.t(), out=out_nv)
+        return logits_nv if scale == 1.0 else logits_nv.mul_(scale)
     # The product's own factor: scaling costs no pass, and 16-bit logits are rounded once.
     return torch.addmm(out_nv, hidden_nH, weight_vH.t(), beta=0, alpha=scale, out=out_nv)
 
