@@ -5,22 +5,24 @@ panels, F floats per row. Panels are the outer loop and token chunks the inner o
 gradient is summed over all tokens in one float32 accumulator of [v, H] and rounded once, whatever the chunks.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from nemo_rl_mcore.ops._elementwise import logits_gradient, slice_statistics
+from nemo_rl_mcore.ops._products import Scratch, add_hidden_product, logits_into, tile_dtype, weight_operand
 from nemo_rl_mcore.ops._softmax import (
     RowBackward,
     accumulation_dtype,
     empty_statistics,
-    logits_gradient_,
     merge_statistics,
-    slice_statistics,
 )
+from nemo_rl_mcore.ops._weight_gradient import WeightGradient
 
 _MAX_CHUNK_ROWS = 4096  # a taller chunk no longer saves accumulator traffic in the weight gradient
+_MAX_CPU_BYTES = 16 << 20  # on CPU a larger tile gains nothing, and costs page faults when it is mapped
 _MIN_PANEL_COLS = 256  # a narrower panel would make the matrix products inefficient
 
 
@@ -46,9 +48,44 @@ def plan_tiling(
     return Tiling(min(rows, max(budget // cols, 1)), cols)
 
 
+def tiling_for(hidden_NH: Tensor, vocab: int, chunk_bytes: int, chunk_size: int | None) -> Tiling:
+    """Plan the tiles of these rows, each with a 16-bit copy where the logits are wider than the inputs."""
+    logit, factor = tile_dtype(hidden_NH), hidden_NH.dtype
+    return plan_tiling(
+        hidden_NH.shape[0],
+        vocab,
+        bytes_per_logit=logit.itemsize + (0 if logit == factor else factor.itemsize),
+        chunk_bytes=min(chunk_bytes, _MAX_CPU_BYTES) if hidden_NH.device.type == "cpu" else chunk_bytes,
+        chunk_size=chunk_size,
+    )
+
+
 def _spans(total: int, step: int) -> Iterator[slice]:
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))
+
+
+class LogitsCache:
+    """Panels of logits that the forward leaves to the backward, as many as fit a budget of bytes."""
+
+    def __init__(self, budget: int) -> None:
+        self._left = budget
+        self._panels: dict[int, Tensor] = {}
+
+    def reserve(self, panel: slice, rows_NH: Tensor) -> Tensor | None:
+        """Memory [N, v] for the panel's logits, or None if it exceeds what is left of the budget."""
+        shape, dtype = (rows_NH.shape[0], panel.stop - panel.start), tile_dtype(rows_NH)
+        size = shape[0] * shape[1] * dtype.itemsize
+        if size > self._left:
+            return None
+        self._left -= size
+        self._panels[panel.start] = rows_NH.new_empty(shape, dtype=dtype)
+        return self._panels[panel.start]
+
+    def take(self, panel: slice, live: Tensor | None) -> Tensor | None:
+        """Give away the panel's logits, which the gradient overwrites: a second backward recomputes them."""
+        logits_NV = self._panels.pop(panel.start, None)
+        return logits_NV if live is None or logits_NV is None else logits_NV[live]
 
 
 @dataclass(frozen=True)
@@ -60,75 +97,87 @@ class LinearHead:
     target_N: Tensor
     scale: float
     tiling: Tiling
+    _memory: Scratch = field(default_factory=Scratch, init=False)
+    _gradient_memory: Scratch = field(default_factory=Scratch, init=False)
 
+    @property
     def panels(self) -> list[slice]:
         """Vocabulary panels, the outer loop."""
         return list(_spans(self.weight_VH.shape[0], self.tiling.cols))
 
-    def tiles(self, panel: slice) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Walk a panel: (rows, logits [n, v], targets within the panel). All tiles share the same memory."""
-        count = self.hidden_NH.shape[0]
-        dtype = accumulation_dtype(self.hidden_NH.dtype)
-        weight_vH = self.weight_VH[panel]
-        scratch = self.hidden_NH.new_empty(min(count, self.tiling.rows), weight_vH.shape[0], dtype=dtype)
-        for rows in _spans(count, self.tiling.rows):
-            hidden_nH = self.hidden_NH[rows]
-            logits_nv = _matmul_into(scratch[: hidden_nH.shape[0]], hidden_nH, weight_vH.t())
-            if self.scale != 1.0:
-                logits_nv.mul_(self.scale)
+    @property
+    def chunks(self) -> list[slice]:
+        """Token chunks, the inner loop."""
+        return list(_spans(self.hidden_NH.shape[0], self.tiling.rows))
+
+    def tiles(self, panel: slice, into_NV: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Walk a panel: (rows, logits [n, v], targets within the panel).
+
+        Logits are written into the panel `into_NV` if that is given; else all tiles share the same memory.
+        """
+        for rows in self.chunks:
+            hidden_nH, weight_vH = self.hidden_NH[rows], self.weight_VH[panel]
+            logits_nv = self._tile(rows, panel) if into_NV is None else into_NV[rows]
+            logits_into(logits_nv, hidden_nH, weight_vH, self.scale)
             yield rows, logits_nv, self.target_N[rows] - panel.start
 
+    def gradient_tiles(
+        self, panel: slice, backward: RowBackward, cached_NV: Tensor | None
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Walk a panel: (rows, gradient of the logits [n, v] in the weight's dtype, targets within it)."""
+        if cached_NV is None:
+            tiles = self.tiles(panel)
+        else:
+            tiles = ((rows, cached_NV[rows], self.target_N[rows] - panel.start) for rows in self.chunks)
+        for rows, logits_nv, target_n in tiles:
+            yield rows, self.gradient_tile(logits_nv, target_n, backward.at(rows)), target_n
 
-def head_statistics(head: LinearHead, with_entropy: bool) -> Tensor:
+    def gradient_tile(self, logits_nv: Tensor, target_n: Tensor, backward: RowBackward) -> Tensor:
+        """Turn a tile of logits into their gradient, in place unless 16-bit products need it rounded."""
+        out_nv = logits_nv
+        if logits_nv.dtype != self.weight_VH.dtype:
+            out_nv = self._gradient_memory.view(logits_nv.shape[0], logits_nv.shape[1], self.weight_VH)
+        return logits_gradient(logits_nv, target_n, backward, out_nv)
+
+    def _tile(self, rows: slice, panel: slice) -> Tensor:
+        height, width = rows.stop - rows.start, panel.stop - panel.start
+        return self._memory.view(height, width, self.hidden_NH, tile_dtype(self.hidden_NH))
+
+
+def head_statistics(head: LinearHead, with_entropy: bool, cache: LogitsCache) -> Tensor:
     """Softmax statistics [F, N] of this rank's vocabulary (see `_softmax`)."""
-    panels = head.panels()
-    stats_KFN = empty_statistics(len(panels), head.hidden_NH, with_entropy)
-    for stats_FN, panel in zip(stats_KFN, panels, strict=True):
-        for rows, logits_nv, target_n in head.tiles(panel):
+    stats_KFN = empty_statistics(len(head.panels), head.hidden_NH, with_entropy)
+    for stats_FN, panel in zip(stats_KFN, head.panels, strict=True):
+        for rows, logits_nv, target_n in head.tiles(panel, cache.reserve(panel, head.hidden_NH)):
             stats_FN[:, rows] = slice_statistics(logits_nv, target_n, with_entropy)
     return merge_statistics(stats_KFN)
 
 
 def head_gradients(
-    head: LinearHead, backward: RowBackward, grad_weight_VH: Tensor | None, need_hidden: bool
+    head: LinearHead,
+    backward: RowBackward,
+    weight_gradient: WeightGradient | None,
+    need_hidden: bool,
+    cached: Callable[[slice], Tensor | None],
 ) -> Tensor | None:
-    """Recompute the logits tile by tile and form the gradients of hidden states and weight.
+    """Form the gradients of hidden states and weight, tile by tile.
 
-    The incoming gradients in `backward` must already carry the factor `head.scale` of the logits. Fills
-    `grad_weight_VH` unless it is None (frozen weight). Returns the hidden gradient [N, H] of this rank's
-    vocabulary in the accumulation dtype, or None unless `need_hidden`.
+    The incoming gradients in `backward` must already carry the factor `head.scale` of the logits. Feeds
+    `weight_gradient` unless that is None (frozen weight). Returns the hidden gradient [N, H] of this rank's
+    vocabulary in the accumulation dtype, or None unless `need_hidden`. `cached` gives a panel's logits, or
+    None where they are to be computed again.
     """
-    dtype = accumulation_dtype(head.hidden_NH.dtype)
-    grad_hidden_NH = torch.zeros_like(head.hidden_NH, dtype=dtype) if need_hidden else None
-    for panel in head.panels():
-        weight_vH = head.weight_VH[panel]
-        panel_grad_vH = None if grad_weight_VH is None else torch.zeros_like(weight_vH, dtype=dtype)
-        for rows, logits_nv, target_n in head.tiles(panel):
-            tile_nv = logits_gradient_(logits_nv, target_n, backward.at(rows)).to(weight_vH.dtype)
+    wide = accumulation_dtype(head.hidden_NH.dtype)
+    grad_hidden_NH = torch.zeros_like(head.hidden_NH, dtype=wide) if need_hidden else None
+    weighted_NH = None if weight_gradient is None else weight_operand(head.hidden_NH)
+    scratch = Scratch()
+    for panel in head.panels:
+        for rows, tile_nv, target_n in head.gradient_tiles(panel, backward, cached(panel)):
             if grad_hidden_NH is not None:
-                _matmul_add(grad_hidden_NH[rows], tile_nv, weight_vH)
-            if panel_grad_vH is not None:
-                _matmul_add(panel_grad_vH, tile_nv.t(), head.hidden_NH[rows])
-        if grad_weight_VH is not None and panel_grad_vH is not None:
-            grad_weight_VH[panel] = panel_grad_vH
+                weight_vH, one_of_several = head.weight_VH[panel], target_n if len(head.panels) > 1 else None
+                add_hidden_product(grad_hidden_NH[rows], tile_nv, weight_vH, scratch, one_of_several)
+            if weight_gradient is not None and weighted_NH is not None:
+                weight_gradient.add(panel, tile_nv, weighted_NH[rows])
+        if weight_gradient is not None:
+            weight_gradient.finish(panel)
     return grad_hidden_NH
-
-
-def _matmul_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Write a @ b, where `out` may be wider than the inputs."""
-    if out.dtype == a.dtype:
-        return torch.mm(a, b, out=out)
-    return out.copy_(_matmul_wide(a, b))
-
-
-def _matmul_add(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b, accumulated in the dtype of `out`."""
-    if out.dtype == a.dtype:
-        out.addmm_(a, b)
-    else:
-        out.add_(_matmul_wide(a, b))
-
-
-def _matmul_wide(a: Tensor, b: Tensor) -> Tensor:
-    """Product of 16-bit matrices, in float32 where the device can write it; CPU rounds it to 16 bits."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b)

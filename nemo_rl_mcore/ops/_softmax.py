@@ -1,10 +1,9 @@
 """Softmax statistics that combine over slices of the vocabulary, and the gradient they lead to.
 
 Shapes: N token rows, V a slice of the vocabulary, K slices, F floats per row: the log-sum-exp, the target's
-logit and, when asked for, the entropy. Targets are indices into the slice; one outside it belongs to
-another slice. A panel of a matrix and a tensor-parallel rank are both just slices, so one merge rule serves
-them both. Statistics are float64 whatever the logits are: they are few, and a log-sum-exp near 128 that is
-rounded to float32 once per merge would cost the log-probability 1e-5.
+logit and, when asked for, the entropy. A panel of a matrix and a tensor-parallel rank are both just slices,
+so one merge rule serves them both. Statistics are float64 whatever the logits are: they are few, and a
+log-sum-exp near 128 that is rounded to float32 once per merge would cost the log-probability 1e-5.
 """
 
 from dataclasses import dataclass
@@ -34,23 +33,6 @@ class RowSoftmax:
 def empty_statistics(slices: int, rows_NX: Tensor, with_entropy: bool) -> Tensor:
     """Uninitialised statistics [K, F, N] for the rows of a tensor."""
     return rows_NX.new_empty(slices, 3 if with_entropy else 2, rows_NX.shape[0], dtype=torch.float64)
-
-
-def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool) -> Tensor:
-    """Return the statistics [F, N] of one slice. Overwrites `logits_NV`, which may be a scratch tile."""
-    if logits_NV.shape[1] == 0:  # a rank that holds only padding contributes what no slices at all merge to
-        return merge_statistics(empty_statistics(0, logits_NV, with_entropy))
-    held_N, index_N1 = _held_targets(target_N, logits_NV.shape[1])
-    target_logit_N = torch.where(held_N, logits_NV.gather(1, index_N1).squeeze(1), 0.0)
-    max_N = logits_NV.amax(1)
-    shifted_NV = logits_NV.sub_(max_N.unsqueeze(1))
-    exp_NV = shifted_NV.exp() if with_entropy else shifted_NV.exp_()
-    total_N = exp_NV.sum(1).double()
-    stats = [max_N.double() + total_N.log(), target_logit_N.double()]
-    if with_entropy:
-        # Centred on the maximum, so large logits do not cancel: H = log(sum e) - sum(e * shifted) / sum(e).
-        stats.append(total_N.log() - exp_NV.mul_(shifted_NV).sum(1) / total_N)
-    return torch.stack(stats)
 
 
 def merge_statistics(stats_KFN: Tensor) -> Tensor:
@@ -112,10 +94,12 @@ class RowBackward:
 
     def at(self, index: slice | Tensor) -> "RowBackward":
         """The same for some of the rows."""
-        if self.entropy_N is None or self.grad_entropy_N is None:
-            return RowBackward(self.lse_N[index], self.grad_logprob_N[index])
+
+        def pick(x_N: Tensor | None) -> Tensor | None:
+            return None if x_N is None else x_N[index]
+
         return RowBackward(
-            self.lse_N[index], self.grad_logprob_N[index], self.entropy_N[index], self.grad_entropy_N[index]
+            self.lse_N[index], self.grad_logprob_N[index], pick(self.entropy_N), pick(self.grad_entropy_N)
         )
 
     def live_rows(self) -> Tensor | None:
@@ -125,30 +109,3 @@ class RowBackward:
             live_N = live_N | (self.grad_entropy_N != 0)
         index = live_N.nonzero().squeeze(1)
         return None if index.numel() == live_N.numel() else index
-
-
-def logits_gradient_(logits_NV: Tensor, target_N: Tensor, rows: RowBackward) -> Tensor:
-    """Turn one slice of the logits into their gradient, in place.
-
-    With g and e the incoming gradients of the row's log-probability and entropy H:
-    dL/dz_v = g * 1[v = target] - p_v * (g + e * (log p_v + H)).
-    The one-hot term is added at the target's place, never formed as a tensor.
-    """
-    if logits_NV.shape[1] == 0:
-        return logits_NV
-    log_p_NV = logits_NV.sub_(rows.lse_N.unsqueeze(1))
-    if rows.entropy_N is None or rows.grad_entropy_N is None:
-        grad_NV = log_p_NV.exp_().mul_(-rows.grad_logprob_N.unsqueeze(1))
-    else:
-        p_NV = log_p_NV.exp()
-        grad_entropy_N1 = rows.grad_entropy_N.unsqueeze(1)
-        offset_N1 = rows.grad_logprob_N.unsqueeze(1) + grad_entropy_N1 * rows.entropy_N.unsqueeze(1)
-        grad_NV = log_p_NV.mul_(grad_entropy_N1).add_(offset_N1).mul_(p_NV).neg_()
-    held_N, index_N1 = _held_targets(target_N, logits_NV.shape[1])
-    return grad_NV.scatter_add_(1, index_N1, torch.where(held_N, rows.grad_logprob_N, 0.0).unsqueeze(1))
-
-
-def _held_targets(target_N: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Which targets lie in the slice, and a safe index [N, 1] for gather and scatter where they do not."""
-    held_N = (target_N >= 0) & (target_N < width)
-    return held_N, target_N.clamp(0, width - 1).unsqueeze(1)

@@ -12,14 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from nemo_rl_mcore.ops._elementwise import logits_gradient, slice_statistics
 from nemo_rl_mcore.ops._groups import VocabShard
-from nemo_rl_mcore.ops._softmax import (
-    RowBackward,
-    accumulation_dtype,
-    logits_gradient_,
-    reduce_over_ranks,
-    slice_statistics,
-)
+from nemo_rl_mcore.ops._softmax import RowBackward, accumulation_dtype, reduce_over_ranks
 from nemo_rl_mcore.ops._token_rows import TokenRows
 
 
@@ -83,10 +78,9 @@ class _Call:
     scale: float
     with_entropy: bool
 
-    def scaled_logits(self, logits_TV: Tensor) -> Tensor:
-        """A copy [N, valid] of the kept rows and real columns, which the softmax code may overwrite."""
-        logits_NV = self.rows.select(logits_TV)[:, : self.shard.valid]
-        return logits_NV.to(accumulation_dtype(logits_TV.dtype)) * self.scale
+    def logits(self, logits_TV: Tensor) -> Tensor:
+        """The kept rows and real columns [N, valid]."""
+        return self.rows.select(logits_TV)[:, : self.shard.valid]
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -95,9 +89,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         target_N = call.rows.select(target_T)
         call.shard.check_targets(target_N)
-        logits_NV = call.scaled_logits(logits_TV)
-        stats_FN = slice_statistics(logits_NV, target_N - call.shard.start, call.with_entropy)
-        softmax = reduce_over_ranks(stats_FN, call.tp_group, logits_NV.dtype)
+        stats_FN = slice_statistics(
+            call.logits(logits_TV), target_N - call.shard.start, call.with_entropy, call.scale
+        )
+        softmax = reduce_over_ranks(stats_FN, call.tp_group, accumulation_dtype(logits_TV.dtype))
         ctx.save_for_backward(logits_TV, target_T, softmax.lse_N, softmax.entropy_N)
         ctx.call = call
         logprob_T = call.rows.spread(softmax.logprob_N)
@@ -110,7 +105,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         call: _Call = ctx.call
         backward = RowBackward.arriving(call.rows, call.scale, (lse_N, entropy_N), grad_outputs)
         target_N = call.rows.select(target_T) - call.shard.start
-        grad_NV = logits_gradient_(call.scaled_logits(logits_TV), target_N, backward)
         grad_TV = torch.zeros_like(logits_TV)
-        grad_TV[:, : call.shard.valid] = call.rows.spread(grad_NV)
+        logits_NV = call.logits(logits_TV)
+        if call.rows.kept_N is None:
+            logits_gradient(logits_NV, target_N, backward, grad_TV[:, : call.shard.valid], call.scale)
+        else:
+            grad_NV = logits_gradient(logits_NV, target_N, backward, torch.empty_like(logits_NV), call.scale)
+            grad_TV[:, : call.shard.valid].index_copy_(0, call.rows.kept_N, grad_NV)
         return grad_TV, None, None

@@ -61,6 +61,10 @@ def cases() -> list[Case]:
     fused = [Case("fused", *choice) for choice in grid]
     fused += [Case("fused", tp, sp, "uneven", True, "bfloat16") for tp in (2, 4) for sp in (False, True)]
     fused += [Case("fused", tp, sp, "uneven", True, "float64", None) for tp in (2, 4) for sp in (False, True)]
+    # "frozen": no weight gradient; "main_grad": accumulated there, with all logits cached.
+    layouts = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+    for path, mask in itertools.product(("frozen", "main_grad"), MASKS):
+        fused += [Case(path, tp, sp, mask, False) for tp, sp in layouts]
     unfused = [
         Case("unfused", tp, False, mask, entropy)
         for tp, mask, entropy in itertools.product((1, 2, 4), MASKS, (False, True))
@@ -111,18 +115,31 @@ def collect(out: Tensor | tuple[Tensor, Tensor], hidden: Tensor, weight: Tensor)
 
 
 def fused(case: Case, group, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    main_grad = case.path == "main_grad"
+    hidden.requires_grad_()
+    weight.requires_grad_(case.path != "frozen")
+    weight.main_grad = torch.zeros_like(weight)
     out = fused_linear_logprobs(
-        hidden.requires_grad_(),
-        weight.requires_grad_(),
+        hidden,
+        weight,
         targets,
         tp_group=group,
         sequence_parallel=case.sequence_parallel,
         temperature=0.7,
         mask=MASKS[case.mask],
         with_entropy=case.with_entropy,
-        options=LinearLogprobsOptions(chunk_size=5, vocab_size=case.vocab_size),
+        options=LinearLogprobsOptions(
+            chunk_size=5,
+            vocab_size=case.vocab_size,
+            accumulate_main_grad=main_grad,
+            cache_bytes=1 << 20 if main_grad else 0,
+        ),
     )
-    return collect(out, hidden, weight)
+    if case.path == "fused":
+        return collect(out, hidden, weight)
+    loss((out,)).backward()
+    results = {"logprobs": out.detach(), "hidden_grad": hidden.grad}
+    return results | {"weight_grad": weight.main_grad} if main_grad else results
 
 
 def unfused(case: Case, group, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -151,7 +168,9 @@ def run_case(case: Case, group) -> dict[str, float]:
     own_tokens = slice(rank * SEQ // tp, (rank + 1) * SEQ // tp) if case.sequence_parallel else slice(None)
     expected["hidden_grad"] = expected["hidden_grad"][own_tokens]
     expected["weight_grad"] = expected["weight_grad"][own_vocab]
-    function = fused if case.path == "fused" else unfused
+    if case.path == "frozen":
+        del expected["weight_grad"]
+    function = unfused if case.path == "unfused" else fused
     actual = function(case, group, hidden[own_tokens].clone(), weight[own_vocab].clone(), targets)
     mask = torch.ones(SEQ, BATCH) if (m := MASKS[case.mask]) is None else m
     errors = {name: error(actual[name], expected[name], "grad" in name) for name in expected}

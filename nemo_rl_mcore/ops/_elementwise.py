@@ -1,0 +1,155 @@
+"""The elementwise passes over logits: their softmax statistics, and their gradient.
+
+Both run in blocks of rows, each read into one float32 scratch block and worked on in place there. On CPU a
+block stays in the second-level cache, so that only the first and the last pass touch memory, and nothing as
+large as the logits is allocated: memory that large is mapped anew each time, and its page faults would cost
+as much as the arithmetic.
+
+On CUDA two Triton kernels take their place where Triton is installed.
+
+Shapes: N token rows, V a slice of the vocabulary, n rows of a block, F floats per row. Targets are indices
+into the slice; one outside it belongs to another slice.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_mcore.ops._softmax import RowBackward, accumulation_dtype, empty_statistics, merge_statistics
+
+_CPU_BLOCK = 1 << 18  # elements: 1 MiB of float32
+_DEVICE_BLOCK = 1 << 23  # elsewhere a kernel launch is what has to be paid off
+
+
+def row_blocks(x_NV: Tensor) -> Iterator[slice]:
+    """Spans of rows that make up one block each."""
+    elements = _CPU_BLOCK if x_NV.device.type == "cpu" else _DEVICE_BLOCK
+    step = max(1, elements // max(x_NV.shape[1], 1))
+    for start in range(0, x_NV.shape[0], step):
+        yield slice(start, min(start + step, x_NV.shape[0]))
+
+
+def scratch_block(x_NV: Tensor) -> Tensor:
+    """An uninitialised block [n, V] in the accumulation dtype."""
+    height = next(iter(row_blocks(x_NV)), slice(0, 0)).stop
+    return x_NV.new_empty(height, x_NV.shape[1], dtype=accumulation_dtype(x_NV.dtype))
+
+
+def add_blocks_(out_NV: Tensor, term_NV: Tensor) -> None:
+    """Add a 16-bit matrix to a float32 one."""
+    scratch_nV = scratch_block(out_NV)
+    for rows in row_blocks(out_NV):
+        out_NV[rows].add_(scratch_nV[: rows.stop - rows.start].copy_(term_NV[rows]))
+
+
+@cache
+def _triton_kernels() -> Any:
+    """The module of kernels, None without Triton. Imported on first use: it takes a while."""
+    if find_spec("triton") is None:
+        return None
+    from nemo_rl_mcore.ops import _triton_kernels
+
+    return _triton_kernels
+
+
+def _kernels_for(logits_NV: Tensor) -> Any:
+    """The kernels if they can take these logits: on CUDA, columns side by side, not float64."""
+    fits = logits_NV.is_cuda and logits_NV.stride(1) == 1 and logits_NV.dtype != torch.float64
+    return _triton_kernels() if fits else None
+
+
+def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, scale: float = 1.0) -> Tensor:
+    """Return the statistics [F, N] of `scale` times one slice of the logits (see `_softmax`)."""
+    if logits_NV.shape[1] == 0:  # a rank that holds only padding contributes what no slices at all merge to
+        return merge_statistics(empty_statistics(0, logits_NV, with_entropy))
+    if (kernels := _kernels_for(logits_NV)) is not None:
+        return kernels.slice_statistics(logits_NV, target_N, with_entropy, scale)
+    (stats_FN,) = empty_statistics(1, logits_NV, with_entropy)
+    held_N, _, target_logit_N = _at_targets(logits_NV, target_N, scale)
+    stats_FN[1] = torch.where(held_N, target_logit_N, 0.0)
+    scratch, exp_scratch = scratch_block(logits_NV), scratch_block(logits_NV) if with_entropy else None
+    for rows in row_blocks(logits_NV):
+        work_nV = scratch[: rows.stop - rows.start]
+        wide_nV = _widen(logits_NV[rows], work_nV, scale)
+        max_n = wide_nV.amax(1)
+        shifted_nV = torch.sub(wide_nV, max_n.unsqueeze(1), out=work_nV)
+        exp_nV = torch.exp(
+            shifted_nV, out=work_nV if exp_scratch is None else exp_scratch[: work_nV.shape[0]]
+        )
+        total_n = exp_nV.sum(1).double()
+        log_total_n = total_n.log()
+        stats_FN[0, rows] = log_total_n + max_n
+        if with_entropy:
+            # H = log(sum e) - sum(e * shifted) / sum(e): centred on the maximum, large logits do not cancel.
+            stats_FN[2, rows] = log_total_n - exp_nV.mul_(shifted_nV).sum(1) / total_n
+    return stats_FN
+
+
+def logits_gradient(
+    logits_NV: Tensor, target_N: Tensor, rows: RowBackward, out_NV: Tensor, scale: float = 1.0
+) -> Tensor:
+    """Write the gradient by one slice of `scale` times the logits into `out_NV`, which may be the logits.
+
+    With g and e the incoming gradients of the row's log-probability and entropy H:
+    dL/dz_v = g * 1[v = target] - p_v * (g + e * (log p_v + H)).
+    The one-hot term has a single entry a row, computed in float32 and put in its place at the end.
+    """
+    if logits_NV.numel() == 0:
+        return out_NV
+    if (kernels := _kernels_for(logits_NV)) is not None and out_NV.stride(1) == 1:
+        return kernels.logits_gradient(logits_NV, target_N, rows, out_NV, scale)
+    held_N, index_N1, target_logit_N = _at_targets(logits_NV, target_N, scale)
+    in_place = out_NV.dtype == accumulation_dtype(logits_NV.dtype)
+    scratch = out_NV if in_place else scratch_block(logits_NV)
+    exp_scratch = None if rows.entropy_N is None else scratch_block(logits_NV)
+    for block in row_blocks(logits_NV):
+        work_nV = out_NV[block] if in_place else scratch[: block.stop - block.start]
+        block_rows = rows.at(block)
+        wide_nV = _widen(logits_NV[block], work_nV, scale)
+        log_p_nV = torch.sub(wide_nV, block_rows.lse_N.unsqueeze(1), out=work_nV)
+        _softmax_gradient_(log_p_nV, block_rows, exp_scratch)
+        if not in_place:
+            out_NV[block].copy_(work_nV)
+    place = torch.arange(target_N.shape[0], device=target_N.device), index_N1.squeeze(1)
+    at_target_N = _gradient_at_target(target_logit_N - rows.lse_N, rows).to(out_NV.dtype)
+    # Not scatter_, which on CPU copies a 16-bit matrix as a whole.
+    return out_NV.index_put_(place, torch.where(held_N, at_target_N, out_NV[place]))
+
+
+def _softmax_gradient_(log_p_nV: Tensor, rows: RowBackward, exp_scratch: Tensor | None) -> None:
+    """Turn log p into the gradient without its one-hot term, in place."""
+    if exp_scratch is not None and rows.entropy_N is not None and rows.grad_entropy_N is not None:
+        p_nV = torch.exp(log_p_nV, out=exp_scratch[: log_p_nV.shape[0]])
+        offset_n = rows.grad_logprob_N + rows.grad_entropy_N * rows.entropy_N
+        log_p_nV.mul_(-rows.grad_entropy_N.unsqueeze(1)).sub_(offset_n.unsqueeze(1)).mul_(p_nV)
+    else:
+        log_p_nV.exp_().mul_(-rows.grad_logprob_N.unsqueeze(1))
+
+
+def _gradient_at_target(log_p_N: Tensor, rows: RowBackward) -> Tensor:
+    """The gradient where the one-hot term is one."""
+    grad_N = -rows.grad_logprob_N * torch.expm1(log_p_N)
+    if rows.entropy_N is None or rows.grad_entropy_N is None:
+        return grad_N
+    return grad_N - log_p_N.exp() * rows.grad_entropy_N * (log_p_N + rows.entropy_N)
+
+
+def _widen(block_nV: Tensor, scratch_nV: Tensor, scale: float) -> Tensor:
+    """Scaled logits in the accumulation dtype: the block itself where it already is that."""
+    if block_nV.dtype == scratch_nV.dtype and scale == 1.0:
+        return block_nV
+    scratch_nV.copy_(block_nV)
+    return scratch_nV if scale == 1.0 else scratch_nV.mul_(scale)
+
+
+def _at_targets(logits_NV: Tensor, target_N: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Which targets lie in the slice, a safe index [N, 1] where they do not, and the scaled logits there."""
+    width = logits_NV.shape[1]
+    held_N = (target_N >= 0) & (target_N < width)
+    index_N1 = target_N.clamp(0, width - 1).unsqueeze(1)
+    target_logit_N = logits_NV.gather(1, index_N1).squeeze(1)
+    return held_N, index_N1, target_logit_N.to(accumulation_dtype(logits_NV.dtype)) * scale

@@ -1,0 +1,113 @@
+"""The three matrix products of a tile of logits, into memory that is allocated once for all tiles.
+
+Shapes: n token rows by v vocabulary columns of a tile, H hidden.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nemo_rl_mcore.ops._elementwise import add_blocks_
+from nemo_rl_mcore.ops._softmax import accumulation_dtype
+
+
+@dataclass
+class Scratch:
+    """One piece of memory that is reused for tensors of different shapes, never two at a time."""
+
+    _memory: Tensor | None = field(default=None, init=False)
+
+    def view(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised [rows, cols], of the dtype of `like` if no other is given.
+
+        The dtype must always be the same. The largest request should come first: the others reuse it.
+        """
+        if self._memory is None or self._memory.numel() < rows * cols:
+            self._memory = like.new_empty(rows * cols, dtype=dtype or like.dtype)
+        return self._memory[: rows * cols].view(rows, cols)
+
+
+def tile_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of a tile of logits: CUDA can write 16-bit products in float32, CPU cannot."""
+    return accumulation_dtype(x.dtype) if x.is_cuda else x.dtype
+
+
+def logits_into(out_nv: Tensor, hidden_nH: Tensor, weight_vH: Tensor, scale: float) -> Tensor:
+    """Write scale * hidden @ weight.T."""
+    if out_nv.dtype != hidden_nH.dtype:
+        return torch.mm(hidden_nH, weight_vH.t(), out_dtype=out_nv.dtype, out=out_nv).mul_(scale)
+    if scale == 1.0 or out_nv.dtype.itemsize > 2:
+        # The factor of the product would round otherwise than the unfused path, which scales given logits.
+        logits_nv = torch.mm(hidden_nH, weight_vH.t(), out=out_nv)
+        return logits_nv if scale == 1.0 else logits_nv.mul_(scale)
+    # The product's own factor: scaling costs no pass, and 16-bit logits are rounded once.
+    return torch.addmm(out_nv, hidden_nH, weight_vH.t(), beta=0, alpha=scale, out=out_nv)
+
+
+def add_hidden_product(
+    out_nH: Tensor, tile_nv: Tensor, weight_vH: Tensor, scratch: Scratch, target_n: Tensor | None = None
+) -> None:
+    """Add tile @ weight, in the dtype of `out_nH`.
+
+    One product of several is best given its targets. Where products are rounded to 16 bits before they are
+    added, the row of the target, which mostly outweighs the others, is then left out and added on its own.
+    """
+    if _add_in_one_call(out_nH, tile_nv, weight_vH):
+        return
+    if target_n is not None:
+        held = ((target_n >= 0) & (target_n < tile_nv.shape[1])).nonzero().squeeze(1)
+        place = held, target_n[held]
+        at_target = tile_nv[place]
+        target_rows = weight_vH[place[1]].to(out_nH.dtype)
+        out_nH.index_add_(0, held, target_rows.mul_(at_target.to(out_nH.dtype).unsqueeze(1)))
+        tile_nv[place] = 0
+        add_hidden_product(out_nH, tile_nv, weight_vH, scratch)
+        tile_nv[place] = at_target
+        return
+    product_nH = scratch.view(out_nH.shape[0], out_nH.shape[1], like=tile_nv)
+    add_blocks_(out_nH, torch.mm(tile_nv, weight_vH, out=product_nH))
+
+
+def add_weight_product(
+    out_vH: Tensor, tile_nv: Tensor, hidden_nH: Tensor, scratch: Scratch, transposed: Scratch
+) -> None:
+    """Add tile.T @ hidden, in the dtype of `out_vH`."""
+    if not _add_in_one_call(out_vH, tile_nv.t(), hidden_nH):
+        product_vH = scratch.view(out_vH.shape[0], out_vH.shape[1], like=tile_nv)
+        weight_product_into(product_vH, tile_nv, hidden_nH, transposed)
+        add_blocks_(out_vH, product_vH)
+
+
+def _add_in_one_call(out: Tensor, a: Tensor, b: Tensor) -> bool:
+    """Add a @ b where the device can do so without rounding the product first; say whether it could."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        return False
+    return True
+
+
+def weight_operand(hidden_NH: Tensor) -> Tensor:
+    """Hidden states laid out as `weight_product_into` wants them."""
+    return hidden_NH.t().contiguous().t() if _transposes(hidden_NH) else hidden_NH
+
+
+def weight_product_into(out_vH: Tensor, tile_nv: Tensor, hidden_nH: Tensor, scratch: Scratch) -> None:
+    """Write tile.T @ hidden, in the dtype of the tile."""
+    if not _transposes(tile_nv):
+        torch.mm(tile_nv.t(), hidden_nH, out=out_vH)
+        return
+    transposed_Hv = scratch.view(out_vH.shape[1], out_vH.shape[0], like=tile_nv)
+    out_vH.copy_(torch.mm(hidden_nH.t(), tile_nv, out=transposed_Hv).t())
+
+
+def _transposes(x: Tensor) -> bool:
+    """Whether (hidden.T @ tile).T replaces tile.T @ hidden.
+
+    On CPU a transposed left factor halves the speed of 16-bit products. Transposing the hidden states, once
+    for all tiles, and the result costs little beside that.
+    """
+    return x.device.type == "cpu" and x.dtype.itemsize == 2

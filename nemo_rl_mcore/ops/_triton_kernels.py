@@ -1,0 +1,119 @@
+# pyright: basic, reportArgumentType=false
+# Triton's own types say that a constexpr argument is not a plain number, and nothing about the rest.
+"""The two elementwise passes as Triton kernels: each reads its slice of the logits once.
+
+The twins in `_elementwise` read it once per operator. Both kernels compute in float32.
+
+Shapes: N token rows, V a slice of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nemo_rl_mcore.ops._softmax import RowBackward
+
+_BLOCK = 2048  # columns that a program works on at a time
+
+
+@triton.jit
+def _statistics_kernel(
+    logits_ptr, row_stride, target_ptr, out_ptr, rows, width, scale,
+    WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row: maximum, sum of e = exp(z - maximum), sum of e * (z - maximum), target's logit.
+
+    Every lane keeps its own running maximum, so that nothing crosses lanes inside the loop.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lane_max = tl.full((BLOCK,), -3.0e38, tl.float32)  # finite, so that empty lanes subtract to numbers
+    lane_sum = tl.zeros((BLOCK,), tl.float32)
+    lane_dot = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        z = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
+        grown = tl.where(inside, tl.maximum(lane_max, z), lane_max)
+        # What a lane has summed is centred on its old maximum; an empty lane has nothing to move.
+        shift = tl.where(lane_sum > 0, lane_max - grown, 0.0)
+        kept = tl.exp(shift)
+        centred = tl.where(inside, z - grown, 0.0)
+        e = tl.where(inside, tl.exp(centred), 0.0)
+        if WITH_ENTROPY:
+            lane_dot = kept * (lane_dot + lane_sum * shift) + e * centred
+        lane_sum = kept * lane_sum + e
+        lane_max = grown
+    maximum = tl.max(lane_max, 0)
+    shift = tl.where(lane_sum > 0, lane_max - maximum, 0.0)
+    kept = tl.where(lane_sum > 0, tl.exp(shift), 0.0)
+    tl.store(out_ptr + row, maximum)
+    tl.store(out_ptr + rows + row, tl.sum(kept * lane_sum, 0))
+    target = tl.load(target_ptr + row)
+    held = (target >= 0) & (target < width)
+    target_logit = (
+        tl.load(logits_ptr + row * row_stride + target, mask=held, other=0.0).to(tl.float32) * scale
+    )
+    tl.store(out_ptr + 2 * rows + row, target_logit)
+    if WITH_ENTROPY:
+        tl.store(out_ptr + 3 * rows + row, tl.sum(kept * (lane_dot + lane_sum * shift), 0))
+
+
+@triton.jit
+def _gradient_kernel(
+    logits_ptr, row_stride, out_ptr, out_stride, target_ptr, lse_ptr, grad_ptr, entropy_ptr, grad_entropy_ptr,
+    width, scale, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a block of a row; see `_elementwise.logits_gradient` for the formula."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    z = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    log_p = z * scale - tl.load(lse_ptr + row)
+    grad = tl.load(grad_ptr + row)
+    factor = grad
+    if WITH_ENTROPY:
+        factor = grad + tl.load(grad_entropy_ptr + row) * (log_p + tl.load(entropy_ptr + row))
+    one_hot = tl.where(column == tl.load(target_ptr + row), grad, 0.0)
+    value = one_hot - tl.exp(log_p) * factor
+    out = out_ptr + row * out_stride + column
+    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def slice_statistics(logits_NV: Tensor, target_N: Tensor, with_entropy: bool, scale: float) -> Tensor:
+    """As `_elementwise.slice_statistics`, for a slice that is not empty."""
+    rows, width = logits_NV.shape
+    parts = logits_NV.new_empty(4, rows, dtype=torch.float32)
+    if rows > 0:
+        _statistics_kernel[(rows,)](
+            logits_NV, logits_NV.stride(0), target_N, parts, rows, width, scale, with_entropy, _block(width)
+        )  # fmt: skip
+    max_N, total_N, target_logit_N, dot_N = parts.double()
+    stats = [max_N + total_N.log(), target_logit_N]
+    if with_entropy:
+        stats.append(total_N.log() - dot_N / total_N)
+    return torch.stack(stats)
+
+
+def logits_gradient(
+    logits_NV: Tensor, target_N: Tensor, rows: RowBackward, out_NV: Tensor, scale: float
+) -> Tensor:
+    """As `_elementwise.logits_gradient`, for a slice that is not empty."""
+    count, width = logits_NV.shape
+    block = _block(width)
+    lse_N, entropy_N, grad_entropy_N = rows.lse_N, rows.entropy_N, rows.grad_entropy_N
+    _gradient_kernel[(count, triton.cdiv(width, block))](
+        logits_NV, logits_NV.stride(0), out_NV, out_NV.stride(0),
+        target_N, lse_N, rows.grad_logprob_N.contiguous(),
+        # Without entropy the kernel reads neither of these.
+        lse_N if entropy_N is None else entropy_N,
+        lse_N if grad_entropy_N is None else grad_entropy_N.contiguous(),
+        width, scale, entropy_N is not None, block,
+    )  # fmt: skip
+    return out_NV
+
+
+def _block(width: int) -> int:
+    return min(_BLOCK, 1 << (width - 1).bit_length())
