@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_rl_mcore.config import ClippedPGLossConfig, PolicyConfig
@@ -42,8 +44,17 @@ def policy_config(
 def worker(config: PolicyConfig, **options: Any) -> MegatronPolicyWorker:
     """A worker in this rank's process; a former worker's layout is left first, the process group stays."""
     if parallel_state.model_parallel_is_initialized():
-        parallel_groups.destroy()
+        _leave_layout()
     return MegatronPolicyWorker(config, **options)
+
+
+def _leave_layout() -> None:
+    """Forget the layout and end its gloo groups: each has threads, and a session builds thousands of groups."""
+    parallel_groups.destroy()
+    gc.collect()  # the former worker holds its groups in cycles
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def grpo_batch(rows: int = 8, length: int = 12, seed: int = 0) -> BatchedDataDict:
