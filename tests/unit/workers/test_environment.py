@@ -58,8 +58,8 @@ def test_only_environment_restores_after_an_error(monkeypatch: pytest.MonkeyPatc
     assert dict(os.environ) == before
 
 
-def test_a_local_session_is_kept_off_the_network_unless_asked() -> None:
-    name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+@pytest.mark.parametrize("name", ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"])
+def test_a_local_session_stays_off_the_network_and_in_the_drivers_environment_unless_asked(name: str) -> None:
     local: dict[str, str] = {}
     set_ray_import_switches(local)
     assert local[name] == "0"
