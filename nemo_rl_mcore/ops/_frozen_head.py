@@ -26,10 +26,10 @@ def frozen_head_statistics(head: LinearHead) -> tuple[Tensor, Tensor]:
     scratch = Scratch()
     for stats_FN, panel in zip(stats_KFN, head.panels, strict=True):
         for rows, logits_nv, target_n in head.tiles(panel):
-            stats_FN[:, rows] = slice_statistics(logits_nv, target_n, with_entropy=False)
+            stats_FN[:, rows] = slice_statistics(logits_nv, target_n, False, head.scale)
             grown_n = torch.logaddexp(lse_N[rows], stats_FN[0, rows])
             # The gradient of -log p of a target elsewhere is the softmax itself.
-            as_loss = RowBackward(grown_n.to(wide), mean_NH.new_full(grown_n.shape, -1.0))
+            as_loss = RowBackward(grown_n, mean_NH.new_full(grown_n.shape, -1.0))
             softmax_nv = head.gradient_tile(logits_nv, torch.full_like(target_n, -1), as_loss)
             mean_NH[rows].mul_(torch.exp(lse_N[rows] - grown_n).to(wide).unsqueeze(1))
             add_hidden_product(mean_NH[rows], softmax_nv, head.weight_VH[panel], scratch)

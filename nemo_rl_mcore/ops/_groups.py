@@ -61,11 +61,11 @@ class VocabShard:
         start = size * group_rank(group)
         return cls(start=start, valid=min(max(real - start, 0), size), vocab_size=real)
 
-    def check_targets(self, target_N: Tensor) -> None:
+    def check_targets(self, target_N: Tensor, name: str = "target") -> None:
         """Raise ValueError for an id outside the vocabulary: its result would be silently wrong."""
         outside_N = (target_N < 0) | (target_N >= self.vocab_size)
         if bool(outside_N.any()):
             first = int(target_N[outside_N][0])
             raise ValueError(
-                f"target {first} is outside the vocabulary of {self.vocab_size}: mask the tokens without one"
+                f"{name} {first} is outside the vocabulary of {self.vocab_size}: mask the tokens without one"
             )

@@ -21,8 +21,15 @@ from nemo_rl_mcore.ops._softmax import (
 )
 from nemo_rl_mcore.ops._weight_gradient import WeightGradient
 
+GradientTile = tuple[slice, Tensor, Tensor]
+"""Token rows, gradient of their logits [n, v] in the weight's dtype, columns [n, K] of its largest entries.
+
+A column outside the tile belongs to another panel.
+"""
+
 _MAX_CHUNK_ROWS = 4096  # a taller chunk no longer saves accumulator traffic in the weight gradient
 _MAX_CPU_BYTES = 16 << 20  # on CPU a larger tile gains nothing, and costs page faults when it is mapped
+_ENTRIES_BLOCK = 1 << 18  # elements of the weight rows that are gathered at a time
 _MIN_PANEL_COLS = 256  # a narrower panel would make the matrix products inefficient
 
 
@@ -90,7 +97,11 @@ class LogitsCache:
 
 @dataclass(frozen=True)
 class LinearHead:
-    """The rows and the slice of the vocabulary to work on. Logits are `scale * hidden @ weight.T`."""
+    """The rows and the slice of the vocabulary to work on.
+
+    Tiles hold hidden @ weight.T; the elementwise passes apply `scale`, which costs nothing there and, with
+    16-bit logits, rounds as the unfused path does.
+    """
 
     hidden_NH: Tensor
     weight_VH: Tensor
@@ -118,26 +129,26 @@ class LinearHead:
         for rows in self.chunks:
             hidden_nH, weight_vH = self.hidden_NH[rows], self.weight_VH[panel]
             logits_nv = self._tile(rows, panel) if into_NV is None else into_NV[rows]
-            logits_into(logits_nv, hidden_nH, weight_vH, self.scale)
+            logits_into(logits_nv, hidden_nH, weight_vH)
             yield rows, logits_nv, self.target_N[rows] - panel.start
 
     def gradient_tiles(
         self, panel: slice, backward: RowBackward, cached_NV: Tensor | None
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Walk a panel: (rows, gradient of the logits [n, v] in the weight's dtype, targets within it)."""
+    ) -> Iterator[GradientTile]:
+        """Walk a panel's tiles and turn each into its gradient."""
         if cached_NV is None:
             tiles = self.tiles(panel)
         else:
             tiles = ((rows, cached_NV[rows], self.target_N[rows] - panel.start) for rows in self.chunks)
         for rows, logits_nv, target_n in tiles:
-            yield rows, self.gradient_tile(logits_nv, target_n, backward.at(rows)), target_n
+            yield rows, self.gradient_tile(logits_nv, target_n, backward.at(rows)), target_n.unsqueeze(1)
 
     def gradient_tile(self, logits_nv: Tensor, target_n: Tensor, backward: RowBackward) -> Tensor:
         """Turn a tile of logits into their gradient, in place unless 16-bit products need it rounded."""
         out_nv = logits_nv
         if logits_nv.dtype != self.weight_VH.dtype:
             out_nv = self._gradient_memory.view(logits_nv.shape[0], logits_nv.shape[1], self.weight_VH)
-        return logits_gradient(logits_nv, target_n, backward, out_nv)
+        return logits_gradient(logits_nv, target_n, backward, out_nv, self.scale)
 
     def _tile(self, rows: slice, panel: slice) -> Tensor:
         height, width = rows.stop - rows.start, panel.stop - panel.start
@@ -149,35 +160,55 @@ def head_statistics(head: LinearHead, with_entropy: bool, cache: LogitsCache) ->
     stats_KFN = empty_statistics(len(head.panels), head.hidden_NH, with_entropy)
     for stats_FN, panel in zip(stats_KFN, head.panels, strict=True):
         for rows, logits_nv, target_n in head.tiles(panel, cache.reserve(panel, head.hidden_NH)):
-            stats_FN[:, rows] = slice_statistics(logits_nv, target_n, with_entropy)
+            stats_FN[:, rows] = slice_statistics(logits_nv, target_n, with_entropy, head.scale)
     return merge_statistics(stats_KFN)
 
 
-def head_gradients(
+def sum_gradients(
     head: LinearHead,
-    backward: RowBackward,
+    tiles: Callable[[slice], Iterator[GradientTile]],
     weight_gradient: WeightGradient | None,
     need_hidden: bool,
-    cached: Callable[[slice], Tensor | None],
 ) -> Tensor | None:
-    """Form the gradients of hidden states and weight, tile by tile.
+    """Multiply the gradient of the logits, panel by panel, into those of hidden states and weight.
 
-    The incoming gradients in `backward` must already carry the factor `head.scale` of the logits. Feeds
-    `weight_gradient` unless that is None (frozen weight). Returns the hidden gradient [N, H] of this rank's
-    vocabulary in the accumulation dtype, or None unless `need_hidden`. `cached` gives a panel's logits, or
-    None where they are to be computed again.
+    Feeds `weight_gradient` unless that is None (frozen weight). Returns the hidden gradient [N, H] of this
+    rank's vocabulary in the accumulation dtype, or None unless `need_hidden`.
     """
     wide = accumulation_dtype(head.hidden_NH.dtype)
     grad_hidden_NH = torch.zeros_like(head.hidden_NH, dtype=wide) if need_hidden else None
     weighted_NH = None if weight_gradient is None else weight_operand(head.hidden_NH)
     scratch = Scratch()
+    # Only CUDA adds 16-bit products to float32 without rounding them first; a single one may be rounded.
+    rounds = len(head.panels) > 1 and wide != head.hidden_NH.dtype and not head.hidden_NH.is_cuda
     for panel in head.panels:
-        for rows, tile_nv, target_n in head.gradient_tiles(panel, backward, cached(panel)):
+        for rows, tile_nv, largest_nK in tiles(panel):
             if grad_hidden_NH is not None:
-                weight_vH, one_of_several = head.weight_VH[panel], target_n if len(head.panels) > 1 else None
-                add_hidden_product(grad_hidden_NH[rows], tile_nv, weight_vH, scratch, one_of_several)
+                operands = grad_hidden_NH[rows], tile_nv, head.weight_VH[panel], scratch
+                if rounds:
+                    _add_largest_apart(*operands, largest_nK)
+                else:
+                    add_hidden_product(*operands)
             if weight_gradient is not None and weighted_NH is not None:
                 weight_gradient.add(panel, tile_nv, weighted_NH[rows])
         if weight_gradient is not None:
             weight_gradient.finish(panel)
     return grad_hidden_NH
+
+
+def _add_largest_apart(
+    out_nH: Tensor, tile_nv: Tensor, weight_vH: Tensor, scratch: Scratch, largest_nK: Tensor
+) -> None:
+    """Add tile @ weight, but leave the largest entries, which mostly outweigh the others, out of the product.
+
+    They are added on their own, unrounded.
+    """
+    row_p, which_p = ((largest_nK >= 0) & (largest_nK < tile_nv.shape[1])).nonzero().unbind(1)
+    column_p = largest_nK[row_p, which_p]
+    entry_p = tile_nv[row_p, column_p]
+    for span in _spans(row_p.numel(), max(_ENTRIES_BLOCK // out_nH.shape[1], 1)):
+        weight_pH = weight_vH[column_p[span]].to(out_nH.dtype)
+        out_nH.index_add_(0, row_p[span], weight_pH.mul_(entry_p[span].to(out_nH.dtype).unsqueeze(1)))
+    tile_nv[row_p, column_p] = 0
+    add_hidden_product(out_nH, tile_nv, weight_vH, scratch)
+    tile_nv[row_p, column_p] = entry_p

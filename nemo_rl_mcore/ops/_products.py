@@ -33,40 +33,18 @@ def tile_dtype(x: Tensor) -> torch.dtype:
     return accumulation_dtype(x.dtype) if x.is_cuda else x.dtype
 
 
-def logits_into(out_nv: Tensor, hidden_nH: Tensor, weight_vH: Tensor, scale: float) -> Tensor:
-    """Write scale * hidden @ weight.T."""
+def logits_into(out_nv: Tensor, hidden_nH: Tensor, weight_vH: Tensor) -> Tensor:
+    """Write hidden @ weight.T."""
     if out_nv.dtype != hidden_nH.dtype:
-        return torch.mm(hidden_nH, weight_vH.t(), out_dtype=out_nv.dtype, out=out_nv).mul_(scale)
-    if scale == 1.0 or out_nv.dtype.itemsize > 2:
-        # The factor of the product would round otherwise than the unfused path, which scales given logits.
-        logits_nv = torch.mm(hidden_nH, weight_vH.t(), out=out_nv)
-        return logits_nv if scale == 1.0 else logits_nv.mul_(scale)
-    # The product's own factor: scaling costs no pass, and 16-bit logits are rounded once.
-    return torch.addmm(out_nv, hidden_nH, weight_vH.t(), beta=0, alpha=scale, out=out_nv)
+        return torch.mm(hidden_nH, weight_vH.t(), out_dtype=out_nv.dtype, out=out_nv)
+    return torch.mm(hidden_nH, weight_vH.t(), out=out_nv)
 
 
-def add_hidden_product(
-    out_nH: Tensor, tile_nv: Tensor, weight_vH: Tensor, scratch: Scratch, target_n: Tensor | None = None
-) -> None:
-    """Add tile @ weight, in the dtype of `out_nH`.
-
-    One product of several is best given its targets. Where products are rounded to 16 bits before they are
-    added, the row of the target, which mostly outweighs the others, is then left out and added on its own.
-    """
-    if _add_in_one_call(out_nH, tile_nv, weight_vH):
-        return
-    if target_n is not None:
-        held = ((target_n >= 0) & (target_n < tile_nv.shape[1])).nonzero().squeeze(1)
-        place = held, target_n[held]
-        at_target = tile_nv[place]
-        target_rows = weight_vH[place[1]].to(out_nH.dtype)
-        out_nH.index_add_(0, held, target_rows.mul_(at_target.to(out_nH.dtype).unsqueeze(1)))
-        tile_nv[place] = 0
-        add_hidden_product(out_nH, tile_nv, weight_vH, scratch)
-        tile_nv[place] = at_target
-        return
-    product_nH = scratch.view(out_nH.shape[0], out_nH.shape[1], like=tile_nv)
-    add_blocks_(out_nH, torch.mm(tile_nv, weight_vH, out=product_nH))
+def add_hidden_product(out_nH: Tensor, tile_nv: Tensor, weight_vH: Tensor, scratch: Scratch) -> None:
+    """Add tile @ weight, in the dtype of `out_nH`."""
+    if not _add_in_one_call(out_nH, tile_nv, weight_vH):
+        product_nH = scratch.view(out_nH.shape[0], out_nH.shape[1], like=tile_nv)
+        add_blocks_(out_nH, torch.mm(tile_nv, weight_vH, out=product_nH))
 
 
 def add_weight_product(

@@ -23,7 +23,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class RowSoftmax:
-    """The softmax over the whole vocabulary, one row per token."""
+    """The softmax over the whole vocabulary, one row per token; the log-sum-exp stays float64."""
 
     lse_N: Tensor
     logprob_N: Tensor
@@ -44,18 +44,29 @@ def merge_statistics(stats_KFN: Tensor) -> Tensor:
     lse_N = torch.logsumexp(lse_KN, 0)
     merged = [lse_N, stats_KFN[:, 1].sum(0)]
     if stats_KFN.shape[1] == 3:
-        share_KN = torch.exp(lse_KN - lse_N)
+        # Where every slice is empty, -inf - -inf would be no number.
+        share_KN = torch.exp(lse_KN - lse_N.clamp_min(torch.finfo(lse_N.dtype).min))
         between_KN = -torch.xlogy(share_KN, share_KN)
         merged.append((share_KN * stats_KFN[:, 2] + between_KN).sum(0))
     return torch.stack(merged)
 
 
+def gather_over_ranks(stats_FN: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Every rank's statistics [R, F, N], in the same order on all ranks; one all-gather, none for no rows."""
+    if group is None or group.size() == 1:
+        return stats_FN.unsqueeze(0)
+    if stats_FN.shape[1] == 0:
+        return stats_FN.expand(group.size(), *stats_FN.shape)
+    return all_gather_rows(stats_FN, group).view(group.size(), *stats_FN.shape)
+
+
 def reduce_over_ranks(stats_FN: Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> RowSoftmax:
-    """Merge every rank's statistics. One all-gather, and the same order of summation on all ranks."""
-    if group is not None and group.size() > 1 and stats_FN.shape[1] > 0:
-        stats_FN = merge_statistics(all_gather_rows(stats_FN, group).view(group.size(), *stats_FN.shape))
+    """Merge every rank's statistics."""
+    stats_RFN = gather_over_ranks(stats_FN, group)
+    if stats_RFN.shape[0] > 1:
+        stats_FN = merge_statistics(stats_RFN)
     entropy_N = stats_FN[2].to(dtype) if stats_FN.shape[0] == 3 else None
-    return RowSoftmax(stats_FN[0].to(dtype), (stats_FN[1] - stats_FN[0]).to(dtype), entropy_N)
+    return RowSoftmax(stats_FN[0], (stats_FN[1] - stats_FN[0]).to(dtype), entropy_N)
 
 
 @dataclass(frozen=True)
@@ -85,12 +96,13 @@ class RowBackward:
         """
         lse_N, entropy_N = softmax
         grad_logprob_T, grad_entropy_T = (*grads, None)[:2]
-        grad_logprob_N = torch.zeros_like(lse_N)
-        if grad_logprob_T is not None:
-            grad_logprob_N = rows.select(grad_logprob_T.reshape(-1)) * scale
-        if grad_entropy_T is None:
-            return cls(lse_N, grad_logprob_N)
-        return cls(lse_N, grad_logprob_N, entropy_N, rows.select(grad_entropy_T.reshape(-1)) * scale)
+        grad_logprob_N, grad_entropy_N = (
+            None if grad_T is None else rows.select(grad_T.reshape(-1)) * scale
+            for grad_T in (grad_logprob_T, grad_entropy_T)
+        )
+        if grad_logprob_N is None:
+            grad_logprob_N = torch.zeros_like(lse_N if grad_entropy_N is None else grad_entropy_N)
+        return cls(lse_N, grad_logprob_N, None if grad_entropy_N is None else entropy_N, grad_entropy_N)
 
     def at(self, index: slice | Tensor) -> "RowBackward":
         """The same for some of the rows."""
@@ -101,6 +113,15 @@ class RowBackward:
         return RowBackward(
             self.lse_N[index], self.grad_logprob_N[index], pick(self.entropy_N), pick(self.grad_entropy_N)
         )
+
+    def with_factor_of_p(self, factor_N: Tensor) -> "RowBackward":
+        """The same for probabilities that were computed without this factor, which is close to one."""
+        factor = factor_N.to(self.grad_logprob_N.dtype)
+        if self.entropy_N is None or self.grad_entropy_N is None:
+            return RowBackward(self.lse_N, self.grad_logprob_N * factor)
+        # The entropy's gradient holds log p beside the entropy.
+        entropy_N = self.entropy_N + factor_N.log().to(factor.dtype)
+        return RowBackward(self.lse_N, self.grad_logprob_N * factor, entropy_N, self.grad_entropy_N * factor)
 
     def live_rows(self) -> Tensor | None:
         """Indices of the rows that a gradient (or a NaN) reaches, None if that is all of them."""

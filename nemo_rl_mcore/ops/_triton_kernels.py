@@ -103,7 +103,7 @@ def logits_gradient(
     """As `_elementwise.logits_gradient`, for a slice that is not empty."""
     count, width = logits_NV.shape
     block = _block(width)
-    lse_N, entropy_N, grad_entropy_N = rows.lse_N, rows.entropy_N, rows.grad_entropy_N
+    lse_N, entropy_N, grad_entropy_N = rows.lse_N.float(), rows.entropy_N, rows.grad_entropy_N
     _gradient_kernel[(count, triton.cdiv(width, block))](
         logits_NV, logits_NV.stride(0), out_NV, out_NV.stride(0),
         target_N, lse_N, rows.grad_logprob_N.contiguous(),

@@ -9,7 +9,7 @@ Shapes: S sequence, B batch, H hidden, V this rank's vocabulary rows, T = S * B 
 rank, N those kept by the mask.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -18,44 +18,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from nemo_rl_mcore.ops._frozen_head import frozen_head_statistics, logprob_direction
-from nemo_rl_mcore.ops._groups import VocabShard, group_size
-from nemo_rl_mcore.ops._head_tiles import (
-    LinearHead,
-    LogitsCache,
-    Tiling,
-    head_gradients,
-    head_statistics,
-    tiling_for,
+from nemo_rl_mcore.ops._head_call import (
+    HeadArguments,
+    HeadBackward,
+    HeadCall,
+    LinearLogprobsOptions,
+    plain_logits,
 )
+from nemo_rl_mcore.ops._head_tiles import GradientTile, LinearHead, LogitsCache, head_statistics
 from nemo_rl_mcore.ops._softmax import RowBackward, accumulation_dtype, reduce_over_ranks
-from nemo_rl_mcore.ops._token_rows import TokenRows
-from nemo_rl_mcore.ops._weight_gradient import AutogradWeightGradient, MainGradAccumulation, WeightGradient
-
-
-@dataclass(frozen=True)
-class LinearLogprobsOptions:
-    """Rarely changed settings of `fused_linear_logprobs`."""
-
-    chunk_bytes: int = 64 << 20
-    """Working memory of one tile of logits, in bytes; the tile's rows and columns follow from it."""
-    chunk_size: int | None = None
-    """Token rows per chunk, each against the rank's whole vocabulary; overrides the byte budget."""
-    vocab_size: int | None = None
-    """Real size of the global vocabulary; padded rows beyond it stay out of the softmax. None: no padding."""
-    logit_scale: float = 1.0
-    """Factor on the logits (MuP), applied with the temperature."""
-    cache_bytes: int = 0
-    """Logits that the forward may keep for the backward, in bytes; what fits is not computed twice."""
-    accumulate_main_grad: bool = False
-    """Add the weight's gradient to its `main_grad`, as Megatron's gradient_accumulation_fusion does, and set
-    `grad_added_to_main_grad` for the data-parallel hook."""
-
-    def __post_init__(self) -> None:
-        if self.chunk_bytes <= 0 or (self.chunk_size is not None and self.chunk_size <= 0):
-            raise ValueError(f"chunk_bytes and chunk_size must be positive: {self}")
-        if self.cache_bytes < 0:
-            raise ValueError(f"cache_bytes must not be negative: {self}")
-
 
 _DEFAULT_OPTIONS = LinearLogprobsOptions()
 
@@ -94,17 +65,9 @@ def fused_linear_logprobs(
             outside the vocabulary, `accumulate_main_grad` for a weight without `main_grad`.
 
     """
-    shards = group_size(tp_group) if sequence_parallel else 1
-    _check_shapes(hidden_SBH, weight_VH, targets_SB, mask, shards)
-    if temperature <= 0:
-        raise ValueError(f"temperature must be positive, not {temperature}")
-    rows = TokenRows.of(mask, targets_SB.numel(), tp_group, sequence_parallel)
-    # Inside an autograd function gradients are always off, so whether there will be a backward is asked here.
-    trains = torch.is_grad_enabled()
-    wanted = trains and hidden_SBH.requires_grad, trains and weight_VH.requires_grad
-    if wanted[1] and options.accumulate_main_grad and not hasattr(weight_VH, "main_grad"):
-        raise ValueError("accumulate_main_grad needs a weight with main_grad, a parameter of Megatron's DDP")
-    call = _Call(rows, tp_group, options.logit_scale / temperature, with_entropy, options, wanted)
+    arguments = HeadArguments(tp_group, sequence_parallel, temperature, mask, with_entropy, options)
+    call = HeadCall.of(hidden_SBH, weight_VH, arguments)
+    arguments.check_tokens("targets", targets_SB.shape, hidden_SBH)
     hidden_LH = hidden_SBH.reshape(-1, hidden_SBH.shape[-1])
     out = cast("Any", _FusedLinearLogprobs).apply(hidden_LH, weight_VH, targets_SB.reshape(-1), call)
     if with_entropy:
@@ -112,54 +75,21 @@ def fused_linear_logprobs(
     return out.view(targets_SB.shape)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What forward and backward share besides the tensors of the graph."""
-
-    rows: TokenRows
-    tp_group: ProcessGroup | None
-    scale: float
-    with_entropy: bool
-    options: LinearLogprobsOptions
-    wanted: tuple[bool, bool]
-    """Whether gradients of the hidden states and of the weight are wanted."""
-
-    @property
-    def frozen(self) -> bool:
-        """Whether the forward forms the hidden gradient; one through the entropy needs the logits again."""
-        return self.wanted == (True, False) and not self.with_entropy
-
-    def shard(self, weight_VH: Tensor) -> VocabShard:
-        """The part of the vocabulary that the weight holds."""
-        return VocabShard.of(weight_VH.shape[0], self.options.vocab_size, self.tp_group)
-
-    def head(
-        self, hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor, tiling: Tiling | None = None
-    ) -> LinearHead:
-        """The head over this rank's real vocabulary rows, for the given token rows with global target ids."""
-        shard = self.shard(weight_VH)
-        if tiling is None:
-            options = self.options
-            tiling = tiling_for(hidden_NH, shard.valid, options.chunk_bytes, options.chunk_size)
-        return LinearHead(hidden_NH, weight_VH[: shard.valid], target_N - shard.start, self.scale, tiling)
-
-    def weight_gradient(self, weight_VH: Tensor, chunks: int) -> WeightGradient:
-        """Where the weight's gradient goes."""
-        if self.options.accumulate_main_grad:
-            return MainGradAccumulation(weight_VH)
-        return AutogradWeightGradient(weight_VH, chunks)
+def _is_frozen(call: HeadCall) -> bool:
+    """Whether the forward forms the hidden gradient; one through the entropy needs the logits again."""
+    return call.wanted == (True, False) and not call.with_entropy
 
 
 class _FusedLinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_LH: Tensor, weight_VH: Tensor, target_T: Tensor, call: _Call) -> Any:
+    def forward(ctx: Any, hidden_LH: Tensor, weight_VH: Tensor, target_T: Tensor, call: HeadCall) -> Any:
         ctx.set_materialize_grads(False)
         target_N = call.rows.select(target_T)
         call.shard(weight_VH).check_targets(target_N)
         head = call.head(call.rows.gather_hidden(hidden_LH), weight_VH, target_N)
         dtype = accumulation_dtype(hidden_LH.dtype)
         ctx.call, ctx.tiling, ctx.cache = call, head.tiling, LogitsCache(call.options.cache_bytes)
-        if call.frozen:
+        if _is_frozen(call):
             stats_FN, mean_NH = frozen_head_statistics(head)
             softmax = reduce_over_ranks(stats_FN, call.tp_group, dtype)
             share_N = torch.exp(stats_FN[0] - softmax.lse_N)
@@ -176,47 +106,23 @@ class _FusedLinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # pyright: ignore[reportUntypedFunctionDecorator]
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        call: _Call = ctx.call
-        if call.frozen:
+        call: HeadCall = ctx.call
+        if _is_frozen(call):
             (direction_NH,) = ctx.saved_tensors
             grad_N1 = (call.rows.select(grad_outputs[0]) * call.scale).unsqueeze(1)
             grad_NH = (direction_NH * grad_N1).to(direction_NH.dtype)
             return call.rows.reduce_hidden_grad(grad_NH), None, None, None
-        hidden_LH, weight_VH, target_T, lse_N, entropy_N = ctx.saved_tensors
+        hidden_LH, _, target_T, lse_N, entropy_N = ctx.saved_tensors
         backward = RowBackward.arriving(call.rows, call.scale, (lse_N, entropy_N), grad_outputs)
-        # Collectives move the same rows as in the forward; only the products leave out rows without gradient.
-        hidden_NH, target_N = call.rows.gather_hidden(hidden_LH), call.rows.select(target_T)
-        live = backward.live_rows()
+        live, target_N = backward.live_rows(), call.rows.select(target_T)
         if live is not None:
-            hidden_NH, target_N, backward = hidden_NH[live], target_N[live], backward.at(live)
-        head = call.head(hidden_NH, weight_VH, target_N, ctx.tiling)
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        sink = call.weight_gradient(ctx.weight, len(head.chunks)) if need_weight else None
-        grad_NH = head_gradients(head, backward, sink, need_hidden, lambda panel: ctx.cache.take(panel, live))
-        filled = head.weight_VH.shape[0] if head.chunks else 0
-        grad_weight_VH = None if sink is None else sink.autograd_gradient(filled)
-        if grad_NH is None:
-            return None, grad_weight_VH, None, None
-        grad_NH = grad_NH.to(hidden_LH.dtype)
-        if live is not None:
-            grad_NH = grad_NH.new_zeros(call.rows.count, grad_NH.shape[1]).index_copy_(0, live, grad_NH)
-        return call.rows.reduce_hidden_grad(grad_NH), grad_weight_VH, None, None
+            target_N, backward = target_N[live], backward.at(live)
 
+        def tiles(head: LinearHead, panel: slice) -> Iterator[GradientTile]:
+            return head.gradient_tiles(panel, backward, ctx.cache.take(panel, live))
 
-def _check_shapes(
-    hidden_SBH: Tensor, weight_VH: Tensor, targets_SB: Tensor, mask: Tensor | None, shards: int
-) -> None:
-    hidden, weight, targets = list(hidden_SBH.shape), list(weight_VH.shape), list(targets_SB.shape)
-    if len(weight) != 2 or len(hidden) != len(targets) + 1 or weight[1] != hidden[-1]:
-        raise ValueError(
-            f"hidden states {hidden}, weight {weight} and targets {targets} are not [S, B, H], [V, H], [S, B]"
-        )
-    if [hidden[0] * shards, *hidden[1:-1]] != targets:
-        raise ValueError(f"{shards} sequence shards of hidden states {hidden} do not match targets {targets}")
-    if mask is not None and list(mask.shape) != targets:
-        raise ValueError(f"mask {list(mask.shape)} and targets {targets} must have the same shape")
-    if weight_VH.dtype != hidden_SBH.dtype:
-        raise ValueError(f"hidden states are {hidden_SBH.dtype}, but the weight is {weight_VH.dtype}")
+        frame = HeadBackward(call, hidden_LH, ctx.weight, ctx.tiling, ctx.needs_input_grad[:2])
+        return *frame.gradients(target_N, live, tiles), None, None
 
 
 def linear_logprobs(
@@ -233,10 +139,7 @@ def linear_logprobs(
 
     Plain differentiable tensor arithmetic, kept to say what the kernel computes and to be compared with it.
     """
-    dtype = accumulation_dtype(hidden_SBH.dtype)
-    logits_SBV = (hidden_SBH @ weight_VH[: options.vocab_size].t()).to(dtype) * (
-        options.logit_scale / temperature
-    )
+    logits_SBV = plain_logits(hidden_SBH, weight_VH, temperature, options)
     logp_SBV = torch.log_softmax(logits_SBV, -1)
     kept_SB = torch.ones_like(targets_SB, dtype=torch.bool) if mask is None else mask != 0
     index_SB1 = torch.where(kept_SB, targets_SB, 0).unsqueeze(-1)

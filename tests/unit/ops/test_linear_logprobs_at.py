@@ -1,0 +1,331 @@
+"""Log-probabilities at K ids against a float64 log_softmax over all the logits, over options and edges."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
+from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at, plain_linear_logprobs_at
+
+TILINGS = {
+    "default": LinearLogprobsOptions(),
+    "one row": LinearLogprobsOptions(chunk_bytes=1),
+    "three rows": LinearLogprobsOptions(chunk_size=3),
+    "panels": LinearLogprobsOptions(chunk_bytes=4 * 256 * 5),
+    "cached panels": LinearLogprobsOptions(chunk_bytes=4 * 256 * 5, cache_bytes=1 << 20),
+}
+ALL = {"with_tail": True, "with_entropy": True}
+NAMES = ("logprobs", "tail_logmass", "entropy")
+
+
+def problem(seq: int, batch: int, hidden: int, vocab: int, k: int, seed: int = 0, real: int | None = None):
+    noise = torch.Generator().manual_seed(seed)
+    hidden_SBH = torch.randn(seq, batch, hidden, dtype=torch.float64, generator=noise)
+    weight_VH = torch.randn(vocab, hidden, dtype=torch.float64, generator=noise) * (2 / math.sqrt(hidden))
+    ids_SBK = torch.rand(seq, batch, real or vocab, generator=noise).argsort(-1)[..., :k]
+    return hidden_SBH, weight_VH, ids_SBK
+
+
+def evaluate(function, inputs, dtype=torch.float64, **kwargs) -> dict[str, Tensor]:
+    """Results and gradients under a fixed weighting of the outputs; a third of the tokens gets no gradient."""
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in inputs[:2])
+    out = function(hidden, weight, inputs[2], **kwargs)
+    results = {name: x for name, x in zip(NAMES, out, strict=True) if x is not None}
+    loss = torch.zeros((), dtype=out.logprobs.dtype)
+    for phase, output in enumerate(results.values()):
+        wave = torch.sin(torch.arange(output.numel(), dtype=output.dtype) + phase).view_as(output)
+        tokens = torch.arange(out.logprobs[..., 0].numel()).view(inputs[2].shape[:-1])
+        live = (tokens % 3 != 1).view(*tokens.shape, *[1] * (output.dim() - tokens.dim()))
+        loss = loss + torch.where(live & output.isfinite(), wave * output, 0.0).sum()
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    return {name: x.detach() for name, x in results.items()} | {"hidden": grads[0], "weight": grads[1]}
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm().clamp_min(1e-300))
+
+
+def assert_matches(actual: dict[str, Tensor], expected: dict[str, Tensor], outputs: float, grads: float):
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        if name in NAMES:
+            torch.testing.assert_close(value.double(), expected[name], rtol=0, atol=outputs, msg=name)
+        else:
+            assert relative(value, expected[name]) <= grads, (name, relative(value, expected[name]))
+
+
+def test_plain_twin_is_the_definition():
+    hidden, weight, ids = problem(3, 2, 4, 7, 3, real=6)
+    options = LinearLogprobsOptions(vocab_size=6, logit_scale=0.5)
+    mask = torch.tensor([[1, 1], [0, 1], [1, 1]])
+    out = plain_linear_logprobs_at(hidden, weight, ids, temperature=0.7, mask=mask, options=options, **ALL)
+    assert out.tail_logmass is not None
+    assert out.entropy is not None
+    for s in range(3):
+        for b in range(2):
+            exps = [math.exp(0.5 / 0.7 * float(hidden[s, b] @ weight[v])) for v in range(6)]
+            probs = [e / math.fsum(exps) for e in exps]
+            keep, own = float(mask[s, b]), ids[s, b].tolist()
+            assert out.logprobs[s, b].tolist() == pytest.approx([keep * math.log(probs[i]) for i in own])
+            rest = math.fsum(probs[v] for v in range(6) if v not in own)
+            assert float(out.tail_logmass[s, b]) == pytest.approx(keep * math.log(rest))
+            assert float(out.entropy[s, b]) == pytest.approx(-keep * sum(p * math.log(p) for p in probs))
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("outputs", [{}, {"with_tail": True}, ALL], ids=["plain", "tail", "entropy"])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("k", [1, 20])
+def test_float32_matches_float64(tiling, outputs, temperature, masked, k):
+    inputs = problem(7, 3, 24, 500, k)
+    for x in inputs[:2]:
+        x.copy_(x.float())
+    kwargs = outputs | {
+        "temperature": temperature,
+        "mask": torch.arange(21).view(7, 3) % 4 > 0 if masked else None,
+        "options": replace(TILINGS[tiling], logit_scale=0.8),
+    }
+    expected = evaluate(plain_linear_logprobs_at, inputs, **kwargs)
+    actual = evaluate(linear_logprobs_at, inputs, torch.float32, **kwargs)
+    assert actual["logprobs"].dtype == torch.float32
+    assert_matches(actual, expected, outputs=1e-5, grads=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_shape_mask_and_tiling(data: st.DataObject):
+    seq, batch, hidden = (data.draw(st.integers(1, 6)) for _ in range(3))
+    vocab = data.draw(st.sampled_from([1, 2, 5, 256, 257, 600]))
+    real = data.draw(st.integers(1, vocab))
+    k = data.draw(st.sampled_from([1, min(3, real), max(1, real - 1), real]))
+    inputs = problem(seq, batch, hidden, vocab, k, data.draw(st.integers(0, 99)), real)
+    bits = data.draw(st.none() | st.lists(st.booleans(), min_size=seq * batch, max_size=seq * batch))
+    kwargs = {
+        "temperature": data.draw(st.floats(0.3, 2)),
+        "mask": None if bits is None else torch.tensor(bits).view(seq, batch),
+        "with_tail": data.draw(st.booleans()),
+        "with_entropy": data.draw(st.booleans()),
+        "options": LinearLogprobsOptions(
+            chunk_bytes=data.draw(st.sampled_from([1, 8 * 256 * 3, 64 << 20])),
+            chunk_size=data.draw(st.none() | st.integers(1, 40)),
+            vocab_size=real,
+            logit_scale=data.draw(st.floats(0.2, 3)),
+            cache_bytes=data.draw(st.sampled_from([0, 1 << 20])),
+        ),
+    }
+    actual = evaluate(linear_logprobs_at, inputs, **kwargs)
+    expected = evaluate(plain_linear_logprobs_at, inputs, **kwargs)
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("outputs", [{}, {"with_tail": True}, ALL], ids=["plain", "tail", "entropy"])
+@pytest.mark.parametrize(("vocab", "k"), [(9, 1), (9, 4), (300, 4)])
+def test_gradcheck(outputs, vocab, k):
+    hidden, weight, ids = problem(3, 2, 4, vocab, k, real=vocab - 1)
+    mask = torch.tensor([[1, 1], [0, 1], [1, 0]])
+    options = LinearLogprobsOptions(chunk_bytes=1, vocab_size=vocab - 1)
+
+    def call(hidden: Tensor, weight: Tensor):
+        out = linear_logprobs_at(hidden, weight, ids, temperature=0.7, mask=mask, options=options, **outputs)
+        return tuple(x for x in out if x is not None)
+
+    inputs = hidden.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(call, inputs, fast_mode=vocab == 300)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_one_id_is_the_fused_kernel(tiling):
+    inputs = problem(7, 3, 24, 500, 1)
+    options = TILINGS[tiling]
+    single = evaluate(linear_logprobs_at, inputs, with_entropy=True, options=options)
+
+    def fused(hidden: Tensor, weight: Tensor, ids: Tensor, **kwargs):
+        logprobs, entropy = fused_linear_logprobs(hidden, weight, ids.squeeze(-1), **kwargs)
+        return type("Out", (tuple,), {"logprobs": logprobs.unsqueeze(-1)})(
+            (logprobs.unsqueeze(-1), None, entropy)
+        )
+
+    expected = evaluate(fused, inputs, with_entropy=True, options=options)
+    for name, value in single.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_all_ids_leave_an_empty_tail(tiling, dtype):
+    """The tail is the constant -inf: whatever the loss does with it adds nothing to the gradients, nor a NaN."""
+    hidden, weight, ids = (x.to(dtype) if x.is_floating_point() else x for x in problem(4, 2, 6, 300, 300))
+    grads = []
+    for with_tail in (False, True):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = linear_logprobs_at(
+            *leaves, ids, with_tail=with_tail, with_entropy=True, options=TILINGS[tiling]
+        )
+        assert out.entropy is not None
+        loss = (out.logprobs[..., :7].exp() * out.logprobs[..., :7]).sum() + out.entropy.sum()
+        if out.tail_logmass is not None:
+            assert bool((out.tail_logmass == -math.inf).all())
+            loss = loss + ((out.tail_logmass.exp() - 1) * out.tail_logmass).sum()
+        grads.append(torch.autograd.grad(loss, leaves))
+    for without, with_tail in zip(*grads, strict=True):
+        assert torch.equal(without, with_tail)
+        assert bool(without.isfinite().all())
+
+
+def peaked(gap: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits that are the hidden states: three near gap / 2, 297 near -gap / 2; exact in float32."""
+    noise = torch.Generator().manual_seed(2)
+    logits = torch.randint(-8, 9, (5, 2, 300), generator=noise).double() / 8 - gap / 2
+    logits[..., [4, 150, 299]] += gap
+    return logits, torch.eye(300, dtype=torch.float64), torch.tensor([150, 299, 4]).expand(5, 2, 3).clone()
+
+
+@pytest.mark.parametrize("gap", [34.0, 100.0, 236.0], ids="gap {}".format)
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["plain", "entropy"])
+def test_a_tail_of_tiny_mass_is_exact(gap, tiling, with_entropy):
+    """Of mass 1e-12, and of masses whose reciprocal float32 cannot hold, with logits up to 119 either way."""
+    inputs = peaked(gap)
+    kwargs = {"with_tail": True, "with_entropy": with_entropy, "options": TILINGS[tiling]}
+    expected = evaluate(plain_linear_logprobs_at, inputs, **kwargs)
+    assert float(expected["tail_logmass"].max()) < 6 - gap
+    for dtype, outputs, grads in ((torch.float64, 1e-12, 1e-12), (torch.float32, 1e-5, 1e-6)):
+        actual = evaluate(linear_logprobs_at, inputs, dtype, **kwargs)
+        for name in NAMES:
+            if name in actual:
+                torch.testing.assert_close(actual[name].double(), expected[name], rtol=1e-7, atol=outputs)
+        assert_matches({n: actual[n] for n in ("hidden", "weight")},
+                       {n: expected[n] for n in ("hidden", "weight")}, 0, grads)  # fmt: skip
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_logits_near_120(sign):
+    """Integer inputs make the logits exact in float32, so only the softmax's own rounding is seen."""
+    noise = torch.Generator().manual_seed(3)
+    hidden = torch.randint(0, 6, (16, 2, 4), generator=noise).double() * sign
+    weight = torch.randint(3, 7, (300, 4), generator=noise).double()
+    hidden[0], weight[0] = 5 * sign, 6
+    assert float((hidden @ weight.t()).abs().max()) == 120
+    ids = torch.rand(16, 2, 300, generator=noise).argsort(-1)[..., :9]
+    expected = evaluate(plain_linear_logprobs_at, (hidden, weight, ids), **ALL)
+    for options in TILINGS.values():
+        actual = evaluate(linear_logprobs_at, (hidden, weight, ids), torch.float32, options=options, **ALL)
+        # The plain twin in float32 errs by 2e-6 too: the weight rows are alike, and their sum cancels.
+        assert_matches(actual, expected, outputs=1e-5, grads=4e-6)
+
+
+@pytest.mark.parametrize("kept", [[], [4]], ids=["no row", "a single row"])
+def test_nearly_empty_masks(kept):
+    inputs = problem(5, 2, 6, 40, 3)
+    mask = torch.zeros(10, dtype=torch.bool)
+    mask[kept] = True
+    actual = evaluate(linear_logprobs_at, inputs, mask=mask.view(5, 2), **ALL)
+    expected = evaluate(plain_linear_logprobs_at, inputs, mask=mask.view(5, 2), **ALL)
+    for name in (*NAMES, "hidden"):
+        assert not actual[name].flatten(0, 1)[~mask].any(), name
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+def test_no_rows_at_all():
+    hidden, weight, ids = problem(0, 2, 6, 40, 3)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    out = linear_logprobs_at(hidden, weight, ids, **ALL)
+    grads = torch.autograd.grad(out.logprobs.sum(), (hidden, weight))
+    assert [x.shape for x in out if x is not None] == [(0, 2, 3), (0, 2), (0, 2)]
+    assert not grads[1].any()
+
+
+def test_what_is_masked_is_never_read():
+    """NaN hidden states, ids outside the vocabulary and repeated ones are harmless where the mask is zero."""
+    hidden, weight, ids = problem(4, 2, 6, 40, 3)
+    mask = torch.tensor([[1, 0], [1, 1], [0, 0], [1, 1]])
+    clean = evaluate(linear_logprobs_at, (hidden, weight, ids), mask=mask, **ALL)
+    hidden[mask == 0] = math.nan
+    ids[mask == 0] = -100
+    dirty = evaluate(linear_logprobs_at, (hidden, weight, ids), mask=mask, **ALL)
+    for name, value in dirty.items():
+        assert torch.equal(value, clean[name]), name
+
+
+@pytest.mark.parametrize("output", [0, 1, 2])
+def test_a_nan_gradient_is_not_swallowed(output):
+    hidden, weight, ids = problem(4, 1, 6, 40, 3)
+    weight.requires_grad_()
+    out = linear_logprobs_at(hidden, weight, ids, **ALL)[output]
+    assert out is not None
+    grad_out = torch.zeros_like(out)
+    grad_out[1] = math.nan
+    (grad,) = torch.autograd.grad(out, weight, grad_out)
+    assert bool(grad.isnan().all())
+
+
+@pytest.mark.parametrize("output", [1, 2])
+def test_each_output_has_its_own_gradient(output):
+    inputs = problem(4, 2, 6, 300, 3)
+    grads = []
+    for function in (linear_logprobs_at, plain_linear_logprobs_at):
+        hidden, weight = (x.clone().requires_grad_() for x in inputs[:2])
+        grads.append(
+            torch.autograd.grad(function(hidden, weight, inputs[2], **ALL)[output].sum(), (hidden, weight))
+        )
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-11)
+
+
+def test_double_backward_is_refused():
+    hidden, weight, ids = problem(2, 1, 4, 5, 2)
+    hidden.requires_grad_()
+    loss = linear_logprobs_at(hidden, weight, ids).logprobs.square().sum()
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_non_contiguous_inputs_and_narrow_ids():
+    hidden, weight, ids = problem(6, 4, 8, 50, 3)
+    strided = (
+        hidden.transpose(0, 1).contiguous().transpose(0, 1),
+        weight.t().contiguous().t(),
+        ids.transpose(0, 2).contiguous().transpose(0, 2).int(),
+    )
+    assert not any(x.is_contiguous() for x in strided)
+    expected = evaluate(linear_logprobs_at, (hidden, weight, ids), **ALL)
+    for name, value in evaluate(linear_logprobs_at, strided, **ALL).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"mask": torch.ones(3, 3)}, "mask .* shape .5, 2. of the tokens"),
+        ({"weight_VH": torch.zeros(40, 5, dtype=torch.float64)}, "weight"),
+        ({"weight_VH": torch.zeros(40, 6)}, "float32"),
+        (
+            {"indices_SBK": torch.zeros(4, 2, 3, dtype=torch.long)},
+            "indices .* .4, 2. must have the shape .5, 2.",
+        ),
+        ({"indices_SBK": torch.zeros(5, 2, dtype=torch.long)}, "indices"),
+        ({"indices_SBK": torch.zeros(5, 2, 0, dtype=torch.long)}, "K > 0"),
+        ({"indices_SBK": torch.zeros(5, 2, 3)}, "torch.float32 are not ids"),
+        ({"indices_SBK": torch.tensor([1, 2, 40]).expand(5, 2, 3)}, "index 40 is outside"),
+        ({"indices_SBK": torch.tensor([1, -1, 2]).expand(5, 2, 3)}, "index -1 is outside"),
+        ({"indices_SBK": torch.tensor([7, 3, 7]).expand(5, 2, 3)}, "index 7 is given twice"),
+        ({"options": LinearLogprobsOptions(vocab_size=41)}, "vocab_size is 41"),
+        ({"options": LinearLogprobsOptions(logit_scale=-1.0)}, "logit_scale must be positive"),
+        ({"options": LinearLogprobsOptions(accumulate_main_grad=True)}, "main_grad"),
+    ],
+)
+def test_mistakes_are_named(change, message):
+    hidden, weight, ids = problem(5, 2, 6, 40, 3)
+    call = {"hidden_SBH": hidden, "weight_VH": weight.requires_grad_(), "indices_SBK": ids}
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs_at(**(call | change))
