@@ -1,39 +1,30 @@
 """Time and memory of fused linear log-probabilities, side by side with what others offer.
 
-Every measurement runs in a fresh subprocess; the methods take turns, and every other round runs them in
-reverse order, so that a machine's drift and its other load fall on all of them. Needs torch alone; a peer
-that cannot be imported is skipped with a line that says so. `uv sync --group bench` installs the peers.
+See `measuring` for how the methods take turns. Needs torch alone; a peer that cannot be imported is skipped with
+a line that says so. `uv sync --group bench` installs the peers.
 
   python benchmarks/fused_linear_logprobs.py  # CPU, bf16, N=2048 H=512 V=32768
   python benchmarks/fused_linear_logprobs.py --dtype float32 --methods fused unfused
   python benchmarks/fused_linear_logprobs.py --device cuda  # H 2048, 4096, 8192; V=152064; TP shards
 
-Time on CPU is the CPU time of one thread; on CUDA it is the wall time between synchronisations. Memory is
-the peak that forward and backward add to the inputs, gradients included: on CPU the high-water mark of the
-resident set, reset after a warm-up (Linux); on CUDA that of torch's allocator.
+CPU times are of one thread. Memory is the peak that forward and backward add to the inputs, gradients included,
+after a warm-up.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import importlib.util
 import json
-import os
-import statistics
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
+from measuring import Clock, alternate, header, in_subprocess, load, table
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
 TEMPERATURE = 0.7
+HALF_MASKED = "fused, half masked"
 REPEATS = 3
 
 
@@ -50,12 +41,18 @@ LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
 """hidden [N, H], weight [V, H], targets [N] -> log-probabilities [N]."""
 
 
-def fused(**options: object) -> LogProbs:
+def fused(masked: bool = False, **options: object) -> LogProbs:
     from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
 
     def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        mask = (torch.arange(len(targets), device=targets.device) % 2).unsqueeze(1) if masked else None
         out = fused_linear_logprobs(
-            hidden.unsqueeze(1), weight, targets.unsqueeze(1), temperature=TEMPERATURE, options=settings
+            hidden.unsqueeze(1),
+            weight,
+            targets.unsqueeze(1),
+            temperature=TEMPERATURE,
+            mask=mask,
+            options=settings,
         )
         return out.squeeze(1)
 
@@ -107,6 +104,7 @@ METHODS: dict[str, tuple[str, Callable[[], LogProbs]]] = {
     "fused": ("torch", fused),
     "fused+main_grad": ("torch", lambda: fused(accumulate_main_grad=True)),
     "fused+cache": ("torch", lambda: fused(cache_bytes=1 << 40)),
+    HALF_MASKED: ("torch", lambda: fused(masked=True)),
     "unfused": ("torch", unfused),
     "liger": ("liger_kernel", liger),
     "cce": ("cut_cross_entropy", cut_cross_entropy),
@@ -123,37 +121,6 @@ def inputs(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     targets = torch.randint(0, problem.vocab, (problem.tokens,), generator=noise, device=problem.device)
     grad = torch.randn(problem.tokens, generator=noise, device=problem.device)
     return hidden.requires_grad_(), weight.requires_grad_(), targets, grad
-
-
-class Clock:
-    """Seconds and bytes as the device counts them."""
-
-    def __init__(self, device: str) -> None:
-        self.cuda = device == "cuda"
-
-    def now(self) -> float:
-        if not self.cuda:
-            return time.process_time()
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def start_memory(self) -> int:
-        gc.collect()
-        if self.cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            return torch.cuda.memory_allocated()
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        return self._status("VmRSS")
-
-    def peak_memory(self) -> int:
-        return torch.cuda.max_memory_allocated() if self.cuda else self._status("VmHWM")
-
-    @staticmethod
-    def _status(field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
 
 
 def measure(name: str, problem: Problem) -> dict[str, float]:
@@ -196,19 +163,6 @@ def matmul_ceiling(problem: Problem) -> float:
     return 8 * rows * problem.hidden * problem.vocab / min(times[1:])
 
 
-def in_subprocess(what: str, problem: Problem) -> dict[str, float] | None:
-    """Measure in a fresh process; None, with a printed line, if that failed (out of memory, say)."""
-    command = [sys.executable, __file__, "--child", json.dumps([what, asdict(problem)])]
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # Inductor's compile workers outlive the child and would hold its pipes open.
-    environment = os.environ | {"PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    if run.returncode != 0:
-        print(f"  {what}: failed: {(run.stderr.strip().splitlines() or ['no message'])[-1][:150]}")
-        return None
-    return json.loads(run.stdout.splitlines()[-1])
-
-
 def child(request: str) -> None:
     what, problem = json.loads(request)
     problem = Problem(**problem)
@@ -227,39 +181,21 @@ def importable(name: str) -> bool:
 
 
 def compare(problem: Problem, methods: list[str], rounds: int) -> None:
-    print(f"\n{problem}, {rounds} rounds, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs", flush=True)
-    methods = [name for name in methods if importable(name)]
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
-    for turn in range(rounds):
-        for name in methods if turn % 2 == 0 else reversed(methods):
-            if (result := in_subprocess(name, problem)) is not None:
-                results[name].append(result)
-    ceiling = in_subprocess("ceiling", problem)
-    report(problem, results, ceiling["ceiling"] if ceiling else None)
-
-
-def report(problem: Problem, results: dict[str, list[dict[str, float]]], ceiling: float | None) -> None:
-    """Medians over the rounds, and in brackets how many times those of the first method they are."""
-    median = {
-        name: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        for name, runs in results.items()
-        if runs
+    print(f"\n{problem}, {rounds} rounds, {load()}", flush=True)
+    requests = {name: [name, asdict(problem)] for name in methods if importable(name)}
+    median = alternate(__file__, requests, rounds)
+    ceiling = in_subprocess(__file__, ["ceiling", asdict(problem)])
+    rates = {
+        name: 8 * problem.tokens * problem.hidden * problem.vocab / row["both"]
+        for name, row in median.items()
+        if name != HALF_MASKED
     }
-    if not median:
-        return
-    base = next(iter(median.values()))
-    print(
-        f"  {'method':16} {'forward s':>18} {'fwd+bwd s':>18} {'peak MB':>18} {'TFLOP/s':>8} {'of matmul':>9}"
-    )
-    for name, row in median.items():
-        cells = [
-            f"{row[key] / unit:.3f} ({row[key] / base[key]:.2f})"
-            for key, unit in (("forward", 1), ("both", 1), ("peak", 1e6))
-        ]
-        rate = 8 * problem.tokens * problem.hidden * problem.vocab / row["both"]
-        share = f"{rate / ceiling:.0%}" if ceiling else "-"
-        print("  " + f"{name:16} " + " ".join(f"{c:>18}" for c in cells) + f" {rate / 1e12:8.2f} {share:>9}")
-    print(f"  load {os.getloadavg()[0]:.1f}", flush=True)
+    extra = {
+        name: [f"{rate / 1e12:.2f}", f"{rate / ceiling['ceiling']:.0%}" if ceiling else "-"]
+        for name, rate in rates.items()
+    }
+    header(("forward s", "fwd+bwd s", "peak MB"), ("TFLOP/s", "of matmul"))
+    table(median, {"forward": 1, "both": 1, "peak": 1e6}, extra)
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:

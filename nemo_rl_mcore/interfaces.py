@@ -30,6 +30,22 @@ class PolicyInterface(Protocol):
         """Optimizer steps over the batch; the keys are those of `MegatronPolicyWorker.finish_train_step`."""
         ...
 
+    def begin_train_step(self, loss_fn: LossFunction, *, step_id: str | None = None) -> None:
+        """Open one optimizer step, to which chunks are then added; a `step_id` that was committed is refused."""
+        ...
+
+    def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
+        """Add a chunk of any number of rows to the open step; a `chunk_id` that was added is refused."""
+        ...
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """Update the weights by the mean over all chunks' tokens (or sequences); the keys are those of `train`."""
+        ...
+
+    def abort_train_step(self) -> None:
+        """Drop the open or failed step, which then leaves no trace; nothing to do when none is open."""
+        ...
+
     def generate(
         self, data: BatchedDataDict, *, step: int, stop_ids: Sequence[int], greedy: bool
     ) -> BatchedDataDict:

@@ -1,6 +1,7 @@
 """The batch that travels between driver, workers and losses."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -110,6 +111,13 @@ class BatchedDataDict(dict[str, Any]):
             self.select_indices([start + shard * per_shard + i for start in starts for i in range(per_shard)])
             for shard in range(shards)
         ]
+
+    def deal(self, shards: int) -> list[Self]:
+        """Split the rows into `shards` batches, in order, whose sizes differ by at most one; some may be empty."""
+        if shards < 1:
+            raise ValueError(f"{self.size} rows do not split into {shards} batches")
+        bounds = [self.size * shard // shards for shard in range(shards + 1)]
+        return [self.slice(start, stop) for start, stop in pairwise(bounds)]
 
     @classmethod
     def from_batches(

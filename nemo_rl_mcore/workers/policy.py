@@ -58,6 +58,22 @@ class Policy:
         shards = data.shard_by_batch_size(self._shards, self._config.train_global_batch_size)
         return self._run("train", shards, loss_fn=loss_fn)[0]
 
+    def begin_train_step(self, loss_fn: LossFunction, *, step_id: str | None = None) -> None:
+        """See `interfaces.PolicyInterface.begin_train_step`."""
+        self._run_all("begin_train_step", loss_fn=loss_fn, step_id=step_id)
+
+    def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
+        """See `interfaces.PolicyInterface.train_microbatch`."""
+        self._run("train_microbatch", data.deal(self._shards), chunk_id=chunk_id)
+
+    def finish_train_step(self) -> dict[str, Any]:
+        """See `interfaces.PolicyInterface.finish_train_step`; the totals are equal on every rank."""
+        return self._run_all("finish_train_step")[0]
+
+    def abort_train_step(self) -> None:
+        """See `interfaces.PolicyInterface.abort_train_step`."""
+        self._run_all("abort_train_step")
+
     def shutdown(self) -> None:
         """End every rank; idempotent."""
         self._workers.shutdown()
@@ -84,6 +100,13 @@ class Policy:
         # One object for all the ranks of a shard.
         refs = [ray.put(shard) for shard in shards]
         per_rank: list[Mapping[str, Any]] = [{"data": refs[shard]} for shard in self._shard_of_rank]
+        return self._workers.run_each(
+            method, per_rank_kwargs=per_rank, context=self._next_call(method), **kwargs
+        )
+
+    def _run_all(self, method: str, **kwargs: Any) -> list[Any]:
+        return self._workers.run_all(method, context=self._next_call(method), **kwargs)
+
+    def _next_call(self, method: str) -> str:
         self._calls[method] = self._calls.get(method, 0) + 1
-        context = f"call {self._calls[method]}"
-        return self._workers.run_each(method, per_rank_kwargs=per_rank, context=context, **kwargs)
+        return f"call {self._calls[method]}"

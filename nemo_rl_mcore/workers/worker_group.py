@@ -179,8 +179,9 @@ class RayWorkerGroup:
         else:
             message = describe(failures, sorted(hung.values()), where, self._log_dir)
             error = WorkerError(message, root_cause(failures), method, context)
-        all_raised = len(failures) == len(refs) and not any(failure.died for failure in failures)
-        self._failure = None if all_raised else error
+        # Ranks that all answered, if only by raising, still serve: an open train step can be aborted.
+        gone = hung or any(failure.died for failure in failures)
+        self._failure = error if gone else None
         raise error
 
     def _wait(

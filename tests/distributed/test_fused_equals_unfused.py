@@ -9,6 +9,8 @@ LAYOUTS = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    # Room for the logits of every row of a microbatch.
+    "tp1-cache": (1, {"fused_linear_logprobs_cache_bytes": 32 * 24 * 4}),
 }
 
 

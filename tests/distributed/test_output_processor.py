@@ -47,6 +47,37 @@ def test_hook_gives_the_default_loss_and_gradients(ranks, fused, tied):
     assert difference < 1e-6
 
 
+def output_weight_gradients(tied):
+    """The bf16 output weight's summed gradient, unfused and fused in chunks of five tokens."""
+    import tiny
+
+    gradients = []
+    for fused in (False, True):
+        worker = tiny.worker(
+            tiny.policy_config(
+                precision="bfloat16",
+                train_micro_batch_size=8,
+                model={"tie_word_embeddings": tied},
+                megatron={"use_fused_linear_logprobs": fused, "fused_linear_logprobs_chunk_size": 5},
+            )
+        )
+        worker.begin_train_step(tiny.grpo_loss(fused=fused), gbs=8, mbs=8)
+        worker.train_microbatch(tiny.grpo_batch())
+        model = worker.backend.chunks[0].module.module
+        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        gradients.append(weight.main_grad.clone())
+    return gradients
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_fused_head_sums_its_gradient_in_the_fp32_bucket(ranks, tied):
+    unfused, fused = ranks(1).run(output_weight_gradients, tied)[0]
+    assert float((unfused - fused).norm() / unfused.norm()) < 1e-2
+    # A gradient that had passed through autograd in the weight's dtype would be made of bf16 numbers.
+    assert bool((unfused == unfused.bfloat16()).all())
+    assert bool((fused != fused.bfloat16()).any())
+
+
 def six_steps():
     import tiny
     import torch

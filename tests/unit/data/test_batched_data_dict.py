@@ -212,3 +212,11 @@ def test_the_package_gives_the_batch_on_demand_and_nothing_else():
         "assert not hasattr(data, 'BatchedDatadict')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("rows", "shards", "sizes"), [(7, 2, [3, 4]), (1, 3, [0, 0, 1]), (0, 2, [0, 0])])
+def test_deal_is_as_even_as_can_be_and_drops_nothing(rows, shards, sizes):
+    data = batch(8).slice(0, rows)
+    parts = data.deal(shards)
+    assert sorted(part.size for part in parts) == sizes
+    assert same(BatchedDataDict.from_batches(parts), data)

@@ -173,6 +173,12 @@ def test_when_every_rank_raises_the_group_stays_usable(steady: RayWorkerGroup) -
     assert steady.run_all("fail", on=[]) == [0, 1]
 
 
+def test_when_some_ranks_raise_and_all_answer_the_group_stays_usable(steady: RayWorkerGroup) -> None:
+    error, _ = timed_error(lambda: steady.run_all("fail", on=[1]))
+    assert error.rank == 1
+    assert steady.run_all("fail", on=[]) == [0, 1]
+
+
 def test_one_rank_raises_while_its_peer_waits_in_a_collective(make_group: Any) -> None:
     group = make_group(GlooRank)
     assert group.run_all("all_reduce") == [3.0, 3.0]

@@ -1,0 +1,186 @@
+"""What the split train step costs beside Megatron's own loop: same model, same microbatches, same loss.
+
+  python benchmarks/train_step.py
+  python benchmarks/train_step.py --hidden 256 --layers 4
+
+In each subprocess one worker runs every method in turn, again and again, every other time in reverse order; a method's
+time is the median of its turns, in CPU seconds of one thread. What is printed is the median over the subprocesses.
+
+  megatron   forward_backward_func over all microbatches, finalize_model_grads, optimizer and scheduler, nothing else
+  train      MegatronPolicyWorker.train
+  split 1    begin, one chunk, finish
+  split 8    begin, eight chunks of the same microbatches, finish
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from measuring import ROOT, Clock, header, in_subprocess, load, table
+
+MICROBATCHES = 16
+REFERENCE = "train"
+
+
+def batch(rows: int, tokens: int, vocab: int) -> Any:
+    import torch
+
+    from nemo_rl_mcore.data import BatchedDataDict
+
+    noise = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(rows, tokens, generator=noise) - 3
+    return BatchedDataDict(
+        input_ids=torch.randint(0, vocab, (rows, tokens), generator=noise),
+        input_lengths=torch.full((rows,), tokens),
+        token_mask=(torch.arange(tokens) >= tokens // 4).float().expand(rows, -1),
+        sample_mask=torch.ones(rows),
+        advantages=torch.randn(rows, tokens, generator=noise),
+        prev_logprobs=logprobs,
+        generation_logprobs=logprobs,
+        reference_policy_logprobs=logprobs,
+    )
+
+
+def megatron_loop(worker: Any, data: Any, loss_fn: Any, mbs: int) -> Callable[[], None]:
+    """The loop that a Megatron training script would have, with the worker's model, optimizer and loss."""
+    import torch
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from nemo_rl_mcore.data.microbatch import make_microbatches
+    from nemo_rl_mcore.losses.base import TokenOutputs
+    from nemo_rl_mcore.megatron.output_processor import TokenSelection
+
+    backend = worker.backend
+    microbatches = make_microbatches(data, mbs)
+    rows, tokens = microbatches[0]["input_ids"].shape
+    positions = torch.arange(tokens).expand(rows, -1)
+    count = float(data["token_mask"][:, 1:].sum())
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        microbatch = next(iterator)
+        ids, mask = microbatch["input_ids"], microbatch["token_mask"]
+        selection = TokenSelection(
+            ids.roll(-1, 1).t().contiguous(),
+            torch.nn.functional.pad(mask[:, 1:], (0, 1)).bool().t().contiguous(),
+            backend.forward.temperature,
+        )
+        output = model(
+            ids,
+            positions,
+            None,
+            output_processor=backend.forward.processor,
+            output_processor_context=selection,
+        )
+
+        def loss(logprobs_SB: Any) -> Any:
+            total = loss_fn.sums(TokenOutputs(logprobs_SB[:-1].t()), microbatch).loss / count
+            return total, torch.zeros((), dtype=torch.int), {"loss": total.detach()}
+
+        return output, loss
+
+    def step() -> None:
+        for chunk in backend.chunks:
+            chunk.zero_grad_buffer()
+        backend.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=backend.chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=tokens,
+            micro_batch_size=rows,
+            forward_only=False,
+        )
+        backend.optimizer.step()
+        backend.scheduler.step(data.size)
+
+    return step
+
+
+def methods(worker: Any, data: Any, loss_fn: Any, mbs: int) -> dict[str, Callable[[], Any]]:
+    def split(chunks: int) -> Callable[[], None]:
+        rows = data.size // chunks
+        parts = [data.slice(start, start + rows) for start in range(0, data.size, rows)]
+
+        def step() -> None:
+            worker.begin_train_step(loss_fn, gbs=data.size, mbs=mbs)
+            for part in parts:
+                worker.train_microbatch(part)
+            worker.finish_train_step()
+
+        return step
+
+    return {
+        REFERENCE: lambda: worker.train(data, loss_fn, gbs=data.size, mbs=mbs),
+        "megatron": megatron_loop(worker, data, loss_fn, mbs),
+        "split 1": split(1),
+        "split 8": split(8),
+    }
+
+
+def child(request: str) -> None:
+    import torch
+
+    from nemo_rl_mcore.config import load_config
+    from nemo_rl_mcore.losses import ClippedPGLossFn
+    from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+
+    sizes = json.loads(request)
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    config = load_config(
+        ROOT / "examples/configs/grpo_copy_cpu.yaml",
+        [
+            f"policy.model.hidden_size={sizes['hidden']}",
+            f"policy.model.ffn_hidden_size={2 * sizes['hidden']}",
+            f"policy.model.num_layers={sizes['layers']}",
+            f"policy.model.max_position_embeddings={sizes['tokens']}",
+            f"policy.max_total_sequence_length={sizes['tokens']}",
+            "loss_fn.entropy_coef=0",
+            "cluster.gpus_per_node=1",
+        ],
+    )
+    worker = MegatronPolicyWorker(config.policy, init_reference_model=False)
+    data = batch(sizes["mbs"] * MICROBATCHES, sizes["tokens"], config.policy.model.vocab_size)
+    calls = methods(worker, data, ClippedPGLossFn(config.loss_fn), sizes["mbs"])
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    clock = Clock()
+    for turn in range(sizes["turns"] + 1):
+        for name in calls if turn % 2 else reversed(calls):
+            start = clock.now()
+            calls[name]()
+            times[name].append(clock.now() - start)
+    # The first turn warms up.
+    print(json.dumps({name: statistics.median(values[1:]) for name, values in times.items()}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {"hidden": 128, "layers": 2, "tokens": 64, "mbs": 8, "turns": 12}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        child(args.child)
+        return
+    sizes = {name: getattr(args, name) for name in ("hidden", "layers", "tokens", "mbs", "turns")}
+    print(f"{sizes}, {MICROBATCHES} microbatches, {load()}", flush=True)
+    runs = [run for _ in range(args.rounds) if (run := in_subprocess(__file__, sizes)) is not None]
+    header(("step s",))
+    table({name: {"step": statistics.median(run[name] for run in runs)} for name in runs[0]}, {"step": 1})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""A worker's train step and log-probabilities, fused against unfused: the whole model, loss and optimizer.
+
+One rank of the GRPO recipe `examples/configs/grpo_copy_cpu.yaml` with a vocabulary of 32 thousand and rows of two
+thousand tokens. See `measuring` for how the methods take turns. CPU times are of one thread; memory is the peak that
+the call adds to what the built worker holds, after a warm-up.
+
+  python benchmarks/worker_step.py
+  python benchmarks/worker_step.py --tokens 1024 --rows 4 --set policy.precision=bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+from typing import Any
+
+from measuring import ROOT, Clock, Figures, alternate, header, load, table
+
+REPEATS = 2
+
+
+def overrides(args: argparse.Namespace, fused: bool) -> list[str]:
+    return [
+        f"policy.model.vocab_size={args.vocab}",
+        f"policy.model.max_position_embeddings={args.tokens}",
+        f"policy.max_total_sequence_length={args.tokens}",
+        "policy.train_micro_batch_size=1",
+        "policy.logprob_batch_size=1",
+        f"policy.train_global_batch_size={args.rows}",
+        f"grpo.num_prompts_per_step={args.rows // 2}",
+        "grpo.num_generations_per_prompt=2",
+        "cluster.gpus_per_node=1",
+        f"policy.megatron_cfg.use_fused_linear_logprobs={str(fused).lower()}",
+        *args.set,
+    ]
+
+
+def batch(rows: int, tokens: int, vocab: int) -> Any:
+    """Rows whose first quarter is the prompt."""
+    import torch
+
+    from nemo_rl_mcore.data import BatchedDataDict
+
+    noise = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(rows, tokens, generator=noise) - 10
+    return BatchedDataDict(
+        input_ids=torch.randint(0, vocab, (rows, tokens), generator=noise),
+        input_lengths=torch.full((rows,), tokens),
+        token_mask=(torch.arange(tokens) >= tokens // 4).float().expand(rows, -1),
+        sample_mask=torch.ones(rows),
+        advantages=torch.randn(rows, tokens, generator=noise),
+        prev_logprobs=logprobs,
+        generation_logprobs=logprobs,
+        reference_policy_logprobs=logprobs,
+    )
+
+
+def child(request: str) -> None:
+    import torch
+
+    from nemo_rl_mcore.config import load_config
+    from nemo_rl_mcore.losses import ClippedPGLossFn
+    from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+
+    rows, tokens, changes = json.loads(request)
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    config = load_config(ROOT / "examples/configs/grpo_copy_cpu.yaml", changes)
+    worker = MegatronPolicyWorker(config.policy, init_reference_model=False)
+    data, loss_fn = batch(rows, tokens, config.policy.model.vocab_size), ClippedPGLossFn(config.loss_fn)
+    figures: Figures = {}
+    for name, call in {
+        "train": lambda: worker.train(data, loss_fn),
+        "logprobs": lambda: worker.get_logprobs(data=data),
+    }.items():
+        seconds, peak = cost(call)
+        figures |= {f"{name} s": seconds, f"{name} peak": peak}
+    print(json.dumps(figures))
+
+
+def cost(call: Any) -> tuple[float, float]:
+    clock = Clock()
+    call()
+    before = clock.start_memory()
+    call()
+    peak, times = clock.peak_memory() - before, []
+    for _ in range(REPEATS):
+        start = clock.now()
+        call()
+        times.append(clock.now() - start)
+    return min(times), peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vocab", type=int, default=32_768)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--set", nargs="+", default=[], help="more overrides of the recipe")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        child(args.child)
+        return
+    print(f"{args.rows} rows of {args.tokens} tokens, vocabulary {args.vocab}, {load()}", flush=True)
+    methods = {
+        name: [args.rows, args.tokens, overrides(args, fused)]
+        for name, fused in (("fused", True), ("unfused", False))
+    }
+    columns = {"train s": 1, "train peak": 1e6, "logprobs s": 1, "logprobs peak": 1e6}
+    median = alternate(__file__, methods, args.rounds)
+    header(columns)
+    table(median, columns)
+
+
+if __name__ == "__main__":
+    main()
