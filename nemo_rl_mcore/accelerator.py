@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,9 @@ def install(local_rank: int = 0) -> None:
     _installed = True
     for expected in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=expected)
+    # Some of them are logged, and come once for each weight.
+    random_log = logging.getLogger("megatron.core.tensor_parallel.random")
+    random_log.addFilter(lambda record: record.getMessage() not in _EXPECTED_WARNINGS)
     # Megatron marks its fusions with torch.compile. Here they run as they are written: compiling them would need a C++
     # toolchain, and loading the compiler doubles the time to import Megatron.
     torch.compile = _uncompiled

@@ -34,6 +34,13 @@ def master_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
             "remove grpo.seed; the seed of a run is the top-level seed",
             ("seed",),
         )
+    if config.policy.megatron_cfg.overlap_moe_expert_parallel_comm and config.policy.precision == "float32":
+        yield Problem(
+            f"{MEGATRON}.overlap_moe_expert_parallel_comm",
+            "true needs policy.precision: bfloat16, and it is float32",
+            "set overlap_moe_expert_parallel_comm: false, or policy.precision: bfloat16",
+            ("policy.precision",),
+        )
     if config.cluster.on_cpu and config.policy.megatron_cfg.transformer_impl == "transformer_engine":
         yield Problem(
             f"{MEGATRON}.transformer_impl",

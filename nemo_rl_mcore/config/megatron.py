@@ -128,6 +128,8 @@ class MegatronConfig(StrictModel):
     """Ranks that share the experts."""
     expert_tensor_parallel_size: PositiveInt = 1
     """Ranks that share the weights of one expert."""
+    overlap_moe_expert_parallel_comm: bool = False
+    """Send tokens to experts while another microbatch computes; needs expert parallelism and bfloat16."""
     pipeline_dtype: PrecisionName | None = None
     """NeMo RL's copy of policy.precision, or left out."""
     activation_checkpointing: bool = False
@@ -140,6 +142,8 @@ class MegatronConfig(StrictModel):
     """Token rows per chunk; null derives them from fused_linear_logprobs_chunk_bytes."""
     fused_linear_logprobs_chunk_bytes: PositiveInt = 64 * 2**20
     """Bytes that the logits of one chunk may take."""
+    fused_linear_logprobs_cache_bytes: NonNegativeInt = 0
+    """Bytes of logits that the forward pass may keep, so that the backward pass need not compute them again."""
     process_group_timeout_s: PositiveFloat = 120.0
     """Seconds after which a collective that hangs is an error."""
     optimizer: OptimizerConfig

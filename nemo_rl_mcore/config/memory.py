@@ -30,29 +30,42 @@ class MemoryEstimate:
 def estimate_memory(config: GRPOMasterConfig) -> MemoryEstimate:
     """Estimate the fullest rank: the pipeline stage with the embedding."""
     policy, megatron = config.policy, config.policy.megatron_cfg
-    parameters = _rank_parameters(policy)
+    shared, experts = _rank_parameters(policy)
+    parameters = shared + experts
     weights = parameters * _WEIGHT_BYTES[policy.precision]
     in_fp32 = policy.precision == "float32" or megatron.distributed_data_parallel_config.grad_reduce_in_fp32
     # Adam keeps two moments; under bf16 there are fp32 main parameters besides.
     moments = 2 if megatron.optimizer.optimizer == "adam" else 1
-    state = parameters * _FP32 * (moments + (policy.precision != "float32"))
-    shards = config.data_parallel_size if megatron.optimizer.use_distributed_optimizer else 1
+    states = _FP32 * (moments + (policy.precision != "float32"))
+    shards, expert_shards = (1, 1)
+    if megatron.optimizer.use_distributed_optimizer:
+        stages = megatron.pipeline_model_parallel_size
+        shards = config.data_parallel_size
+        expert_shards = config.cluster.world_size // (stages * megatron.expert_model_parallel_size)
     return MemoryEstimate(
         rank_parameters=parameters,
         weights=weights,
         gradients=parameters * (_FP32 if in_fp32 else 2),
-        optimizer=-(-state // shards),
+        optimizer=-(-shared * states // shards) - (-experts * states // expert_shards),
         reference=weights if config.loss_fn.reference_policy_kl_penalty else 0,
         logits=_logits(policy),
     )
 
 
-def _rank_parameters(policy: PolicyConfig) -> int:
+def _rank_parameters(policy: PolicyConfig) -> tuple[int, int]:
+    """Weights of the fullest rank: those that tensor parallelism splits, and whole experts."""
     model, megatron = policy.model, policy.megatron_cfg
-    layers = model.num_layers // megatron.pipeline_model_parallel_size * model.layer_parameters
     both_ends = megatron.pipeline_model_parallel_size == 1 and not model.tie_word_embeddings
     embeddings = model.embedding_parameters * (2 if both_ends else 1)
-    return -(-(layers + embeddings) // megatron.tensor_model_parallel_size) + model.hidden_size
+    layers = model.num_layers // megatron.pipeline_model_parallel_size
+    predicting = 0
+    if model.mtp_num_layers:
+        # The last stage holds those layers; it has an embedding and the output layer as well.
+        predicting = model.mtp_num_layers
+        embeddings = model.embedding_parameters * (1 if model.tie_word_embeddings else 2)
+    split = (layers + predicting) * model.layer_parameters + predicting * model.prediction_parameters
+    experts = (layers + predicting) * model.expert_parameters // megatron.expert_model_parallel_size
+    return -(-(split + embeddings) // megatron.tensor_model_parallel_size) + model.hidden_size, experts
 
 
 def _logits(policy: PolicyConfig) -> int:
@@ -64,4 +77,4 @@ def _logits(policy: PolicyConfig) -> int:
         return full * _CHUNK_COPIES
     rows = megatron.fused_linear_logprobs_chunk_size
     chunk = rows * row if rows else megatron.fused_linear_logprobs_chunk_bytes
-    return min(chunk, full) * _CHUNK_COPIES
+    return min(chunk, full) * _CHUNK_COPIES + min(megatron.fused_linear_logprobs_cache_bytes, full)

@@ -1,12 +1,15 @@
 """Configuration of the architecture, for random initialisation."""
 
 from collections.abc import Iterator
+from typing import Literal
 
-from nemo_rl_mcore.config.base import PositiveFloat, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Problem, StrictModel
+
+_EXPERT_PREFIX = "moe_"
 
 
 class ModelConfig(StrictModel):
-    """A decoder of the Llama and Qwen kind: RMSNorm, rotary positions, gated feed-forward layers."""
+    """A decoder of the Llama and Qwen kind: RMSNorm, rotary positions, gated feed-forward layers or experts."""
 
     num_layers: PositiveInt
     """Transformer layers."""
@@ -37,7 +40,31 @@ class ModelConfig(StrictModel):
     add_qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
     num_moe_experts: PositiveInt | None = None
-    """Experts of a mixture-of-experts layer; null is dense."""
+    """Experts of every feed-forward layer; null is dense."""
+    moe_router_topk: PositiveInt = 2
+    """Experts that a token is sent to."""
+    moe_ffn_hidden_size: PositiveInt | None = None
+    """Width of one expert; null is ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: PositiveInt | None = None
+    """Width of the expert that sees every token; null is none."""
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router turns its logits into scores."""
+    moe_router_pre_softmax: bool = False
+    """Take the softmax over all experts before the best are selected, instead of over the selected ones."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
+    """Number format of the router's logits; null is policy.precision."""
+    moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "aux_loss"
+    """What balances the experts: nothing, a loss over a microbatch, or a loss over each of its sequences."""
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss beside the loss; 0 turns it off."""
+    moe_router_enable_expert_bias: bool = False
+    """Balance by a bias of each expert in the selection, moved after every step; needs the sigmoid scores."""
+    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
+    """How far a step moves the bias of an expert."""
+    mtp_num_layers: PositiveInt | None = None
+    """Layers that are trained to predict further tokens (multi-token prediction); null is none."""
+    mtp_loss_scaling_factor: NonNegativeFloat = 0.1
+    """Weight of the mean loss of those layers beside the loss."""
 
     @property
     def query_groups(self) -> int:
@@ -55,12 +82,43 @@ class ModelConfig(StrictModel):
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
+    def expert_ffn_size(self) -> int:
+        """Width of one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def load_balancing_loss(self) -> bool:
+        """Whether the routers add a load-balancing loss."""
+        return (
+            self.num_moe_experts is not None
+            and self.moe_router_load_balancing_type != "none"
+            and self.moe_aux_loss_coeff > 0
+        )
+
+    @property
     def layer_parameters(self) -> int:
-        """Weights of one dense transformer layer."""
+        """Weights of one transformer layer without its experts."""
         qkv_rows = (self.num_attention_heads + 2 * self.query_groups) * self.head_dim
         attention = self.hidden_size * (qkv_rows + self.num_attention_heads * self.head_dim)
         extras = (qkv_rows if self.add_qkv_bias else 0) + (2 * self.head_dim if self.qk_layernorm else 0)
-        return attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size + extras
+        return attention + self._feed_forward_parameters + 2 * self.hidden_size + extras
+
+    @property
+    def _feed_forward_parameters(self) -> int:
+        if self.num_moe_experts is None:
+            return 3 * self.hidden_size * self.ffn_size
+        router = self.num_moe_experts * self.hidden_size
+        return router + 3 * self.hidden_size * (self.moe_shared_expert_intermediate_size or 0)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of the experts of one transformer layer; 0 in a dense model."""
+        return (self.num_moe_experts or 0) * 3 * self.hidden_size * self.expert_ffn_size
+
+    @property
+    def prediction_parameters(self) -> int:
+        """Weights of one multi-token prediction layer beside its transformer layer: a projection and three norms."""
+        return 2 * self.hidden_size**2 + 3 * self.hidden_size
 
     @property
     def embedding_parameters(self) -> int:
@@ -69,12 +127,21 @@ class ModelConfig(StrictModel):
 
     @property
     def parameters(self) -> int:
-        """All weights of the dense model."""
+        """All weights."""
         embeddings = self.embedding_parameters * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * self.layer_parameters + embeddings + self.hidden_size
+        predicting = self.mtp_num_layers or 0
+        layers = (self.num_layers + predicting) * (self.layer_parameters + self.expert_parameters)
+        return layers + predicting * self.prediction_parameters + embeddings + self.hidden_size
 
     def problems(self) -> Iterator[Problem]:
-        """Yield sizes that do not divide."""
+        """Yield sizes that do not divide, and settings of experts that cannot train."""
+        yield from self._size_problems()
+        if self.num_moe_experts is None:
+            yield from self._dense_problems()
+        else:
+            yield from self._expert_problems(self.num_moe_experts)
+
+    def _size_problems(self) -> Iterator[Problem]:
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             yield Problem(
                 "hidden_size",
@@ -96,9 +163,54 @@ class ModelConfig(StrictModel):
                 "make the head size even",
                 ("hidden_size", "num_attention_heads", "kv_channels"),
             )
-        if self.num_moe_experts is not None:
+
+    def _dense_problems(self) -> Iterator[Problem]:
+        for name, field in type(self).model_fields.items():
+            if name.startswith(_EXPERT_PREFIX) and getattr(self, name) != field.default:
+                yield Problem(
+                    name,
+                    f"{getattr(self, name)} does nothing with num_moe_experts: null",
+                    "remove it, or set num_moe_experts",
+                    ("num_moe_experts",),
+                )
+
+    def _expert_problems(self, experts: int) -> Iterator[Problem]:
+        if self.moe_router_topk > experts:
             yield Problem(
-                "num_moe_experts",
-                "mixture-of-experts models are not supported yet",
-                "set num_moe_experts: null",
+                "moe_router_topk",
+                f"{self.moe_router_topk} is above num_moe_experts: {experts}",
+                f"set it to {experts} at most",
+                ("num_moe_experts",),
+            )
+        if (self.moe_router_topk, self.moe_router_score_function) == (1, "softmax") and (
+            not self.moe_router_pre_softmax
+        ):
+            yield Problem(
+                "moe_router_topk",
+                "1 leaves a softmax over one expert, which is constant, so that the router has no gradient",
+                "set moe_router_pre_softmax: true, or moe_router_score_function: sigmoid",
+                ("moe_router_pre_softmax", "moe_router_score_function"),
+            )
+        if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
+            yield Problem(
+                "moe_router_enable_expert_bias",
+                f"true needs moe_router_score_function: sigmoid, and it is {self.moe_router_score_function}",
+                "set that, or moe_router_enable_expert_bias: false",
+                ("moe_router_score_function",),
+            )
+        if self.load_balancing_loss and self.moe_router_enable_expert_bias:
+            yield Problem(
+                "moe_aux_loss_coeff",
+                f"{self.moe_aux_loss_coeff} does not go with moe_router_enable_expert_bias: true (such routers "
+                "cannot be told what is padding, and would balance it)",
+                "set moe_aux_loss_coeff: 0, or moe_router_enable_expert_bias: false",
+                ("moe_router_enable_expert_bias",),
+            )
+        if self.load_balancing_loss and self.mtp_num_layers:
+            yield Problem(
+                "moe_aux_loss_coeff",
+                f"{self.moe_aux_loss_coeff} does not go with mtp_num_layers: {self.mtp_num_layers} (the routers "
+                "of those layers count one padding token of each row)",
+                "set moe_aux_loss_coeff: 0, or mtp_num_layers: null",
+                ("mtp_num_layers",),
             )

@@ -10,7 +10,9 @@ TENSOR = "megatron_cfg.tensor_model_parallel_size"
 PIPELINE = "megatron_cfg.pipeline_model_parallel_size"
 VIRTUAL = "megatron_cfg.virtual_pipeline_model_parallel_size"
 EXPERT = "megatron_cfg.expert_model_parallel_size"
+EXPERT_TENSOR = "megatron_cfg.expert_tensor_parallel_size"
 SEQUENCE = "megatron_cfg.sequence_parallel"
+OVERLAP = "megatron_cfg.overlap_moe_expert_parallel_comm"
 
 
 def parallel_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
@@ -18,6 +20,8 @@ def parallel_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[
     yield from _tensor_problems(model, megatron)
     yield from _pipeline_problems(model, megatron)
     yield from _expert_problems(model, megatron)
+    if megatron.overlap_moe_expert_parallel_comm:
+        yield from _overlap_problems(model, megatron)
     if megatron.context_parallel_size > 1:
         yield Problem(
             "megatron_cfg.context_parallel_size",
@@ -35,12 +39,7 @@ def _tensor_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[P
             "set sequence_parallel: false, or raise tensor_model_parallel_size",
             (TENSOR,),
         )
-    sizes = (
-        ("num_attention_heads", model.num_attention_heads),
-        ("num_query_groups", model.query_groups),
-        ("ffn_hidden_size", model.ffn_size),
-    )
-    for key, size in sizes:
+    for key, size in _tensor_parallel_sizes(model):
         if size % tensor:
             yield Problem(
                 f"model.{key}",
@@ -48,6 +47,16 @@ def _tensor_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[P
                 f"set it to {-(-size // tensor) * tensor}, or lower tensor_model_parallel_size",
                 (TENSOR, "model.num_attention_heads", "model.hidden_size"),
             )
+
+
+def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
+    """What the tensor-parallel ranks share; each expert is whole on its rank."""
+    yield "num_attention_heads", model.num_attention_heads
+    yield "num_query_groups", model.query_groups
+    if model.num_moe_experts is None:
+        yield "ffn_hidden_size", model.ffn_size
+    elif model.moe_shared_expert_intermediate_size:
+        yield "moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size
 
 
 def _pipeline_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
@@ -96,3 +105,37 @@ def _expert_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[P
             "set sequence_parallel: true, or tensor_model_parallel_size: 1",
             (TENSOR, "model.num_moe_experts"),
         )
+    if megatron.expert_tensor_parallel_size > 1:
+        yield Problem(
+            EXPERT_TENSOR,
+            f"{megatron.expert_tensor_parallel_size}: an expert that several ranks share is not supported yet",
+            "set expert_tensor_parallel_size: 1; expert_model_parallel_size spreads whole experts",
+        )
+
+
+def _overlap_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+    """Yield what the schedule that overlaps expert communication cannot run; its precision is the run's to judge."""
+    if model.num_moe_experts is None:
+        # Megatron's plan of a dense model leaves out the final norm.
+        yield _no_overlap("needs a model with experts", "model.num_moe_experts", "null")
+    elif megatron.expert_model_parallel_size == 1:
+        yield _no_overlap("needs experts on several ranks", EXPERT, "1")
+    if megatron.activation_checkpointing:
+        yield _no_overlap("keeps activations", "megatron_cfg.activation_checkpointing", "true")
+    if megatron.pipeline_model_parallel_size > 1 and megatron.virtual_pipeline_model_parallel_size is None:
+        yield _no_overlap("needs an interleaved pipeline", VIRTUAL, "null")
+    if model.load_balancing_loss:
+        coefficient = str(model.moe_aux_loss_coeff)
+        yield _no_overlap("does not tell routers what is padding", "model.moe_aux_loss_coeff", coefficient)
+    if model.mtp_num_layers:
+        layers = str(model.mtp_num_layers)
+        yield _no_overlap("is not proven with prediction layers", "model.mtp_num_layers", layers)
+
+
+def _no_overlap(reason: str, other: str, value: str) -> Problem:
+    return Problem(
+        OVERLAP,
+        f"true does not go with policy.{other}: {value} (the schedule {reason})",
+        "set overlap_moe_expert_parallel_comm: false, or change the other key",
+        (other,),
+    )

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from nemo_rl_mcore.config.base import StrictModel, join_path
 from nemo_rl_mcore.config.master import GRPOMasterConfig
 from nemo_rl_mcore.config.schema import allowed
-from nemo_rl_mcore.config.unsupported import ANY, OFF, ON, UNSUPPORTED, SameAs, Unsupported
+from nemo_rl_mcore.config.unsupported import ANY, OFF, ON, UNSUPPORTED, AnyWithout, SameAs, Unsupported
 
 _INTRODUCTION = """\
 # Reference of the keys
@@ -74,6 +74,8 @@ def _unsupported_row(path: str, known: Unsupported) -> tuple[str, ...]:
 def _neutral(value: object) -> str:
     if isinstance(value, SameAs):
         return f"the value of `{value.neighbour}`"
+    if isinstance(value, AnyWithout):
+        return f"any value where `policy.model.{value.key}` is null"
     if value is ANY:
         return "any value; it is not read"
     if value is OFF or value is ON:

@@ -29,26 +29,42 @@ class SameAs:
 
 
 @dataclass(frozen=True)
+class AnyWithout:
+    """Any value is neutral while this key of policy.model is null or left out."""
+
+    key: str
+
+
+@dataclass(frozen=True)
 class Unsupported:
     """A known key: its neutral values, and what to do about another one."""
 
     neutral: tuple[object, ...]
     remedy: str
 
-    def accepts(self, value: object, section: Tree) -> bool:
-        """Whether the value changes nothing, given the section it stands in."""
-        return any(_is_neutral(value, neutral, section) for neutral in self.neutral)
+    def accepts(self, value: object, section: Tree, recipe: Tree) -> bool:
+        """Whether the value changes nothing, given the section it stands in and the whole recipe."""
+        return any(_is_neutral(value, neutral, section, recipe) for neutral in self.neutral)
 
 
-def _is_neutral(value: object, neutral: object, section: Tree) -> bool:
+def _is_neutral(value: object, neutral: object, section: Tree, recipe: Tree) -> bool:
     if neutral is ANY:
         return True
+    if isinstance(neutral, AnyWithout):
+        return _at(recipe, "policy", "model", neutral.key) is None
     if neutral is OFF or neutral is ON:
         switch = _switch(value)
         return switch is not True if neutral is OFF else switch is not False
     if isinstance(neutral, SameAs):
         return neutral.neighbour in section and value == section[neutral.neighbour]
     return type(value) is type(neutral) and value == neutral
+
+
+def _at(tree: object, *path: str) -> object:
+    """The value at a path, or null where the path ends early."""
+    for key in path:
+        tree = cast("Tree", tree).get(key) if isinstance(tree, dict) else None
+    return tree
 
 
 def _switch(section: object) -> bool | None:
@@ -72,6 +88,8 @@ _ENVIRONMENT = "remove it and set the variables in the environment of the comman
 _REMOVE_NULL = "set it to null, or remove it"
 _DERIVED = "remove it; the interleaved schedule gets the settings it needs"
 _NO_VAL_SAMPLING = "remove it; validation has no sampling settings of its own"
+_DENSE = AnyWithout("num_moe_experts")
+_NO_MTP = AnyWithout("mtp_num_layers")
 _EPOCHS = "remove it; grpo.max_num_steps ends the run"
 
 UNSUPPORTED: dict[str, Unsupported] = {
@@ -138,20 +156,33 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "policy.megatron_cfg.env_vars": _only(None, {}, remedy=_ENVIRONMENT),
     "policy.megatron_cfg.fp8_cfg": _only(OFF, remedy="set policy.megatron_cfg.fp8_cfg.enabled: false"),
     "policy.megatron_cfg.peft": _only(OFF, remedy="set policy.megatron_cfg.peft.enabled: false"),
-    "policy.megatron_cfg.mtp_num_layers": _only(None, 0, remedy="set it to 0"),
-    "policy.megatron_cfg.mtp_loss_scaling_factor": _UNREAD,  # read with mtp_num_layers only
-    "policy.megatron_cfg.mtp_use_repeated_layer": _UNREAD,
-    "policy.megatron_cfg.mtp_detach_heads": _UNREAD,
-    # Mixture-of-experts models are refused by policy.model.num_moe_experts; nothing else reads these.
-    "policy.megatron_cfg.freeze_moe_router": _UNREAD,
-    "policy.megatron_cfg.moe_router_dtype": _UNREAD,
-    "policy.megatron_cfg.moe_router_load_balancing_type": _UNREAD,
-    "policy.megatron_cfg.moe_router_bias_update_rate": _UNREAD,
-    "policy.megatron_cfg.moe_permute_fusion": _UNREAD,
-    "policy.megatron_cfg.moe_per_layer_logging": _UNREAD,
-    "policy.megatron_cfg.moe_enable_deepep": _UNREAD,
-    "policy.megatron_cfg.moe_token_dispatcher_type": _UNREAD,
-    "policy.megatron_cfg.moe_shared_expert_overlap": _UNREAD,
+    "policy.megatron_cfg.mtp_num_layers": _only(
+        None, 0, remedy="remove it and set policy.model.mtp_num_layers"
+    ),
+    "policy.megatron_cfg.mtp_loss_scaling_factor": _only(
+        _NO_MTP, remedy="remove it and set policy.model.mtp_loss_scaling_factor"
+    ),
+    "policy.megatron_cfg.mtp_use_repeated_layer": _only(_NO_MTP, False, remedy="set it to false"),
+    "policy.megatron_cfg.mtp_detach_heads": _only(_NO_MTP, False, remedy="set it to false"),
+    "policy.megatron_cfg.freeze_moe_router": _only(
+        _DENSE, False, remedy="set it to false; routers are trained"
+    ),
+    "policy.megatron_cfg.moe_router_dtype": _only(
+        _DENSE, None, remedy="remove it and set policy.model.moe_router_dtype"
+    ),
+    "policy.megatron_cfg.moe_router_load_balancing_type": _only(
+        _DENSE, remedy="remove it and set policy.model.moe_router_load_balancing_type"
+    ),
+    "policy.megatron_cfg.moe_router_bias_update_rate": _only(
+        _DENSE, remedy="remove it and set policy.model.moe_router_bias_update_rate"
+    ),
+    "policy.megatron_cfg.moe_permute_fusion": _only(_DENSE, False, remedy="set it to false"),
+    "policy.megatron_cfg.moe_per_layer_logging": _only(
+        _DENSE, False, remedy="set it to false; moe_metrics are means over the layers"
+    ),
+    "policy.megatron_cfg.moe_enable_deepep": _only(_DENSE, False, remedy="set it to false"),
+    "policy.megatron_cfg.moe_token_dispatcher_type": _only(_DENSE, "alltoall", remedy="set it to alltoall"),
+    "policy.megatron_cfg.moe_shared_expert_overlap": _only(_DENSE, False, remedy="set it to false"),
     "policy.megatron_cfg.optimizer.fp16": _only(
         False, remedy="set it to false; fp16 gradients overflow before the global token count divides them"
     ),
@@ -224,17 +255,19 @@ UNSUPPORTED: dict[str, Unsupported] = {
 def screen(tree: Tree) -> tuple[Tree, list[Problem]]:
     """Split a recipe into what is left for the strict models, and refusals of known but unsupported keys."""
     problems: list[Problem] = []
-    return _screen(tree, "", problems), problems
+    return _screen(tree, "", tree, problems), problems
 
 
-def _screen(tree: Tree, prefix: str, problems: list[Problem]) -> Tree:
+def _screen(tree: Tree, prefix: str, recipe: Tree, problems: list[Problem]) -> Tree:
     kept: Tree = {}
     for key, value in tree.items():
         path = join_path(prefix, str(key))
         known = UNSUPPORTED.get(path)
         if known is None:
-            kept[key] = _screen(cast("Tree", value), path, problems) if isinstance(value, dict) else value
-        elif not known.accepts(value, tree):
+            kept[key] = (
+                _screen(cast("Tree", value), path, recipe, problems) if isinstance(value, dict) else value
+            )
+        elif not known.accepts(value, tree, recipe):
             problems.append(Problem(path, f"{_shown(value)} is not supported", known.remedy))
     return kept
 

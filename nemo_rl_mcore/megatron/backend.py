@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from nemo_rl_mcore.megatron.output_processor import (
     require_hook,
     unfused_processor,
 )
+from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 from nemo_rl_mcore.training.metrics import ReduceKind
 from nemo_rl_mcore.training.step_sums import LocalSums, StepTotals
 
@@ -68,10 +69,11 @@ class MegatronBackend:
         _rng_tracker().set_states(snapshot.tracker)
 
     def zero_grad(self) -> None:
-        """Clear the gradient buckets and the optimizer's gradients."""
+        """Clear the gradient buckets, the optimizer's gradients and what auxiliary losses have added up."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.forward.auxiliary.reset(self.chunks)
 
     def deferred_grad_sync(self) -> AbstractContextManager[None]:
         """See `megatron.grad_sync.deferred_grad_sync`."""
@@ -98,7 +100,9 @@ class MegatronBackend:
             packed.copy_(on_device)
 
         totals = sums.reduce(all_reduce) if parallel_groups.is_last_stage() else None
-        return parallel_groups.broadcast_from_last_stage(totals)
+        totals = parallel_groups.broadcast_from_last_stage(totals)
+        moe_metrics, mtp_metrics = self.forward.auxiliary.take_metrics()
+        return replace(totals, moe_metrics=moe_metrics, mtp_metrics=mtp_metrics)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the local gradient buckets."""
@@ -137,8 +141,25 @@ def _processor(policy: PolicyConfig) -> Processor:
     if not config.use_fused_linear_logprobs:
         return unfused_processor(vocab_size)
     return fused_processor(
-        vocab_size, config.fused_linear_logprobs_chunk_size, config.fused_linear_logprobs_chunk_bytes
+        LinearLogprobsOptions(
+            chunk_size=config.fused_linear_logprobs_chunk_size,
+            chunk_bytes=config.fused_linear_logprobs_chunk_bytes,
+            vocab_size=vocab_size,
+            cache_bytes=config.fused_linear_logprobs_cache_bytes,
+            accumulate_main_grad=_head_adds_to_main_grad(policy),
+        )
     )
+
+
+def _head_adds_to_main_grad(policy: PolicyConfig) -> bool:
+    """Whether the output weight's gradient may be summed in its gradient bucket, tile by tile.
+
+    A 16-bit bucket would round every tile's part. Multi-token prediction uses the weight a second time, through
+    autograd, whose gradient the data-parallel hook drops once a weight says that its own is in place.
+    """
+    ddp = policy.megatron_cfg.distributed_data_parallel_config
+    wide = ddp.grad_reduce_in_fp32 or policy.precision == "float32"
+    return wide and not policy.model.mtp_num_layers
 
 
 def _sequence_multiple(policy: PolicyConfig) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,22 +19,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import make_microbatches
-from nemo_rl_mcore.losses.base import LossFunction, TokenOutputs
+from nemo_rl_mcore.losses.base import LossFunction, LossType, TokenOutputs
+from nemo_rl_mcore.megatron.auxiliary_losses import AuxiliaryLosses, AuxiliaryTerms, without_prediction_layers
 from nemo_rl_mcore.megatron.output_processor import Processor, TokenSelection
 from nemo_rl_mcore.training.step_sums import LocalSums
 
 # What a schedule's loss function returns: the loss, a token count that Megatron is not to use, and our own result.
 LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
+Select = Callable[[BatchedDataDict], torch.Tensor]
+Collect = Callable[..., LossTriple]
+MicrobatchIterator = Iterator[tuple[BatchedDataDict, AuxiliaryTerms | None]]
 
 
 @contextmanager
 def evaluation_mode(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, no dropout and no gradients; each module's own mode comes back also after an exception."""
+    """Inside, no dropout, no gradients, no layers that only training needs; all comes back also after an exception."""
     was_training = [module.training for module in modules]
     for module in modules:
         module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_prediction_layers(modules):
             yield
     finally:
         for module, training in zip(modules, was_training, strict=True):
@@ -56,15 +60,18 @@ class ForwardBackward:
     temperature: float
     sequence_multiple: int
 
+    @cached_property
+    def auxiliary(self) -> AuxiliaryLosses:
+        """The losses that layers attach to their own backward pass."""
+        return AuxiliaryLosses(self.config, self.chunks)
+
     def logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> torch.Tensor | None:
         """Log-probabilities of `input_ids` [B, S] as fp32 [B, S]; None off the last pipeline stage.
 
         Column i is log p of token i given those before it; column 0 and the right padding are 0.
         """
         with evaluation_mode(self.chunks):
-            parts = self._run(
-                data, micro_batch_size, _real_next_tokens, self._collect_logprobs, forward_only=True
-            )
+            parts = self._run(data, micro_batch_size, _real_next_tokens, self._collect_logprobs)
         if not parts:
             return None
         return torch.cat(parts)[: data.size, : data["input_ids"].shape[1]]
@@ -82,7 +89,7 @@ class ForwardBackward:
             micro_batch_size,
             _tokens_to_train,
             collect,
-            forward_only=forward_only,
+            trained_by=None if forward_only else loss_fn.loss_type,
             entropy=loss_fn.needs_entropy,
         )
         total = LocalSums()
@@ -94,48 +101,81 @@ class ForwardBackward:
         self,
         data: BatchedDataDict,
         micro_batch_size: int,
-        select: Callable[[BatchedDataDict], torch.Tensor],
-        collect: Callable[..., LossTriple],
+        select: Select,
+        collect: Collect,
         *,
-        forward_only: bool,
+        trained_by: LossType | None = None,
         entropy: bool = False,
     ) -> list[Any]:
+        """Run a batch through the schedule: forward only, unless it is trained by a loss of some type."""
         on_cpu = make_microbatches(data, micro_batch_size, self.sequence_multiple)
+        terms = [None if trained_by is None else self.auxiliary.terms(part, trained_by) for part in on_cpu]
         microbatches = [microbatch.to(accelerator.device()) for microbatch in on_cpu]
-
-        def forward_step(microbatch_iterator: Iterator[BatchedDataDict], model: torch.nn.Module) -> Any:
-            microbatch = next(microbatch_iterator)
-            output = self._forward(model, microbatch, select(microbatch), entropy)
-            return output, partial(collect, microbatch)
-
-        iterators = [iter(microbatches) for _ in self.chunks]
+        iterators: list[Any] = [iter(zip(microbatches, terms, strict=True)) for _ in self.chunks]
         return get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=partial(self._forward_step, select, collect, entropy),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=[*self.chunks] if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(microbatches),
             seq_length=microbatches[0]["input_ids"].shape[1],
             micro_batch_size=micro_batch_size,
-            forward_only=forward_only,
+            forward_only=trained_by is None,
         )
 
-    def _forward(
+    def _forward_step(
         self,
-        model: torch.nn.Module,
+        select: Select,
+        collect: Collect,
+        entropy: bool,
+        microbatches: MicrobatchIterator,
+        model: Any,
+        return_schedule_plan: bool = False,
+    ) -> Any:
+        """One microbatch forward; or, for the schedule that overlaps expert communication, only the plan of it."""
+        microbatch, terms = next(microbatches)
+        run = model.build_schedule_plan if return_schedule_plan else model
+        output = run(**self._model_inputs(microbatch, terms, select(microbatch), entropy, model))
+        if return_schedule_plan:
+            return output, partial(self._collect_of_plan, partial(collect, microbatch), terms)
+        if terms is not None:
+            self.auxiliary.follow(terms, output)
+        return output, partial(collect, microbatch)
+
+    def _model_inputs(
+        self,
         microbatch: BatchedDataDict,
+        terms: AuxiliaryTerms | None,
         next_token_mask_BS: torch.Tensor,
         entropy: bool,
-    ) -> Any:
-        input_ids = microbatch["input_ids"]
+        model: torch.nn.Module,
+    ) -> dict[str, Any]:
+        input_ids, position_ids, attention_mask = causal_inputs(microbatch["input_ids"])
         selection = TokenSelection(
             targets_SB=input_ids.roll(-1, dims=1).t().contiguous(),
             mask_SB=next_token_mask_BS.t().contiguous(),
             temperature=self.temperature,
             with_entropy=entropy,
         )
-        return model(
-            *causal_inputs(input_ids), output_processor=self.processor, output_processor_context=selection
-        )
+        inputs = {
+            "input_ids": input_ids,
+            "position_ids": position_ids,
+            "attention_mask": attention_mask,
+            "output_processor": self.processor,
+            "output_processor_context": selection,
+        }
+        if terms is not None:
+            inputs |= self.auxiliary.model_inputs(terms, microbatch, next_token_mask_BS, model)
+        return inputs
+
+    def _collect_of_plan(
+        self, collect: Collect, terms: AuxiliaryTerms | None, *outputs: torch.Tensor
+    ) -> LossTriple:
+        """The loss of a plan's outputs: a plan has no output before it runs, and its outputs come one by one."""
+        first, *more = outputs
+        output = (first, *more) if more else first
+        if terms is not None:
+            self.auxiliary.follow(terms, output)
+        return collect(output)
 
     def _collect_logprobs(self, _microbatch: BatchedDataDict, logprobs_SB: torch.Tensor) -> LossTriple:
         # A position's output belongs to the token after it, so the columns move one to the right.
@@ -156,18 +196,14 @@ class ForwardBackward:
         return sums.loss, no_tokens(logprobs_SB), LocalSums.of(sums, microbatch)
 
 
-def causal_inputs(
-    input_ids_BL: torch.Tensor, start: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def causal_inputs(input_ids_BL: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor, None]:
     """GPTModel's input_ids, position_ids and attention mask for the tokens from `start` on.
 
-    In the mask true is "do not look". Rows are padded on the right, so causality alone keeps padding out of sight.
+    No mask is needed: the layers are causal, and rows are padded on the right, so that no token sees the padding.
     """
     rows, length = input_ids_BL.shape
     positions = torch.arange(start, length, device=input_ids_BL.device).expand(rows, -1)
-    new = length - start
-    mask = torch.ones(1, 1, new, new, dtype=torch.bool, device=input_ids_BL.device).triu(1)
-    return input_ids_BL[:, start:], positions, mask
+    return input_ids_BL[:, start:], positions, None
 
 
 def no_tokens(like: torch.Tensor) -> torch.Tensor:

@@ -138,11 +138,9 @@ class _CachedLogits:
 
     def __call__(self, sequences_BL: torch.Tensor) -> torch.Tensor:
         offset = self.cache.sequence_len_offset
-        unread, positions, causal = causal_inputs(sequences_BL, start=offset)
+        unread = sequences_BL[:, offset:]
         logits_BV = self.model.chunks[0](
-            unread,
-            positions,
-            causal if unread.shape[1] > 1 else None,  # a single token may see all that is cached
+            *causal_inputs(sequences_BL, start=offset),
             inference_context=self.cache,
             output_processor=_logits_at,
             output_processor_context=unread.shape[1] - 1,

@@ -1,56 +1,22 @@
-"""The GPT model of a policy: its Megatron config, its layer spec, precision and data-parallel wrapping."""
+"""The GPT model of a policy: its Megatron config, precision and data-parallel wrapping."""
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed import DistributedDataParallelConfig as MegatronDDPConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_submodules,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.config import MegatronConfig, PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.megatron.layer_specs import decoder_spec, prediction_spec, use_transformer_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm for the local layer spec, also under sequence parallelism.
-
-    Megatron's stock torch norm asserts against sequence parallelism; all that is missing there is the mark on the
-    weight that tells `finalize_model_grads` to sum its gradient over the tensor-parallel ranks.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any):
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=accelerator.device())
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Normalise the last dimension; shape and dtype stay."""
-        return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
-
-
-def use_transformer_engine(config: MegatronConfig) -> bool:
-    """Whether the layers are Transformer Engine's: as asked for, or under `auto` where CUDA and the package exist."""
-    if config.transformer_impl == "auto":
-        return accelerator.has_cuda() and importlib.util.find_spec("transformer_engine") is not None
-    return config.transformer_impl == "transformer_engine"
 
 
 def padded_vocab_size(policy: PolicyConfig) -> int:
@@ -98,7 +64,35 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         recompute_method="uniform" if config.activation_checkpointing else None,
         recompute_num_layers=1 if config.activation_checkpointing else None,
         apply_rope_fusion=config.apply_rope_fusion and use_transformer_engine(config),
+        mtp_num_layers=model.mtp_num_layers,
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
+        **_expert_settings(policy),
     )
+
+
+def _expert_settings(policy: PolicyConfig) -> dict[str, Any]:
+    """What a TransformerConfig says of experts; nothing for a dense model."""
+    model, config = policy.model, policy.megatron_cfg
+    if model.num_moe_experts is None:
+        return {}
+    return {
+        "num_moe_experts": model.num_moe_experts,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_router_score_function": model.moe_router_score_function,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_dtype": model.moe_router_dtype,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": model.moe_router_bias_update_rate,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": use_transformer_engine(config),
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
+    }
 
 
 def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[GPTModel]]:
@@ -107,14 +101,28 @@ def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[GPTModel]
     stages = range(policy.megatron_cfg.virtual_pipeline_model_parallel_size or 1)
     interleaved = policy.megatron_cfg.virtual_pipeline_model_parallel_size is not None
     chunks = [_build_stage(policy, config, stage if interleaved else None) for stage in stages]
+    if config.use_cpu_initialization and config.expert_model_parallel_size > 1:
+        _draw_experts_of_this_rank(config, chunks)
     return config, [chunk.to(accelerator.device()) for chunk in chunks]
+
+
+def _draw_experts_of_this_rank(config: TransformerConfig, chunks: list[GPTModel]) -> None:
+    """Draw other experts on each rank that holds some: Megatron's initialisation on CPU draws the same ones on all."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(torch.initial_seed() + 1 + parallel_state.get_expert_model_parallel_rank())
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if "local_experts" in name:
+                    last = "linear_fc2" in name
+                    draw: Any = config.output_layer_init_method if last else config.init_method
+                    draw(parameter)
 
 
 def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     return GPTModel(
         config,
-        _layer_spec(policy.megatron_cfg, config, vp_stage),
+        decoder_spec(policy.megatron_cfg, config, vp_stage),
         vocab_size=padded_vocab_size(policy),
         max_sequence_length=policy.max_total_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -122,25 +130,9 @@ def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int 
         share_embeddings_and_output_weights=policy.model.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=policy.model.rotary_base,  # type: ignore[arg-type]  # its annotation says int; any number works,
+        mtp_block_spec=prediction_spec(policy.megatron_cfg, config, vp_stage),
         vp_stage=vp_stage,
     )
-
-
-def _layer_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """A layer's ModuleSpec, or the block's submodules; GPTModel takes both, though its annotation names the first."""
-    if use_transformer_engine(config):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
-    submodules = get_gpt_layer_local_submodules(
-        normalization="RMSNorm", qk_layernorm=transformer.qk_layernorm, moe_grouped_gemm=False
-    )
-    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
-    if transformer.qk_layernorm:
-        attention: Any = cast(ModuleSpec, submodules.self_attention).submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    # The block form also names the final norm; a bare layer spec would still build the stock one there.
-    layer = ModuleSpec(module=TransformerLayer, submodules=submodules)
-    layers = [layer] * get_num_layers_to_build(transformer, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def wrap_data_parallel(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,20 +71,16 @@ def unfused_processor(vocab_size: int) -> Processor:
     return process
 
 
-def fused_processor(vocab_size: int, chunk_size: int | None, chunk_bytes: int) -> Processor:
-    """A processor that computes the selected log-probabilities without ever holding [S, B, V] logits."""
+def fused_processor(options: LinearLogprobsOptions) -> Processor:
+    """A processor that computes the selected log-probabilities without ever holding [S, B, V] logits.
+
+    The model sets the options' `logit_scale`; the others are the caller's.
+    """
 
     def process(
         *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, context: TokenSelection,
         scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        options = LinearLogprobsOptions(
-            chunk_size=chunk_size,
-            chunk_bytes=chunk_bytes,
-            vocab_size=vocab_size,
-            # MuP's scaling of the logits is a multiplication, so its value at one is the factor.
-            logit_scale=float(scale_logits(torch.ones(()))),
-        )
         return fused_linear_logprobs(
             hidden_states,
             # With tied embeddings the output layer owns no weight; the model hands over the shared one.
@@ -95,7 +91,8 @@ def fused_processor(vocab_size: int, chunk_size: int | None, chunk_bytes: int) -
             temperature=context.temperature,
             mask=context.mask_SB,
             with_entropy=context.with_entropy,
-            options=options,
+            # MuP's scaling of the logits is a multiplication, so its value at one is the factor.
+            options=replace(options, logit_scale=float(scale_logits(torch.ones(())))),
         )
 
     return process

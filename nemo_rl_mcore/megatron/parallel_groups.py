@@ -40,7 +40,7 @@ def initialize(config: MegatronConfig, seed: int) -> None:
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
     )
-    _seed_everything(seed)
+    _seed_everything(seed, spread_experts=config.expert_model_parallel_size > 1)
 
 
 def destroy() -> None:
@@ -48,13 +48,17 @@ def destroy() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def _seed_everything(seed: int) -> None:
+def _seed_everything(seed: int, *, spread_experts: bool) -> None:
     # As Megatron-LM does: pipeline stages draw different weights, data-parallel ranks equal ones.
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
     np.random.seed(stage_seed)
     torch.manual_seed(stage_seed)
     model_parallel_cuda_manual_seed(stage_seed)
+    if spread_experts and not accelerator.has_cuda():
+        # That call ends on the seed of this rank's experts, and without a GPU it cannot set the generator back:
+        # ranks that are to hold equal weights would draw different ones.
+        torch.manual_seed(stage_seed)
 
 
 def data_parallel_rank() -> int:

@@ -26,8 +26,9 @@ class ReferencePolicy:
         finally:
             self._load(own)
 
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for chunk in self._chunks for parameter in chunk.parameters()]
+    def _parameters(self) -> list[torch.Tensor]:
+        # Buffers too: the bias of experts is one, and training moves it.
+        return [part for chunk in self._chunks for part in (*chunk.parameters(), *chunk.module.buffers())]
 
     def _copy_of_weights(self) -> list[torch.Tensor]:
         return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]

@@ -18,12 +18,17 @@ _VALID_SEQS, _VALID_TOKS = "global_valid_seqs", "global_valid_toks"
 
 @dataclass(frozen=True)
 class StepTotals:
-    """One step's sums over all data-parallel ranks: counts of valid rows and tokens, metrics already divided."""
+    """One step's sums over all data-parallel ranks: counts of valid rows and tokens, metrics already divided.
+
+    moe_metrics, mtp_metrics: the losses of the model's own layers, for a model with experts or prediction layers.
+    """
 
     valid_seqs: float
     valid_toks: float
     metrics: Mapping[str, float]
     kinds: Mapping[str, MetricKind]
+    moe_metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    mtp_metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def denominator(self, loss_type: LossType) -> float:
         """How many tokens or sequences the loss is a mean over."""

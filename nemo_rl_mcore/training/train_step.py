@@ -145,8 +145,8 @@ class TrainStep:
             raise TrainStepError(
                 f"step_id {step_id!r} is already committed; begin_train_step needs a new step_id"
             )
-        self._last_result = None
         self._step = _OpenStep(loss_fn, gbs, mbs, step_id, time.monotonic(), self._backend.snapshot())
+        self._last_result = None
         self._phase = Phase.FAILED  # until the step is wholly open
         self._backend.zero_grad()
         self._resources.enter_context(self._backend.deferred_grad_sync())
@@ -174,7 +174,7 @@ class TrainStep:
         totals = self._backend.reduce(step.sums)
         outcome = self._update(step, totals)
         result = StepResult(totals, outcome, time.monotonic() - step.started)
-        self._close()
+        self._step, self._phase = None, Phase.IDLE
         if step.step_id is not None:
             self._committed_ids.add(step.step_id)
             self._last_result = result
@@ -191,10 +191,11 @@ class TrainStep:
             raise TrainStepError(
                 "the step failed after the optimizer began to step, so the weights are unknown: reload the checkpoint"
             )
-        snapshot = self._step.snapshot
-        self._close()
+        self._phase = Phase.FAILED  # until all is restored: an abort that failed can be called again
+        self._resources.close()
         self._backend.zero_grad()
-        self._backend.restore(snapshot)
+        self._backend.restore(self._step.snapshot)
+        self._step, self._phase = None, Phase.IDLE
 
     def _update(self, step: _OpenStep, totals: StepTotals) -> OptimizerOutcome:
         backend = self._backend
@@ -216,10 +217,6 @@ class TrainStep:
             return replace(kept, skip_reason=f"the gradient norm is {grad_norm}")
         step.optimizer_began = True
         return replace(kept, update_successful=backend.optimizer_step(step.gbs))
-
-    def _close(self) -> None:
-        self._step, self._phase = None, Phase.IDLE
-        self._resources.close()
 
     def _require(self, phase: Phase, call: str) -> _OpenStep:
         if self._phase is not phase:

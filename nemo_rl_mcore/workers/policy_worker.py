@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,6 +162,8 @@ class MegatronPolicyWorker:
         Returns global_loss and grad_norm (fp32 [steps]), all_mb_metrics (a list per metric, with lr, wd,
         global_valid_seqs and global_valid_toks), metric_kinds (how each combines over steps), moe_metrics, mtp_metrics,
         update_successful, skip_reasons (None for a step that was applied), elapsed.
+        moe_metrics and mtp_metrics are means over the steps: the load-balancing loss before its coefficient, and the
+        cross-entropy of each prediction layer.
         """
         return _as_result([self.train_step.finish()])
 
@@ -238,9 +241,15 @@ def _as_result(steps: list[StepResult]) -> dict[str, Any]:
         "grad_norm": torch.tensor([step.outcome.grad_norm for step in steps]),
         "all_mb_metrics": metrics,
         "metric_kinds": kinds,
-        "moe_metrics": {},
-        "mtp_metrics": {},
+        "moe_metrics": _means([step.totals.moe_metrics for step in steps]),
+        "mtp_metrics": _means([step.totals.mtp_metrics for step in steps]),
         "update_successful": all(step.outcome.update_successful for step in steps),
         "skip_reasons": [step.outcome.skip_reason for step in steps],
         "elapsed": sum(step.elapsed for step in steps),
     }
+
+
+def _means(steps: list[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: fmean(step[name] for step in steps if name in step) for name in names}

@@ -22,7 +22,7 @@ def log_probabilities_and_metrics(megatron, weights, fused):
     config = tiny.policy_config(megatron=megatron | {"use_fused_linear_logprobs": fused})
     worker = tiny.worker(config)
     if weights is not None:
-        load_full_weights(worker, weights)
+        tiny.load_full_weights(worker, weights)
     logprobs = worker.get_logprobs(data=tiny.grpo_batch())["logprobs"]
     own = {name: parameter.numpy() for name, parameter in tiny.parameters(worker).items()}
     steps = [
@@ -35,44 +35,6 @@ def log_probabilities_and_metrics(megatron, weights, fused):
         [step["all_mb_metrics"] | {"norm": step["grad_norm"].tolist()} for step in steps],
         after.numpy(),
     )
-
-
-def load_full_weights(worker, weights):
-    """Fill this rank's parameters with its part of a single rank's weights."""
-    import torch
-    from megatron.core import parallel_state
-
-    layers_before = (
-        parallel_state.get_pipeline_model_parallel_rank()
-        * worker.policy.model.num_layers
-        // worker.policy.megatron_cfg.pipeline_model_parallel_size
-    )
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter in worker.backend.chunks[0].named_parameters():
-        full = torch.from_numpy(weights[f"0.{_global_name(name, layers_before)}"])
-        with torch.no_grad():
-            parameter.copy_(_shard(full, parameter, rank, name))
-    worker.backend.optimizer.reload_model_params()
-
-
-def _global_name(name, layers_before):
-    head, separator, tail = name.partition("layers.")
-    if not separator:
-        return name
-    number, rest = tail.split(".", 1)
-    return f"{head}layers.{int(number) + layers_before}.{rest}"
-
-
-def _shard(full, parameter, rank, name):
-    import torch
-
-    if full.shape == parameter.shape:
-        return full
-    dimension = next(i for i in range(full.ndim) if full.shape[i] != parameter.shape[i])
-    ranks = full.shape[dimension] // parameter.shape[dimension]
-    if "linear_fc1" in name:  # [gate; up]: each half is split on its own
-        return torch.cat([half.chunk(ranks, dimension)[rank] for half in full.chunk(2, dimension)], dimension)
-    return full.chunk(ranks, dimension)[rank]
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from nemo_rl_mcore.config import ClippedPGLossConfig, PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -43,9 +45,25 @@ def policy_config(
 
 def worker(config: PolicyConfig, **options: Any) -> MegatronPolicyWorker:
     """A worker in this rank's process; a former worker's layout is left first, the process group stays."""
+    global _former
     if parallel_state.model_parallel_is_initialized():
+        if _former is not None:
+            _drop_dispatched_tokens(_former)
+        _former = None
         _leave_layout()
-    return MegatronPolicyWorker(config, **options)
+    _former = MegatronPolicyWorker(config, **options)
+    return _former
+
+
+_former: MegatronPolicyWorker | None = None
+
+
+def _drop_dispatched_tokens(of: MegatronPolicyWorker) -> None:
+    """Free what token dispatchers keep of the last pass: its graph holds all groups, out of the collector's sight."""
+    for chunk in of.backend.chunks:
+        for part in chunk.modules():
+            if isinstance(part, MoELayer):
+                part.token_dispatcher.__dict__.clear()
 
 
 def _leave_layout() -> None:
@@ -101,6 +119,55 @@ def parameters(of: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
         for stage, chunk in enumerate(of.backend.chunks)
         for name, parameter in chunk.named_parameters()
     }
+
+
+def gradients(of: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
+    """Copies of this rank's gradients by name; after a step they are what the optimizer was given."""
+    return {
+        f"{stage}.{name}": parameter.main_grad.clone()
+        for stage, chunk in enumerate(of.backend.chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def load_full_weights(to: MegatronPolicyWorker, weights: dict[str, np.ndarray]) -> None:
+    """Fill this rank's parameters with its part of a single rank's weights; one chunk a stage."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in to.backend.chunks[0].named_parameters():
+        full = torch.from_numpy(weights[f"0.{global_name(name, to.policy)}"])
+        with torch.no_grad():
+            parameter.copy_(_shard(full, parameter, rank, name))
+    to.backend.optimizer.reload_model_params()
+
+
+def global_name(name: str, policy: PolicyConfig) -> str:
+    """What a parameter of this rank is called in a model that one rank holds: stages and experts count on."""
+    config, model = policy.megatron_cfg, policy.model
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    name = _renumbered(
+        name, "decoder.layers.", stage * model.num_layers // config.pipeline_model_parallel_size
+    )
+    experts = (model.num_moe_experts or 0) // config.expert_model_parallel_size
+    rank = parallel_state.get_expert_model_parallel_rank()
+    return _renumbered(name, "local_experts.", rank * experts)
+
+
+def _renumbered(name: str, marker: str, offset: int) -> str:
+    head, found, tail = name.partition(marker)
+    if not found:
+        return name
+    number, rest = tail.split(".", 1)
+    return f"{head}{marker}{int(number) + offset}.{rest}"
+
+
+def _shard(full: torch.Tensor, parameter: torch.Tensor, rank: int, name: str) -> torch.Tensor:
+    if full.shape == parameter.shape:
+        return full
+    dimension = next(i for i in range(full.ndim) if full.shape[i] != parameter.shape[i])
+    ranks = full.shape[dimension] // parameter.shape[dimension]
+    if "linear_fc1" in name:  # [gate; up]: each half is split on its own
+        return torch.cat([half.chunk(ranks, dimension)[rank] for half in full.chunk(2, dimension)], dimension)
+    return full.chunk(ranks, dimension)[rank]
 
 
 def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:

@@ -48,6 +48,15 @@ def test_parameter_count(extra, expected):
     assert model.parameters == expected
 
 
+def test_parameter_count_of_experts_and_prediction_layers():
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32}
+    experts = {"num_moe_experts": 8, "moe_ffn_hidden_size": 16, "moe_shared_expert_intermediate_size": 24}
+    model = ModelConfig.model_validate({**sizes, **experts, "mtp_num_layers": 1})
+    # Attention, eight experts with the router, the shared expert, two norms; three of these layers.
+    layer = 4 * 64**2 + 8 * (3 * 64 * 16 + 64) + 3 * 64 * 24 + 2 * 64
+    assert model.parameters == 3 * layer + (2 * 64 * 64 + 3 * 64) + 2 * 32 * 64 + 64
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -55,7 +64,31 @@ def test_parameter_count(extra, expected):
         ({"num_query_groups": 3}, "num_attention_heads: 4 is not divisible by num_query_groups: 3"),
         ({"hidden_size": 60}, "the head size 15 is odd"),
         ({"kv_channels": 15}, "kv_channels: the head size 15 is odd"),
-        ({"num_moe_experts": 4}, "mixture-of-experts models are not supported yet"),
+        ({"moe_router_topk": 4}, "moe_router_topk: 4 does nothing with num_moe_experts: null"),
+        ({"num_moe_experts": 2, "moe_router_topk": 3}, "moe_router_topk: 3 is above num_moe_experts: 2"),
+        (
+            {"num_moe_experts": 4, "moe_router_topk": 1},
+            "set moe_router_pre_softmax: true, or moe_router_score",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_router_enable_expert_bias": True},
+            "moe_router_enable_expert_bias: true needs moe_router_score_function: sigmoid, and it is softmax",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01, "mtp_num_layers": 1},
+            "moe_aux_loss_coeff: 0.01 does not go with mtp_num_layers: 1",
+        ),
+        (
+            {
+                "num_moe_experts": 4,
+                "moe_aux_loss_coeff": 0.01,
+                "moe_router_enable_expert_bias": True,
+                "moe_router_score_function": "sigmoid",
+            },
+            "moe_aux_loss_coeff: 0.01 does not go with moe_router_enable_expert_bias: true",
+        ),
+        ({"mtp_num_layers": 0}, "greater than or equal to 1"),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}, "'none', 'aux_loss' or"),
     ],
 )
 def test_model_refusals(sizes, message):
@@ -230,13 +263,52 @@ def test_stop_tokens_are_not_judged_by_a_wrong_vocabulary(refusals):
     [
         (4, {"tensor_model_parallel_size": 2}, "sequence_parallel: false does not go with experts"),
         (3, {"expert_model_parallel_size": 2}, "num_moe_experts: 3 is not divisible by"),
+        (4, {"expert_tensor_parallel_size": 2}, "set expert_tensor_parallel_size: 1"),
     ],
 )
 def test_rules_of_experts(refusals, experts, layout, expected):
     overrides = [f"policy.megatron_cfg.{key}={value}" for key, value in layout.items()]
     texts = refusals(f"policy.model.num_moe_experts={experts}", *overrides)
     assert any(expected in text for text in texts)
-    assert any("mixture-of-experts models are not supported yet" in text for text in texts)
+
+
+OVERLAP = "policy.megatron_cfg.overlap_moe_expert_parallel_comm"
+OVERLAPPED = (
+    f"{OVERLAP}=true",
+    "policy.model.num_moe_experts=4",
+    "policy.megatron_cfg.expert_model_parallel_size=2",
+    "policy.precision=bfloat16",
+)
+
+
+def test_overlapped_expert_communication(load):
+    assert load(*OVERLAPPED).policy.megatron_cfg.overlap_moe_expert_parallel_comm
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("policy.model.num_moe_experts=null", "model.num_moe_experts: null"),
+        ("policy.megatron_cfg.expert_model_parallel_size=1", "expert_model_parallel_size: 1"),
+        ("policy.megatron_cfg.activation_checkpointing=true", "activation_checkpointing: true"),
+        ("policy.megatron_cfg.pipeline_model_parallel_size=2", "virtual_pipeline_model_parallel_size: null"),
+        ("policy.model.moe_aux_loss_coeff=0.1", "moe_aux_loss_coeff: 0.1"),
+        ("policy.model.mtp_num_layers=1", "mtp_num_layers: 1"),
+        ("policy.precision=float32", "true needs policy.precision: bfloat16, and it is float32"),
+    ],
+)
+def test_rules_of_overlapped_expert_communication(refusals, override, expected):
+    texts = refusals(*OVERLAPPED, override)
+    assert any(text.startswith(OVERLAP) and expected in text for text in texts), texts
+
+
+def test_experts_are_whole_on_their_rank_but_the_shared_expert_is_split(policy):
+    layout = {"megatron_cfg__tensor_model_parallel_size": 2, "megatron_cfg__sequence_parallel": True}
+    experts = {"model__num_moe_experts": 4, "model__moe_ffn_hidden_size": 5, "model__ffn_hidden_size": 5}
+    assert PolicyConfig.model_validate(with_values(policy, **layout, **experts))
+    odd = {"model__moe_shared_expert_intermediate_size": 5}
+    with pytest.raises(ValidationError, match="moe_shared_expert_intermediate_size: 5 is not divisible by"):
+        PolicyConfig.model_validate(with_values(policy, **layout, **experts, **odd))
 
 
 def test_tensor_parallel_layouts_that_fit(policy):

@@ -108,6 +108,24 @@ def test_memory_of_the_whole_model_on_one_rank(load):
         ([TP2, UNFUSED], "logits", 2 * 128 * 8 * 16 * 4),
         ([TP2], "rank_parameters", (86_336 - 64) // 2 + 64),
         ([PP2], "rank_parameters", 41_088 + 2_048 + 64),
+        # Two layers: half of four experts each, and the router's four rows instead of one feed-forward layer.
+        (
+            ["policy.model.num_moe_experts=4", "policy.megatron_cfg.expert_model_parallel_size=2"],
+            "rank_parameters",
+            86_336 + 2 * (2 - 1) * 3 * 64 * 128 + 2 * 4 * 64,
+        ),
+        # On two ranks nothing else holds the same experts, so that only the other weights' state is shared.
+        (
+            ["policy.model.num_moe_experts=4", "policy.megatron_cfg.expert_model_parallel_size=2"],
+            "optimizer",
+            8 * ((86_336 - 2 * 3 * 64 * 128 + 2 * 4 * 64) // 2 + 2 * 2 * 3 * 64 * 128),
+        ),
+        (["policy.model.mtp_num_layers=1"], "rank_parameters", 86_336 + 41_088 + 2 * 64**2 + 3 * 64),
+        (
+            [PP2, "policy.model.mtp_num_layers=1"],
+            "rank_parameters",
+            2 * 41_088 + 2 * 64**2 + 3 * 64 + 2 * 2_048 + 64,
+        ),
     ],
 )
 def test_memory_follows_the_recipe(load, overrides, field, expected):

@@ -105,7 +105,10 @@ def nested(path: str, value: object) -> dict[str, Any]:
 @pytest.mark.parametrize("path", sorted(path for path, entry in UNSUPPORTED.items() if entry.remedy))
 def test_any_other_value_is_refused_with_what_to_do(path):
     switched_off = {"enabled": False} if "colocated" in path else {"enabled": True, "size": 3}
-    kept, problems = screen(nested(path, switched_off))
+    tree = nested(path, switched_off)
+    # Some keys are not read until the model has experts, or prediction layers.
+    tree.setdefault("policy", {})["model"] = {"num_moe_experts": 4, "mtp_num_layers": 1}
+    kept, problems = screen(tree)
     assert [problem.path for problem in problems] == [path]
     assert problems[0].remedy == UNSUPPORTED[path].remedy
     assert path not in leaves(kept)
@@ -143,6 +146,21 @@ def test_validation_sampling_must_repeat_the_training_sampling(value, accepted):
     kept, problems = screen(tree)
     assert (problems == []) == accepted
     assert kept == {"policy": {"generation": {"temperature": 0.7}}}
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "accepted"),
+    [
+        (None, True, True),
+        ({"num_moe_experts": None}, True, True),
+        ({"num_moe_experts": 4}, True, False),
+        ({"num_moe_experts": 4}, False, True),
+    ],
+)
+def test_keys_of_experts_are_read_where_the_model_has_some(model, value, accepted):
+    tree = {"policy": {"model": model, "megatron_cfg": {"freeze_moe_router": value}}}
+    _, problems = screen(tree)
+    assert (problems == []) == accepted
 
 
 def test_everything_else_is_left_for_the_models(tree):

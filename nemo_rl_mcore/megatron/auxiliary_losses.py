@@ -1,0 +1,263 @@
+"""Losses that Megatron's layers attach to their own backward pass: expert balance and multi-token prediction.
+
+Such a loss never passes through the loss function. A layer adds its gradient when the backward pass comes by, times a
+process-wide scale. The train step divides every gradient by the step's count N (of tokens, or of sequences for a
+sequence-level loss), which a running step does not know yet. What arrives is to be the coefficient times the mean of
+the auxiliary loss, as in Megatron's own training, whatever the loss type, the microbatches and the chunks.
+
+With `calculate_per_token_loss`, which leaves the division to us, Megatron attaches for a microbatch m
+
+    router:      coefficient * aux_mj * n_mj * tp     on each of the tp ranks j that share a sequence; n_mj are the
+                                                      tokens that Megatron counts there (see `_counts_all_ranks`),
+                                                      and aux_m is the sum of the parts aux_mj
+    prediction:  factor / layers * ce_m * t_m         ce_m the mean cross-entropy of a layer, t_m the tokens to train on
+
+Both expect a main loss that is a sum over those very tokens. Ours is a sum over d_m, the microbatch's part of N: its
+tokens to train on, or its sequences. So each backward pass of a microbatch begins by setting the scales
+
+    router:      d_m / (n_mj * tp)
+    prediction:  d_m / t_m
+
+and after the division by N, the sum of all d_m, there stands the coefficient times the mean of aux_m (of ce_m) over
+microbatches, each weighted by its part d_m / N of the loss. N itself is not needed: chunks may still be streaming in.
+
+Shapes: B rows, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_tokens_per_expert_and_token_count,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.base import LossType, valid_counts
+from nemo_rl_mcore.megatron import parallel_groups
+
+Output = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class AuxiliaryTerms:
+    """One microbatch's auxiliary losses: what they are multiplied by, and whether routers are shown its padding."""
+
+    router: float
+    prediction: float
+    shows_padding: bool
+
+
+class AuxiliaryLosses:
+    """The auxiliary losses of this rank's model: what the model needs for them, their scales, their metrics."""
+
+    def __init__(self, config: TransformerConfig, chunks: Sequence[torch.nn.Module]):
+        self._config = config
+        self._balances = (
+            bool(config.num_moe_experts)
+            and config.moe_router_load_balancing_type != "none"
+            and config.moe_aux_loss_coeff != 0
+        )
+        self._microbatches = 0
+        self._trained_microbatches = 0
+        self._router_padding: torch.Tensor | None = (
+            None  # bool [tokens of a router], of the running microbatch
+        )
+        if config.moe_router_enable_expert_bias:
+            for router in (part for chunk in chunks for part in chunk.modules()):
+                if isinstance(router, TopKRouter):
+                    router.register_forward_hook(self._uncount_padding)
+
+    def terms(self, microbatch: BatchedDataDict, loss_type: LossType) -> AuxiliaryTerms | None:
+        """What a training microbatch, which still lies on the CPU, needs; None for a model without such losses."""
+        config = self._config
+        if not (self._balances or config.mtp_num_layers or config.moe_router_enable_expert_bias):
+            return None
+        sequences, tokens = (float(count) for count in valid_counts(microbatch))
+        part = tokens if loss_type is LossType.TOKEN_LEVEL else sequences
+        self._microbatches += 1
+        self._trained_microbatches += tokens > 0
+        # Over no real token at all the load-balancing loss would be 0/0; there its scale is 0 anyway.
+        shows_padding = self._balances and bool(microbatch["input_lengths"].any())
+        routed = self._routed_tokens(microbatch, real_only=shows_padding) * self._sequence_ranks
+        if shows_padding and config.moe_router_load_balancing_type == "seq_aux_loss":
+            # A row without a token counts in the number of sequences that Megatron takes the mean over.
+            part *= float((microbatch["input_lengths"] > 0).double().mean())
+        return AuxiliaryTerms(
+            router=part / routed if routed else 0.0,
+            prediction=part / tokens if tokens else 0.0,
+            shows_padding=shows_padding,
+        )
+
+    def model_inputs(
+        self,
+        terms: AuxiliaryTerms,
+        microbatch: BatchedDataDict,
+        next_token_mask_BS: torch.Tensor,
+        model: torch.nn.Module,
+    ) -> dict[str, torch.Tensor]:
+        """Keywords of GPTModel for a training microbatch: which tokens are predicted, and which are no tokens."""
+        inputs: dict[str, torch.Tensor] = {}
+        if self._config.mtp_num_layers:
+            # Position i predicts token i+1 by the loss; Megatron moves both on for each further layer.
+            inputs["labels"] = microbatch["input_ids"].roll(-1, dims=1)
+            inputs["loss_mask"] = next_token_mask_BS.float()
+        padding_BS = _padding(microbatch)
+        if terms.shows_padding:
+            # The first chunk cuts the mask along with the sequence; the others take it as it comes.
+            first = get_attr_wrapped_model(model, "pre_process")
+            inputs["padding_mask"] = padding_BS if first else self._own_columns(padding_BS)
+        self._router_padding = self._own_columns(padding_BS).t().flatten()
+        return inputs
+
+    def follow(self, terms: AuxiliaryTerms, output: Output) -> None:
+        """Set the scales when the gradient reaches a model chunk's output, before any layer of the chunk sees it.
+
+        A pipeline has run other microbatches forward by then, and Megatron's own call at the end of a forward pass
+        would leave the scale of the last of them.
+        """
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._begin_backward, terms, self._router_padding))
+
+    def _begin_backward(
+        self, terms: AuxiliaryTerms, router_padding: torch.Tensor | None, gradient: torch.Tensor
+    ) -> None:
+        # New tensors each time: Megatron keeps the first one it is handed, and copies later ones into it.
+        MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), terms.router, device=gradient.device))
+        MTPLossAutoScaler.set_loss_scale(torch.full((1,), terms.prediction, device=gradient.device))
+        if self._config.recompute_granularity == "full":
+            self._router_padding = router_padding  # routers count when their layer is computed again
+
+    def _uncount_padding(self, router: Any, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Take the padding out of the tokens that move the experts' bias: that bias fails on the shape of a mask."""
+        if self._router_padding is not None and torch.is_grad_enabled():
+            _probs, routing_map = output
+            router.local_tokens_per_expert -= routing_map[self._router_padding].sum(0)
+
+    def reset(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Forget what an earlier step left: recorded losses, and the tokens that routers counted."""
+        self._microbatches = self._trained_microbatches = 0
+        self._router_padding = None
+        # Dropped, not zeroed: their sizes are those of the first model that recorded in this process.
+        destroy_moe_metrics_tracker()
+        MTPLossLoggingHelper.tracker.clear()
+        reset_model_temporary_tensors(self._config, [*chunks])
+
+    def take_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        """(moe_metrics, mtp_metrics) of the microbatches since the last reset; a second call finds none."""
+        if not self._microbatches:
+            return {}, {}
+        metrics = self._balance() if self._balances else {}, self._prediction_losses()
+        self._microbatches = self._trained_microbatches = 0
+        return metrics
+
+    def _balance(self) -> dict[str, float]:
+        """The load-balancing loss, without its coefficient: its mean over layers and microbatches."""
+        found: dict[str, float] = {}
+        for name, entry in get_moe_metrics_tracker().metrics.items():
+            total = entry.values.sum().double().reshape(1)
+            dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+            # Each rank of a sequence has its part of the loss.
+            dist.all_reduce(total, group=parallel_groups.tensor_parallel_group())
+            (mean,) = self._mean_over_data_parallel(total, self._microbatches)
+            found[name] = mean / self._config.num_layers
+        return found
+
+    def _prediction_losses(self) -> dict[str, float]:
+        """The cross-entropy of each multi-token prediction layer: its mean over the microbatches that train it."""
+        layers = self._config.mtp_num_layers or 0
+        if not layers:
+            return {}
+        means = None
+        if parallel_groups.is_last_stage():
+            total = MTPLossLoggingHelper.tracker["loss_values"].double()
+            means = self._mean_over_data_parallel(total, self._trained_microbatches)
+        means = parallel_groups.broadcast_from_last_stage(means)
+        return {f"mtp_{layer} loss": mean for layer, mean in enumerate(means, start=1)}
+
+    def _mean_over_data_parallel(self, total: torch.Tensor, microbatches: int) -> list[float]:
+        packed = torch.cat([total, total.new_tensor([microbatches])])
+        dist.all_reduce(packed, group=parallel_groups.data_parallel_group())
+        *sums, count = packed.tolist()
+        return [value / max(count, 1.0) for value in sums]
+
+    @property
+    def _sequence_ranks(self) -> int:
+        """The ranks that share the tokens of one sequence."""
+        return self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
+
+    def _own_columns(self, mask_BS: torch.Tensor) -> torch.Tensor:
+        """The columns of this rank's part of the sequence."""
+        return mask_BS.chunk(self._sequence_ranks, dim=1)[self._sequence_rank()]
+
+    def _routed_tokens(self, microbatch: BatchedDataDict, *, real_only: bool) -> int:
+        """The tokens by whose number Megatron multiplies this rank's part of a load-balancing loss."""
+        rows, length = microbatch["input_ids"].shape
+        columns = length // self._sequence_ranks
+        if not real_only:
+            return rows * columns
+        if self._counts_all_ranks:
+            return int(microbatch["input_lengths"].sum())
+        lengths = microbatch["input_lengths"] - self._sequence_rank() * columns
+        return int(lengths.clamp(0, columns).sum())
+
+    @cached_property
+    def _counts_all_ranks(self) -> bool:
+        """Whether Megatron, given a padding mask, takes the tokens of all ranks of a sequence for this rank's own.
+
+        Some versions do: their sum over the ranks is done in place, before the local number is read.
+        """
+        ranks: Any = parallel_state.get_tensor_and_context_parallel_group()
+        one_token = torch.ones(1, 1, dtype=torch.bool, device=accelerator.device())
+        _, local, _ = get_tokens_per_expert_and_token_count(one_token, ranks, topk=1, with_padding_mask=True)
+        return float(local) > 1
+
+    def _sequence_rank(self) -> int:
+        return parallel_state.get_tensor_model_parallel_rank() if self._config.sequence_parallel else 0
+
+
+def _padding(microbatch: BatchedDataDict) -> torch.Tensor:
+    """True [B, S] where there is no token."""
+    length = microbatch["input_ids"].shape[1]
+    positions = torch.arange(length, device=microbatch["input_ids"].device)
+    return positions >= microbatch["input_lengths"].unsqueeze(1)
+
+
+@contextmanager
+def without_prediction_layers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, the models leave out their multi-token prediction layers, whose work only training can use.
+
+    Megatron would run them in every pass and compute their logits in full. A last stage that shares its embedding with
+    another one keeps them: there the embedding of those layers is the output weight.
+    """
+    models: list[Any] = [
+        part for module in modules for part in module.modules() if isinstance(part, GPTModel)
+    ]
+    models = [model for model in models if model.mtp_process]
+    if any(model.share_embeddings_and_output_weights and not model.pre_process for model in models):
+        models = []
+    configs = [(model.config, model.config.mtp_num_layers) for model in models]
+    try:
+        for model in models:
+            model.mtp_process, model.config.mtp_num_layers = False, None
+        yield
+    finally:
+        for model, (config, layers) in zip(models, configs, strict=True):
+            model.mtp_process, config.mtp_num_layers = True, layers

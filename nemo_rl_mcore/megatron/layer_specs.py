@@ -1,0 +1,93 @@
+"""What a policy's layers are made of: Transformer Engine's modules, or local ones that run everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, cast
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_submodules,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config import MegatronConfig
+from nemo_rl_mcore.megatron.attention import LocalAttention
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm for the local layer spec, also under sequence parallelism.
+
+    Megatron's stock torch norm asserts against sequence parallelism; all that is missing there is the mark on the
+    weight that tells `finalize_model_grads` to sum its gradient over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=accelerator.device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension; shape and dtype stay."""
+        return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+
+
+def use_transformer_engine(config: MegatronConfig) -> bool:
+    """Whether the layers are Transformer Engine's: as asked for, or under `auto` where CUDA and the package exist."""
+    if config.transformer_impl == "auto":
+        return accelerator.has_cuda() and importlib.util.find_spec("transformer_engine") is not None
+    return config.transformer_impl == "transformer_engine"
+
+
+def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
+    """A layer's ModuleSpec, or the block's submodules; GPTModel takes both, though its annotation names the first."""
+    layer = _layer_spec(config, transformer)
+    if use_transformer_engine(config):
+        return layer
+    # The block form also names the final norm; a bare layer spec would still build the stock one there.
+    layers = [layer] * get_num_layers_to_build(transformer, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
+    """The block of multi-token prediction layers, on the stage that holds them; None elsewhere, and without any."""
+    if not transformer.mtp_num_layers:
+        return None
+    fast = use_transformer_engine(config)
+    block = get_gpt_mtp_block_spec(transformer, _layer_spec(config, transformer), fast, vp_stage=vp_stage)
+    if block is not None and not fast:
+        for layer in block.layer_specs or ():
+            parts: Any = layer.submodules
+            parts.enorm = parts.hnorm = parts.layer_norm = RMSNorm
+    return block
+
+
+def _layer_spec(config: MegatronConfig, transformer: TransformerConfig) -> ModuleSpec:
+    experts = transformer.num_moe_experts
+    if use_transformer_engine(config):
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts,
+            moe_grouped_gemm=transformer.moe_grouped_gemm,
+            qk_layernorm=transformer.qk_layernorm,
+        )
+    submodules = get_gpt_layer_local_submodules(
+        num_experts=experts,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
+        qk_layernorm=transformer.qk_layernorm,
+    )
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+    attention: Any = cast(ModuleSpec, submodules.self_attention).submodules
+    attention.core_attention = LocalAttention
+    if transformer.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return ModuleSpec(module=TransformerLayer, submodules=submodules)

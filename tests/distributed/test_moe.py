@@ -1,0 +1,311 @@
+"""Mixture-of-experts models: the layer's own arithmetic, every layout, and the weight of the load-balancing loss."""
+
+import numpy as np
+import pytest
+from tolerances import LOGPROBS, METRICS, REORDERED
+
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}
+TWO_RANKS = {
+    "dp2": {},
+    "ep2": {"expert_model_parallel_size": 2},
+    "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "tp2-sp-ep2": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+    },
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "ep2-recompute": {"expert_model_parallel_size": 2, "activation_checkpointing": True},
+}
+
+
+def layer_against_the_formula(model):
+    import tiny
+    import torch
+
+    worker = tiny.worker(tiny.policy_config(model=EXPERTS | model))
+    layer = worker.backend.chunks[0].module.decoder.layers[0].mlp
+    seen = {}
+    layer.register_forward_hook(
+        lambda _module, inputs, output: seen.update(x=inputs[0].clone(), y=output[0].clone())
+    )
+    worker.get_logprobs(data=tiny.grpo_batch(), micro_batch_size=8)
+    x = seen["x"].double().flatten(0, 1)
+
+    def gated(up_and_down):
+        gate, up = (x @ up_and_down.linear_fc1.weight.double().T).chunk(2, dim=1)
+        return (torch.nn.functional.silu(gate) * up) @ up_and_down.linear_fc2.weight.double().T
+
+    scores = x @ layer.router.weight.double().T
+    if model.get("moe_router_score_function") == "sigmoid":
+        scores = scores.sigmoid()
+        best = scores.topk(2, dim=1)
+        shares = best.values / best.values.sum(1, keepdim=True)
+    elif model.get("moe_router_pre_softmax"):
+        best = scores.softmax(1).topk(2, dim=1)
+        shares = best.values
+    else:
+        best = scores.topk(2, dim=1)
+        shares = best.values.softmax(1)
+    every = torch.stack([gated(expert) for expert in layer.experts.local_experts], dim=1)
+    chosen = every.gather(1, best.indices[:, :, None].expand(-1, -1, x.shape[1]))
+    wanted = (chosen * shares[:, :, None]).sum(1)
+    if layer.shared_experts is not None:
+        wanted = wanted + gated(layer.shared_experts)
+    return seen["y"].flatten(0, 1).detach().numpy(), wanted.detach().numpy()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"moe_router_pre_softmax": True},
+        {"moe_router_score_function": "sigmoid"},
+        {"moe_shared_expert_intermediate_size": 16},
+    ],
+    ids=str,
+)
+def test_a_layer_is_the_sum_of_its_best_experts(ranks, model):
+    found, wanted = ranks(1).run(layer_against_the_formula, model)[0]
+    assert found == pytest.approx(wanted, abs=1e-6)
+    assert abs(wanted).max() > 1e-2
+
+
+def steps_from(megatron, weights, fused, model):
+    """Log-probabilities and two steps from given full weights: metrics, gradients and weights under global names."""
+    import tiny
+    from megatron.core import parallel_state
+
+    config = tiny.policy_config(
+        model=EXPERTS | model, megatron=megatron | {"use_fused_linear_logprobs": fused}, max_grad_norm=0.0
+    )
+    worker = tiny.worker(config)
+    if weights is not None:
+        tiny.load_full_weights(worker, weights)
+    start = {name: parameter.numpy() for name, parameter in tiny.parameters(worker).items()}
+    logprobs = [worker.get_logprobs(data=tiny.grpo_batch())["logprobs"].numpy() for _ in range(2)]
+    loss_fn = tiny.grpo_loss(fused=fused)
+    steps = [worker.train(tiny.shard(tiny.grpo_batch(seed=seed)), loss_fn) for seed in range(2)]
+    end = {
+        tiny.global_name(name, config): parameter.numpy()
+        for name, parameter in tiny.parameters(worker).items()
+    }
+    metrics = [step["all_mb_metrics"] | {"norm": step["grad_norm"].tolist()} for step in steps]
+    whole = parallel_state.get_tensor_model_parallel_world_size() == 1
+    return start, logprobs, metrics, end if whole else {}, [step["moe_metrics"] for step in steps]
+
+
+BALANCED = {"moe_aux_loss_coeff": 0.1}
+
+
+@pytest.fixture(scope="module")
+def single_rank(ranks):
+    return ranks(1).run(steps_from, {}, None, False, BALANCED)[0]
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_two_ranks_equal_one(ranks, single_rank, layout):
+    weights, logprobs, metrics, end, balance = single_rank
+    for _, own_logprobs, own_metrics, own_end, own_balance in ranks(2).run(
+        # The reference is unfused.
+        steps_from,
+        TWO_RANKS[layout],
+        weights,
+        True,
+        BALANCED,
+    ):
+        assert own_logprobs[0] == pytest.approx(logprobs[0], abs=2 * LOGPROBS)
+        assert (own_logprobs[0] == own_logprobs[1]).all(), "a pass without gradients has no noise"
+        for own, reference in zip(own_metrics, metrics, strict=True):
+            assert own.keys() == reference.keys()
+            for name in reference:
+                assert own[name] == pytest.approx(reference[name], **METRICS), name
+        for name, own in own_end.items():
+            assert own == pytest.approx(end[name], abs=10 * REORDERED), name
+        for own, reference in zip(own_balance, balance, strict=True):
+            assert own == pytest.approx(reference, rel=1e-4)
+
+
+def initial_weights(megatron):
+    import tiny
+
+    config = tiny.policy_config(model=EXPERTS, megatron=megatron)
+    worker = tiny.worker(config)
+    return {tiny.global_name(name, config): value.numpy() for name, value in tiny.parameters(worker).items()}
+
+
+def test_spread_experts_start_different_and_all_else_equal(ranks):
+    first, second = ranks(2).run(initial_weights, {"expert_model_parallel_size": 2})
+    shared = first.keys() & second.keys()
+    assert not any("local_experts" in name for name in shared)
+    for name in shared:
+        assert (first[name] == second[name]).all(), name
+    experts = [weight for weights in (first, second) for name, weight in weights.items() if "fc1" in name]
+    assert len(experts) == 8
+    assert all(abs(a - b).max() > 1e-3 for i, a in enumerate(experts) for b in experts[:i])
+
+
+# What a step leaves in the gradient buckets is whole on every rank with the plain optimizer only.
+PLAIN = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}}
+LAST_ROUTER = "module.decoder.layers.1.mlp.router.weight"
+COEFFICIENT = 0.5
+
+
+def router_gradients(coefficient, kind, megatron, weights, token_level, mbs, chunk_rows):
+    """A step of chunks: the routers' gradients by global name, what the last router saw, and the worker."""
+    import tiny
+
+    model = EXPERTS | {"moe_aux_loss_coeff": coefficient, "moe_router_load_balancing_type": kind}
+    worker = tiny.worker(tiny.policy_config(model=model, megatron=megatron, max_grad_norm=0.0))
+    if weights is not None:
+        tiny.load_full_weights(worker, weights)
+    start = {name: parameter.numpy() for name, parameter in tiny.parameters(worker).items()}
+    *_, last = (part for name, part in worker.backend.chunks[0].named_modules() if name.endswith("router"))
+    router, seen = last.weight.detach().clone(), []
+    last.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].detach().clone()))
+    batch = tiny.shard(tiny.grpo_batch())
+    worker.begin_train_step(tiny.grpo_loss(token_level_loss=token_level), mbs=mbs)
+    first = 0
+    for rows in chunk_rows:
+        worker.train_microbatch(batch.slice(first, first + rows))
+        first += rows
+    metrics = worker.finish_train_step()["moe_metrics"]
+    found = {
+        tiny.global_name(name, worker.policy): parameter.main_grad.clone()
+        for name, parameter in worker.backend.chunks[0].named_parameters()
+        if name.endswith("router.weight")
+    }
+    return start, found, (seen, router, batch), metrics
+
+
+def balancing_gradients(kind, megatron, weights, *step):
+    """What the load-balancing loss adds to the routers' gradients of a step."""
+    start, without, _, _ = router_gradients(0.0, kind, megatron, weights, *step)
+    _, found, saw, metrics = router_gradients(COEFFICIENT, kind, megatron, weights, *step)
+    return start, {name: (found[name] - without[name]).numpy() for name in found}, saw, metrics
+
+
+def balancing_gradient_and_oracle(kind, *step):
+    _, added, saw, _ = balancing_gradients(kind, {}, None, *step)
+    return added[LAST_ROUTER], weighted_mean_gradient(kind, *saw, *step)
+
+
+def weighted_mean_gradient(kind, hiddens, router, batch, token_level, mbs, chunk_rows):
+    """The gradient of the coefficient times the mean of microbatches' losses, weighted by their part of the loss."""
+    import torch
+
+    weight = router.double().requires_grad_()
+    tokens = (batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]).sum(1)
+    parts = tokens if token_level else batch["sample_mask"]
+    total = 0.0
+    for hidden_SBH, rows in zip(hiddens, rows_of_microbatches(mbs, chunk_rows), strict=True):
+        scores_SBE = (hidden_SBH.double() @ weight.T).softmax(-1)
+        groups = [scores_SBE[: batch["input_lengths"][row], place] for place, row in enumerate(rows)]
+        loss = switch_loss(groups if kind == "seq_aux_loss" else [torch.cat(groups)])
+        total = total + COEFFICIENT * loss * float(parts[rows].sum() / parts.sum())
+    total.backward()
+    return weight.grad.numpy()
+
+
+def rows_of_microbatches(mbs, chunk_rows):
+    first = 0
+    for rows in chunk_rows:
+        yield from (list(range(i, min(i + mbs, first + rows))) for i in range(first, first + rows, mbs))
+        first += rows
+
+
+def switch_loss(groups, topk=2):
+    """Experts * sum of (share of the tokens sent to it) * (its mean score), averaged over groups of tokens."""
+    import torch
+
+    count = sum(len(scores) for scores in groups) / len(groups)
+    losses = []
+    for scores in groups:
+        sent = torch.nn.functional.one_hot(scores.topk(topk, dim=1).indices, scores.shape[1]).sum((0, 1))
+        losses.append(scores.shape[1] * (sent / (topk * count) * scores.sum(0) / count).sum())
+    return torch.stack(losses).mean()
+
+
+# Microbatch size and rows of the chunks; (3, 5) by two fills microbatches up with empty rows.
+STEPS = [("aux_loss", 8, (8,)), ("aux_loss", 1, (8,)), ("aux_loss", 2, (3, 5)), ("seq_aux_loss", 2, (3, 5))]
+
+
+@pytest.mark.parametrize("token_level", [True, False], ids=["token-level", "sequence-level"])
+@pytest.mark.parametrize(("kind", "mbs", "chunk_rows"), STEPS, ids=str)
+def test_the_router_gets_the_coefficient_times_the_mean_loss(ranks, kind, token_level, mbs, chunk_rows):
+    step = token_level, mbs, chunk_rows
+    found, wanted = ranks(1).run(balancing_gradient_and_oracle, kind, *step)[0]
+    assert abs(wanted).max() > 1e-3
+    assert found == pytest.approx(wanted, abs=2e-6)
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_every_layout_balances_alike(ranks, layout):
+    token_level = False
+    step = token_level, 2, (8,)
+    weights, wanted, _, _ = ranks(1).run(plain, "aux_loss", {}, None, *step)[0]
+    rows = 4 if layout in ("dp2", "ep2", "ep2-recompute") else 8
+    found = {}
+    for _, own, _, _ in ranks(2).run(
+        plain, "aux_loss", TWO_RANKS[layout] | PLAIN, weights, token_level, 2, (rows,)
+    ):
+        found |= own
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert abs(wanted[name]).max() > 1e-3
+        assert found[name] == pytest.approx(wanted[name], abs=5e-6), name
+
+
+def plain(*args):
+    start, added, _, metrics = balancing_gradients(*args)
+    return start, added, None, metrics
+
+
+def biases_after_a_step(megatron):
+    """The experts' biases that a step leaves, and where the tokens of its batch went in the first pass [S, B, E]."""
+    import tiny
+    import torch
+
+    model = EXPERTS | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    worker = tiny.worker(tiny.policy_config(model=model, megatron=megatron))
+    batch = tiny.grpo_batch()
+    routers = [part for name, part in worker.backend.chunks[0].named_modules() if name.endswith("router")]
+    sent = []
+    hooks = [
+        router.register_forward_hook(lambda _module, _inputs, output: sent.append(output[1].clone()))
+        for router in routers
+    ]
+    reference = worker.get_reference_policy_logprobs(data=batch, micro_batch_size=8)["reference_logprobs"]
+    for hook in hooks:
+        hook.remove()
+    worker.train(tiny.shard(batch), tiny.grpo_loss())
+    again = worker.get_reference_policy_logprobs(data=batch, micro_batch_size=8)["reference_logprobs"]
+    assert torch.equal(reference, again), "the reference keeps the biases of the start"
+    biases = [router.expert_bias.numpy().copy() for router in routers]
+    return (
+        biases,
+        [routing_map.view(-1, 8, 4).numpy() for routing_map in sent],
+        batch["input_lengths"].numpy(),
+    )
+
+
+def test_padding_moves_no_bias_of_an_expert(ranks):
+    biases, sent, lengths = ranks(1).run(biases_after_a_step, {})[0]
+    real_SB = np.arange(12)[:, None] < lengths
+    directions = []
+    for bias, routing_map in zip(biases, sent, strict=True):
+        counts, padded = routing_map[real_SB].sum(0), routing_map.sum((0, 1))
+        assert bias == pytest.approx(1e-3 * np.sign(counts.mean() - counts))
+        directions.append(np.sign(padded.mean() - padded) != np.sign(counts.mean() - counts))
+    assert np.any(directions), "with the padding some bias would have moved another way"
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2-sp", "recompute"])
+def test_the_biases_of_experts_follow_all_ranks(ranks, layout):
+    wanted, _, _ = ranks(1).run(biases_after_a_step, {})[0]
+    pool = ranks(1 if layout == "recompute" else 2)
+    for biases, _, _ in pool.run(
+        biases_after_a_step, TWO_RANKS.get(layout, {"activation_checkpointing": True})
+    ):
+        for bias, other in zip(biases, wanted, strict=True):
+            assert (bias == other).all()
