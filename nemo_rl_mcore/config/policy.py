@@ -6,6 +6,13 @@ from typing import Annotated, Literal, cast
 from pydantic import BeforeValidator, model_validator
 
 from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.batching import (
+    DynamicBatchingConfig,
+    SequencePackingConfig,
+    TokenBudgets,
+    batching_problems,
+    token_budgets,
+)
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.guardrails import fused_guardrails
 from nemo_rl_mcore.config.megatron import MegatronConfig
@@ -32,44 +39,6 @@ class TokenizerConfig(StrictModel):
 
     name: str
     """`char` for the embedded character tokenizer, or a local Hugging Face directory."""
-
-
-class SequencePackingConfig(StrictModel):
-    """Several samples in one row without padding."""
-
-    enabled: bool = False
-    """Whether samples are packed."""
-    train_mb_tokens: PositiveInt | None = None
-    """Tokens of a training microbatch."""
-    logprob_mb_tokens: PositiveInt | None = None
-    """Tokens of a log-probability microbatch."""
-    algorithm: str = "modified_first_fit_decreasing"
-    """How samples are assigned to rows."""
-    sequence_length_round: PositiveInt = 64
-    """Lengths are rounded up to a multiple of this."""
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield the refusal."""
-        if self.enabled:
-            yield Problem("enabled", "sequence packing is not supported yet", "set enabled: false")
-
-
-class DynamicBatchingConfig(StrictModel):
-    """Microbatches of equal token counts instead of equal sample counts."""
-
-    enabled: bool = False
-    """Whether microbatches are sized by tokens."""
-    train_mb_tokens: PositiveInt | None = None
-    """Tokens of a training microbatch."""
-    logprob_mb_tokens: PositiveInt | None = None
-    """Tokens of a log-probability microbatch."""
-    sequence_length_round: PositiveInt = 64
-    """Lengths are rounded up to a multiple of this."""
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield the refusal."""
-        if self.enabled:
-            yield Problem("enabled", "dynamic batching is not supported yet", "set enabled: false")
 
 
 class PolicyConfig(StrictModel):
@@ -102,9 +71,14 @@ class PolicyConfig(StrictModel):
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
     """Several samples in one row."""
     dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
-    """Microbatches of equal token counts."""
+    """Microbatches sized by tokens."""
     generation: GenerationConfig
     """Engine and sampling."""
+
+    @property
+    def token_budgets(self) -> TokenBudgets | None:
+        """What sizes the microbatches, if it is tokens; None where they have a fixed number of rows."""
+        return token_budgets(self)
 
     @model_validator(mode="before")
     @classmethod
@@ -122,6 +96,7 @@ class PolicyConfig(StrictModel):
             if not guardrail.ok:
                 yield guardrail.problem()
         yield from parallel_problems(self.model, self.megatron_cfg)
+        yield from batching_problems(self)
         yield from self._weight_problems()
         yield from self._stop_problems()
         yield from self._length_problems()

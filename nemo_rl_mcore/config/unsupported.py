@@ -132,7 +132,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "policy.optimizer": _only(None, remedy="set it to null and use policy.megatron_cfg.optimizer"),
     "policy.scheduler": _only(None, remedy="set it to null and use policy.megatron_cfg.scheduler"),
     "policy.draft": _only(OFF, remedy="set policy.draft.enabled: false"),
-    "policy.sequence_packing.microbatch_order": _UNREAD,  # packing itself is refused
+    "policy.sequence_packing.microbatch_order": _UNREAD,  # sums do not depend on it
     # policy.megatron_cfg
     "policy.megatron_cfg.converter_type": _UNREAD,  # names a Hugging Face converter; no weights are loaded
     "policy.megatron_cfg.model_overrides": _only(None, {}, remedy=_ARCHITECTURE),

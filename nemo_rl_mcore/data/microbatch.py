@@ -1,40 +1,130 @@
-"""Cut a batch into microbatches of equal shape, as pipeline schedules need them."""
+"""Cut a batch into microbatches, and put what they give back into the batch's order.
+
+Shapes: B rows of a microbatch, S its columns, N rows of the batch that are in it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 
+Groups = list[list[int]]
 
-def make_microbatches(
-    data: BatchedDataDict, micro_batch_size: int, sequence_multiple: int = 1
-) -> list[BatchedDataDict]:
-    """Split the rows in order into microbatches of exactly `micro_batch_size` rows, at least one.
 
-    Only tensors travel. The last microbatch is filled up with rows of zeros: their sample_mask is 0, so they count in
-    no sum. Columns of the [B, S, ...] tensors are padded with zeros to a multiple of `sequence_multiple` (sequence
-    parallelism splits the sequence evenly).
+@dataclass(frozen=True)
+class Microbatch:
+    """Rows that pass through the model together, each in a row of its own.
+
+    rows: what losses read, tensors only. Rows behind the first N are filling: all zero, their sample_mask too, so that
+        they count in no sum.
+    places: int64 [N], where the others stand in the batch.
     """
-    tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
+
+    rows: BatchedDataDict
+    places: Tensor
+
+    @property
+    def model_rows(self) -> BatchedDataDict:
+        """The rows as the model takes them: input_ids and, where the batch has them, input_lengths."""
+        return self.rows
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Where the samples of a packed row begin and end; empty when every sample has a row of its own."""
+        return ()
+
+    def to_model(self, values_BS: Tensor) -> Tensor:
+        """Lay values of the tokens out as the model takes the tokens."""
+        return values_BS
+
+    def from_model(self, values: Tensor) -> Tensor:
+        """Lay values that the model gives out as `rows` are: [B, S], 0 where no token is."""
+        return values
+
+    def to(self, device: torch.device) -> Self:
+        """Return the microbatch on a device."""
+        return replace(self, rows=self.rows.to(device), places=self.places.to(device))
+
+
+class Cut(Protocol):
+    """A way to cut a batch: which rows go together, and how they are laid out."""
+
+    def groups(self, data: BatchedDataDict) -> Groups:
+        """Return the rows of each microbatch; every row is in exactly one."""
+        ...
+
+    def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
+        """Return a microbatch for each group; one for an empty group is filling alone."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedRows:
+    """Microbatches of `row_count` rows in the batch's order, the last one filled up.
+
+    All have the batch's columns, rounded up to a multiple of `column_multiple`.
+    """
+
+    row_count: int
+    column_multiple: int = 1
+
+    def groups(self, data: BatchedDataDict) -> Groups:
+        """See `Cut.groups`."""
+        rows = range(data.size)
+        return [list(rows[first : first + self.row_count]) for first in rows[:: self.row_count]]
+
+    def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
+        """See `Cut.build`."""
+        columns = round_up(data["input_ids"].shape[1], self.column_multiple)
+        return [
+            Microbatch(take_rows(data, group, self.row_count, columns), torch.tensor(group, dtype=torch.long))
+            for group in groups
+        ]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the next multiple of `multiple` that is not below `number`."""
+    return -(-number // multiple) * multiple
+
+
+def take_rows(data: BatchedDataDict, places: Sequence[int], rows: int, columns: int) -> BatchedDataDict:
+    """Return the tensors of the rows at `places`, cut or filled with zeros to [rows, columns, ...].
+
+    Tensors that have no column for each token of `input_ids` keep their columns.
+    """
+    tensors = BatchedDataDict({key: value for key, value in data.items() if isinstance(value, Tensor)})
     length = tensors["input_ids"].shape[1]
-    missing_columns = -length % sequence_multiple
-    missing_rows = -data.size % micro_batch_size if data.size else micro_batch_size
-    padded = BatchedDataDict(
+    missing = rows - len(places)
+    return BatchedDataDict(
         {
-            key: _pad(value, missing_rows, missing_columns if _has_columns(value, length) else 0)
-            for key, value in tensors.items()
+            key: _resize(value, missing, columns - length if _has_columns(value, length) else 0)
+            for key, value in tensors.select_indices(places).items()
         }
     )
-    return [padded.slice(i, i + micro_batch_size) for i in range(0, padded.size, micro_batch_size)]
+
+
+def in_batch_order(parts: Iterable[tuple[Tensor, Tensor]], rows: int, columns: int) -> Tensor:
+    """Return [rows, columns] from microbatches' (places, values [B, S]): 0 where they were cut, filling dropped."""
+    parts = [*parts]
+    result = parts[0][1].new_zeros(rows, columns)
+    for places, values in parts:
+        kept = values[: len(places), :columns]
+        result[places, : kept.shape[1]] = kept
+    return result
 
 
 def _has_columns(value: Tensor, length: int) -> bool:
     return value.ndim > 1 and value.shape[1] == length
 
 
-def _pad(value: Tensor, rows: int, columns: int) -> Tensor:
-    if columns:
-        value = pad(value, (0, 0) * (value.ndim - 2) + (0, columns))
-    return pad(value, (0, 0) * (value.ndim - 1) + (0, rows)) if rows else value
+def _resize(value: Tensor, more_rows: int, more_columns: int) -> Tensor:
+    if more_columns:
+        value = pad(value, (0, 0) * (value.ndim - 2) + (0, more_columns))
+    return pad(value, (0, 0) * (value.ndim - 1) + (0, more_rows)) if more_rows else value

@@ -37,9 +37,10 @@ _REDUCE_OPS = {
 
 
 @dataclass(frozen=True)
-class _RandomState:
+class _Snapshot:
     generators: list[torch.Tensor]
     tracker: dict[str, torch.Tensor]
+    buffers: list[torch.Tensor]
 
 
 class MegatronBackend:
@@ -59,14 +60,20 @@ class MegatronBackend:
             _sequence_multiple(policy),
         )
 
-    def snapshot(self) -> _RandomState:
-        """The random generators, which dropout draws from."""
-        return _RandomState(accelerator.device_rng_states(), _rng_tracker().get_states())
+    def snapshot(self) -> _Snapshot:
+        """The random generators, which dropout draws from, and the buffers, in which routers count and are biased."""
+        buffers = [buffer.clone() for buffer in self._buffers()]
+        return _Snapshot(accelerator.device_rng_states(), _rng_tracker().get_states(), buffers)
 
-    def restore(self, snapshot: _RandomState) -> None:
-        """Set the random generators back."""
+    def restore(self, snapshot: _Snapshot) -> None:
+        """Set random generators and buffers back."""
         accelerator.restore_device_rng_states(snapshot.generators)
         _rng_tracker().set_states(snapshot.tracker)
+        for buffer, saved in zip(self._buffers(), snapshot.buffers, strict=True):
+            buffer.copy_(saved)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [buffer for chunk in self.chunks for buffer in chunk.module.buffers()]
 
     def zero_grad(self) -> None:
         """Clear the gradient buckets, the optimizer's gradients and what auxiliary losses have added up."""

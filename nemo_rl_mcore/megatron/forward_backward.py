@@ -17,10 +17,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.microbatch import make_microbatches
+from nemo_rl_mcore.data.microbatch import Microbatch, in_batch_order
 from nemo_rl_mcore.losses.base import LossFunction, LossType, TokenOutputs
 from nemo_rl_mcore.megatron.auxiliary_losses import AuxiliaryLosses, AuxiliaryTerms, without_prediction_layers
+from nemo_rl_mcore.megatron.batching import Batching, attention_inputs
 from nemo_rl_mcore.megatron.output_processor import Processor, TokenSelection
 from nemo_rl_mcore.training.step_sums import LocalSums
 
@@ -28,7 +30,7 @@ from nemo_rl_mcore.training.step_sums import LocalSums
 LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
 Select = Callable[[BatchedDataDict], torch.Tensor]
 Collect = Callable[..., LossTriple]
-MicrobatchIterator = Iterator[tuple[BatchedDataDict, AuxiliaryTerms | None]]
+MicrobatchIterator = Iterator[tuple[Microbatch, AuxiliaryTerms | None]]
 
 
 @contextmanager
@@ -52,6 +54,7 @@ class ForwardBackward:
     processor: the output processor, fused or unfused.
     temperature: divides the logits inside the softmax, in training and in log-probabilities alike.
     sequence_multiple: batches are padded to a multiple of this many columns.
+    token_budgets: what microbatches are sized by; None for a fixed number of rows.
     """
 
     config: TransformerConfig
@@ -59,6 +62,12 @@ class ForwardBackward:
     processor: Processor
     temperature: float
     sequence_multiple: int
+    token_budgets: TokenBudgets | None = None
+
+    @cached_property
+    def batching(self) -> Batching:
+        """How rows become microbatches."""
+        return Batching.of(self.config, self.sequence_multiple, self.token_budgets)
 
     @cached_property
     def auxiliary(self) -> AuxiliaryLosses:
@@ -70,11 +79,10 @@ class ForwardBackward:
 
         Column i is log p of token i given those before it; column 0 and the right padding are 0.
         """
+        microbatches = self.batching.for_logprobs(data, micro_batch_size)
         with evaluation_mode(self.chunks):
-            parts = self._run(data, micro_batch_size, _real_next_tokens, self._collect_logprobs)
-        if not parts:
-            return None
-        return torch.cat(parts)[: data.size, : data["input_ids"].shape[1]]
+            parts = self._run(microbatches, _real_next_tokens, _collect_logprobs)
+        return in_batch_order(parts, *data["input_ids"].shape) if parts else None
 
     def loss_sums(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int, *, forward_only: bool
@@ -83,12 +91,10 @@ class ForwardBackward:
 
         Unless `forward_only`, the gradients of the un-normalised loss are added to the local gradient buckets.
         """
-        collect = partial(self._collect_sums, loss_fn)
         parts = self._run(
-            data,
-            micro_batch_size,
+            self.batching.for_training(data, micro_batch_size),
             _tokens_to_train,
-            collect,
+            partial(_collect_sums, loss_fn),
             trained_by=None if forward_only else loss_fn.loss_type,
             entropy=loss_fn.needs_entropy,
         )
@@ -99,26 +105,25 @@ class ForwardBackward:
 
     def _run(
         self,
-        data: BatchedDataDict,
-        micro_batch_size: int,
+        on_cpu: list[Microbatch],
         select: Select,
         collect: Collect,
         *,
         trained_by: LossType | None = None,
         entropy: bool = False,
     ) -> list[Any]:
-        """Run a batch through the schedule: forward only, unless it is trained by a loss of some type."""
-        on_cpu = make_microbatches(data, micro_batch_size, self.sequence_multiple)
-        terms = [None if trained_by is None else self.auxiliary.terms(part, trained_by) for part in on_cpu]
+        """Run microbatches through the schedule: forward only, unless they are trained by a loss of some type."""
+        terms = [None if trained_by is None else self.auxiliary.terms(part.rows, trained_by) for part in on_cpu]
         microbatches = [microbatch.to(accelerator.device()) for microbatch in on_cpu]
+        rows, columns = microbatches[0].model_rows["input_ids"].shape
         iterators: list[Any] = [iter(zip(microbatches, terms, strict=True)) for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, select, collect, entropy),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=[*self.chunks] if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(microbatches),
-            seq_length=microbatches[0]["input_ids"].shape[1],
-            micro_batch_size=micro_batch_size,
+            seq_length=columns,
+            micro_batch_size=rows,
             forward_only=trained_by is None,
         )
 
@@ -134,7 +139,7 @@ class ForwardBackward:
         """One microbatch forward; or, for the schedule that overlaps expert communication, only the plan of it."""
         microbatch, terms = next(microbatches)
         run = model.build_schedule_plan if return_schedule_plan else model
-        output = run(**self._model_inputs(microbatch, terms, select(microbatch), entropy, model))
+        output = run(**self._model_inputs(microbatch, terms, select(microbatch.rows), entropy, model))
         if return_schedule_plan:
             return output, partial(self._collect_of_plan, partial(collect, microbatch), terms)
         if terms is not None:
@@ -143,28 +148,30 @@ class ForwardBackward:
 
     def _model_inputs(
         self,
-        microbatch: BatchedDataDict,
+        microbatch: Microbatch,
         terms: AuxiliaryTerms | None,
         next_token_mask_BS: torch.Tensor,
         entropy: bool,
         model: torch.nn.Module,
     ) -> dict[str, Any]:
-        input_ids, position_ids, attention_mask = causal_inputs(microbatch["input_ids"])
+        model_rows = microbatch.model_rows
+        mask_BS = microbatch.to_model(next_token_mask_BS)
+        input_ids, position_ids, _ = causal_inputs(model_rows["input_ids"])
         selection = TokenSelection(
             targets_SB=input_ids.roll(-1, dims=1).t().contiguous(),
-            mask_SB=next_token_mask_BS.t().contiguous(),
+            mask_SB=mask_BS.t().contiguous(),
             temperature=self.temperature,
             with_entropy=entropy,
         )
         inputs = {
             "input_ids": input_ids,
             "position_ids": position_ids,
-            "attention_mask": attention_mask,
             "output_processor": self.processor,
             "output_processor_context": selection,
         }
+        inputs |= attention_inputs(microbatch, self.config)
         if terms is not None:
-            inputs |= self.auxiliary.model_inputs(terms, microbatch, next_token_mask_BS, model)
+            inputs |= self.auxiliary.model_inputs(terms, model_rows, mask_BS, model)
         return inputs
 
     def _collect_of_plan(
@@ -177,23 +184,30 @@ class ForwardBackward:
             self.auxiliary.follow(terms, output)
         return collect(output)
 
-    def _collect_logprobs(self, _microbatch: BatchedDataDict, logprobs_SB: torch.Tensor) -> LossTriple:
-        # A position's output belongs to the token after it, so the columns move one to the right.
-        shifted_BS = torch.nn.functional.pad(logprobs_SB[:-1].t(), (1, 0))
-        return logprobs_SB.sum(), no_tokens(logprobs_SB), shifted_BS
 
-    def _collect_sums(
-        self,
-        loss_fn: LossFunction,
-        microbatch: BatchedDataDict,
-        output: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    ) -> LossTriple:
-        logprobs_SB, entropy_SB = output if isinstance(output, tuple) else (output, None)
-        outputs = TokenOutputs(
-            logprobs=logprobs_SB[:-1].t(), entropy=None if entropy_SB is None else entropy_SB[:-1].t()
-        )
-        sums = loss_fn.sums(outputs, microbatch)
-        return sums.loss, no_tokens(logprobs_SB), LocalSums.of(sums, microbatch)
+def _collect_logprobs(microbatch: Microbatch, logprobs_SB: torch.Tensor) -> LossTriple:
+    # A position's output belongs to the token after it, so the columns move one to the right.
+    shifted_BS = torch.nn.functional.pad(_next_tokens(microbatch, logprobs_SB), (1, 0))
+    return logprobs_SB.sum(), no_tokens(logprobs_SB), (microbatch.places, shifted_BS)
+
+
+def _collect_sums(
+    loss_fn: LossFunction,
+    microbatch: Microbatch,
+    output: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+) -> LossTriple:
+    logprobs_SB, entropy_SB = output if isinstance(output, tuple) else (output, None)
+    outputs = TokenOutputs(
+        logprobs=_next_tokens(microbatch, logprobs_SB),
+        entropy=None if entropy_SB is None else _next_tokens(microbatch, entropy_SB),
+    )
+    sums = loss_fn.sums(outputs, microbatch.rows)
+    return sums.loss, no_tokens(logprobs_SB), LocalSums.of(sums, microbatch.rows)
+
+
+def _next_tokens(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
+    """What the model says of each position's next token, one row a sample: [B, S-1]."""
+    return microbatch.from_model(values_SB.t())[:, :-1]
 
 
 def causal_inputs(input_ids_BL: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor, None]:

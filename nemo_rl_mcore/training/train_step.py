@@ -57,7 +57,7 @@ class TrainStepBackend(Protocol):
     """What a step needs of the framework that holds the model."""
 
     def snapshot(self) -> Any:
-        """State outside weights and gradients that a forward pass changes (random generators, for one)."""
+        """State outside weights and gradients that a step changes: random generators, counters, biases."""
         ...
 
     def restore(self, snapshot: Any) -> None:
@@ -173,6 +173,9 @@ class TrainStep:
         self._phase = Phase.FAILED  # until the step is committed
         totals = self._backend.reduce(step.sums)
         outcome = self._update(step, totals)
+        if not outcome.update_successful:
+            # Finalising the gradients has moved the biases of experts: a step that is skipped moves nothing.
+            self._backend.restore(step.snapshot)
         result = StepResult(totals, outcome, time.monotonic() - step.started)
         self._step, self._phase = None, Phase.IDLE
         if step.step_id is not None:

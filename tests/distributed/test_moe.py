@@ -309,3 +309,33 @@ def test_the_biases_of_experts_follow_all_ranks(ranks, layout):
     ):
         for bias, other in zip(biases, wanted, strict=True):
             assert (bias == other).all()
+
+
+def buffers_after(ending):
+    import tiny
+    import torch
+
+    model = EXPERTS | {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    worker = tiny.worker(tiny.policy_config(model=model))
+    worker.train(tiny.grpo_batch(), tiny.grpo_loss())
+
+    def buffers():
+        return {name: x.clone() for chunk in worker.backend.chunks for name, x in chunk.named_buffers()}
+
+    before, bad = buffers(), tiny.grpo_batch(seed=1)
+    if ending == "skip":
+        bad["advantages"][0] = float("nan")
+        assert not worker.train(bad, tiny.grpo_loss())["update_successful"]
+    else:
+        worker.begin_train_step(tiny.grpo_loss())
+        worker.train_microbatch(bad)
+        assert ending == "abort"
+        worker.abort_train_step()
+    after = buffers()
+    assert any("expert_bias" in name and x.any() for name, x in before.items())
+    return all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("ending", ["skip", "abort"])
+def test_a_step_that_updates_nothing_moves_no_bias_and_leaves_no_count(ranks, ending):
+    assert ranks(1).run(buffers_after, ending) == [True]

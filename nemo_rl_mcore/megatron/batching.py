@@ -1,0 +1,129 @@
+"""Which rows pass through the model together on this rank, how often, and where a token may look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config.batching import TokenBudgets
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.dynamic_batching import DynamicRows
+from nemo_rl_mcore.data.microbatch import Cut, FixedRows, Microbatch, round_up
+from nemo_rl_mcore.data.sequence_packing import PackedRows
+from nemo_rl_mcore.data.token_budget import TokenBudget
+from nemo_rl_mcore.megatron import parallel_groups
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How this rank's rows become microbatches, on the CPU.
+
+    column_multiple: padded lengths are multiples of this.
+    train, logprob: what microbatches are sized by; None for a fixed number of rows.
+    packed: whether rows share the budget of one row.
+    """
+
+    config: TransformerConfig
+    column_multiple: int
+    train: TokenBudget | None = None
+    logprob: TokenBudget | None = None
+    packed: bool = False
+
+    @classmethod
+    def of(cls, config: TransformerConfig, column_multiple: int, budgets: TokenBudgets | None) -> Self:
+        """The batching of a policy with those token budgets, or with none."""
+        if budgets is None:
+            return cls(config, column_multiple)
+
+        def budget(key: str, tokens: int) -> TokenBudget:
+            return TokenBudget(tokens, f"{budgets.section}.{key}", budgets.length_round, column_multiple)
+
+        return cls(
+            config,
+            column_multiple,
+            train=budget("train_mb_tokens", budgets.train),
+            logprob=budget("logprob_mb_tokens", budgets.logprob),
+            packed=budgets.packed,
+        )
+
+    def for_training(self, data: BatchedDataDict, micro_batch_size: int) -> list[Microbatch]:
+        """The microbatches of one schedule call that trains or evaluates; a token budget overrules the size."""
+        return self._cut(data, self._way(self.train, micro_batch_size))
+
+    def for_logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> list[Microbatch]:
+        """The microbatches of one schedule call for log-probabilities; a token budget overrules the size."""
+        return self._cut(data, self._way(self.logprob, micro_batch_size))
+
+    def _way(self, budget: TokenBudget | None, micro_batch_size: int) -> Cut:
+        if budget is None:
+            return FixedRows(micro_batch_size, self.column_multiple)
+        if self.packed:
+            return PackedRows(budget, equal_columns=self.config.pipeline_model_parallel_size > 1)
+        return DynamicRows(budget)
+
+    def _cut(self, data: BatchedDataDict, cut: Cut) -> list[Microbatch]:
+        groups = cut.groups(data)
+        empty = self._calls(len(groups)) - len(groups)
+        return cut.build(data, groups + [[]] * empty)
+
+    def _calls(self, microbatches: int) -> int:
+        """How often this rank runs the model: once at least, however few rows it has."""
+        calls = max(microbatches, 1)
+        if self.config.expert_model_parallel_size > 1:
+            # Each forward pass exchanges tokens with other data-parallel ranks, so all must make as many.
+            calls = _largest_of_data_parallel_ranks(calls)
+        if self.config.virtual_pipeline_model_parallel_size is not None:
+            calls = round_up(calls, self.config.pipeline_model_parallel_size)
+        return calls
+
+
+def _largest_of_data_parallel_ranks(number: int) -> int:
+    largest = torch.tensor([number], device=accelerator.device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel_groups.data_parallel_group())
+    return int(largest)
+
+
+def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[str, Any]:
+    """GPTModel's keywords that say where a token may look: at its own sample's past.
+
+    Rows of one sample need none: the layers are causal, and padding stands on the right, so that no token sees it.
+    """
+    borders = microbatch.borders
+    if not borders:
+        return {"attention_mask": None}
+    if config.transformer_impl == "transformer_engine":
+        return {"attention_mask": None, "packed_seq_params": _packed_seq_params(borders)}
+    return {"attention_mask": _hidden_keys(borders)}
+
+
+def _packed_seq_params(borders: tuple[int, ...]) -> PackedSeqParams:
+    """The borders for Transformer Engine's kernels, which run each sample by itself."""
+    cumulative = torch.tensor(borders, dtype=torch.int32, device=accelerator.device())
+    longest = max(end - start for start, end in pairwise(borders))
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _hidden_keys(borders: tuple[int, ...]) -> torch.Tensor:
+    """Bool [1, 1, L, L] for the local layers, true where a query may not look: other samples and its own future.
+
+    The rotary embedding is of relative positions, so it matters nothing where in the row a sample begins.
+    """
+    lengths = torch.tensor([end - start for start, end in pairwise(borders)], device=accelerator.device())
+    sample_L = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
+        lengths, output_size=borders[-1]
+    )
+    visible_LL = (sample_L.unsqueeze(1) == sample_L).tril()
+    return ~visible_LL[None, None]
