@@ -11,3 +11,5 @@ FIVE_STEPS = 1e-5
 GENERATION = 1e-4
 # Metrics of a step.
 METRICS = {"rel": 1e-4, "abs": 1e-5}
+# The split step against train, over the same microbatches: parameters after three Adam steps.
+SPLIT_STEP = 1e-6

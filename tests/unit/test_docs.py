@@ -60,6 +60,7 @@ def test_the_pages_are_found():
         "README.md",
         *(f"docs/{name}.md" for name in ("support", "output_processor", "losses_and_advantages")),
         *(f"docs/{name}.md" for name in ("configuration", "config_reference")),
+        *(f"docs/{name}.md" for name in ("fused_logprobs", "split_train_step")),
     }
     assert {language for text in PAGES.values() for language, _ in BLOCK.findall(text)} == {
         *("python", "yaml", "console"),  # run by the tests below
