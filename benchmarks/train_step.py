@@ -52,12 +52,13 @@ def megatron_loop(worker: Any, data: Any, loss_fn: Any, mbs: int) -> Callable[[]
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from nemo_rl_mcore.data.microbatch import make_microbatches
+    from nemo_rl_mcore.data.microbatch import FixedRows
     from nemo_rl_mcore.losses.base import TokenOutputs
     from nemo_rl_mcore.megatron.output_processor import TokenSelection
 
     backend = worker.backend
-    microbatches = make_microbatches(data, mbs)
+    cut = FixedRows(mbs)
+    microbatches = [part.rows for part in cut.build(data, cut.groups(data))]
     rows, tokens = microbatches[0]["input_ids"].shape
     positions = torch.arange(tokens).expand(rows, -1)
     count = float(data["token_mask"][:, 1:].sum())

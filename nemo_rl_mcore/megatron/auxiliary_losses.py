@@ -49,6 +49,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.microbatch import Microbatch
 from nemo_rl_mcore.losses.base import LossType, valid_counts
 from nemo_rl_mcore.megatron import parallel_groups
 
@@ -84,21 +85,22 @@ class AuxiliaryLosses:
                 if isinstance(router, TopKRouter):
                     router.register_forward_hook(self._uncount_padding)
 
-    def terms(self, microbatch: BatchedDataDict, loss_type: LossType) -> AuxiliaryTerms | None:
+    def terms(self, microbatch: Microbatch, loss_type: LossType) -> AuxiliaryTerms | None:
         """What a training microbatch, which still lies on the CPU, needs; None for a model without such losses."""
         config = self._config
         if not (self._balances or config.mtp_num_layers or config.moe_router_enable_expert_bias):
             return None
-        sequences, tokens = (float(count) for count in valid_counts(microbatch))
+        sequences, tokens = (float(count) for count in valid_counts(microbatch.rows))
         part = tokens if loss_type is LossType.TOKEN_LEVEL else sequences
         self._microbatches += 1
         self._trained_microbatches += tokens > 0
+        model_rows = microbatch.model_rows
         # Over no real token at all the load-balancing loss would be 0/0; there its scale is 0 anyway.
-        shows_padding = self._balances and bool(microbatch["input_lengths"].any())
-        routed = self._routed_tokens(microbatch, real_only=shows_padding) * self._sequence_ranks
+        shows_padding = self._balances and bool(model_rows["input_lengths"].any())
+        routed = self._routed_tokens(model_rows, real_only=shows_padding) * self._sequence_ranks
         if shows_padding and config.moe_router_load_balancing_type == "seq_aux_loss":
             # A row without a token counts in the number of sequences that Megatron takes the mean over.
-            part *= float((microbatch["input_lengths"] > 0).double().mean())
+            part *= float((model_rows["input_lengths"] > 0).double().mean())
         return AuxiliaryTerms(
             router=part / routed if routed else 0.0,
             prediction=part / tokens if tokens else 0.0,

@@ -58,6 +58,7 @@ class MegatronBackend:
             _processor(policy),
             policy.generation.temperature,
             _sequence_multiple(policy),
+            policy.token_budgets,
         )
 
     def snapshot(self) -> _Snapshot:

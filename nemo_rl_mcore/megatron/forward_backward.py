@@ -113,7 +113,7 @@ class ForwardBackward:
         entropy: bool = False,
     ) -> list[Any]:
         """Run microbatches through the schedule: forward only, unless they are trained by a loss of some type."""
-        terms = [None if trained_by is None else self.auxiliary.terms(part.rows, trained_by) for part in on_cpu]
+        terms = [None if trained_by is None else self.auxiliary.terms(part, trained_by) for part in on_cpu]
         microbatches = [microbatch.to(accelerator.device()) for microbatch in on_cpu]
         rows, columns = microbatches[0].model_rows["input_ids"].shape
         iterators: list[Any] = [iter(zip(microbatches, terms, strict=True)) for _ in self.chunks]

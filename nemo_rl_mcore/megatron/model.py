@@ -51,6 +51,9 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         sequence_parallel=config.sequence_parallel,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        # Microbatches of different shapes: stages tell each other the next one's.
+        variable_seq_lengths=policy.dynamic_batching.enabled,
+        moe_token_dispatcher_type="alltoall",  # the default one refuses them, in dense models too
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         # With the default point-to-point settings the interleaved schedule swaps tensors on gloo, silently.
         overlap_p2p_comm=config.virtual_pipeline_model_parallel_size is not None,
@@ -63,6 +66,7 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         recompute_granularity="full" if config.activation_checkpointing else None,
         recompute_method="uniform" if config.activation_checkpointing else None,
         recompute_num_layers=1 if config.activation_checkpointing else None,
+        transformer_impl="transformer_engine" if use_transformer_engine(config) else "local",
         apply_rope_fusion=config.apply_rope_fusion and use_transformer_engine(config),
         mtp_num_layers=model.mtp_num_layers,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
@@ -87,7 +91,6 @@ def _expert_settings(policy: PolicyConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
         "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
         "moe_router_bias_update_rate": model.moe_router_bias_update_rate,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": use_transformer_engine(config),
         "expert_model_parallel_size": config.expert_model_parallel_size,
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,

@@ -232,8 +232,6 @@ def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
         ({"megatron_cfg__optimizer__bf16": True}, "bf16: true contradicts policy.precision: float32"),
         ({"megatron_cfg__optimizer__clip_grad": 0.5}, "0.5 contradicts policy.max_grad_norm: 1.0"),
         ({"precision": "float16"}, "fp16 gradients overflow .* set precision: bfloat16"),
-        ({"dynamic_batching__enabled": True}, "dynamic batching is not supported yet"),
-        ({"sequence_packing__enabled": True}, "sequence packing is not supported yet"),
         ({"generation__backend": "vllm"}, "vllm is not supported yet; set backend: embedded"),
         ({"generation__stop_strings": ["a"]}, "compares token ids"),
         ({"generation__temperature": 0}, "greater than 0"),

@@ -48,7 +48,6 @@ def test_the_refusals_of_the_stock_recipe(stock_problems):
         "policy.model",
         "policy.model_name",
         "policy.max_total_sequence_length",
-        "policy.sequence_packing.enabled",
         "policy.generation.backend",
         "policy.megatron_cfg.bias_activation_fusion",
         "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",
@@ -74,7 +73,6 @@ def test_the_stock_recipe_runs_after_following_every_remedy():
             "policy.max_total_sequence_length=1024",
             "policy.generation.max_new_tokens=4",
             "data.max_input_seq_length=null",
-            "policy.sequence_packing.enabled=false",
             "policy.generation.backend=embedded",
             "policy.megatron_cfg.bias_activation_fusion=false",
             "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=false",
@@ -91,7 +89,8 @@ def test_the_stock_recipe_runs_after_following_every_remedy():
     )
     assert config.seed == 42
     assert config.policy.megatron_cfg.optimizer.lr == 5e-6
-    assert config.policy.sequence_packing.train_mb_tokens == 4096
+    assert config.policy.token_budgets.packed
+    assert config.policy.token_budgets.train == 4096
 
 
 def nested(path: str, value: object) -> dict[str, Any]:

@@ -1,31 +1,73 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from uneven_batch import COLUMNS, batch, made
 
-from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.microbatch import make_microbatches
-
-
-def batch(rows, columns=5):
-    return BatchedDataDict(
-        input_ids=torch.arange(1, rows * columns + 1).view(rows, columns),
-        token_mask=torch.ones(rows, columns),
-        topk=torch.ones(rows, columns, 3),
-        sample_mask=torch.ones(rows),
-        texts=[str(row) for row in range(rows)],
-    )
+from nemo_rl_mcore.data.dynamic_batching import DynamicRows
+from nemo_rl_mcore.data.microbatch import FixedRows, in_batch_order
+from nemo_rl_mcore.data.sequence_packing import PackedRows
+from nemo_rl_mcore.data.token_budget import TokenBudget
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4, 6, 7])
 @pytest.mark.parametrize("multiple", [1, 2, 4])
-def test_equal_shapes_that_hold_every_row_once(rows, multiple):
-    made = make_microbatches(batch(rows), 3, multiple)
+def test_fixed_microbatches_have_one_shape(rows, multiple):
+    parts = made(FixedRows(3, multiple), batch([5] * rows, columns=5), empty=1)
     columns = -(-5 // multiple) * multiple
-    assert len(made) == max(1, -(-rows // 3))
-    assert {tuple(part["input_ids"].shape) for part in made} == {(3, columns)}
-    assert {tuple(part["topk"].shape) for part in made} == {(3, columns, 3)}
-    together = torch.cat([part["input_ids"] for part in made])
-    assert torch.equal(together[:rows, :5], batch(rows)["input_ids"])
+    assert len(parts) == -(-rows // 3) + 1
+    assert {tuple(part.rows["input_ids"].shape) for part in parts} == {(3, columns)}
+    assert {tuple(part.rows["topk"].shape) for part in parts} == {(3, columns, 3)}
+    together = torch.cat([part.rows["input_ids"] for part in parts])
+    assert torch.equal(together[:rows, :5], batch([5] * rows, columns=5)["input_ids"])
     assert together[rows:].abs().sum() == 0
-    assert torch.cat([part["sample_mask"] for part in made]).sum() == rows
-    assert torch.cat([part["token_mask"] for part in made]).sum() == rows * 5
-    assert all("texts" not in part for part in made)
+
+
+lengths_of_rows = st.lists(st.integers(0, COLUMNS), max_size=20)
+cuts = st.one_of(
+    st.builds(FixedRows, st.integers(1, 5), st.sampled_from([1, 2, 4])),
+    *(
+        st.builds(
+            way,
+            st.builds(
+                TokenBudget,
+                st.integers(COLUMNS, 4 * COLUMNS),
+                st.just("key"),
+                st.integers(1, 5),
+                st.sampled_from([1, 2, 4]),
+            ),
+        )
+        for way in (DynamicRows, PackedRows, lambda budget: PackedRows(budget, equal_columns=True))
+    ),
+)
+
+
+@given(cuts, lengths_of_rows, st.integers(1, 2))
+def test_every_cut_holds_every_row_once_and_gives_it_back_in_its_place(cut, lengths, empty):
+    data = batch(lengths)
+    parts = made(cut, data, empty)
+    places = [place for part in parts for place in part.places.tolist()]
+    assert sorted(places) == list(range(len(lengths)))
+    assert sum(part.rows["sample_mask"].sum() for part in parts) == len(lengths)
+    assert sum(part.rows["token_mask"].sum() for part in parts) == sum(lengths)
+    assert all("texts" not in part.rows for part in parts)
+    seen = [(part.places, part.from_model(part.to_model(part.rows["input_ids"]))) for part in parts]
+    assert torch.equal(in_batch_order(seen, len(lengths), COLUMNS), data["input_ids"])
+
+
+@given(cuts, lengths_of_rows)
+def test_cuts_are_deterministic(cut, lengths):
+    assert cut.groups(batch(lengths)) == cut.groups(batch(lengths))
+
+
+@given(cuts, lengths_of_rows)
+def test_empty_groups_are_filling_that_counts_nothing(cut, lengths):
+    *_, filling = made(cut, batch(lengths), empty=1)
+    assert len(filling.places) == 0
+    assert all(value.abs().sum() == 0 for value in filling.rows.values())
+    assert filling.model_rows["input_ids"].numel() > 0
+
+
+def test_values_behind_the_columns_of_a_microbatch_come_back_as_zeros():
+    parts = [(torch.tensor([2]), torch.ones(1, 2)), (torch.tensor([0, 1]), torch.full((3, 5), 2.0))]
+    assert in_batch_order(parts, 3, 4).tolist() == [[2, 2, 2, 2], [2, 2, 2, 2], [1, 1, 0, 0]]

@@ -1,0 +1,255 @@
+"""However rows are put into microbatches, a step is the same: loss, metrics, gradients, weights, log-probabilities."""
+
+import pytest
+from tolerances import LOGPROBS, METRICS, REORDERED
+
+LAYOUTS = {
+    "one-rank": (1, {}),
+    "dp2": (2, {}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+}
+
+
+def by_tokens(section, budget, length_round=4):
+    budgets = {"train_mb_tokens": budget, "logprob_mb_tokens": budget}
+    return {section: {"enabled": True, "sequence_length_round": length_round} | budgets}
+
+
+# The longest row has 12 tokens, all rows 47.
+WAYS = {
+    "rows-1": {"train_micro_batch_size": 1},
+    "rows-8": {"train_micro_batch_size": 8},
+    "dynamic-17": by_tokens("dynamic_batching", 17),
+    "dynamic-40": by_tokens("dynamic_batching", 40, length_round=1),
+    "packing-16": by_tokens("sequence_packing", 16),
+    "packing-29": by_tokens("sequence_packing", 29),
+    "packing-64": by_tokens("sequence_packing", 64, length_round=64),
+}
+FEWER_WAYS = ("dynamic-17", "packing-16", "packing-29")
+REFERENCE = {"train_micro_batch_size": 2}
+LENGTH = {"max_total_sequence_length": 12}
+# A large epsilon: else Adam would blow the rounding of tiny gradients up to whole steps. And every rank keeps all
+# reduced gradients, not only those of its own part.
+OPTIMIZER = {
+    "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "adam_eps": 1e-3, "use_distributed_optimizer": False}
+}
+
+
+def uneven_batch(seed=0):
+    """Eight rows of 1 to 12 tokens; one has no token to train on, one is left out."""
+    import tiny
+    import torch
+
+    batch = tiny.grpo_batch(seed=seed)
+    lengths = torch.tensor([12, 5, 2, 12, 1, 4, 8, 3])
+    real = torch.arange(12) < lengths.unsqueeze(1)
+    batch["input_lengths"] = lengths
+    batch["input_ids"] = batch["input_ids"].clamp(min=1) * real
+    batch["token_mask"] = (real & (torch.arange(12) >= 1)).float()
+    batch["token_mask"][1] = 0.0
+    return batch
+
+
+def losses():
+    """Over tokens, over sequences, and supervised."""
+    import tiny
+
+    from nemo_rl_mcore.losses import NLLLossFn
+
+    gspo = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+    return tiny.grpo_loss(), tiny.grpo_loss(**gspo), NLLLossFn()
+
+
+def three_steps(way, megatron, model=None):
+    """Log-probabilities and one step for each loss: metrics and gradients of each, the weights after the last."""
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config(model=model, megatron=OPTIMIZER | megatron, **(LENGTH | way)))
+    start = tiny.parameters(worker)
+    logprobs = worker.get_logprobs(data=uneven_batch())["logprobs"]
+    found = []
+    for seed, loss_fn in enumerate(losses()):
+        step = worker.train(tiny.shard(uneven_batch(seed)), loss_fn)
+        metrics = step["all_mb_metrics"] | {"norm": step["grad_norm"].tolist()}
+        found.append((metrics, as_arrays(tiny.gradients(worker))))
+    end = tiny.parameters(worker)
+    assert tiny.largest_difference(start, end) > 1e-2
+    evaluated = worker.train(tiny.shard(uneven_batch()), losses()[0], eval_mode=True)
+    return logprobs.numpy(), found, as_arrays(end), evaluated["all_mb_metrics"]
+
+
+def as_arrays(tensors):
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def assert_equal(found, wanted):
+    """The results of `three_steps` of one rank, in two ways."""
+    logprobs, steps, weights, evaluated = found
+    assert logprobs == pytest.approx(wanted[0], abs=LOGPROBS)
+    assert ((logprobs == 0) == (wanted[0] == 0)).all()
+    for (metrics, gradients), (wanted_metrics, wanted_gradients) in zip(steps, wanted[1], strict=True):
+        assert_metrics(metrics, wanted_metrics)
+        for name, gradient in wanted_gradients.items():
+            assert gradients[name] == pytest.approx(gradient, rel=1e-4, abs=REORDERED), name
+    for name, weight in wanted[2].items():
+        assert weights[name] == pytest.approx(weight, abs=REORDERED), name
+    assert_metrics(evaluated, wanted[3])
+
+
+def assert_metrics(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert found[name] == pytest.approx(wanted[name], **METRICS), name
+
+
+@pytest.fixture(scope="module")
+def reference(ranks):
+    """`reference(layout)`: what each rank computes with two rows in a microbatch."""
+    known = {}
+
+    def of(layout):
+        if layout not in known:
+            world_size, megatron = LAYOUTS[layout]
+            known[layout] = ranks(world_size).run(three_steps, REFERENCE, megatron)
+        return known[layout]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [("one-rank", way) for way in WAYS]
+    + [(layout, way) for layout in ("dp2", "tp2-sp", "pp2") for way in ("rows-8", *FEWER_WAYS)],
+)
+def test_a_step_does_not_depend_on_its_microbatches(ranks, reference, layout, way):
+    world_size, megatron = LAYOUTS[layout]
+    for found, wanted in zip(
+        ranks(world_size).run(three_steps, WAYS[way], megatron), reference(layout), strict=True
+    ):
+        assert_equal(found, wanted)
+
+
+def shapes(way, megatron):
+    """What the model is given of a training batch and of a log-probability batch."""
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config(megatron=OPTIMIZER | megatron, **(LENGTH | way)))
+    seen = []
+    worker.backend.chunks[0].register_forward_pre_hook(
+        lambda _module, _args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    worker.get_logprobs(data=uneven_batch())
+    passes = len(seen)
+    worker.train(uneven_batch(), losses()[0])
+    return seen[:passes], seen[passes:]
+
+
+@pytest.mark.parametrize(
+    ("way", "wanted"),
+    [
+        ("rows-8", [(8, 12)]),
+        ("dynamic-17", [(1, 12), (1, 12), (2, 8), (4, 4)]),
+        ("dynamic-40", [(3, 12), (5, 5)]),
+        ("packing-16", [(1, 16), (1, 16), (1, 16)]),
+        ("packing-29", [(1, 29), (1, 20)]),
+        ("packing-64", [(1, 64)]),
+    ],
+)
+def test_the_model_is_given_what_the_budget_allows(ranks, way, wanted):
+    logprobs, training = ranks(1).run(shapes, WAYS[way], {})[0]
+    assert training == wanted
+    assert logprobs == (wanted if way != "rows-8" else [(8, 12)])
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}
+
+
+def step_with_all_rows_on_one_rank(way, megatron, model, weights):
+    """A split step of two chunks: the first data-parallel rank has every row, then one row, and the others none."""
+    import tiny
+
+    from nemo_rl_mcore.megatron import parallel_groups
+
+    config = tiny.policy_config(model=model, megatron=OPTIMIZER | megatron, **(LENGTH | way))
+    worker = tiny.worker(config)
+    start = as_arrays(tiny.parameters(worker))
+    if weights is not None:
+        tiny.load_full_weights(worker, weights)
+    first = parallel_groups.data_parallel_rank() == 0
+    worker.begin_train_step(losses()[0])
+    for rows in (8, 1):
+        worker.train_microbatch(uneven_batch().slice(0, rows if first else 0))
+    step = worker.finish_train_step()
+    logprobs = worker.get_logprobs(data=uneven_batch().slice(0, 8 if first else 1))["logprobs"]
+    end = {
+        tiny.global_name(name, config): value for name, value in as_arrays(tiny.parameters(worker)).items()
+    }
+    return start, step["all_mb_metrics"], end, logprobs.numpy()
+
+
+@pytest.mark.parametrize("way", ["rows-1", "dynamic-17", "packing-16"])
+@pytest.mark.parametrize(
+    ("megatron", "model"),
+    [({}, {}), ({"expert_model_parallel_size": 2}, EXPERTS)],
+    ids=["dp2", "ep2"],
+)
+def test_ranks_with_less_to_do_or_nothing_keep_step(ranks, way, megatron, model):
+    weights, wanted_metrics, wanted_end, wanted_logprobs = ranks(1).run(
+        step_with_all_rows_on_one_rank, REFERENCE, {}, model, None
+    )[0]
+    for _, metrics, end, logprobs in ranks(2).run(
+        step_with_all_rows_on_one_rank, WAYS[way], megatron, model, weights, timeout_s=30
+    ):
+        assert_metrics(metrics, wanted_metrics)
+        for name, weight in end.items():
+            assert weight == pytest.approx(wanted_end[name], abs=REORDERED), name
+        assert logprobs == pytest.approx(wanted_logprobs[: len(logprobs)], abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "way"), [("one-rank", "dynamic-96"), ("one-rank", "packing-64"), ("tp2-sp", "packing-64")]
+)
+def test_the_load_balancing_loss_of_all_rows_together(ranks, layout, way):
+    world_size, megatron = LAYOUTS[layout]
+    model = EXPERTS | {"moe_aux_loss_coeff": 0.5}
+    together = WAYS.get(way) or by_tokens("dynamic_batching", 96)
+    found, wanted = (
+        ranks(world_size).run(three_steps, given, megatron, model) for given in (together, WAYS["rows-8"])
+    )
+    for own, reference in zip(found, wanted, strict=True):
+        assert_equal(own, reference)
+
+
+INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    "way", [{"train_micro_batch_size": 3}, WAYS["packing-16"]], ids=["rows-3", "packing-16"]
+)
+def test_the_interleaved_schedule_is_given_full_rounds(ranks, way):
+    four_layers = {"num_layers": 4}
+    wanted = ranks(2).run(three_steps, {"train_micro_batch_size": 4}, INTERLEAVED, four_layers)
+    for found, reference in zip(
+        ranks(2).run(three_steps, way, INTERLEAVED, four_layers, timeout_s=30), wanted, strict=True
+    ):
+        assert_equal(found, reference)
+
+
+def refusal_of_a_long_row(way):
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config(**(LENGTH | way)))
+    try:
+        worker.get_logprobs(data=tiny.grpo_batch(length=20))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("way", "section"), [("dynamic-17", "dynamic_batching"), ("packing-16", "sequence_packing")]
+)
+def test_a_row_above_the_budget_is_refused_by_name(ranks, way, section):
+    message = ranks(1).run(refusal_of_a_long_row, WAYS[way])[0]
+    assert f"are longer than policy.{section}.logprob_mb_tokens: {way[-2:]}" in message

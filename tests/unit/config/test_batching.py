@@ -1,0 +1,112 @@
+import copy
+
+import pytest
+from pydantic import ValidationError
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config.batching import TokenBudgets
+
+SECTIONS = ("sequence_packing", "dynamic_batching")
+
+
+@pytest.fixture
+def policy(tree):
+    """The exemplar's policy with sections set or extended: 12 tokens, unfused."""
+
+    def make(**sections):
+        given = copy.deepcopy(tree["policy"])
+        given["megatron_cfg"]["use_fused_linear_logprobs"] = False
+        given |= {
+            "max_total_sequence_length": 12,
+            "train_micro_batch_size": 2,
+            "logprob_batch_size": 3,
+        }
+        for name, values in sections.items():
+            given[name] = given.get(name, {}) | values
+        return PolicyConfig.model_validate(given)
+
+    return make
+
+
+def test_microbatches_have_a_fixed_number_of_rows_unless_a_section_is_on(policy):
+    given = policy(sequence_packing={"train_mb_tokens": 4}, dynamic_batching={"logprob_mb_tokens": 4})
+    assert given.token_budgets is None
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_budgets_are_those_given(policy, name):
+    section = {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 12, "sequence_length_round": 8}
+    wanted = TokenBudgets(f"policy.{name}", name == "sequence_packing", train=40, logprob=12, length_round=8)
+    assert policy(**{name: section}).token_budgets == wanted
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_budget_left_out_has_room_for_the_microbatch_of_whole_rows(policy, name):
+    budgets = policy(**{name: {"enabled": True}}).token_budgets
+    assert (budgets.train, budgets.logprob, budgets.length_round) == (24, 36, 64)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("key", ["train_mb_tokens", "logprob_mb_tokens"])
+def test_a_budget_that_the_longest_sample_does_not_fit_is_refused(policy, name, key):
+    message = f"{name}.{key}: 11 is below policy.max_total_sequence_length: 12, .*; set it to 12 or more"
+    with pytest.raises(ValidationError, match=message):
+        policy(**{name: {"enabled": True, key: 11}})
+
+
+@pytest.mark.parametrize("algorithm", ["first_fit_decreasing", "modified_first_fit_decreasing"])
+def test_both_names_of_first_fit_decreasing_are_known(policy, algorithm):
+    assert policy(sequence_packing={"algorithm": algorithm}).sequence_packing.algorithm == algorithm
+
+
+def test_other_algorithms_are_refused_with_those_there_are(refusals):
+    (text,) = refusals("+policy.sequence_packing.algorithm=concatenative")
+    assert "concatenative" in text
+    assert "modified_first_fit_decreasing" in text
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"sequence_packing": {"enabled": True}, "dynamic_batching": {"enabled": True}},
+            r"sequence_packing.enabled: true does not go with policy.dynamic_batching.enabled: true",
+        ),
+        (
+            {"sequence_packing": {"enabled": True}, "model": {"mtp_num_layers": 1}},
+            r"sequence_packing.enabled: true does not go with policy.model.mtp_num_layers: 1",
+        ),
+        (
+            {
+                "sequence_packing": {"enabled": True},
+                "model": {
+                    "num_moe_experts": 4,
+                    "moe_aux_loss_coeff": 0.1,
+                    "moe_router_load_balancing_type": "seq_aux_loss",
+                },
+            },
+            r"does not go with policy.model.moe_router_load_balancing_type: seq_aux_loss",
+        ),
+        (
+            {
+                "dynamic_batching": {"enabled": True},
+                "model": {"num_layers": 4},
+                "megatron_cfg": {
+                    "pipeline_model_parallel_size": 2,
+                    "virtual_pipeline_model_parallel_size": 2,
+                },
+            },
+            r"dynamic_batching.enabled: true does not go with "
+            r"policy.megatron_cfg.virtual_pipeline_model_parallel_size: 2",
+        ),
+    ],
+)
+def test_refused_combinations_name_both_keys_and_what_to_set(policy, sections, message):
+    with pytest.raises(ValidationError, match=message + r".*; set policy.*enabled: false, or change"):
+        policy(**sections)
+
+
+def test_dynamic_batching_goes_with_fused_logprobs(load):
+    config = load("+policy.dynamic_batching.enabled=true")
+    assert config.policy.megatron_cfg.use_fused_linear_logprobs
+    assert config.policy.token_budgets is not None

@@ -1,0 +1,78 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from uneven_batch import COLUMNS, batch, made
+
+from nemo_rl_mcore.data.sequence_packing import PackedRows, first_fit_decreasing
+from nemo_rl_mcore.data.token_budget import TokenBudget
+
+CAPACITY = 20
+
+
+@given(st.lists(st.integers(0, CAPACITY), max_size=60))
+def test_bins_hold_every_index_once_within_the_capacity(lengths):
+    bins = first_fit_decreasing(lengths, CAPACITY)
+    assert sorted(index for group in bins for index in group) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in group) <= CAPACITY for group in bins)
+    assert bins == first_fit_decreasing(lengths, CAPACITY)
+
+
+@given(st.lists(st.integers(1, CAPACITY), max_size=60))
+def test_no_two_bins_fit_into_one(lengths):
+    filled = sorted(
+        sum(lengths[index] for index in group) for group in first_fit_decreasing(lengths, CAPACITY)
+    )
+    assert all(first + second > CAPACITY for first, second in pairwise(filled))
+
+
+def test_each_goes_into_the_first_bin_with_room():
+    # 9 and 8 begin bins, 6 fits neither, 2 fits the second, 1 the first.
+    assert first_fit_decreasing([1, 6, 9, 2, 8], 10) == [[2, 0], [4, 3], [1]]
+
+
+def test_a_length_above_the_capacity_is_refused():
+    with pytest.raises(ValueError, match="a length of 11 does not fit a capacity of 10"):
+        first_fit_decreasing([3, 11], 10)
+
+
+def packs(tokens=14, **options):
+    return PackedRows(TokenBudget(tokens, "key", **options))
+
+
+def test_a_packed_row_is_its_samples_without_padding():
+    packed, *more = made(packs(length_round=4), batch([3, 0, 4, 2]))
+    assert not more
+    assert packed.places.tolist() == [2, 0, 3, 1]
+    assert packed.model_rows["input_ids"].tolist() == [[15, 16, 17, 18, 1, 2, 3, 22, 23, 0, 0, 0]]
+    assert packed.model_rows["input_lengths"].tolist() == [9]
+    # A sample without tokens has no borders of its own; the padding stands alone.
+    assert packed.borders == (0, 4, 7, 9, 12)
+    assert packed.rows["input_ids"].shape == (4, 4)
+
+
+def test_a_full_row_has_no_padding():
+    packed = made(packs(7), batch([3, 4]))[0]
+    assert packed.borders == (0, 4, 7)
+    assert packed.model_rows["input_ids"].shape == (1, 7)
+
+
+@given(st.lists(st.integers(0, COLUMNS), min_size=1, max_size=12), st.integers(COLUMNS, 30))
+def test_gradients_reach_the_tokens_they_come_from(lengths, tokens):
+    for part in made(packs(tokens, length_round=3), batch(lengths)):
+        length = part.model_rows["input_ids"].shape[1]
+        assert length <= tokens
+        values = torch.randn(1, length, requires_grad=True)
+        weights = torch.randn(part.rows["input_ids"].shape)
+        (part.from_model(values) * weights).sum().backward()
+        real = part.to_model(part.rows["token_mask"])
+        assert torch.equal(values.grad, part.to_model(weights) * real)
+
+
+def test_pipelines_get_rows_of_one_length():
+    cut = PackedRows(TokenBudget(8, "key", length_round=2), equal_columns=True)
+    parts = made(cut, batch([7, 3, 2]), empty=1)
+    assert {part.model_rows["input_ids"].shape for part in parts} == {(1, 8)}
+    assert parts[-1].borders == (0, 8)

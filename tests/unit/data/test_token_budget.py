@@ -1,0 +1,41 @@
+import pytest
+import torch
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.token_budget import TokenBudget
+
+KEY = "policy.dynamic_batching.train_mb_tokens"
+
+
+@pytest.mark.parametrize(
+    ("length", "at_most", "padded"),
+    [(1, None, 8), (8, None, 8), (9, None, 16), (17, None, 20), (0, None, 8), (9, 10, 12), (3, 3, 4)],
+)
+def test_padding_stops_at_the_budget_and_is_cut_evenly(length, at_most, padded):
+    assert TokenBudget(20, KEY, length_round=8, column_multiple=4).padded(length, at_most=at_most) == padded
+
+
+def rows(lengths, **extra):
+    return BatchedDataDict(
+        input_ids=torch.ones(len(lengths), 6), input_lengths=torch.tensor(lengths), **extra
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (rows([4, 5, 6]), rf"rows of \[5, 6\] tokens are longer than {KEY}: 4"),
+        (rows([4, 7]), r"input_lengths \[7\] are outside 0 to 6"),
+        (rows([-1, 2]), r"input_lengths \[-1\] are outside 0 to 6"),
+        (rows([2, 4], token_mask=torch.ones(2, 6)), r"behind input_lengths in rows \[0, 1\]"),
+        (BatchedDataDict(input_ids=torch.ones(2, 6)), rf"no 'input_lengths', which {KEY} needs"),
+    ],
+)
+def test_rows_that_cannot_be_cut_are_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        TokenBudget(4, KEY).row_lengths(data)
+
+
+def test_a_mask_within_the_lengths_is_accepted():
+    mask = torch.tensor([[1.0, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0]])
+    assert TokenBudget(4, KEY).row_lengths(rows([2, 4], token_mask=mask)) == [2, 4]
