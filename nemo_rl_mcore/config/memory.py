@@ -71,8 +71,14 @@ def _rank_parameters(policy: PolicyConfig) -> tuple[int, int]:
 def _logits(policy: PolicyConfig) -> int:
     megatron = policy.megatron_cfg
     row = -(-policy.model.vocab_size // megatron.tensor_model_parallel_size) * _FP32
-    microbatch = max(policy.train_micro_batch_size, policy.logprob_batch_size)
-    full = microbatch * policy.max_total_sequence_length * row
+    budgets = policy.token_budgets
+    if budgets is None:
+        tokens = (
+            max(policy.train_micro_batch_size, policy.logprob_batch_size) * policy.max_total_sequence_length
+        )
+    else:
+        tokens = max(budgets.train, budgets.logprob)
+    full = tokens * row
     if not megatron.use_fused_linear_logprobs:
         return full * _CHUNK_COPIES
     rows = megatron.fused_linear_logprobs_chunk_size

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.config.guardrails import Guardrail, fused_guardrails
 from nemo_rl_mcore.config.master import GRPOMasterConfig
 from nemo_rl_mcore.config.memory import MemoryEstimate, estimate_memory
@@ -32,7 +33,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """How the samples of a step are divided."""
+    """How the samples of a step are divided.
+
+    With token budgets the numbers of microbatches and passes depend on the samples' lengths; the two given are those
+    of samples as long as can be.
+    """
 
     prompts: int
     generations_per_prompt: int
@@ -41,6 +46,7 @@ class BatchArithmetic:
     optimizer_steps: int
     microbatches_per_optimizer_step: int
     logprob_passes: int
+    token_budgets: TokenBudgets | None
     longest_prompt: int
     max_new_tokens: int
     max_sequence: int
@@ -112,6 +118,7 @@ def _batch(config: GRPOMasterConfig) -> BatchArithmetic:
         optimizer_steps=grpo.samples_per_step // policy.train_global_batch_size,
         microbatches_per_optimizer_step=policy.train_global_batch_size // per_pass,
         logprob_passes=per_rank // policy.logprob_batch_size,
+        token_budgets=policy.token_budgets,
         longest_prompt=config.data.max_prompt_length,
         max_new_tokens=policy.generation.max_new_tokens,
         max_sequence=policy.max_total_sequence_length,

@@ -51,8 +51,14 @@ def _batch_rows(plan: Plan) -> Iterator[Row]:
     yield "samples", f"{batch.prompts} prompts x {batch.generations_per_prompt} answers = {batch.samples}"
     yield "samples per copy", f"{batch.samples} / {plan.layout.data} = {batch.samples_per_rank}"
     yield "optimizer steps", str(batch.optimizer_steps)
-    yield "microbatches", f"{batch.microbatches_per_optimizer_step} per rank and optimizer step"
-    yield "log-probability passes", f"{batch.logprob_passes} per rank"
+    budgets = batch.token_budgets
+    if budgets is None:
+        yield "microbatches", f"{batch.microbatches_per_optimizer_step} per rank and optimizer step"
+        yield "log-probability passes", f"{batch.logprob_passes} per rank"
+    else:
+        kind = "packed" if budgets.packed else "of like length"
+        yield "microbatches", f"up to {budgets.train} tokens, samples {kind}"
+        yield "log-probability passes", f"up to {budgets.logprob} tokens, samples {kind}"
     used = f"{batch.longest_prompt} prompt + {batch.max_new_tokens} new"
     yield "tokens", f"{used} <= {batch.max_sequence}"
 

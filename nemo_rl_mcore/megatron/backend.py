@@ -96,9 +96,15 @@ class MegatronBackend:
     def evaluate(self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int) -> StepTotals:
         """The loss and metrics of the rows of all ranks, without gradients."""
         with evaluation_mode(self.chunks):
-            return self.reduce(self.forward.loss_sums(data, loss_fn, micro_batch_size, forward_only=True))
+            return self._totals(self.forward.loss_sums(data, loss_fn, micro_batch_size, forward_only=True))
 
     def reduce(self, sums: LocalSums) -> StepTotals:
+        """The totals of all ranks, with the auxiliary losses since the gradients were cleared."""
+        totals = self._totals(sums)
+        moe_metrics, mtp_metrics = self.forward.auxiliary.take_metrics()
+        return replace(totals, moe_metrics=moe_metrics, mtp_metrics=mtp_metrics)
+
+    def _totals(self, sums: LocalSums) -> StepTotals:
         """Sum over data-parallel ranks on the last stage, then hand the totals to the other pipeline stages."""
         group = parallel_groups.data_parallel_group()
 
@@ -108,9 +114,7 @@ class MegatronBackend:
             packed.copy_(on_device)
 
         totals = sums.reduce(all_reduce) if parallel_groups.is_last_stage() else None
-        totals = parallel_groups.broadcast_from_last_stage(totals)
-        moe_metrics, mtp_metrics = self.forward.auxiliary.take_metrics()
-        return replace(totals, moe_metrics=moe_metrics, mtp_metrics=mtp_metrics)
+        return parallel_groups.broadcast_from_last_stage(totals)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the local gradient buckets."""

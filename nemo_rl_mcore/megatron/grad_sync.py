@@ -35,8 +35,20 @@ def finalize_gradients(chunks: list[DistributedDataParallel]) -> None:
     across pipeline stages and router biases are Megatron's to sum here. The gradients are already divided by the
     number of tokens or sequences, so no token count is handed over.
     """
+    try:
+        for chunk in chunks:
+            if chunk.ddp_config.overlap_grad_reduce:
+                # The overlapped reduction is normally started by the backward hooks, which were held back.
+                chunk.start_grad_sync()
+        finalize_model_grads([*chunks], num_tokens=None)
+    except BaseException:
+        _end_reductions(chunks)
+        raise
+
+
+def _end_reductions(chunks: list[DistributedDataParallel]) -> None:
+    """Wait for the reductions in flight: one that is left open makes the next step skip its own."""
     for chunk in chunks:
-        if chunk.ddp_config.overlap_grad_reduce:
-            # The overlapped reduction is normally started by the backward hooks, which were held back.
-            chunk.start_grad_sync()
-    finalize_model_grads([*chunks], num_tokens=None)
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.grad_reduce_handle is not None:
+                group.finish_grad_sync()

@@ -19,7 +19,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
 from nemo_rl_mcore.training.metrics import neutral_value
-from nemo_rl_mcore.training.train_step import OptimizerOutcome, StepResult, TrainStep, TrainStepError
+from nemo_rl_mcore.training.train_step import OptimizerOutcome, Phase, StepResult, TrainStep, TrainStepError
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
@@ -132,12 +132,14 @@ class MegatronPolicyWorker:
             return _as_result([self._evaluate(batch, loss_fn, mbs) for batch in batches])
         results: list[StepResult] = []
         for batch in batches:
-            self.train_step.begin(loss_fn, gbs=gbs, mbs=mbs)
+            opens_a_step = self.train_step.phase is Phase.IDLE
             try:
+                self.train_step.begin(loss_fn, gbs=gbs, mbs=mbs)
                 self.train_step.microbatch(batch)
                 results.append(self.train_step.finish())
             except Exception as error:
-                self._abort_after(error)
+                if opens_a_step:  # else the step is the caller's, and begin refused
+                    self._abort_after(error)
                 raise
         return _as_result(results)
 

@@ -339,3 +339,20 @@ def buffers_after(ending):
 @pytest.mark.parametrize("ending", ["skip", "abort"])
 def test_a_step_that_updates_nothing_moves_no_bias_and_leaves_no_count(ranks, ending):
     assert ranks(1).run(buffers_after, ending) == [True]
+
+
+def balance_of_a_step(evaluates):
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config(model=EXPERTS | {"moe_aux_loss_coeff": 0.1}))
+    worker.begin_train_step(tiny.grpo_loss())
+    worker.train_microbatch(tiny.grpo_batch())
+    if evaluates:
+        evaluated = worker.train(tiny.grpo_batch(seed=3), tiny.grpo_loss(), eval_mode=True)
+        assert evaluated["moe_metrics"] == {}
+    return worker.finish_train_step()["moe_metrics"]
+
+
+def test_an_evaluation_in_an_open_step_leaves_the_steps_own_metrics(ranks):
+    plain, with_evaluation = (ranks(1).run(balance_of_a_step, flag)[0] for flag in (False, True))
+    assert plain == with_evaluation != {}

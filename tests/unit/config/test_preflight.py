@@ -105,6 +105,21 @@ def test_memory_of_the_whole_model_on_one_rank(load):
             "logits",
             2 * 128 * 8 * 32 * 4,
         ),
+        (
+            [
+                UNFUSED,
+                "policy.sequence_packing.enabled=true",
+                "policy.sequence_packing.train_mb_tokens=64",
+                "policy.sequence_packing.logprob_mb_tokens=96",
+            ],
+            "logits",
+            2 * 96 * 32 * 4,
+        ),
+        (
+            ["policy.megatron_cfg.fused_linear_logprobs_cache_bytes=5000"],
+            "logits",
+            2 * 128 * 8 * 32 * 4 + 5000,
+        ),
         ([TP2, UNFUSED], "logits", 2 * 128 * 8 * 16 * 4),
         ([TP2], "rank_parameters", (86_336 - 64) // 2 + 64),
         ([PP2], "rank_parameters", 41_088 + 2_048 + 64),

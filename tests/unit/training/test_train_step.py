@@ -1,94 +1,12 @@
 """The state machine of the split step, on a fake backend that writes down what it was asked."""
 
 import math
-from contextlib import contextmanager
 
 import pytest
-import torch
+from fake_backend import FakeBackend, InjectedError, SumOfRewards, rows
 
-from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.losses.base import EPSILON, LossSums, LossType, MetricKind, MetricSum
-from nemo_rl_mcore.training.step_sums import LocalSums
+from nemo_rl_mcore.losses.base import EPSILON, LossType
 from nemo_rl_mcore.training.train_step import Phase, TrainStep, TrainStepError
-
-
-class SumOfRewards:
-    """A stand-in for a loss: only what the state machine reads."""
-
-    def __init__(self, loss_type=LossType.TOKEN_LEVEL):
-        self.loss_type = loss_type
-
-
-class FakeBackend:
-    def __init__(self):
-        self.calls = []
-        self.synchronised = True
-        self.norm = 2.0
-        self.fail_at = None
-
-    def _note(self, call):
-        self.calls.append(call)
-        if self.fail_at == call:
-            raise RuntimeError(f"injected at {call}")
-
-    def snapshot(self):
-        self._note("snapshot")
-        return "state at begin"
-
-    def restore(self, snapshot):
-        assert snapshot == "state at begin"
-        self._note("restore")
-
-    def zero_grad(self):
-        self._note("zero_grad")
-
-    @contextmanager
-    def deferred_grad_sync(self):
-        self._note("defer")
-        self.synchronised = False
-        try:
-            yield
-        finally:
-            self.synchronised = True
-
-    def forward_backward(self, data, loss_fn, micro_batch_size):
-        self._note("forward_backward")
-        assert not self.synchronised
-        loss = MetricSum(data["rewards"].sum(), MetricKind.TOKENS)
-        return LocalSums.of(LossSums(loss.value, {"loss": loss}), data)
-
-    def reduce(self, sums):
-        self._note("reduce")
-        return sums.reduce(lambda packed, kind: None)
-
-    def scale_gradients(self, factor):
-        self._note("scale")
-        self.factor = factor
-
-    def finalize_gradients(self):
-        assert self.synchronised, "gradients are finalised after the hold-back ended"
-        self._note("finalize")
-
-    def gradient_norm(self):
-        self._note("norm")
-        return self.norm
-
-    def optimizer_step(self, increment):
-        self.increment = increment
-        self._note("optimizer")
-        return True
-
-    def learning_rate_and_weight_decay(self):
-        return 0.5, 0.25
-
-
-def rows(rewards, tokens=3, valid=True):
-    count = len(rewards)
-    return BatchedDataDict(
-        rewards=torch.tensor(rewards),
-        token_mask=torch.ones(count, tokens),
-        sample_mask=torch.full((count,), float(valid)),
-    )
 
 
 def begun(loss_type=LossType.TOKEN_LEVEL, **options):
@@ -106,14 +24,14 @@ def test_uneven_chunks_are_divided_once_by_the_whole_count(loss_type, count):
     step.microbatch(rows([1.0]))
     step.microbatch(rows([2.0, 6.0]))
     result = step.finish()
-    assert backend.factor == pytest.approx(1 / (count + EPSILON))
+    assert backend.factors == [pytest.approx(1 / (count + EPSILON))]
     assert result.totals.metrics["loss"] == pytest.approx(9 / 6)
     assert (result.totals.valid_seqs, result.totals.valid_toks) == (3.0, 6.0)
     assert backend.calls == [
         *("snapshot", "zero_grad", "defer", "forward_backward", "forward_backward"),
-        *("reduce", "scale", "finalize", "norm", "optimizer"),
+        *("reduce", "lr", "scale", "finalize", "norm", "optimizer"),
     ]
-    assert backend.increment == 4
+    assert backend.samples == 4
     assert (result.outcome.lr, result.outcome.wd, result.outcome.grad_norm) == (0.5, 0.25, 2.0)
     assert step.phase is Phase.IDLE
 
@@ -143,7 +61,7 @@ def test_calls_out_of_order_say_what_to_call(calls, remedy):
         actions[calls[-1]]()
 
 
-@pytest.mark.parametrize("fail_at", ["forward_backward", "reduce", "scale", "finalize", "norm"])
+@pytest.mark.parametrize("fail_at", ["forward_backward", "reduce", "lr", "scale", "finalize", "norm"])
 def test_a_failure_leaves_failed_whose_only_exit_is_abort(fail_at):
     step, backend = begun()
     step.microbatch(rows([1.0]))
@@ -256,3 +174,28 @@ def test_a_chunk_that_failed_may_be_sent_again_after_the_abort():
     step.begin(SumOfRewards(), gbs=4, mbs=2)
     step.microbatch(rows([1.0]), chunk_id="a")
     assert step.finish().outcome.update_successful
+
+
+@pytest.mark.parametrize("fail_late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("fail_at", ["zero_grad", "restore"])
+def test_an_abort_that_failed_is_called_again(fail_at, fail_late):
+    step, backend = begun()
+    step.microbatch(rows([1.0]))
+    backend.fail_at, backend.fail_late = fail_at, fail_late
+    with pytest.raises(InjectedError):
+        step.abort()
+    assert step.phase is Phase.FAILED
+    backend.fail_at = None
+    step.abort()
+    assert (step.phase, backend.gradient, backend.draws) == (Phase.IDLE, [], 0)
+    assert backend.synchronised
+
+
+def test_a_begin_without_a_snapshot_leaves_the_committed_result():
+    step, backend = begun(step_id="one")
+    step.microbatch(rows([1.0]))
+    result = step.finish()
+    backend.fail_at = "snapshot"
+    with pytest.raises(InjectedError):
+        step.begin(SumOfRewards(), gbs=4, mbs=2, step_id="two")
+    assert (step.phase, step.finish()) == (Phase.IDLE, result)

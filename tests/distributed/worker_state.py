@@ -1,0 +1,102 @@
+"""Everything that a train step may change on a rank, as one flat dictionary: to compare bit for bit, to set back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+
+State = dict[str, Any]
+
+
+def capture(of: MegatronPolicyWorker) -> State:
+    """Copies of all tensors, and the values of schedule, generators, hooks and modes."""
+    tensors = {name: tensor.detach().clone() for name, tensor in _tensors(of).items()}
+    return tensors | _generators() | _settings(of)
+
+
+def differences(left: State, right: State) -> list[str]:
+    """The names under which two states do not agree in every bit."""
+    shared = left.keys() & right.keys()
+    changed = {name for name in shared if not _same(left[name], right[name])}
+    return sorted(changed | (left.keys() ^ right.keys()))
+
+
+def restore(to: MegatronPolicyWorker, state: State) -> None:
+    """Set a state without gradients back. The optimizer must have the moments it had then, whatever their values."""
+    to.backend.zero_grad()
+    with torch.no_grad():
+        for name, tensor in _tensors(to).items():
+            tensor.copy_(state[name])
+    torch.set_rng_state(state["generator"])
+    get_cuda_rng_tracker().set_states({k: v.clone() for k, v in state["tracker"].items()})
+    to.backend.scheduler.num_steps = state["scheduler"]["num_steps"]
+    to.backend.scheduler.step(0)
+
+
+def with_dropout(worker: MegatronPolicyWorker, probability: float = 0.2) -> MegatronPolicyWorker:
+    """The worker, whose passes now draw from the generator: a step differs unless that is restored."""
+    for chunk in worker.backend.chunks:
+        for module in chunk.modules():
+            if isinstance(module, TransformerLayer):
+                module.hidden_dropout = probability
+    return worker
+
+
+def inner_optimizers(of: MegatronPolicyWorker) -> list[torch.optim.Optimizer]:
+    """The torch optimizers that hold main parameters and moments."""
+    return [part.optimizer for part in of.backend.optimizer.chained_optimizers]
+
+
+def _tensors(of: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for stage, chunk in enumerate(of.backend.chunks):
+        for name, parameter in chunk.named_parameters():
+            found[f"parameter {stage}.{name}"] = parameter
+            found[f"gradient {stage}.{name}"] = parameter.main_grad
+        found |= {f"buffer {stage}.{name}": buffer for name, buffer in chunk.named_buffers()}
+    for number, optimizer in enumerate(inner_optimizers(of)):
+        main = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for place, parameter in enumerate(main):
+            found[f"main parameter {number}.{place}"] = parameter
+            for key, value in optimizer.state.get(parameter, {}).items():
+                found[f"{key} {number}.{place}"] = value
+    return found
+
+
+def _generators() -> State:
+    tracker = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+    return {"generator": torch.get_rng_state(), "tracker": tracker}
+
+
+def _settings(of: MegatronPolicyWorker) -> State:
+    backend = of.backend
+    bucket_groups = [group for chunk in backend.chunks for group in chunk.bucket_groups]
+    parameters = [parameter for chunk in backend.chunks for parameter in chunk.parameters()]
+    return {
+        "scheduler": backend.scheduler.state_dict(),
+        "parameter groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for optimizer in inner_optimizers(of)
+            for group in optimizer.param_groups
+        ],
+        # Megatron's hooks are fields of its config.
+        "config": dict(vars(backend.config)),
+        "bucket groups reduce": [group.is_last_microbatch for group in bucket_groups],
+        "reductions in flight": [group.grad_reduce_handle is not None for group in bucket_groups],
+        "torch's own gradients": [parameter.grad is not None for parameter in parameters],
+        "training mode": [module.training for chunk in backend.chunks for module in chunk.modules()],
+        "gradient mode": torch.is_grad_enabled(),
+    }
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    return bool(left == right)

@@ -1,0 +1,295 @@
+"""Break the train step in memory, one known mistake at a time, and show which check of the test suite catches it.
+
+    .venv/bin/python tests/mutations/train_step_mutations.py
+
+Prints a table, mutation -> check. The exit status is 1 if a mutation survives its checks, or a check fails unmutated.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+REORDERED, ROUNDING = 5e-6, 1e-5
+
+
+@dataclass(frozen=True)
+class Check:
+    """A function of a test file, as its test runs it on gloo ranks, and what the test expects of the results."""
+
+    module: str
+    function: str
+    args: tuple[Any, ...]
+    passes: Callable[[list[Any]], bool]
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}, {self.ranks} rank{'s' * (self.ranks > 1)}"
+
+
+def _not_updated(answers: list[Any]) -> bool:
+    ((outcomes, unchanged, recovered, samples),) = answers
+    skipped = [(False, ["the loss is nan"]), (False, ["no valid sample in the step"])]
+    return outcomes == skipped and unchanged and recovered and samples == 8
+
+
+def _small_errors(answers: list[Any]) -> bool:
+    return all(max(errors) < ROUNDING for errors in answers)
+
+
+SPLIT = Check(
+    "test_policy_worker", "split_against_whole", ([3, 5], False), lambda found: max(found) <= REORDERED
+)
+ABORT = Check("test_policy_worker", "step_after_abort", (True,), lambda found: found == [0.0])
+SKIP = Check("test_policy_worker", "steps_that_must_not_update", (), _not_updated)
+TRACES = Check("test_failure_injection", "traces_after_a_chunk", (), lambda found: found == [{}])
+MACHINE = Check("test_step_machine", "random_sequences_of_calls", (), lambda found: found[0][1] > 0)
+GRADIENT = Check("test_step_gradients", "gradient_errors", ({}, True, (3,)), _small_errors)
+GRADIENT_2 = Check(GRADIENT.module, GRADIENT.function, GRADIENT.args, GRADIENT.passes, ranks=2)
+CHECKS = (SPLIT, ABORT, SKIP, TRACES, MACHINE, GRADIENT, GRADIENT_2)
+
+
+# The mutations. Each is applied in a rank's process, which has Megatron; the process that reports has not.
+
+
+def finalize_per_chunk() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.training.train_step import TrainStep
+
+    once = TrainStep.microbatch
+
+    def microbatch(self: TrainStep, *args: Any) -> None:
+        once(self, *args)
+        self._backend.finalize_gradients()
+
+    return patch.object(TrainStep, "microbatch", microbatch)
+
+
+def missing_division() -> AbstractContextManager[Any]:
+    return _backend_without("scale_gradients")
+
+
+@contextmanager
+def mean_of_chunk_means() -> Iterator[None]:
+    from nemo_rl_mcore.losses.base import valid_counts
+    from nemo_rl_mcore.megatron.backend import MegatronBackend
+
+    added, scaled, chunks = MegatronBackend.forward_backward, MegatronBackend.scale_gradients, 0
+
+    def forward_backward(self: MegatronBackend, data: Any, *args: Any) -> Any:
+        nonlocal chunks
+        chunks += 1
+        buffers = [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers]
+        before = [buffer.clone() for buffer in buffers]
+        sums = added(self, data, *args)
+        _, tokens = valid_counts(data)
+        for buffer, old in zip(buffers, before, strict=True):
+            buffer.sub_(old).div_(max(float(tokens), 1.0)).add_(old)
+        return sums
+
+    def scale_gradients(self: MegatronBackend, factor: float) -> None:
+        nonlocal chunks
+        scaled(self, 1.0 / chunks)
+        chunks = 0
+
+    with (
+        patch.object(MegatronBackend, "forward_backward", forward_backward),
+        patch.object(MegatronBackend, "scale_gradients", scale_gradients),
+    ):
+        yield
+
+
+def forgotten_finalize() -> AbstractContextManager[Any]:
+    return _backend_without("finalize_gradients")
+
+
+def hooks_never_restored() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.megatron import backend
+
+    @contextmanager
+    def hold_back(config: Any, chunks: list[Any]) -> Iterator[None]:
+        config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func = None, nullcontext, None
+        with ExitStack() as stack:
+            for chunk in chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+
+    return patch.object(backend, "deferred_grad_sync", hold_back)
+
+
+def scheduler_advances_on_a_skipped_step() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.training.train_step import TrainStep
+
+    update = TrainStep._update
+
+    def advancing(self: TrainStep, step: Any, totals: Any) -> Any:
+        outcome = update(self, step, totals)
+        if not outcome.update_successful:
+            self._backend.scheduler.step(step.gbs)
+        return outcome
+
+    return patch.object(TrainStep, "_update", advancing)
+
+
+def finalize_without_reduction() -> AbstractContextManager[Any]:
+    from megatron.core.distributed import DistributedDataParallel
+
+    return patch.object(DistributedDataParallel, "finish_grad_sync", _nothing)
+
+
+def counts_of_one_rank() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.training.step_sums import LocalSums
+
+    reduce = LocalSums.reduce
+    return patch.object(LocalSums, "reduce", lambda self, _all_reduce: reduce(self, lambda *_args: None))
+
+
+def begin_without_zero_grad() -> AbstractContextManager[Any]:
+    return _step_without("begin", "zero_grad")
+
+
+def abort_without_zero_grad() -> AbstractContextManager[Any]:
+    return _step_without("abort", "zero_grad")
+
+
+def abort_without_rng_restore() -> AbstractContextManager[Any]:
+    return _backend_without("restore")
+
+
+def repeated_chunk_is_added() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.training.train_step import TrainStep
+
+    microbatch = TrainStep.microbatch
+    return patch.object(TrainStep, "microbatch", lambda self, data, _chunk_id=None: microbatch(self, data))
+
+
+def empty_step_is_stepped() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.training.step_sums import StepTotals
+
+    count = StepTotals.denominator
+    return patch.object(StepTotals, "denominator", lambda self, loss_type: max(count(self, loss_type), 1.0))
+
+
+def _nothing(*_args: Any, **_options: Any) -> None: ...
+
+
+def _backend_without(call: str) -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.megatron.backend import MegatronBackend
+
+    return patch.object(MegatronBackend, call, _nothing)
+
+
+def _step_without(step_call: str, backend_call: str) -> AbstractContextManager[Any]:
+    """The step's call as it is, but for a call of the backend that it leaves out."""
+    from nemo_rl_mcore.training.train_step import TrainStep
+
+    whole = getattr(TrainStep, step_call)
+
+    def without(self: TrainStep, *args: Any, **options: Any) -> Any:
+        with patch.object(self._backend, backend_call, _nothing):
+            return whole(self, *args, **options)
+
+    return patch.object(TrainStep, step_call, without)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mistake and the checks that may catch it."""
+
+    apply: Callable[[], AbstractContextManager[Any]]
+    checks: tuple[Check, ...]
+
+    @property
+    def name(self) -> str:
+        return self.apply.__name__
+
+
+MUTATIONS = (
+    Mutation(finalize_per_chunk, (SPLIT, GRADIENT_2)),
+    Mutation(missing_division, (SPLIT, GRADIENT)),
+    Mutation(mean_of_chunk_means, (SPLIT,)),
+    Mutation(forgotten_finalize, (SPLIT, GRADIENT_2)),
+    Mutation(hooks_never_restored, (ABORT,)),
+    Mutation(scheduler_advances_on_a_skipped_step, (SKIP,)),
+    Mutation(finalize_without_reduction, (SPLIT, GRADIENT_2)),
+    Mutation(counts_of_one_rank, (SPLIT, GRADIENT_2)),
+    Mutation(begin_without_zero_grad, (SPLIT, GRADIENT)),
+    Mutation(abort_without_zero_grad, (ABORT, TRACES)),
+    Mutation(abort_without_rng_restore, (ABORT,)),
+    Mutation(repeated_chunk_is_added, (MACHINE,)),
+    Mutation(empty_step_is_stepped, (SKIP,)),
+)
+BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
+
+
+def run_check(name: str | None, module: str, function: str, args: tuple[Any, ...]) -> Any:
+    """In a rank: the check's function under the mutation of this name."""
+    with nullcontext() if name is None else BY_NAME[name].apply():
+        return getattr(importlib.import_module(module), function)(*args)
+
+
+def failure(ranks: Callable[[int], Any], check: Check, mutation: Mutation | None = None) -> str | None:
+    """How the check fails, under the mutation if there is one; None if it passes."""
+    name = None if mutation is None else mutation.name
+    try:
+        answers = ranks(check.ranks).run(run_check, name, check.module, check.function, check.args)
+    except AssertionError as error:  # a rank raised
+        lines = str(error).splitlines()
+        return next((line for line in reversed(lines) if "Error" in line or "Failed" in line), lines[-1])
+    return None if check.passes(answers) else f"found {answers}"
+
+
+def caught_by(ranks: Callable[[int], Any], mutation: Mutation) -> tuple[Check, str] | None:
+    """The first check that fails under the mutation, and how; None if the mutation survives."""
+    for check in mutation.checks:
+        reason = failure(ranks, check, mutation)
+        if reason is not None:
+            return check, reason
+    return None
+
+
+def main() -> int:
+    """Run everything on pools of one and two ranks."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+    from rank_pool import RankPool
+
+    pools: dict[int, RankPool] = {}
+
+    def ranks(world_size: int) -> RankPool:
+        if world_size not in pools or not pools[world_size].alive:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    try:
+        return _report(ranks)
+    finally:
+        for pool in pools.values():
+            pool.close()
+
+
+def _report(ranks: Callable[[int], Any]) -> int:
+    failed = False
+    for check in CHECKS:
+        reason = failure(ranks, check)
+        if reason is not None:
+            print(f"{check} fails without a mutation: {reason}")
+            failed = True
+    if failed:
+        return 1
+    for mutation in MUTATIONS:
+        caught = caught_by(ranks, mutation)
+        failed |= caught is None
+        print(
+            f"{mutation.name:<38} {'SURVIVES' if caught is None else f'{caught[0]}: {caught[1][:60]}'}",
+            flush=True,
+        )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
