@@ -98,8 +98,6 @@ def _batch_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
             "change the micro-batch size, the global batch size or the number of ranks",
             ("policy.train_micro_batch_size", *LAYOUT),
         )
-    else:
-        yield from _interleaving_problems(config, batch // (ranks * micro))
     share = ranks * policy.logprob_batch_size
     if samples % share:
         yield Problem(
@@ -116,19 +114,6 @@ def _batch_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
             f"is not the {samples} samples of a step",
             f"set policy.train_global_batch_size: {samples}, or force_on_policy_ratio: false",
             ("policy.train_global_batch_size", *SAMPLES),
-        )
-
-
-def _interleaving_problems(config: "GRPOMasterConfig", microbatches: int) -> Iterator[Problem]:
-    megatron = config.policy.megatron_cfg
-    stages = megatron.pipeline_model_parallel_size
-    if megatron.virtual_pipeline_model_parallel_size is not None and microbatches % stages:
-        yield Problem(
-            f"{MEGATRON}.virtual_pipeline_model_parallel_size",
-            f"the interleaved schedule needs microbatches in multiples of pipeline_model_parallel_size: "
-            f"{stages}, and a rank has {microbatches} per optimizer step",
-            "change policy.train_micro_batch_size, or set virtual_pipeline_model_parallel_size: null",
-            ("policy.train_global_batch_size", "policy.train_micro_batch_size", *LAYOUT),
         )
 
 

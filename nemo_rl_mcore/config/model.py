@@ -175,6 +175,13 @@ class ModelConfig(StrictModel):
                 )
 
     def _expert_problems(self, experts: int) -> Iterator[Problem]:
+        if self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
+            yield Problem(
+                "moe_aux_loss_coeff",
+                f"{self.moe_aux_loss_coeff} does nothing with moe_router_load_balancing_type: none",
+                "set moe_aux_loss_coeff: 0, or another moe_router_load_balancing_type",
+                ("moe_router_load_balancing_type",),
+            )
         if self.moe_router_topk > experts:
             yield Problem(
                 "moe_router_topk",

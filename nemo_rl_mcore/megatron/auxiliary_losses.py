@@ -90,6 +90,10 @@ class AuxiliaryLosses:
         config = self._config
         if not (self._balances or config.mtp_num_layers or config.moe_router_enable_expert_bias):
             return None
+        if "input_lengths" not in microbatch.rows:
+            raise ValueError(
+                "'input_lengths' is missing from the batch: a model with experts or prediction layers needs it"
+            )
         sequences, tokens = (float(count) for count in valid_counts(microbatch.rows))
         part = tokens if loss_type is LossType.TOKEN_LEVEL else sequences
         self._microbatches += 1

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -78,16 +77,10 @@ class Batching:
         calls = max(microbatches, 1)
         if self.config.expert_model_parallel_size > 1:
             # Each forward pass exchanges tokens with other data-parallel ranks, so all must make as many.
-            calls = _largest_of_data_parallel_ranks(calls)
+            calls = parallel_groups.largest_of_data_parallel_ranks(calls)
         if self.config.virtual_pipeline_model_parallel_size is not None:
             calls = round_up(calls, self.config.pipeline_model_parallel_size)
         return calls
-
-
-def _largest_of_data_parallel_ranks(number: int) -> int:
-    largest = torch.tensor([number], device=accelerator.device())
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=parallel_groups.data_parallel_group())
-    return int(largest)
 
 
 def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[str, Any]:

@@ -58,12 +58,14 @@ def generate(model: ForwardBackward, request: GenerationRequest, vocab_size: int
     tokens_BT = torch.zeros(rows, request.max_new_tokens, dtype=torch.long)
     logprobs_BT = torch.zeros(rows, request.max_new_tokens)
     with evaluation_mode(model.chunks):
-        for members in _batches_of_equal_length(request):
-            prompts_BP = torch.tensor([list(request.prompts[row]) for row in members])
+        for members in _in_step(model, [*_batches_of_equal_length(request)]):
+            # A batch without members keeps the other ranks company; nothing of it is used.
+            prompts_BP = torch.tensor([list(request.prompts[row]) for row in members] or [[0]])
+            keys_B = request.keys_B[members] if members else torch.zeros(1, dtype=torch.long)
             next_logits = _next_logits(model, prompts_BP.shape, request.max_new_tokens)
-            tokens_BT[members], logprobs_BT[members] = _decode(
-                prompts_BP, request.keys_B[members], request, next_logits, vocab_size
-            )
+            tokens, logprobs = _decode(model, prompts_BP, keys_B, request, next_logits, vocab_size)
+            if members:
+                tokens_BT[members], logprobs_BT[members] = tokens, logprobs
     lengths_B, finished_B = _lengths(tokens_BT, request.stop_ids)
     padding_BT = torch.arange(request.max_new_tokens) >= lengths_B.unsqueeze(1)
     return GeneratedRows(
@@ -83,6 +85,27 @@ def _batches_of_equal_length(request: GenerationRequest) -> Iterator[list[int]]:
         yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
 
+def _exchanges_tokens(model: ForwardBackward) -> bool:
+    """Whether a forward pass meets other data-parallel ranks, which then must make as many passes."""
+    return model.config.expert_model_parallel_size > 1
+
+
+def _in_step(model: ForwardBackward, batches: list[list[int]]) -> list[list[int]]:
+    """The batches, and empty ones where another rank that this one exchanges tokens with has more."""
+    if not _exchanges_tokens(model):
+        return batches
+    most = parallel_groups.largest_of_data_parallel_ranks(len(batches))
+    return batches + [[]] * (most - len(batches))
+
+
+def _all_done(model: ForwardBackward, done_B: torch.Tensor) -> bool:
+    """Whether no rank that this one exchanges tokens with has a row left to decode."""
+    done = bool(done_B.all())
+    if not _exchanges_tokens(model):
+        return done
+    return not parallel_groups.largest_of_data_parallel_ranks(int(not done))
+
+
 def _lengths(tokens_BT: torch.Tensor, stop_ids: frozenset[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """How many tokens each response has, its stop token included, and whether it has one."""
     is_stop_BT = torch.isin(tokens_BT, torch.tensor(sorted(stop_ids), dtype=torch.long))
@@ -92,6 +115,7 @@ def _lengths(tokens_BT: torch.Tensor, stop_ids: frozenset[int]) -> tuple[torch.T
 
 
 def _decode(
+    model: ForwardBackward,
     prompts_BP: torch.Tensor,
     keys_B: torch.Tensor,
     request: GenerationRequest,
@@ -115,7 +139,7 @@ def _decode(
         )
         tokens_BT[:, step], logprobs_BT[:, step] = tokens_B, logprobs_B
         done_B |= torch.isin(tokens_B, stop_ids)
-        if bool(done_B.all()):
+        if _all_done(model, done_B):
             break
         sequences_BL = torch.cat([sequences_BL, tokens_B.unsqueeze(1)], dim=1)
     return tokens_BT.cpu(), logprobs_BT.cpu()

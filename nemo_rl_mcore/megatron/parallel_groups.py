@@ -81,6 +81,13 @@ def data_parallel_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
+def largest_of_data_parallel_ranks(number: int) -> int:
+    """The largest of the numbers that the data-parallel ranks give; all must ask."""
+    largest = torch.tensor([number], device=accelerator.device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=data_parallel_group())
+    return int(largest)
+
+
 def pipeline_stages() -> int:
     """How many ranks share the layers of one model copy."""
     return parallel_state.get_pipeline_model_parallel_world_size()

@@ -31,6 +31,10 @@ class ReferencePolicy:
         return [part for chunk in self._chunks for part in (*chunk.parameters(), *chunk.module.buffers())]
 
     def _copy_of_weights(self) -> list[torch.Tensor]:
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                # After an optimizer step the weights are gathered only when the next forward pass asks for them.
+                chunk.start_param_sync(force_sync=True)
         return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
     def _load(self, weights: list[torch.Tensor]) -> None:

@@ -32,8 +32,8 @@ class RayWorkerGroup:
 
     A call reaches every rank, because the ranks meet in collectives. The first failure ends it: the others get
     a grace to report theirs, those that hang are killed, and one `WorkerError` tells the root cause. If every
-    rank raised, the ranks are still in step and the group can be called again, to abort a step for example;
-    otherwise each later call raises the same failure.
+    rank answered, be it by raising, none waits in a collective, and the group can be called again, to abort a
+    step for example; otherwise each later call raises the same failure.
 
     Args:
         worker_class: a plain class; `ray.remote` wraps it here and nowhere else.

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tolerances import LOGPROBS, METRICS, REORDERED
+from tolerances import GENERATION, LOGPROBS, METRICS, REORDERED
 
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}
 TWO_RANKS = {
@@ -356,3 +356,45 @@ def balance_of_a_step(evaluates):
 def test_an_evaluation_in_an_open_step_leaves_the_steps_own_metrics(ranks):
     plain, with_evaluation = (ranks(1).run(balance_of_a_step, flag)[0] for flag in (False, True))
     assert plain == with_evaluation != {}
+
+
+def generated_and_confirmed(lengths_of_rank, stop_ids):
+    """The largest difference between what generation says of its tokens and what `get_logprobs` says."""
+    import tiny
+    import torch
+
+    from nemo_rl_mcore.megatron import parallel_groups
+
+    worker = tiny.worker(tiny.policy_config(model=EXPERTS, megatron={"expert_model_parallel_size": 2}))
+    rank = parallel_groups.data_parallel_rank()
+    lengths = torch.tensor(lengths_of_rank[rank])
+    rows = torch.arange(len(lengths)) + 10 * rank
+    prompts = (rows.unsqueeze(1) * 7 + torch.arange(4)) % tiny.VOCABULARY
+    answers = worker.generate(
+        data=tiny.BatchedDataDict(
+            input_ids=prompts, input_lengths=lengths, prompt_index=rows, sample_index=rows
+        ),
+        step=1,
+        stop_ids=stop_ids,
+    )
+    whole = torch.zeros(len(lengths), 8, dtype=torch.long)
+    for row, (length, new) in enumerate(zip(lengths, answers["lengths"], strict=True)):
+        whole[row, :length] = prompts[row, :length]
+        whole[row, length : length + new] = answers["tokens"][row, :new]
+    confirmed = worker.get_logprobs(
+        data=tiny.BatchedDataDict(input_ids=whole, input_lengths=lengths + answers["lengths"])
+    )["logprobs"]
+    differences = [
+        (confirmed[row, length : length + new] - answers["logprobs"][row, :new]).abs().max()
+        for row, (length, new) in enumerate(zip(lengths, answers["lengths"], strict=True))
+    ]
+    return answers["lengths"].tolist(), float(max(differences))
+
+
+@pytest.mark.parametrize("stop_ids", [[], [*range(12)]], ids=["to the limit", "with stops"])
+def test_ranks_that_share_experts_generate_prompts_of_any_lengths(ranks, stop_ids):
+    """They need different numbers of batches and of steps, and meet in every forward pass."""
+    found = ranks(2).run(generated_and_confirmed, [[4, 4], [2, 3, 4]], stop_ids)
+    for lengths, difference in found:
+        assert difference < GENERATION
+        assert (set(lengths) == {4}) == (not stop_ids)
