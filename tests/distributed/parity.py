@@ -133,27 +133,38 @@ def _split_step(worker: Any, batch: Any, loss_fn: Any, rows: tuple[int, ...], gb
     return worker.finish_train_step()
 
 
-def differences(case: Case) -> dict[str, Any]:
-    """On one rank: three steps by `train` and by every split; the largest relative differences between them."""
+def _three_steps(case: Case, rows: tuple[int, ...] | None) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """Parameters before and after three steps and their results: by `train`, or streamed in chunks of some rows.
+
+    The worker ends with the call, and the threads of its groups with it.
+    """
     import tiny
 
     from nemo_rl_mcore.megatron import parallel_groups
 
-    config, loss_fn = _config(case), _loss(case["loss"])
-    whole = tiny.worker(config)
-    start = tiny.parameters(whole)
+    worker, loss_fn = tiny.worker(_config(case)), _loss(case["loss"])
     gbs = 8 * parallel_groups.data_parallel_size()
-    results = [whole.train(_batch(seed), loss_fn, gbs=gbs) for seed in range(3)]
-    end = tiny.parameters(whole)
+    start = tiny.parameters(worker)
+    if rows is None:
+        results = [worker.train(_batch(seed), loss_fn, gbs=gbs) for seed in range(3)]
+    else:
+        results = [_split_step(worker, _batch(seed), loss_fn, rows, gbs) for seed in range(3)]
+    return start, tiny.parameters(worker), results
+
+
+def differences(case: Case) -> dict[str, Any]:
+    """On one rank: three steps by `train` and by every split; the largest relative differences between them."""
+    import tiny
+
+    start, end, results = _three_steps(case, None)
     found: dict[str, Any] = {
         "moved": tiny.largest_difference(start, end),
         "updated": all(result["update_successful"] for result in results),
         "balance": [result["moe_metrics"] for result in results],
     }
     for rows in SPLITS:
-        worker = tiny.worker(config)
-        steps = [_split_step(worker, _batch(seed), loss_fn, rows, gbs) for seed in range(3)]
-        found[f"split {rows}"] = tiny.largest_difference(end, tiny.parameters(worker))
+        _, streamed_end, steps = _three_steps(case, rows)
+        found[f"split {rows}"] = tiny.largest_difference(end, streamed_end)
         found[f"keys {rows}"] = [set(step) ^ set(result) for step, result in zip(steps, results, strict=True)]
         found[f"norm {rows}"] = max(
             abs(float(step["grad_norm"] / result["grad_norm"]) - 1)

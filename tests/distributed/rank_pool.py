@@ -105,6 +105,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
             pipe.send((True, getattr(_load(path), name)(*args)))
         except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
             pipe.send((False, traceback.format_exc()))
+        if (tiny := sys.modules.get("tiny")) is not None:
+            tiny.leave()  # an idle pool holds no groups, whose threads would slow the others down
 
 
 @cache

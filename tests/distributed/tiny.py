@@ -46,13 +46,19 @@ def policy_config(
 def worker(config: PolicyConfig, **options: Any) -> MegatronPolicyWorker:
     """A worker in this rank's process; a former worker's layout is left first, the process group stays."""
     global _former
+    leave()
+    _former = MegatronPolicyWorker(config, **options)
+    return _former
+
+
+def leave() -> None:
+    """End the layout of the last worker, if there is one."""
+    global _former
     if parallel_state.model_parallel_is_initialized():
         if _former is not None:
             _drop_dispatched_tokens(_former)
         _former = None
         _leave_layout()
-    _former = MegatronPolicyWorker(config, **options)
-    return _former
 
 
 _former: MegatronPolicyWorker | None = None
