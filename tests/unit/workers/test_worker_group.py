@@ -101,7 +101,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def becomes_true(condition: Callable[[], bool], within_s: float = 5) -> bool:
+def becomes_true(condition: Callable[[], bool], within_s: float = 20) -> bool:
     deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
