@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 from typing import Any
 
 from measuring import ROOT, Clock, Figures, alternate, header, load, table
+from one_rank import batch, be_the_only_rank
 
 REPEATS = 2
 
@@ -37,26 +36,6 @@ def overrides(args: argparse.Namespace, fused: bool) -> list[str]:
     ]
 
 
-def batch(rows: int, tokens: int, vocab: int) -> Any:
-    """Rows whose first quarter is the prompt."""
-    import torch
-
-    from nemo_rl_mcore.data import BatchedDataDict
-
-    noise = torch.Generator().manual_seed(0)
-    logprobs = -torch.rand(rows, tokens, generator=noise) - 10
-    return BatchedDataDict(
-        input_ids=torch.randint(0, vocab, (rows, tokens), generator=noise),
-        input_lengths=torch.full((rows,), tokens),
-        token_mask=(torch.arange(tokens) >= tokens // 4).float().expand(rows, -1),
-        sample_mask=torch.ones(rows),
-        advantages=torch.randn(rows, tokens, generator=noise),
-        prev_logprobs=logprobs,
-        generation_logprobs=logprobs,
-        reference_policy_logprobs=logprobs,
-    )
-
-
 def child(request: str) -> None:
     import torch
 
@@ -66,10 +45,7 @@ def child(request: str) -> None:
 
     rows, tokens, changes = json.loads(request)
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    be_the_only_rank()
     config = load_config(ROOT / "examples/configs/grpo_copy_cpu.yaml", changes)
     worker = MegatronPolicyWorker(config.policy, init_reference_model=False)
     data, loss_fn = batch(rows, tokens, config.policy.model.vocab_size), ClippedPGLossFn(config.loss_fn)

@@ -1,0 +1,35 @@
+"""A worker of its own for benchmarks: the environment of a single rank, and rows to train on."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+
+def be_the_only_rank() -> None:
+    """Set the environment from which a worker learns that it is alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+
+
+def batch(rows: int, tokens: int, vocab: int) -> Any:
+    """Rows of random tokens, whose first quarter is the prompt."""
+    import torch
+
+    from nemo_rl_mcore.data import BatchedDataDict
+
+    noise = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(rows, tokens, generator=noise) - 3
+    return BatchedDataDict(
+        input_ids=torch.randint(0, vocab, (rows, tokens), generator=noise),
+        input_lengths=torch.full((rows,), tokens),
+        token_mask=(torch.arange(tokens) >= tokens // 4).float().expand(rows, -1),
+        sample_mask=torch.ones(rows),
+        advantages=torch.randn(rows, tokens, generator=noise),
+        prev_logprobs=logprobs,
+        generation_logprobs=logprobs,
+        reference_policy_logprobs=logprobs,
+    )
