@@ -11,7 +11,13 @@ from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, Log
 from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.load import load_config
-from nemo_rl_mcore.config.loss import ClippedPGLossConfig, NLLLossConfig
+from nemo_rl_mcore.config.loss import (
+    ClippedPGLossConfig,
+    DistillationLossConfig,
+    DPOLossConfig,
+    MseValueLossConfig,
+    NLLLossConfig,
+)
 from nemo_rl_mcore.config.master import GRPOMasterConfig
 from nemo_rl_mcore.config.megatron import (
     DistributedDataParallelConfig,
@@ -34,7 +40,9 @@ __all__ = [
     "ClippedPGLossConfig",
     "ClusterConfig",
     "ConfigError",
+    "DPOLossConfig",
     "DataConfig",
+    "DistillationLossConfig",
     "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
     "EnvConfig",
@@ -44,6 +52,7 @@ __all__ = [
     "LoggerConfig",
     "MegatronConfig",
     "ModelConfig",
+    "MseValueLossConfig",
     "NLLLossConfig",
     "OptimizerConfig",
     "PolicyConfig",

@@ -9,10 +9,52 @@ from nemo_rl_mcore.config.base import Float, NonNegativeFloat, PositiveFloat, Pr
 
 KLType = Literal["k1", "k2", "k3"]
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
+DivergenceType = Literal["forward", "reverse", "mixed", "jsd"]
 
 
 class NLLLossConfig(StrictModel):
     """The negative log-likelihood loss has nothing to set."""
+
+
+class DPOLossConfig(StrictModel):
+    """Direct preference optimization over (chosen, rejected) pairs."""
+
+    reference_policy_kl_penalty: PositiveFloat = 0.05
+    """beta: how strongly the policy is held to the reference policy."""
+    preference_loss_weight: NonNegativeFloat = 1.0
+    """Weight of the preference loss."""
+    sft_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the negative log-likelihood of the chosen answers; 0 does not compute it."""
+    preference_average_log_probs: bool = False
+    """Compare the mean log-probability of an answer's tokens instead of their sum."""
+    sft_average_log_probs: bool = False
+    """Take the mean over a chosen answer's tokens instead of their sum."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a loss that is nothing, and a setting of a term that is off."""
+        if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
+            yield Problem(
+                "preference_loss_weight",
+                "0 together with sft_loss_weight: 0 leaves no loss",
+                "raise one of the two",
+                ("sft_loss_weight",),
+            )
+        if self.sft_average_log_probs and self.sft_loss_weight == 0:
+            yield Problem(
+                "sft_average_log_probs",
+                "true does nothing with sft_loss_weight: 0",
+                "remove it, or raise sft_loss_weight",
+                ("sft_loss_weight",),
+            )
+
+
+class MseValueLossConfig(StrictModel):
+    """The critic's loss: half the squared error of its values."""
+
+    scale: PositiveFloat = 1.0
+    """Factor of the loss."""
+    cliprange: PositiveFloat | None = None
+    """The loss is also taken with the values held this near to the old ones, and the larger one counts; null is off."""
 
 
 class ClippedPGLossConfig(StrictModel):
@@ -116,4 +158,42 @@ class ClippedPGLossConfig(StrictModel):
                 f"{kind} needs {key}, which is null",
                 f"set {key}, or truncated_importance_sampling_type: null",
                 (key,),
+            )
+
+
+class DistillationLossConfig(StrictModel):
+    """A divergence of the student from its teacher, alone or beside the policy gradient."""
+
+    kl_type: DivergenceType = "forward"
+    """forward is KL(teacher || student), reverse the other way round, mixed a weighted sum of both, jsd in between."""
+    mixed_kl_weight: Annotated[Float, Field(ge=0, le=1)] = 0.5
+    """Of `mixed`: the weight of forward; reverse has the rest."""
+    jsd_beta: Float = 0.5
+    """Of `jsd`: the teacher's share of the mixture that both are compared with, above 0 and below 1."""
+    tail_mass: bool = True
+    """Count everything outside the teacher's top-k as one more outcome; without it the value can be negative."""
+    rl_weight: NonNegativeFloat = 0.0
+    """Weight of the policy-gradient loss on the same batch; 0 turns it off."""
+    rl: ClippedPGLossConfig = ClippedPGLossConfig()
+    """That policy-gradient loss."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a divergence that is always 0, and settings of a term that is off."""
+        if self.kl_type == "jsd" and not 0 < self.jsd_beta < 1:
+            yield Problem(
+                "jsd_beta",
+                f"{self.jsd_beta} makes the mixture equal to one side, so that the divergence is always 0",
+                "set it above 0 and below 1, or kl_type: forward or reverse, the limits after division by the weight",
+                ("kl_type",),
+            )
+        if self.rl_weight > 0 and not self.rl.token_level_loss:
+            yield Problem(
+                "rl.token_level_loss",
+                f"false does not go with rl_weight: {self.rl_weight} (the divergence is a mean over tokens)",
+                "set rl.token_level_loss: true, or rl_weight: 0",
+                ("rl_weight",),
+            )
+        if self.rl_weight == 0 and self.rl != ClippedPGLossConfig():
+            yield Problem(
+                "rl", "does nothing with rl_weight: 0", "remove it, or raise rl_weight", ("rl_weight",)
             )

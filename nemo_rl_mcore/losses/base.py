@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,9 +28,11 @@ class LossType(Enum):
 
 
 class LossInputType(Enum):
-    """What a loss function reads from the model."""
+    """What a loss function reads from the model: the kind of `outputs` that its `sums` takes."""
 
-    LOGPROB = "logprob"
+    LOGPROB = "logprob"  # TokenOutputs
+    VALUE = "value"  # ValueOutputs
+    DISTILLATION = "distillation"  # DistillationOutputs
 
 
 class MetricKind(Enum):
@@ -49,6 +51,34 @@ class TokenOutputs:
 
     logprobs: Tensor
     entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ValueOutputs:
+    """What a critic says of the states of a batch: [B,S] fp32, column t about the state before token t."""
+
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class TopKLogprobs:
+    """Log-probabilities under the full vocabulary at k ids of each token.
+
+    logprobs: [B,S-1,k], column i about token i+1.
+    tail_logmass: [B,S-1], the log of the probability of all other ids; None is one minus the sum of the k.
+    """
+
+    logprobs: Tensor
+    tail_logmass: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DistillationOutputs:
+    """What student and teacher say at the teacher's k most probable ids, and the student of the tokens themselves."""
+
+    student: TopKLogprobs
+    teacher: TopKLogprobs
+    tokens: TokenOutputs | None = None
 
 
 @dataclass(frozen=True)
@@ -92,18 +122,20 @@ class Masks:
     """The masks of a batch in the next-token frame, and the reductions over them.
 
     tokens [B,S-1] is `token_mask[:, 1:]`, samples [B] is `sample_mask`, valid [B,S-1] is their product.
+    A critic speaks of all tokens: with `first_column` 0 the frame is [B,S].
     """
 
     tokens: Tensor
     samples: Tensor
     valid: Tensor
+    first_column: int = 1
 
     @classmethod
-    def of(cls, data: BatchedDataDict, dtype: torch.dtype = torch.float32) -> Self:
+    def of(cls, data: BatchedDataDict, dtype: torch.dtype = torch.float32, *, first_column: int = 1) -> Self:
         """Read the masks of a batch."""
-        tokens = require(data, "token_mask", "every loss")[:, 1:].to(dtype)
+        tokens = require(data, "token_mask", "every loss")[:, first_column:].to(dtype)
         samples = require(data, "sample_mask", "every loss").to(dtype)
-        return cls(tokens, samples, tokens * samples[:, None])
+        return cls(tokens, samples, tokens * samples[:, None], first_column)
 
     def keep(self, values: Tensor, name: str) -> Tensor:
         """Return [B,S-1] `values` with zero wherever no token counts.
@@ -113,14 +145,14 @@ class Masks:
         if values.shape != self.valid.shape:
             rows, columns = self.valid.shape
             raise ValueError(
-                f"{name} has shape {list(values.shape)} in the next-token frame, "
-                f"but token_mask [{rows}, {columns + 1}] makes it [{rows}, {columns}]"
+                f"{name} has shape {list(values.shape)}, but token_mask [{rows}, {columns + self.first_column}] "
+                f"makes it [{rows}, {columns}]"
             )
         return torch.where(self.valid != 0, values, 0.0)
 
     def read(self, data: BatchedDataDict, key: str, needed_by: str) -> Tensor:
-        """Return `data[key][:, 1:]` with zero wherever no token counts."""
-        return self.keep(require(data, key, needed_by)[:, 1:], key)
+        """Return `data[key]` in this frame, with zero wherever no token counts."""
+        return self.keep(require(data, key, needed_by)[:, self.first_column :], key)
 
     def token_sum(self, values: Tensor) -> Tensor:
         """Return the sum of [B,S-1] `values` over the valid tokens."""
@@ -189,15 +221,17 @@ def to_floats(values: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 class LossFunction(ABC):
-    """A loss of a batch of token log-probabilities.
+    """A loss of what a model says of a batch.
 
     A subclass says what it reads (`input_type`), what its gradient is averaged over (`loss_type`) and
     computes sums; for any split of a batch by rows, the sums of the parts combine to the sums of the whole.
     """
 
     loss_type: LossType
-    input_type: LossInputType = LossInputType.LOGPROB
+    input_type: LossInputType
     use_fused_linear_logprobs: bool = False
+    rows_per_sample: int = 1
+    """Rows that belong together, such as the chosen and the rejected answer: no microbatch parts them."""
 
     @property
     def needs_entropy(self) -> bool:
@@ -205,8 +239,35 @@ class LossFunction(ABC):
         return False
 
     @abstractmethod
+    def sums(self, outputs: Any, data: BatchedDataDict) -> LossSums:
+        """Return the un-normalised loss and metrics of a batch, without waiting for the device.
+
+        outputs: of the class that `input_type` names.
+        """
+
+    def divide(
+        self, sums: LossSums, global_valid_seqs: Count, global_valid_toks: Count
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return a loss and its metrics as floats, divided by the global counts.
+
+        For parts of a batch with the counts of the whole, losses and metrics add up (extrema combine as extrema).
+        The extrema of a batch without a valid token are +inf and -inf.
+        """
+        counts = global_valid_seqs, global_valid_toks
+        metrics = {
+            name: normalize(metric.value, metric.kind, *counts) for name, metric in sums.metrics.items()
+        }
+        return normalize(sums.loss, gradient_kind(self.loss_type), *counts), to_floats(metrics)
+
+
+class TokenLossFunction(LossFunction):
+    """A loss of the log-probabilities of a batch's own tokens."""
+
+    input_type = LossInputType.LOGPROB
+
+    @abstractmethod
     def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
-        """Return the un-normalised loss and metrics of a batch, without waiting for the device."""
+        """See `LossFunction.sums`."""
 
     def __call__(
         self,
@@ -216,14 +277,6 @@ class LossFunction(ABC):
         global_valid_toks: Count,
         entropy: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of a batch and its metrics as floats, divided by the global counts.
-
-        Called on parts of a batch with the counts of the whole, losses and metrics add up (extrema combine as
-        extrema). The extrema of a batch without a valid token are +inf and -inf.
-        """
+        """Return what `divide` returns, for next_token_logprobs and entropy [B,S-1]."""
         sums = self.sums(TokenOutputs(next_token_logprobs, entropy), data)
-        counts = global_valid_seqs, global_valid_toks
-        metrics = {
-            name: normalize(metric.value, metric.kind, *counts) for name, metric in sums.metrics.items()
-        }
-        return normalize(sums.loss, gradient_kind(self.loss_type), *counts), to_floats(metrics)
+        return self.divide(sums, global_valid_seqs, global_valid_toks)

@@ -19,13 +19,12 @@ from torch import Tensor
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig, KLType
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.losses.base import (
-    LossFunction,
-    LossInputType,
     LossSums,
     LossType,
     Masks,
     MetricKind,
     MetricSum,
+    TokenLossFunction,
     TokenOutputs,
     gradient_kind,
 )
@@ -123,10 +122,8 @@ def surrogate_function(cfg: ClippedPGLossConfig) -> SurrogateFunction:
     return clipped_surrogate
 
 
-class ClippedPGLossFn(LossFunction):
+class ClippedPGLossFn(TokenLossFunction):
     """The clipped policy-gradient loss with KL penalty, importance correction and entropy bonus."""
-
-    input_type = LossInputType.LOGPROB
 
     def __init__(
         self, cfg: ClippedPGLossConfig | Mapping[str, object], use_fused_linear_logprobs: bool = False

@@ -3,22 +3,20 @@
 from nemo_rl_mcore.config.loss import NLLLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.losses.base import (
-    LossFunction,
-    LossInputType,
     LossSums,
     LossType,
     Masks,
     MetricKind,
     MetricSum,
+    TokenLossFunction,
     TokenOutputs,
 )
 
 
-class NLLLossFn(LossFunction):
+class NLLLossFn(TokenLossFunction):
     """Minus the mean log-probability over the valid tokens."""
 
     loss_type = LossType.TOKEN_LEVEL
-    input_type = LossInputType.LOGPROB
 
     def __init__(self, cfg: NLLLossConfig | None = None, use_fused_linear_logprobs: bool = False) -> None:
         self.cfg = cfg or NLLLossConfig()

@@ -1,0 +1,88 @@
+"""Direct preference optimization, https://arxiv.org/abs/2305.18290, with an optional likelihood term.
+
+Rows interleave pairs: even rows are chosen answers, odd rows the rejected ones. P = B / 2 pairs.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from nemo_rl_mcore.config.loss import DPOLossConfig
+from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.losses.base import (
+    LossSums,
+    LossType,
+    Masks,
+    MetricKind,
+    MetricSum,
+    TokenLossFunction,
+    TokenOutputs,
+    require,
+)
+
+_ROWS_PER_PAIR = 2
+
+
+class DPOLossFn(TokenLossFunction):
+    """Minus the log-sigmoid of how much more the policy has moved towards the chosen answer than the rejected one.
+
+    Unlike elsewhere `reference_policy_logprobs` [B,S] arrives rolled left by one: column i is log p of token i+1.
+    """
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    rows_per_sample = _ROWS_PER_PAIR
+
+    def __init__(
+        self, cfg: DPOLossConfig | Mapping[str, object], use_fused_linear_logprobs: bool = False
+    ) -> None:
+        self.cfg = cfg if isinstance(cfg, DPOLossConfig) else DPOLossConfig.model_validate(dict(cfg))
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+
+    def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
+        """Return the un-normalised loss and metrics; ValueError for an odd number of rows."""
+        masks = Masks.of(data, outputs.logprobs.dtype)
+        if len(masks.samples) % _ROWS_PER_PAIR:
+            raise ValueError(
+                f"DPO reads rows as (chosen, rejected) pairs, and the batch has {len(masks.samples)} rows"
+            )
+        logprobs = masks.keep(outputs.logprobs, "logprobs")
+        reference = masks.keep(
+            require(data, "reference_policy_logprobs", "DPO")[:, :-1], "reference_policy_logprobs"
+        )
+        rewards_B = _of_rows(logprobs - reference, masks, mean=self.cfg.preference_average_log_probs)
+        chosen_P, rejected_P = rewards_B[::2], rewards_B[1::2]
+        kept_P = masks.samples[::2]
+        margin_P = self.cfg.reference_policy_kl_penalty * (chosen_P - rejected_P)
+        preference = _over_pairs(-logsigmoid(margin_P), kept_P)
+        sft = self._likelihood(logprobs, masks)
+        loss = self.cfg.preference_loss_weight * preference + self.cfg.sft_loss_weight * sft
+        per_pair = {
+            "loss": loss,
+            "preference_loss": preference,
+            "sft_loss": sft,
+            "accuracy": _over_pairs((chosen_P > rejected_P).to(kept_P.dtype), kept_P),
+            "rewards_chosen_mean": _over_pairs(chosen_P, kept_P),
+            "rewards_rejected_mean": _over_pairs(rejected_P, kept_P),
+        }
+        metrics = {name: MetricSum(value.detach(), MetricKind.SEQUENCES) for name, value in per_pair.items()}
+        metrics["num_valid_samples"] = MetricSum(kept_P.sum(), MetricKind.NONE)
+        return LossSums(loss, metrics)
+
+    def _likelihood(self, logprobs: Tensor, masks: Masks) -> Tensor:
+        if self.cfg.sft_loss_weight == 0:
+            return logprobs.new_zeros(())
+        likelihood_B = _of_rows(-logprobs, masks, mean=self.cfg.sft_average_log_probs)
+        return _over_pairs(likelihood_B[::2], masks.samples[::2])
+
+
+def _of_rows(values: Tensor, masks: Masks, *, mean: bool) -> Tensor:
+    """Return [B] the sum of [B,S-1] values over each row's token mask, or their mean."""
+    if mean:
+        return masks.row_mean(values)
+    return (values * masks.tokens).sum(dim=-1)
+
+
+def _over_pairs(values_P: Tensor, kept_P: Tensor) -> Tensor:
+    """Return the sum over the kept pairs, doubled: it is divided by the valid rows, of which a pair has two."""
+    return _ROWS_PER_PAIR * (values_P * kept_P).sum()

@@ -1,0 +1,81 @@
+"""The critic's regression onto the returns, clipped as in PPO, https://arxiv.org/abs/1707.06347.
+
+Unlike next-token losses it reads all S columns: a value is of the state before its token.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nemo_rl_mcore.config.loss import MseValueLossConfig
+from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.losses.base import (
+    Count,
+    LossFunction,
+    LossInputType,
+    LossSums,
+    LossType,
+    Masks,
+    MetricKind,
+    MetricSum,
+    ValueOutputs,
+)
+
+
+class MseValueLossFn(LossFunction):
+    """Half of the squared error of the values, or of the values held near the old ones, whichever is larger."""
+
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.VALUE
+
+    def __init__(
+        self, cfg: MseValueLossConfig | Mapping[str, object], use_fused_linear_logprobs: bool = False
+    ) -> None:
+        self.cfg = (
+            cfg if isinstance(cfg, MseValueLossConfig) else MseValueLossConfig.model_validate(dict(cfg))
+        )
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+
+    def __call__(
+        self, values: Tensor, data: BatchedDataDict, global_valid_seqs: Count, global_valid_toks: Count
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Return what `divide` returns, for values [B,S]."""
+        return self.divide(self.sums(ValueOutputs(values), data), global_valid_seqs, global_valid_toks)
+
+    def sums(self, outputs: ValueOutputs, data: BatchedDataDict) -> LossSums:
+        """Return the un-normalised loss and metrics; ValueError when the batch lacks what they need."""
+        masks = Masks.of(data, outputs.values.dtype, first_column=0)
+        values, returns = masks.keep(outputs.values, "values"), masks.read(data, "returns", "the critic")
+        error = (values - returns).square()
+        worse = error
+        if self.cfg.cliprange is not None:
+            old = masks.read(data, "values", f"cliprange: {self.cfg.cliprange}")
+            held = torch.clamp(values, old - self.cfg.cliprange, old + self.cfg.cliprange)
+            worse = torch.maximum(error, (held - returns).square())
+        loss = 0.5 * self.cfg.scale * masks.token_sum(worse)
+        per_token = {
+            "vf_clipfrac": (worse > error).to(values.dtype),
+            "returns_mean": returns,
+            "values_mean": values,
+            "returns_sq_mean": returns.square(),
+            "residual_sq_mean": error,
+        }
+        with torch.no_grad():
+            means = {
+                name: MetricSum(masks.token_sum(of_token), MetricKind.TOKENS)
+                for name, of_token in per_token.items()
+            }
+            others = {
+                "loss": MetricSum(loss.detach(), MetricKind.TOKENS),
+                "values_min": MetricSum(masks.minimum(values), MetricKind.MIN),
+                "values_max": MetricSum(masks.maximum(values), MetricKind.MAX),
+                "num_valid_samples": MetricSum(_rows(data, values), MetricKind.NONE),
+            }
+        return LossSums(loss, means | others)
+
+
+def _rows(data: BatchedDataDict, values: Tensor) -> Tensor:
+    """Return how many rows there are, without those of no length, which only fill a microbatch up."""
+    lengths = data.get("input_lengths")
+    return values.new_tensor(len(values)) if lengths is None else (lengths > 0).sum()

@@ -1,0 +1,267 @@
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.distributions import Categorical, kl_divergence
+
+from nemo_rl_mcore.config import ConfigError, DistillationLossConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import (
+    ClippedPGLossFn,
+    DistillationLossFn,
+    DistillationOutputs,
+    LossInputType,
+    TokenOutputs,
+    TopKLogprobs,
+)
+
+BatchMaker = Callable[..., tuple[torch.Tensor, BatchedDataDict]]
+Logits = tuple[torch.Tensor, torch.Tensor]
+VOCABULARY = 11
+KINDS: list[dict[str, Any]] = [
+    {"kl_type": "forward"},
+    {"kl_type": "reverse"},
+    {"kl_type": "mixed", "mixed_kl_weight": 0.3},
+    {"kl_type": "jsd"},
+    {"kl_type": "jsd", "jsd_beta": 0.2},
+]
+
+
+@pytest.fixture
+def data(make_batch: BatchMaker) -> BatchedDataDict:
+    return make_batch()[1]
+
+
+@pytest.fixture
+def logits(data: BatchedDataDict) -> Logits:
+    """Student, which requires a gradient, and teacher."""
+    rows, columns = data["token_mask"].shape
+    generator = torch.Generator().manual_seed(3)
+    student, teacher = (
+        torch.randn(2, rows, columns - 1, VOCABULARY, generator=generator, dtype=torch.float64)
+        .mul(2)
+        .unbind()
+    )
+    return student.clone().requires_grad_(), teacher.clone()
+
+
+def topk(logits: Logits, k: int) -> Logits:
+    """Log-probabilities under the full vocabulary at the teacher's k best ids."""
+    student, teacher = (x.log_softmax(-1) for x in logits)
+    best = teacher.topk(k, dim=-1).indices
+    return student.gather(-1, best), teacher.gather(-1, best)
+
+
+def oracle(cfg: dict[str, Any], student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """[B,S-1] by torch.distributions, over whatever outcomes the last dimension has (they add up to 1)."""
+    s, t = Categorical(probs=student.exp()), Categorical(probs=teacher.exp())
+    match cfg["kl_type"]:
+        case "forward":
+            return kl_divergence(t, s)
+        case "reverse":
+            return kl_divergence(s, t)
+        case "mixed":
+            w = cfg["mixed_kl_weight"]
+            return w * kl_divergence(t, s) + (1 - w) * kl_divergence(s, t)
+    beta = cfg.get("jsd_beta", 0.5)
+    m = Categorical(probs=beta * t.probs + (1 - beta) * s.probs)
+    return beta * kl_divergence(t, m) + (1 - beta) * kl_divergence(s, m)
+
+
+def with_rest(logprobs: torch.Tensor) -> torch.Tensor:
+    return torch.cat([logprobs, (1 - logprobs.exp().sum(-1, keepdim=True)).log()], dim=-1)
+
+
+def mean(values: torch.Tensor, data: BatchedDataDict, count: float) -> torch.Tensor:
+    return (values * data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum() / count
+
+
+@pytest.mark.parametrize("cfg", KINDS, ids=str)
+def test_with_the_tail_it_is_the_divergence_of_the_coarsened_distributions(
+    cfg: dict[str, Any], logits: Logits, data: BatchedDataDict
+):
+    student, teacher = topk(logits, 4)
+    loss, metrics = DistillationLossFn(cfg)(student, teacher, data, 3, 17)
+    expected = mean(oracle(cfg, with_rest(student), with_rest(teacher)), data, 17)
+    torch.testing.assert_close(loss, expected)
+    assert metrics["loss"] == metrics["kl"] == pytest.approx(expected.item())
+    gradients = [torch.autograd.grad(value, logits[0], retain_graph=True)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("cfg", KINDS, ids=str)
+def test_over_the_whole_vocabulary_it_is_the_divergence_itself(
+    cfg: dict[str, Any], logits: Logits, data: BatchedDataDict
+):
+    loss, metrics = DistillationLossFn(cfg)(*topk(logits, VOCABULARY), data, 3, 17)
+    expected = mean(oracle(cfg, *(x.log_softmax(-1) for x in logits)), data, 17)
+    torch.testing.assert_close(loss, expected)
+    valid = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum().item()
+    assert metrics["teacher_topk_mass"] == pytest.approx(valid / 17)
+    gradients = [torch.autograd.grad(value, logits[0], retain_graph=True)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("cfg", KINDS, ids=str)
+def test_top_k_with_its_tail_rises_to_the_full_divergence(
+    cfg: dict[str, Any], logits: Logits, data: BatchedDataDict
+):
+    values = [
+        DistillationLossFn(cfg)(*topk(logits, k), data, 3, 17)[0].item() for k in range(1, VOCABULARY + 1)
+    ]
+    full = mean(oracle(cfg, *(x.log_softmax(-1) for x in logits)), data, 17).item()
+    for fewer, more in pairwise(values):
+        assert more > fewer - 1e-12  # merging outcomes loses divergence
+    assert values[0] < 0.9 * full
+    assert values[-1] == pytest.approx(full)
+
+
+@pytest.mark.parametrize("cfg", KINDS, ids=str)
+def test_the_gradient_by_finite_differences(cfg: dict[str, Any], logits: Logits, data: BatchedDataDict):
+    def loss(student: torch.Tensor) -> torch.Tensor:
+        return DistillationLossFn(cfg)(*topk((student, logits[1]), 3), data, 3, 17)[0]
+
+    assert torch.autograd.gradcheck(loss, logits[0])
+
+
+@pytest.mark.parametrize("cfg", KINDS, ids=str)
+@pytest.mark.parametrize("k", [1, 4, VOCABULARY])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_student_that_equals_its_teacher_has_no_loss_and_no_gradient(
+    cfg: dict[str, Any], k: int, dtype: torch.dtype, logits: Logits, data: BatchedDataDict
+):
+    student = logits[1].to(dtype).requires_grad_()
+    loss, _ = DistillationLossFn(cfg)(*topk((student, logits[1].to(dtype)), k), data, 3, 17)
+    # The logarithm of the mixture of equal sides is rounded; the other divergences see no difference at all.
+    assert 0 <= loss.item() <= (torch.finfo(dtype).eps ** 2 if cfg["kl_type"] == "jsd" else 0)
+    gradient = torch.autograd.grad(loss, student)[0]
+    assert gradient.abs().max() < 10 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("cfg", KINDS, ids=str)
+def test_never_negative_near_the_teacher_in_fp32(cfg: dict[str, Any], logits: Logits, data: BatchedDataDict):
+    teacher = logits[1].float()
+    for noise in (1e-7, 1e-5, 1e-3, 1e-1):
+        student = teacher + noise * logits[0].detach().float()
+        for k in (1, 4, VOCABULARY):
+            assert DistillationLossFn(cfg)(*topk((student, teacher), k), data, 3, 17)[0].item() >= 0
+
+
+def test_without_the_tail_it_is_the_plain_sum_and_can_be_negative(logits: Logits, data: BatchedDataDict):
+    student, teacher = topk(logits, 1)
+    loss, _ = DistillationLossFn({"tail_mass": False, "kl_type": "reverse"})(student, teacher, data, 3, 17)
+    expected = mean((student.exp() * (student - teacher)).sum(-1), data, 17)
+    torch.testing.assert_close(loss, expected)
+    assert loss.item() < 0
+
+
+def test_jsd_is_symmetric_at_one_half(logits: Logits, data: BatchedDataDict):
+    student, teacher = topk(logits, VOCABULARY)
+    half, other = (
+        DistillationLossFn({"kl_type": "jsd"}),
+        DistillationLossFn({"kl_type": "jsd", "jsd_beta": 0.2}),
+    )
+    there, back = (half(*sides, data, 3, 17)[0].item() for sides in ((student, teacher), (teacher, student)))
+    assert there == pytest.approx(back)
+    assert other(student, teacher, data, 3, 17)[0].item() != pytest.approx(
+        other(teacher, student, data, 3, 17)[0].item()
+    )
+    assert 0 < there <= math.log(2)
+
+
+def test_jsd_over_its_weight_tends_to_the_kls(logits: Logits, data: BatchedDataDict):
+    sides = topk(logits, VOCABULARY)
+    for kind, beta in (("forward", 1e-6), ("reverse", 1 - 1e-6)):
+        kl = DistillationLossFn({"kl_type": kind})(*sides, data, 3, 17)[0].item()
+        jsd = DistillationLossFn({"kl_type": "jsd", "jsd_beta": beta})(*sides, data, 3, 17)[0].item()
+        assert jsd / 1e-6 == pytest.approx(kl, rel=1e-3)
+
+
+def test_tails_given_by_the_model_keep_digits_that_the_sum_has_lost(data: BatchedDataDict):
+    """Nearly all mass on one id: the rest is 1e-12, which one minus the sum cannot tell in fp32."""
+    shape = data["token_mask"][:, 1:].shape
+    teacher_rest, student_rest = (torch.full(shape, math.log(rest)) for rest in (1e-12, 1e-30))
+    one = torch.zeros(*shape, 1)
+    outputs = DistillationOutputs(TopKLogprobs(one, student_rest), TopKLogprobs(one, teacher_rest))
+    sums = DistillationLossFn({"kl_type": "forward"}).sums(outputs, data)
+    valid = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum().item()
+    expected = valid * (1e-12 * math.log(1e18) - 1e-12)
+    assert sums.loss.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_policy_gradient_beside_it(logits: Logits, data: BatchedDataDict, make_batch: BatchMaker):
+    c, _ = make_batch()
+    rl = {"reference_policy_kl_penalty": 0.0, "entropy_coef": 0.1}
+    loss_fn = DistillationLossFn({"rl_weight": 0.5, "rl": rl})
+    assert loss_fn.needs_entropy
+    entropy = data["entropy"][:, 1:]
+    loss, metrics = loss_fn(*topk(logits, 4), data, 3, 17, c, entropy)
+    alone = DistillationLossFn({})(*topk(logits, 4), data, 3, 17)[0]
+    policy, policy_metrics = ClippedPGLossFn(rl)(c, data, 3, 17, entropy)
+    torch.testing.assert_close(loss, alone + 0.5 * policy)
+    assert metrics["rl_loss"] == policy_metrics["loss"]
+    assert metrics["probs_ratio"] == policy_metrics["probs_ratio"]
+    with pytest.raises(ValueError, match=r"rl_weight: 0\.5 needs"):
+        loss_fn(*topk(logits, 4), data, 3, 17)
+
+
+def test_parts_add_up(logits: Logits, data: BatchedDataDict, make_batch: BatchMaker):
+    c, _ = make_batch()
+    loss_fn = DistillationLossFn(
+        {"kl_type": "jsd", "rl_weight": 0.5, "rl": {"reference_policy_kl_penalty": 0.1}}
+    )
+    student, teacher = topk(logits, 4)
+
+    def sums(i: int, j: int):
+        outputs = DistillationOutputs(
+            TopKLogprobs(student[i:j]), TopKLogprobs(teacher[i:j]), TokenOutputs(c[i:j])
+        )
+        return loss_fn.sums(outputs, data.slice(i, j))
+
+    whole, parts = sums(0, 5), [sums(0, 1), sums(1, 4), sums(4, 5)]
+    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
+    for name in ("loss", "kl", "rl_loss", "teacher_topk_mass", "num_valid_samples"):
+        total = sum(part.metrics[name].value.item() for part in parts)
+        assert total == pytest.approx(whole.metrics[name].value.item())
+
+
+@pytest.mark.parametrize("cfg", KINDS, ids=str)
+def test_masked_positions_never_matter(cfg: dict[str, Any], logits: Logits, data: BatchedDataDict):
+    student, teacher = (x.detach() for x in topk(logits, 4))
+    off = ((data["token_mask"] * data["sample_mask"][:, None])[:, 1:] == 0).unsqueeze(-1)
+    poisoned = student.masked_fill(off, math.nan).requires_grad_()
+    loss, metrics = DistillationLossFn(cfg)(poisoned, teacher.masked_fill(off, math.nan), data, 3, 17)
+    assert metrics["loss"] == DistillationLossFn(cfg)(student, teacher, data, 3, 17)[1]["loss"]
+    assert torch.isfinite(torch.tensor(list(metrics.values()))).all()
+    gradient = torch.autograd.grad(loss, poisoned)[0]
+    assert not gradient.masked_select(off).any()
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kl_type": "jsd", "jsd_beta": 0.0}, "always 0"),
+        ({"kl_type": "jsd", "jsd_beta": 1.0}, "always 0"),
+        ({"mixed_kl_weight": 1.5}, "less than or equal to 1"),
+        ({"kl_type": "sideways"}, "sideways|forward"),
+        ({"rl_weight": 1.0, "rl": {"token_level_loss": False}}, "rl.token_level_loss"),
+        ({"rl": {"entropy_coef": 0.1}}, "does nothing with rl_weight: 0"),
+    ],
+)
+def test_settings_that_make_no_sense(given: dict[str, Any], message: str):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        DistillationLossConfig(**given)
+
+
+def test_shapes_that_do_not_fit_are_refused(logits: Logits, data: BatchedDataDict):
+    student, teacher = topk(logits, 4)
+    loss_fn = DistillationLossFn({})
+    assert loss_fn.input_type is LossInputType.DISTILLATION
+    with pytest.raises(ValueError, match="not log-probabilities at the same ids"):
+        loss_fn(student[..., :3], teacher, data, 3, 17)
+    with pytest.raises(ValueError, match="not log-probabilities at the same ids"):
+        loss_fn(student[:, 1:], teacher[:, 1:], data, 3, 17)
