@@ -112,11 +112,17 @@ class BatchedDataDict(dict[str, Any]):
             for shard in range(shards)
         ]
 
-    def deal(self, shards: int) -> list[Self]:
-        """Split the rows into `shards` batches, in order, whose sizes differ by at most one; some may be empty."""
-        if shards < 1:
-            raise ValueError(f"{self.size} rows do not split into {shards} batches")
-        bounds = [self.size * shard // shards for shard in range(shards + 1)]
+    def deal(self, shards: int, rows_per_sample: int = 1) -> list[Self]:
+        """Split the samples into `shards` batches, in order, whose sizes differ by at most one; some may be empty.
+
+        Raises ValueError when the rows are no whole number of samples.
+        """
+        if shards < 1 or rows_per_sample < 1 or self.size % rows_per_sample:
+            raise ValueError(
+                f"{self.size} rows, {rows_per_sample} a sample, do not split into {shards} batches"
+            )
+        samples = self.size // rows_per_sample
+        bounds = [samples * shard // shards * rows_per_sample for shard in range(shards + 1)]
         return [self.slice(start, stop) for start, stop in pairwise(bounds)]
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,3 +59,21 @@ class TokenBudget:
             raise ValueError(
                 f"token_mask marks tokens behind input_lengths in rows {rows.tolist()}; {self.key} cuts them off"
             )
+
+
+def balanced_order(lengths: Sequence[int], shards: int) -> list[int]:
+    """Return the rows in an order whose `shards` equal runs hold about equally many tokens.
+
+    The longest row that is left goes to the run with the fewest tokens that is not full.
+    Raises ValueError when the rows do not split into equal runs.
+    """
+    if shards < 1 or len(lengths) % shards:
+        raise ValueError(f"{len(lengths)} rows do not split into {shards} equal shards")
+    runs: list[list[int]] = [[] for _ in range(shards)]
+    tokens = [0] * shards
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        open_runs = (run for run in range(shards) if len(runs[run]) < len(lengths) // shards)
+        emptiest = min(open_runs, key=lambda run: tokens[run])
+        runs[emptiest].append(row)
+        tokens[emptiest] += lengths[row]
+    return [row for run in runs for row in run]

@@ -10,6 +10,7 @@ import ray
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.token_budget import balanced_order
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
@@ -38,6 +39,7 @@ class Policy:
         )
         self._shards = max(self._shard_of_rank) + 1
         self._calls: dict[str, int] = {}
+        self._rows_per_sample = 1  # of the open step's loss
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_logprobs`."""
@@ -55,16 +57,26 @@ class Policy:
 
     def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
         """See `interfaces.PolicyInterface.train`; the totals are equal on every rank."""
-        shards = data.shard_by_batch_size(self._shards, self._config.train_global_batch_size)
+        step = self._config.train_global_batch_size
+        if self._config.token_budgets is not None and data.size % step == 0:
+            # Sums do not depend on who adds what, and ranks with equally many tokens wait less for each other.
+            data = BatchedDataDict.from_batches(
+                [self._balanced(data.slice(first, first + step)) for first in range(0, data.size, step)]
+            )
+        shards = data.shard_by_batch_size(self._shards, step)
         return self._run("train", shards, loss_fn=loss_fn)[0]
+
+    def _balanced(self, batch: BatchedDataDict) -> BatchedDataDict:
+        return batch.select_indices(balanced_order(batch["input_lengths"].tolist(), self._shards))
 
     def begin_train_step(self, loss_fn: LossFunction, *, step_id: str | None = None) -> None:
         """See `interfaces.PolicyInterface.begin_train_step`."""
         self._run_all("begin_train_step", loss_fn=loss_fn, step_id=step_id)
+        self._rows_per_sample = loss_fn.rows_per_sample
 
     def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
         """See `interfaces.PolicyInterface.train_microbatch`."""
-        self._run("train_microbatch", data.deal(self._shards), chunk_id=chunk_id)
+        self._run("train_microbatch", data.deal(self._shards, self._rows_per_sample), chunk_id=chunk_id)
 
     def finish_train_step(self) -> dict[str, Any]:
         """See `interfaces.PolicyInterface.finish_train_step`; the totals are equal on every rank."""

@@ -220,3 +220,11 @@ def test_deal_is_as_even_as_can_be_and_drops_nothing(rows, shards, sizes):
     parts = data.deal(shards)
     assert sorted(part.size for part in parts) == sizes
     assert same(BatchedDataDict.from_batches(parts), data)
+
+
+def test_deal_keeps_the_rows_of_a_sample_together():
+    data = BatchedDataDict(row=torch.arange(12))
+    parts = data.deal(4, rows_per_sample=2)
+    assert [part["row"].tolist() for part in parts] == [[0, 1], [2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
+    with pytest.raises(ValueError, match="11 rows, 2 a sample"):
+        data.slice(0, 11).deal(4, rows_per_sample=2)

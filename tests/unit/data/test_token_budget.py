@@ -1,8 +1,10 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.token_budget import TokenBudget
+from nemo_rl_mcore.data.token_budget import TokenBudget, balanced_order
 
 KEY = "policy.dynamic_batching.train_mb_tokens"
 
@@ -39,3 +41,20 @@ def test_rows_that_cannot_be_cut_are_refused(data, message):
 def test_a_mask_within_the_lengths_is_accepted():
     mask = torch.tensor([[1.0, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0]])
     assert TokenBudget(4, KEY).row_lengths(rows([2, 4], token_mask=mask)) == [2, 4]
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 50), max_size=24))
+def test_balancing_keeps_every_row_once(shards: int, lengths: list[int]):
+    rows = lengths[: len(lengths) // shards * shards]
+    assert sorted(balanced_order(rows, shards)) == list(range(len(rows)))
+
+
+def test_balancing_spreads_long_rows():
+    lengths = [9, 8, 7, 1, 1, 1]
+    order = balanced_order(lengths, 2)
+    assert (order[:3], order[3:]) == ([0, 3, 4], [1, 2, 5])  # 11 and 16 tokens; in the batch's order 24 and 3
+
+
+def test_rows_that_do_not_split_are_refused():
+    with pytest.raises(ValueError, match="5 rows do not split into 2"):
+        balanced_order([1] * 5, 2)
