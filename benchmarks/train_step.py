@@ -55,7 +55,7 @@ def megatron_loop(worker: Any, data: Any, loss_fn: Any, mbs: int) -> Callable[[]
             ids,
             positions,
             None,
-            output_processor=backend.forward.processor,
+            output_processor=backend.forward.passes.token_processor,
             output_processor_context=selection,
         )
 

@@ -57,6 +57,24 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else _CPU
 
 
+def device_uuid(of: torch.device | None = None) -> str:
+    """What the driver calls this GPU, whatever its index is; empty on CPU."""
+    of = of or device()
+    return f"GPU-{torch.cuda.get_device_properties(of).uuid}" if of.type == "cuda" else ""
+
+
+def synchronize(of: torch.device) -> None:
+    """Wait until everything that was launched on this device is done; nothing to do on CPU."""
+    if of.type == "cuda":
+        torch.cuda.synchronize(of)
+
+
+def free_shared_memory() -> None:
+    """Give back GPU memory of other processes, and own memory that others have let go of."""
+    if has_cuda():
+        torch.cuda.ipc_collect()
+
+
 def communication_backend() -> str:
     """The torch.distributed backend of the device: nccl on CUDA, else gloo."""
     return "nccl" if has_cuda() else "gloo"

@@ -1,4 +1,4 @@
-"""The command `nemo-rl-mcore`: `check` resolves a recipe on paper, `grpo` runs it.
+"""The command `nemo-rl-mcore`: `check` resolves a recipe on paper, `grpo` runs it, `generate` samples what it learned.
 
 Nothing heavy is imported here: a mistake in a recipe is reported before torch, Ray or Megatron start.
 """
@@ -7,10 +7,13 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from nemo_rl_mcore import __version__
 from nemo_rl_mcore.config import ConfigError, GRPOMasterConfig, load_config
 from nemo_rl_mcore.config.preflight import Plan, preflight
+from nemo_rl_mcore.config.saved_run import load_recipe_of
 
 EXIT_CONFIG_ERROR = 2
 """Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
@@ -21,13 +24,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 2 when the recipe has problems, or that of the run."""
     options, overrides = _parse(arguments)
     try:
-        config = load_config(options.config, overrides)
+        config = _load(options, overrides)
         plan = preflight(config)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG_ERROR
     try:
-        return _check(plan) if options.command == "check" else _grpo(config)
+        match options.command:
+            case "check":
+                return _check(plan)
+            case "generate":
+                return _generate(config, options)
+            case _:
+                return _grpo(config)
     except KeyboardInterrupt:  # while the libraries load: later the run itself handles it
         sys.stderr.write("interrupted before the run began\n")
         return EXIT_INTERRUPTED
@@ -41,17 +50,42 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         ("grpo", "check a recipe, then train by GRPO"),
         ("check", "check a recipe and print the resolved plan: layout, batches, guardrails, memory"),
     ):
-        command = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
+        command = _add_command(commands, name, purpose)
         command.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
-        command.add_argument(
-            "overrides", nargs="*", metavar="KEY=VALUE", help="Hydra's grammar: a.b=c, +new=1, ~gone"
-        )
+    generate = _add_command(commands, "generate", "answer prompts with the weights of a checkpoint")
+    generate.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
+    generate.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="may be repeated; left out, held-out prompts",
+    )
+    generate.add_argument(
+        "--greedy", action="store_true", help="take the likeliest token instead of sampling"
+    )
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
     unknown = [text for text in rest if text.startswith("-")]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return options, [*options.overrides, *rest]
+
+
+def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=purpose, description=purpose, allow_abbrev=False
+    )
+    command.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="Hydra's grammar: a.b=c, +new=1, ~gone"
+    )
+    return command
+
+
+def _load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
+    if "checkpoint" in options:
+        return load_recipe_of(Path(options.checkpoint), overrides)
+    return load_config(options.config, overrides)
 
 
 def _check(plan: Plan) -> int:
@@ -68,6 +102,12 @@ def _grpo(config: GRPOMasterConfig) -> int:
     from nemo_rl_mcore.launch import run_grpo
 
     return run_grpo(config)
+
+
+def _generate(config: GRPOMasterConfig, options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.generate import run_generate
+
+    return run_generate(config, options.prompt, greedy=options.greedy)
 
 
 if __name__ == "__main__":

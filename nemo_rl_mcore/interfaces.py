@@ -6,6 +6,7 @@ B rows, P prompt length, S sequence length, T new tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl_mcore.data import BatchedDataDict
@@ -13,6 +14,13 @@ from nemo_rl_mcore.data.datasets import Prompt
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.losses.base import LossFunction
+
+
+class Role(Enum):
+    """What the model of a worker is for: to say how probable tokens are, or how much is to be expected of a state."""
+
+    POLICY = "policy"
+    VALUE = "value"
 
 
 class PolicyInterface(Protocol):
@@ -44,6 +52,17 @@ class PolicyInterface(Protocol):
 
     def abort_train_step(self) -> None:
         """Drop the open or failed step, which then leaves no trace; nothing to do when none is open."""
+        ...
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write all that the next step depends on into a folder that every rank sees."""
+        ...
+
+    def load_checkpoint(self, folder: str, *, weights_only: bool = False) -> None:
+        """Set everything back that `save_checkpoint` wrote; with `weights_only` moments and schedule stay as they are.
+
+        The layout may be another one. Raises when the folder does not hold a checkpoint of this model.
+        """
         ...
 
     def generate(

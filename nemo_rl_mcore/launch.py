@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
+from typing import TextIO
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.config import GRPOMasterConfig, PolicyConfig
 from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
@@ -29,14 +32,19 @@ def run_grpo(config: GRPOMasterConfig) -> int:
 
     However it ends, the ranks are gone, and the metrics and the report hold every finished step.
     """
+    return exit_status(lambda: _grpo(config), f"the finished steps are in {config.logger.log_dir}")
+
+
+def exit_status(run: Callable[[], None], left_behind: str) -> int:
+    """Run to the end, to a failure or to a signal; say on stderr how it ended, and what it left when interrupted."""
     with sigterm_as_ctrl_c() as terminated:
         try:
-            _grpo(config)
+            run()
         except KeyboardInterrupt:
             ended, status = "interrupted", EXIT_INTERRUPTED
             if terminated.is_set():
                 ended, status = "terminated", EXIT_TERMINATED
-            sys.stderr.write(f"{ended}; the finished steps are in {config.logger.log_dir}\n")
+            sys.stderr.write(f"{ended}; {left_behind}\n")
             return status
         except RunStoppedError as error:
             sys.stderr.write(f"the run stopped: {error}\n")
@@ -45,15 +53,19 @@ def run_grpo(config: GRPOMasterConfig) -> int:
 
 
 def _grpo(config: GRPOMasterConfig) -> None:
-    tokenizer = _tokenizer(config.policy)
+    tokenizer = tokenizer_of(config.policy)
     stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
     prompts = DigitTaskSource(config.data.dataset_name, config.data.num_digits, config.seed)
     needs_reference = config.loss_fn.reference_policy_kl_penalty != 0
+    checkpoints = open_checkpoints(config, say=lambda line: print_line(sys.stdout, line))
     with (
         RayCluster(config.cluster) as cluster,
         Policy(config.policy, cluster, seed=config.seed, init_reference_model=needs_reference) as policy,
         RunRecorder(
-            config.logger, config.grpo.max_num_steps, title=f"GRPO: {config.data.dataset_name}"
+            config.logger,
+            config.grpo.max_num_steps,
+            title=f"GRPO: {config.data.dataset_name}",
+            resumed_step=checkpoints.resumed_step,
         ) as recorder,
     ):
         collector = RolloutCollector(
@@ -62,10 +74,10 @@ def _grpo(config: GRPOMasterConfig) -> None:
             tokenizer,
             config.data.max_prompt_length,
         )
-        GRPO(config, policy, collector, prompts, recorder).run()
+        GRPO(config, policy, collector, prompts, recorder, checkpoints).run()
 
 
-def _tokenizer(policy: PolicyConfig) -> Tokenizer:
+def tokenizer_of(policy: PolicyConfig) -> Tokenizer:
     """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads."""
     try:
         tokenizer = load_tokenizer(policy.tokenizer.name)
@@ -77,3 +89,9 @@ def _tokenizer(policy: PolicyConfig) -> Tokenizer:
             f"policy.tokenizer.name: {policy.tokenizer.name}; raise it"
         )
     return tokenizer
+
+
+def print_line(stream: TextIO, line: str) -> None:
+    """Write a line that is seen at once, before the ranks start."""
+    stream.write(f"{line}\n")
+    stream.flush()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.algorithms.rewards import penalize_overlong, rows_with_signal, scale_rewards
 from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
+from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -52,9 +53,10 @@ class GRPO:
     collector: RolloutCollector
     prompts: PromptSource
     observer: StepObserver
+    checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
 
     def run(self) -> None:
-        """Train for `grpo.max_num_steps` steps.
+        """Train up to step `grpo.max_num_steps`, from the first one or from where the checkpoints say.
 
         Raises TooManySkippedStepsError when `max_consecutive_skips` optimizer steps in a row were skipped.
         """
@@ -62,10 +64,11 @@ class GRPO:
         loss_fn = ClippedPGLossFn(
             self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs
         )
-        guard = SkipGuard(self.config.max_consecutive_skips)
-        if grpo.val_at_start:
+        guard = SkipGuard(self.config.max_consecutive_skips, **self.checkpoints.restore(self.policy))
+        behind = self.checkpoints.resumed_step
+        if grpo.val_at_start and behind is None:
             self.observer.log(0, self.validate(0))
-        for step in range(1, grpo.max_num_steps + 1):
+        for step in range((behind or 0) + 1, grpo.max_num_steps + 1):
             with self.observer.phase("generation"):
                 rollout, sampling_metrics = self.roll_out(step)
             with self.observer.phase("logprobs"):
@@ -83,6 +86,9 @@ class GRPO:
             counts = {"train/skipped_steps": guard.total, "train/empty_steps": guard.empty}
             self.observer.log(step, metrics | counts)
             guard.stop_if_too_many(step, rollout.batch)
+            if self.checkpoints.due(step):
+                with self.observer.phase("checkpoint"):  # counted in the step that follows
+                    self.checkpoints.save(step, self.policy, metrics, guard.counters())
 
     def roll_out(self, step: int) -> tuple[Rollout, dict[str, float]]:
         """The step's answered and scored prompts; dynamic sampling replaces groups whose rewards are all equal.

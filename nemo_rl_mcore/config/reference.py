@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl_mcore.config.base import StrictModel, join_path
 from nemo_rl_mcore.config.master import GRPOMasterConfig
-from nemo_rl_mcore.config.schema import allowed
+from nemo_rl_mcore.config.schema import allowed, section_of
 from nemo_rl_mcore.config.unsupported import ANY, OFF, ON, UNSUPPORTED, AnyWithout, SameAs, Unsupported
 
 _INTRODUCTION = """\
@@ -41,20 +41,15 @@ def reference_page() -> str:
 
 
 def _sections(model: type[StrictModel], path: str) -> Iterator[str]:
-    """Yield a section's own keys, then the sections inside it."""
-    inner = {name: section for name, field in model.model_fields.items() if (section := _section_of(field))}
-    own = {name: field for name, field in model.model_fields.items() if name not in inner}
+    """Yield a section's own keys, then the sections inside it; one that may be null is a key as well."""
+    inner = {name: section for name, field in model.model_fields.items() if (section := section_of(field))}
+    own = {name: field for name, field in model.model_fields.items() if inner.get(name) != field.annotation}
     title = f"## `{path}`" if path else "## Top level"
     rows = (_row(name, field) for name, field in own.items())
     table = _table(("key", "allowed", "default", "meaning"), rows)
     yield f"{title}\n\n{inspect.getdoc(model)}\n\n{table}"
     for name, section in inner.items():
         yield from _sections(section, join_path(path, name))
-
-
-def _section_of(field: FieldInfo) -> type[StrictModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, StrictModel) else None
 
 
 def _row(name: str, field: FieldInfo) -> tuple[str, ...]:

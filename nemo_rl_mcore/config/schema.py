@@ -25,8 +25,14 @@ def _walk(section: type[StrictModel], prefix: str, found: dict[str, FieldInfo]) 
     for name, field in section.model_fields.items():
         path = join_path(prefix, name)
         found[path] = field
-        if isinstance(field.annotation, type) and issubclass(field.annotation, StrictModel):
-            _walk(field.annotation, path, found)
+        if inner := section_of(field):
+            _walk(inner, path, found)
+
+
+def section_of(field: FieldInfo) -> type[StrictModel] | None:
+    """The class of the section that a field holds, null or not; None for a plain value."""
+    options = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, StrictModel)), None)
 
 
 def is_known(path: str) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.hub import is_hub_id, local_folder
 
 KEY = "policy.tokenizer.name"
 _REMEDY = "name a local Hugging Face tokenizer folder, or set it to char"
@@ -48,12 +49,12 @@ _FILES = {"tokenizer.json": _TokenizerFile, "tokenizer_config.json": _File}
 """Older formats, such as tokenizer.model, are left to the libraries."""
 
 
-def tokenizer_problems(name: str, vocab_size: int) -> Iterator[Problem]:
+def tokenizer_problems(name: str, vocab_size: int, model_name: str | None = None) -> Iterator[Problem]:
     """Yield what stops `policy.tokenizer.name` from being loaded, or from fitting policy.model.vocab_size."""
-    folder = Path(name)
-    if name == "char":
-        return
-    if not folder.is_dir():
+    folder = local_folder(name)
+    if name == "char" or (folder is None and name == model_name and is_hub_id(name)):
+        return  # the latter is fetched with the weights
+    if folder is None:
         yield Problem(KEY, f"no folder {name!r} in {Path.cwd()}", _REMEDY)
     elif not any(folder.glob("tokenizer*")):
         what = f"the folder {name!r} holds no tokenizer (tokenizer.json, tokenizer_config.json)"

@@ -88,6 +88,7 @@ _ENVIRONMENT = "remove it and set the variables in the environment of the comman
 _REMOVE_NULL = "set it to null, or remove it"
 _DERIVED = "remove it; the interleaved schedule gets the settings it needs"
 _NO_VAL_SAMPLING = "remove it; validation has no sampling settings of its own"
+_NO_FP8 = "set it to its neutral value; the engine computes in vllm_cfg.precision"
 _DENSE = AnyWithout("num_moe_experts")
 _NO_MTP = AnyWithout("mtp_num_layers")
 _EPOCHS = "remove it; grpo.max_num_steps ends the run"
@@ -103,7 +104,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "grpo.advantage_clip_high": _only(None, remedy=_REMOVE_NULL),
     "grpo.seq_logprob_error_threshold": _only(
         None,
-        remedy="set it to null; loss_fn.truncated_importance_sampling_type: seq-mask-tis does this",
+        remedy="set it to null; policy.generation.mismatch: {threshold: ..., action: mask} does this",
     ),
     "grpo.invalid_tool_call_advantage": _only(None, remedy=_REMOVE_NULL),
     "grpo.malformed_thinking_advantage": _only(None, remedy=_REMOVE_NULL),
@@ -136,7 +137,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # policy.megatron_cfg
     "policy.megatron_cfg.converter_type": _UNREAD,  # names a Hugging Face converter; no weights are loaded
     "policy.megatron_cfg.model_overrides": _only(None, {}, remedy=_ARCHITECTURE),
-    "policy.megatron_cfg.checkpoint": _UNREAD,  # how checkpoints are saved; saving is refused
+    "policy.megatron_cfg.checkpoint": _UNREAD,  # how Megatron saves; checkpoints are written at once, and whole
     "policy.megatron_cfg.force_reconvert_from_hf": _UNREAD,
     "policy.megatron_cfg.empty_unused_memory_level": _UNREAD,  # when the CUDA cache is emptied
     "policy.megatron_cfg.recompute_granularity": _only("full", None, remedy="set it to full"),
@@ -201,22 +202,28 @@ UNSUPPORTED: dict[str, Unsupported] = {
         False, remedy="set it to false; use optimizer.use_distributed_optimizer: true"
     ),
     "policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy": _UNREAD,
-    # policy.generation: the embedded engine reads none of these
-    "policy.generation.vllm_cfg": _UNREAD,
-    "policy.generation.vllm_kwargs": _UNREAD,
+    # policy.generation
+    "policy.generation.vllm_cfg.pipeline_parallel_size": _only(1, remedy="set it to 1"),
+    "policy.generation.vllm_cfg.expert_parallel_size": _only(1, remedy="set it to 1"),
+    "policy.generation.vllm_cfg.kv_cache_dtype": _only("auto", None, remedy="set it to auto"),
+    "policy.generation.vllm_cfg.load_format": _UNREAD,  # weights come by refit
+    "policy.generation.vllm_cfg.skip_tokenizer_init": _UNREAD,  # one is loaded for stop_strings alone
+    "policy.generation.vllm_cfg.use_deep_gemm": _only(False, remedy=_NO_FP8),
+    "policy.generation.vllm_cfg.num_last_layers_in_bf16": _only(0, remedy=_NO_FP8),
+    "policy.generation.vllm_cfg.num_first_layers_in_bf16": _only(0, remedy=_NO_FP8),
+    "policy.generation.vllm_cfg.hf_overrides": _only(None, {}, remedy=_ARCHITECTURE),
+    "policy.generation.vllm_cfg.expose_http_server": _only(False, None, remedy="set it to false"),
+    "policy.generation.vllm_cfg.enable_vllm_metrics_logger": _only(False, None, remedy="set it to false"),
+    "policy.generation.vllm_cfg.vllm_metrics_logger_interval": _UNREAD,  # read with the logger only
+    "policy.generation.vllm_kwargs": _only(None, {}, remedy="remove it; vllm_cfg has the supported settings"),
     "policy.generation.mcore_generation_config": _UNREAD,
     "policy.generation.refit_cfg": _UNREAD,
-    "policy.generation.refit_transport": _only(None, remedy=_REMOVE_NULL),
     "policy.generation.real_quant_export_cpu_offload": _UNREAD,
     "policy.generation.port_range_low": _UNREAD,
     "policy.generation.port_range_high": _UNREAD,
     "policy.generation.val_temperature": _only(None, SameAs("temperature"), remedy=_NO_VAL_SAMPLING),
     "policy.generation.val_top_p": _only(None, SameAs("top_p"), remedy=_NO_VAL_SAMPLING),
     "policy.generation.val_top_k": _only(None, SameAs("top_k"), remedy=_NO_VAL_SAMPLING),
-    "policy.generation.colocated": _only(
-        ON,
-        remedy="set policy.generation.colocated.enabled: true; the embedded engine shares the training ranks",
-    ),
     # data: the embedded tasks have one place for the task, data.dataset_name
     "data.train": _only(None, remedy="remove it and set data.dataset_name: copy, reverse, sort or increment"),
     "data.validation": _only(None, remedy="remove it; a tenth of the embedded prompts is held out"),
@@ -229,10 +236,12 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # env
     "env.math": _only(None, remedy="remove it and use env: {arithmetic: {}}"),
     # checkpointing
-    "checkpointing.checkpoint_must_save_by": _UNREAD,  # saving itself is refused
-    "checkpointing.model_save_format": _UNREAD,
+    "checkpointing.checkpoint_must_save_by": _only(
+        None, remedy="set it to null; checkpoints follow checkpointing.save_period"
+    ),
+    "checkpointing.model_save_format": _UNREAD,  # of another backend; `nemo-rl-mcore export` writes safetensors
     "checkpointing.save_consolidated": _UNREAD,
-    "checkpointing.save_optimizer": _UNREAD,
+    "checkpointing.save_optimizer": _only(True, remedy="set it to true; a run resumes with its optimizer"),
     # logger
     "logger.mlflow_enabled": _only(False, remedy=_OTHER_SINKS),
     "logger.swanlab_enabled": _only(False, remedy=_OTHER_SINKS),

@@ -8,18 +8,22 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl_mcore.config.base import DEFER, Problem, collect_problems
 from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.schema import allowed, field_help, fields, nearest_path, placeholder, suggestion
 from nemo_rl_mcore.config.unsupported import Tree, screen
 
 
 def validate(tree: Tree) -> tuple[GRPOMasterConfig | None, list[Problem]]:
     """Check fields first, then what goes together; a wrong field does not hide the problems of the others."""
+    tree, unread = _with_pretrained_model(tree)
     kept, problems = screen(tree)
+    problems += unread
     try:
         config = GRPOMasterConfig.model_validate(kept, context=DEFER)
     except ValidationError as error:
         field_problems = [_translate(details) for details in error.errors(include_url=False)]
-        problems += field_problems
+        # A model that could not be read is missing for that reason alone.
+        problems += [problem for problem in field_problems if not (unread and problem.path == _MODEL)]
         config = _stand_in(kept)
     else:
         field_problems = []
@@ -27,6 +31,18 @@ def validate(tree: Tree) -> tuple[GRPOMasterConfig | None, list[Problem]]:
         wrong = {problem.path for problem in field_problems} | _meant(field_problems)
         problems += [problem for problem in collect_problems(config) if not _rests_on(problem, wrong)]
     return (None if problems else config), problems
+
+
+_MODEL = "policy.model"
+
+
+def _with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
+    """The recipe completed by what policy.model_name says."""
+    policy = tree.get("policy")
+    if not isinstance(policy, dict):
+        return tree, []
+    filled, problems = fill_from_model_name(cast("Tree", policy))
+    return {**tree, "policy": filled}, [problem.below("policy") for problem in problems]
 
 
 def _translate(details: ErrorDetails) -> Problem:

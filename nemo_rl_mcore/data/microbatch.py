@@ -111,9 +111,9 @@ def take_rows(data: BatchedDataDict, places: Sequence[int], rows: int, columns: 
 
 
 def in_batch_order(parts: Iterable[tuple[Tensor, Tensor]], rows: int, columns: int) -> Tensor:
-    """Return [rows, columns] from microbatches' (places, values [B, S]): 0 where they were cut, filling dropped."""
+    """Return [rows, columns, ...] from microbatches' (places, values [B, S, ...]): 0 where cut, filling dropped."""
     parts = [*parts]
-    result = parts[0][1].new_zeros(rows, columns)
+    result = parts[0][1].new_zeros(rows, columns, *parts[0][1].shape[2:])
     for places, values in parts:
         kept = values[: len(places), :columns]
         result[places, : kept.shape[1]] = kept

@@ -51,6 +51,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def save_as_hugging_face(self, folder: Path) -> None:
+        """Write the files that transformers and vLLM load as this tokenizer."""
+        ...
+
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer that `policy.tokenizer.name` asks for: `char`, or a local Hugging Face directory."""
@@ -99,6 +103,18 @@ class CharTokenizer:
         """Exactly one character per token, see `Tokenizer.decode`."""
         return self._tokenizer.decode(strip_response(ids, self.pad_token_id, self.eos_token_id))
 
+    def save_as_hugging_face(self, folder: Path) -> None:
+        """See `Tokenizer.save_as_hugging_face`."""
+        from transformers import PreTrainedTokenizerFast
+
+        saved = PreTrainedTokenizerFast(
+            tokenizer_object=self._tokenizer,
+            eos_token=CHAR_EOS,
+            pad_token=CHAR_PAD,
+            clean_up_tokenization_spaces=False,
+        )
+        saved.save_pretrained(folder)
+
 
 class HuggingFaceTokenizer:
     """A tokenizer directory as `save_pretrained` writes it; never fetched, and its code never executed."""
@@ -126,6 +142,10 @@ class HuggingFaceTokenizer:
         text = self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def save_as_hugging_face(self, folder: Path) -> None:
+        """See `Tokenizer.save_as_hugging_face`."""
+        self._tokenizer.save_pretrained(folder)
 
 
 def _load_pretrained(directory: str) -> PreTrainedTokenizerBase:

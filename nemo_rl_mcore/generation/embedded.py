@@ -21,3 +21,9 @@ class EmbeddedGeneration:
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """See `interfaces.GenerationInterface.generate`."""
         return self.policy.generate(data, step=step, stop_ids=self.stop_ids, greedy=greedy)
+
+    def update_weights(self, version: int) -> None:
+        """Nothing to do: the weights are those of training."""
+
+    def offload(self) -> None:
+        """Nothing to do: the memory is that of training."""

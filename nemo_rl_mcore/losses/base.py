@@ -238,6 +238,11 @@ class LossFunction(ABC):
         """Whether `TokenOutputs.entropy` must be given."""
         return False
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether `DistillationOutputs.tokens` must be given."""
+        return False
+
     @abstractmethod
     def sums(self, outputs: Any, data: BatchedDataDict) -> LossSums:
         """Return the un-normalised loss and metrics of a batch, without waiting for the device.

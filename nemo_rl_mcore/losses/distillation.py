@@ -110,6 +110,11 @@ class DistillationLossFn(LossFunction):
         """Whether the policy-gradient part has an entropy bonus."""
         return self._policy_gradient is not None and self._policy_gradient.needs_entropy
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether there is a policy-gradient part."""
+        return self._policy_gradient is not None
+
     def __call__(
         self,
         student_topk_logprobs: Tensor,

@@ -8,23 +8,23 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.megatron import parallel_groups
 from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_mode
 from nemo_rl_mcore.megatron.grad_sync import deferred_grad_sync, finalize_gradients
+from nemo_rl_mcore.megatron.hf_weights.load import load_pretrained
 from nemo_rl_mcore.megatron.model import build_model, wrap_data_parallel
 from nemo_rl_mcore.megatron.optimizer import build_optimizer, build_scheduler
-from nemo_rl_mcore.megatron.output_processor import (
-    Processor,
-    fused_processor,
-    require_hook,
-    unfused_processor,
-)
+from nemo_rl_mcore.megatron.output_processor import fused_processor, require_hook, unfused_processor
+from nemo_rl_mcore.megatron.passes import Passes
+from nemo_rl_mcore.megatron.value_head import give_value_head, value_head_of
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 from nemo_rl_mcore.training.metrics import ReduceKind
 from nemo_rl_mcore.training.step_sums import LocalSums, StepTotals
@@ -44,19 +44,26 @@ class _Snapshot:
 
 
 class MegatronBackend:
-    """Implements `training.train_step.TrainStepBackend` for one rank. Its process groups must be initialised."""
+    """Implements `training.train_step.TrainStepBackend` for one rank. Its process groups must be initialised.
 
-    def __init__(self, policy: PolicyConfig):
+    role: a policy says how probable tokens are, a critic how much is to be expected of a state.
+    """
+
+    def __init__(self, policy: PolicyConfig, role: Role = Role.POLICY):
         require_hook()
         self.config, models = build_model(policy)
+        if policy.model_name is not None:
+            load_pretrained(policy, models)  # before the optimizer takes its fp32 copies
+        if role is Role.VALUE:
+            for model in models:
+                give_value_head(model)
         self.chunks = wrap_data_parallel(policy, self.config, models)
         self.optimizer = build_optimizer(policy, self.chunks)
         self.scheduler = build_scheduler(policy, self.optimizer)
         self.forward = ForwardBackward(
             self.config,
             self.chunks,
-            _processor(policy),
-            policy.generation.temperature,
+            _passes(policy, self.chunks),
             _sequence_multiple(policy),
             policy.token_budgets,
         )
@@ -147,19 +154,21 @@ def _rng_tracker() -> CudaRNGStatesTracker:
     return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
 
 
-def _processor(policy: PolicyConfig) -> Processor:
-    config = policy.megatron_cfg
-    vocab_size = policy.model.vocab_size
-    if not config.use_fused_linear_logprobs:
-        return unfused_processor(vocab_size)
-    return fused_processor(
-        LinearLogprobsOptions(
-            chunk_size=config.fused_linear_logprobs_chunk_size,
-            chunk_bytes=config.fused_linear_logprobs_chunk_bytes,
-            vocab_size=vocab_size,
-            cache_bytes=config.fused_linear_logprobs_cache_bytes,
-            accumulate_main_grad=_head_adds_to_main_grad(policy),
-        )
+def _passes(policy: PolicyConfig, chunks: list[DistributedDataParallel]) -> Passes:
+    config, vocab_size = policy.megatron_cfg, policy.model.vocab_size
+    options = LinearLogprobsOptions(
+        chunk_size=config.fused_linear_logprobs_chunk_size,
+        chunk_bytes=config.fused_linear_logprobs_chunk_bytes,
+        vocab_size=vocab_size,
+        cache_bytes=config.fused_linear_logprobs_cache_bytes,
+        accumulate_main_grad=_head_adds_to_main_grad(policy),
+    )
+    fused = config.use_fused_linear_logprobs
+    return Passes(
+        token_processor=fused_processor(options) if fused else unfused_processor(vocab_size),
+        temperature=policy.generation.temperature,
+        linear_options=options,
+        value_head=value_head_of(chunks[-1]),
     )
 
 

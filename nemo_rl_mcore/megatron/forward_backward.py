@@ -20,15 +20,12 @@ from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Microbatch, in_batch_order
-from nemo_rl_mcore.losses.base import LossFunction, LossType, TokenOutputs
+from nemo_rl_mcore.losses.base import LossFunction, LossType
 from nemo_rl_mcore.megatron.auxiliary_losses import AuxiliaryLosses, AuxiliaryTerms, without_prediction_layers
 from nemo_rl_mcore.megatron.batching import Batching, attention_inputs
-from nemo_rl_mcore.megatron.output_processor import Processor, TokenSelection
+from nemo_rl_mcore.megatron.passes import LossTriple, ModelPass, Passes
 from nemo_rl_mcore.training.step_sums import LocalSums
 
-# What a schedule's loss function returns: the loss, a token count that Megatron is not to use, and our own result.
-LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
-Select = Callable[[BatchedDataDict], torch.Tensor]
 Collect = Callable[..., LossTriple]
 MicrobatchIterator = Iterator[tuple[Microbatch, AuxiliaryTerms | None]]
 
@@ -51,16 +48,14 @@ def evaluation_mode(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 class ForwardBackward:
     """The model of this rank and how its outputs are taken.
 
-    processor: the output processor, fused or unfused.
-    temperature: divides the logits inside the softmax, in training and in log-probabilities alike.
+    passes: what can be asked of it.
     sequence_multiple: batches are padded to a multiple of this many columns.
     token_budgets: what microbatches are sized by; None for a fixed number of rows.
     """
 
     config: TransformerConfig
     chunks: list[DistributedDataParallel]
-    processor: Processor
-    temperature: float
+    passes: Passes
     sequence_multiple: int
     token_budgets: TokenBudgets | None = None
 
@@ -79,10 +74,21 @@ class ForwardBackward:
 
         Column i is log p of token i given those before it; column 0 and the right padding are 0.
         """
-        microbatches = self.batching.for_logprobs(data, micro_batch_size)
-        with evaluation_mode(self.chunks):
-            parts = self._run(microbatches, _real_next_tokens, _collect_logprobs)
-        return in_batch_order(parts, *data["input_ids"].shape) if parts else None
+        return (self._read(data, micro_batch_size, self.passes.logprobs()) or [None])[0]
+
+    def values(self, data: BatchedDataDict, micro_batch_size: int) -> torch.Tensor | None:
+        """A critic's values as fp32 [B, S]; None off the last pipeline stage.
+
+        Column i is the value of the state before token i; column 0 and the right padding are 0.
+        """
+        return (self._read(data, micro_batch_size, self.passes.values()) or [None])[0]
+
+    def best_tokens(self, data: BatchedDataDict, k: int, micro_batch_size: int) -> list[torch.Tensor]:
+        """The k best next tokens at each position: logits and ids [B, S, k], logsumexp and tail's log-mass [B, S].
+
+        Empty off the last pipeline stage; 0 where the next token is not real.
+        """
+        return self._read(data, micro_batch_size, self.passes.best_tokens(k))
 
     def loss_sums(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int, *, forward_only: bool
@@ -93,24 +99,30 @@ class ForwardBackward:
         """
         parts = self._run(
             self.batching.for_training(data, micro_batch_size),
-            _tokens_to_train,
-            partial(_collect_sums, loss_fn),
+            self.passes.loss(loss_fn),
             trained_by=None if forward_only else loss_fn.loss_type,
-            entropy=loss_fn.needs_entropy,
         )
         total = LocalSums()
         for part in parts:
             total.add(part)
         return total
 
+    def _read(self, data: BatchedDataDict, micro_batch_size: int, kind: ModelPass) -> list[torch.Tensor]:
+        """What a pass without gradients says of the batch, in its order; nothing off the last pipeline stage."""
+        microbatches = self.batching.for_logprobs(data, micro_batch_size)
+        with evaluation_mode(self.chunks):
+            parts = self._run(microbatches, kind)
+        if not parts:
+            return []
+        places = [rows for rows, _ in parts]
+        shape = data["input_ids"].shape
+        return [
+            in_batch_order(zip(places, values, strict=True), *shape)
+            for values in zip(*(values for _, values in parts), strict=True)
+        ]
+
     def _run(
-        self,
-        on_cpu: list[Microbatch],
-        select: Select,
-        collect: Collect,
-        *,
-        trained_by: LossType | None = None,
-        entropy: bool = False,
+        self, on_cpu: list[Microbatch], kind: ModelPass, *, trained_by: LossType | None = None
     ) -> list[Any]:
         """Run microbatches through the schedule: forward only, unless they are trained by a loss of some type."""
         terms = [None if trained_by is None else self.auxiliary.terms(part, trained_by) for part in on_cpu]
@@ -118,7 +130,7 @@ class ForwardBackward:
         rows, columns = microbatches[0].model_rows["input_ids"].shape
         iterators: list[Any] = [iter(zip(microbatches, terms, strict=True)) for _ in self.chunks]
         return get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, select, collect, entropy),
+            forward_step_func=partial(self._forward_step, kind),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=[*self.chunks] if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(microbatches),
@@ -129,9 +141,7 @@ class ForwardBackward:
 
     def _forward_step(
         self,
-        select: Select,
-        collect: Collect,
-        entropy: bool,
+        kind: ModelPass,
         microbatches: MicrobatchIterator,
         model: Any,
         return_schedule_plan: bool = False,
@@ -139,35 +149,29 @@ class ForwardBackward:
         """One microbatch forward; or, for the schedule that overlaps expert communication, only the plan of it."""
         microbatch, terms = next(microbatches)
         run = model.build_schedule_plan if return_schedule_plan else model
-        output = run(**self._model_inputs(microbatch, terms, select(microbatch.rows), entropy, model))
+        output = run(**self._model_inputs(microbatch, terms, kind, model))
+        collect = partial(kind.collect, microbatch)
         if return_schedule_plan:
-            return output, partial(self._collect_of_plan, partial(collect, microbatch), terms)
+            return output, partial(self._collect_of_plan, collect, terms)
         if terms is not None:
             self.auxiliary.follow(terms, output)
-        return output, partial(collect, microbatch)
+        return output, collect
 
     def _model_inputs(
         self,
         microbatch: Microbatch,
         terms: AuxiliaryTerms | None,
-        next_token_mask_BS: torch.Tensor,
-        entropy: bool,
+        kind: ModelPass,
         model: torch.nn.Module,
     ) -> dict[str, Any]:
         model_rows = microbatch.model_rows
-        mask_BS = microbatch.to_model(next_token_mask_BS)
+        mask_BS = microbatch.to_model(kind.wanted(microbatch.rows))
         input_ids, position_ids, _ = causal_inputs(model_rows["input_ids"])
-        selection = TokenSelection(
-            targets_SB=input_ids.roll(-1, dims=1).t().contiguous(),
-            mask_SB=mask_BS.t().contiguous(),
-            temperature=self.temperature,
-            with_entropy=entropy,
-        )
         inputs = {
             "input_ids": input_ids,
             "position_ids": position_ids,
-            "output_processor": self.processor,
-            "output_processor_context": selection,
+            "output_processor": kind.processor,
+            "output_processor_context": kind.context(microbatch, input_ids, mask_BS),
         }
         inputs |= attention_inputs(microbatch, self.config)
         if terms is not None:
@@ -185,31 +189,6 @@ class ForwardBackward:
         return collect(output)
 
 
-def _collect_logprobs(microbatch: Microbatch, logprobs_SB: torch.Tensor) -> LossTriple:
-    # A position's output belongs to the token after it, so the columns move one to the right.
-    shifted_BS = torch.nn.functional.pad(_next_tokens(microbatch, logprobs_SB), (1, 0))
-    return logprobs_SB.sum(), no_tokens(logprobs_SB), (microbatch.places, shifted_BS)
-
-
-def _collect_sums(
-    loss_fn: LossFunction,
-    microbatch: Microbatch,
-    output: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-) -> LossTriple:
-    logprobs_SB, entropy_SB = output if isinstance(output, tuple) else (output, None)
-    outputs = TokenOutputs(
-        logprobs=_next_tokens(microbatch, logprobs_SB),
-        entropy=None if entropy_SB is None else _next_tokens(microbatch, entropy_SB),
-    )
-    sums = loss_fn.sums(outputs, microbatch.rows)
-    return sums.loss, no_tokens(logprobs_SB), LocalSums.of(sums, microbatch.rows)
-
-
-def _next_tokens(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
-    """What the model says of each position's next token, one row a sample: [B, S-1]."""
-    return microbatch.from_model(values_SB.t())[:, :-1]
-
-
 def causal_inputs(input_ids_BL: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor, None]:
     """GPTModel's input_ids, position_ids and attention mask for the tokens from `start` on.
 
@@ -218,22 +197,3 @@ def causal_inputs(input_ids_BL: torch.Tensor, start: int = 0) -> tuple[torch.Ten
     rows, length = input_ids_BL.shape
     positions = torch.arange(start, length, device=input_ids_BL.device).expand(rows, -1)
     return input_ids_BL[:, start:], positions, None
-
-
-def no_tokens(like: torch.Tensor) -> torch.Tensor:
-    """The token count of a schedule's loss function: none."""
-    # The step counts valid tokens itself; Megatron's own count would divide each schedule call separately.
-    return torch.zeros((), dtype=torch.int, device=like.device)
-
-
-def _real_next_tokens(microbatch: BatchedDataDict) -> torch.Tensor:
-    """[B, S], true at each position whose next token is real."""
-    length = microbatch["input_ids"].shape[1]
-    positions = torch.arange(length, device=microbatch["input_ids"].device)
-    return positions < (microbatch["input_lengths"] - 1).unsqueeze(1)
-
-
-def _tokens_to_train(microbatch: BatchedDataDict) -> torch.Tensor:
-    """[B, S], true at each position whose next token enters the loss."""
-    mask = microbatch["token_mask"].bool() & microbatch["sample_mask"].bool().unsqueeze(1)
-    return torch.nn.functional.pad(mask[:, 1:], (0, 1))

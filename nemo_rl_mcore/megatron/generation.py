@@ -16,7 +16,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.megatron import parallel_groups
-from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, causal_inputs, evaluation_mode, no_tokens
+from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, causal_inputs, evaluation_mode
+from nemo_rl_mcore.megatron.passes import no_tokens
 from nemo_rl_mcore.ops.sampling import SamplingParams, keyed_uniforms, sample_tokens
 
 NextLogits = Callable[[torch.Tensor], torch.Tensor]

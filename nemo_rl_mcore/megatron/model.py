@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed import DistributedDataParallelConfig as MegatronDDPConfig
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -15,6 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.megatron.layer_specs import decoder_spec, prediction_spec, use_transformer_engine
+from nemo_rl_mcore.megatron.rotary import stretched_frequencies
+from nemo_rl_mcore.megatron.value_head import value_head_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -60,6 +63,8 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         batch_p2p_comm=config.virtual_pipeline_model_parallel_size is None,
         context_parallel_size=config.context_parallel_size,
         use_cpu_initialization=not accelerator.has_cuda(),
+        # What is loaded in full need not be drawn before.
+        perform_initialization=policy.model_name is None,
         # The loss functions return sums, and the train step divides once by the global count.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
@@ -99,12 +104,16 @@ def _expert_settings(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[GPTModel]]:
-    """The randomly initialised model of this rank: one GPTModel per virtual pipeline stage, on the device."""
+    """The model of this rank, one GPTModel per virtual pipeline stage, on the device.
+
+    Its weights are random, or not set at all where `policy.model_name` says that they are loaded next.
+    """
     config = transformer_config(policy)
     stages = range(policy.megatron_cfg.virtual_pipeline_model_parallel_size or 1)
     interleaved = policy.megatron_cfg.virtual_pipeline_model_parallel_size is not None
     chunks = [_build_stage(policy, config, stage if interleaved else None) for stage in stages]
-    if config.use_cpu_initialization and config.expert_model_parallel_size > 1:
+    draws = config.use_cpu_initialization and config.perform_initialization
+    if draws and config.expert_model_parallel_size > 1:
         _draw_experts_of_this_rank(config, chunks)
     return config, [chunk.to(accelerator.device()) for chunk in chunks]
 
@@ -123,7 +132,7 @@ def _draw_experts_of_this_rank(config: TransformerConfig, chunks: list[GPTModel]
 
 def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    return GPTModel(
+    chunk = GPTModel(
         config,
         decoder_spec(policy.megatron_cfg, config, vp_stage),
         vocab_size=padded_vocab_size(policy),
@@ -136,6 +145,10 @@ def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int 
         mtp_block_spec=prediction_spec(policy.megatron_cfg, config, vp_stage),
         vp_stage=vp_stage,
     )
+    if policy.model.rope_scaling is not None:
+        rotary = cast(RotaryEmbedding, chunk.rotary_pos_emb)
+        rotary.inv_freq = stretched_frequencies(rotary.inv_freq, policy.model.rope_scaling)
+    return chunk
 
 
 def wrap_data_parallel(
@@ -143,6 +156,9 @@ def wrap_data_parallel(
 ) -> list[DistributedDataParallel]:
     """Add mixed precision and Megatron's gradient buckets, and tell the schedules how gradients are finalised."""
     modules = [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
+    for module in modules:
+        if (head := value_head_of(module)) is not None:
+            head.float()  # it stays fp32
     ddp = policy.megatron_cfg.distributed_data_parallel_config
     ddp_config = MegatronDDPConfig(
         use_distributed_optimizer=policy.megatron_cfg.optimizer.use_distributed_optimizer,

@@ -11,14 +11,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core import __version__ as megatron_version
 from megatron.core.models.gpt import GPTModel
 
 from nemo_rl_mcore.megatron.parallel_groups import tensor_parallel_group
+from nemo_rl_mcore.megatron.value_head import ValueHead
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
+from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
+from nemo_rl_mcore.ops.linear_topk import linear_topk_logprobs
 from nemo_rl_mcore.ops.vocab_parallel import vocab_parallel_logprobs
 
 FIRST_VERSION_WITH_HOOK = "0.18.0"
@@ -38,7 +41,30 @@ class TokenSelection:
     with_entropy: bool = False
 
 
-Processor = Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+@dataclass(frozen=True)
+class BestTokens:
+    """How many of the most probable next tokens the model is to name, at the positions of the mask [S, B]."""
+
+    k: int
+    mask_SB: torch.Tensor
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class StudentSelection:
+    """At which ids [S, B, K] the model's log-probabilities are compared with a teacher's.
+
+    tokens: what else is asked of the batch's own tokens; None for nothing. Its mask counts for the ids too.
+    """
+
+    ids_SBK: torch.Tensor
+    mask_SB: torch.Tensor
+    temperature: float = 1.0
+    tokens: TokenSelection | None = None
+
+
+# A tensor or a tuple of tensors: what 16-bit models know to convert.
+Processor = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 def require_hook(model_class: type = GPTModel) -> None:
@@ -56,7 +82,7 @@ def unfused_processor(vocab_size: int) -> Processor:
     def process(
         *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, context: TokenSelection,
         scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
         return vocab_parallel_logprobs(
             scale_logits(logits),
@@ -78,21 +104,108 @@ def fused_processor(options: LinearLogprobsOptions) -> Processor:
     """
 
     def process(
-        *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, context: TokenSelection,
-        scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        return fused_linear_logprobs(
-            hidden_states,
-            # With tied embeddings the output layer owns no weight; the model hands over the shared one.
-            output_layer.weight if output_weight is None else output_weight,
-            context.targets_SB,
-            tp_group=tensor_parallel_group(),
-            sequence_parallel=output_layer.sequence_parallel,
-            temperature=context.temperature,
-            mask=context.mask_SB,
-            with_entropy=context.with_entropy,
-            # MuP's scaling of the logits is a multiplication, so its value at one is the factor.
-            options=replace(options, logit_scale=float(scale_logits(torch.ones(())))),
-        )
+        *, hidden_states: torch.Tensor, context: TokenSelection, **hook: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        return _fused_logprobs(hidden_states, context, _LinearHead.of(options, **hook))
 
     return process
+
+
+def student_processor(options: LinearLogprobsOptions) -> Processor:
+    """A processor for a student: (log-probabilities [S, B, K], log of the tail's mass [S, B]), then what `tokens` asks.
+
+    No [S, B, V] logits are held.
+    """
+
+    def process(
+        *, hidden_states: torch.Tensor, context: StudentSelection, **hook: Any
+    ) -> tuple[torch.Tensor, ...]:
+        head = _LinearHead.of(options, **hook)
+        at_ids = linear_logprobs_at(
+            hidden_states,
+            head.weight,
+            context.ids_SBK,
+            tp_group=tensor_parallel_group(),
+            sequence_parallel=head.sequence_parallel,
+            temperature=context.temperature,
+            mask=context.mask_SB,
+            with_tail=True,
+            options=head.options,
+        )
+        assert at_ids.tail_logmass is not None
+        if context.tokens is None:
+            return at_ids.logprobs, at_ids.tail_logmass
+        of_tokens = _fused_logprobs(hidden_states, context.tokens, head)
+        more = of_tokens if isinstance(of_tokens, tuple) else (of_tokens,)
+        return at_ids.logprobs, at_ids.tail_logmass, *more
+
+    return process
+
+
+def best_tokens_processor(options: LinearLogprobsOptions) -> Processor:
+    """A processor for a teacher: (logits, ids) [S, B, K], then their logsumexp over the vocabulary [S, B]."""
+
+    def process(*, hidden_states: torch.Tensor, context: BestTokens, **hook: Any) -> tuple[torch.Tensor, ...]:
+        head = _LinearHead.of(options, **hook)
+        best = linear_topk_logprobs(
+            hidden_states,
+            head.weight,
+            context.k,
+            tp_group=tensor_parallel_group(),
+            sequence_parallel=head.sequence_parallel,
+            temperature=context.temperature,
+            mask=context.mask_SB,
+            options=head.options,
+        )
+        return best.logits, best.indices, best.logsumexp, best.tail_logmass
+
+    return process
+
+
+def value_processor(head: ValueHead | None) -> Processor:
+    """A processor for a critic: values fp32 [S, B], 0 off the context, a mask [S, B].
+
+    Stages without the head never call it.
+    """
+
+    def process(*, hidden_states: torch.Tensor, context: torch.Tensor, **_unused: Any) -> torch.Tensor:
+        assert head is not None
+        return torch.where(context, head(hidden_states), 0.0)
+
+    return process
+
+
+@dataclass(frozen=True)
+class _LinearHead:
+    """The output layer as the kernels take it: this rank's rows of the weight, and how its logits are scaled."""
+
+    weight: torch.Tensor
+    sequence_parallel: bool
+    options: LinearLogprobsOptions
+
+    @classmethod
+    def of(
+        cls, options: LinearLogprobsOptions, *, output_layer: Any, output_weight: torch.Tensor | None,
+        scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
+    ) -> Self:  # fmt: skip
+        # With tied embeddings the output layer owns no weight; the model hands over the shared one.
+        weight = output_layer.weight if output_weight is None else output_weight
+        # MuP's scaling of the logits is a multiplication, so its value at one is the factor.
+        scale = float(scale_logits(torch.ones(())))
+        return cls(weight, output_layer.sequence_parallel, replace(options, logit_scale=scale))
+
+
+def _fused_logprobs(
+    hidden_SBH: torch.Tensor, selection: TokenSelection, head: _LinearHead
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    return fused_linear_logprobs(
+        hidden_SBH,
+        head.weight,
+        selection.targets_SB,
+        tp_group=tensor_parallel_group(),
+        sequence_parallel=head.sequence_parallel,
+        temperature=selection.temperature,
+        mask=selection.mask_SB,
+        with_entropy=selection.with_entropy,
+        options=head.options,
+    )

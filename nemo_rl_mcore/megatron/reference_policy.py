@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from nemo_rl_mcore.megatron.parameters import gather_parameters
+
 
 class ReferencePolicy:
     """A copy on the CPU of this rank's weights as they were when it was made."""
@@ -31,10 +33,7 @@ class ReferencePolicy:
         return [part for chunk in self._chunks for part in (*chunk.parameters(), *chunk.module.buffers())]
 
     def _copy_of_weights(self) -> list[torch.Tensor]:
-        for chunk in self._chunks:
-            if chunk.ddp_config.overlap_param_gather:
-                # After an optimizer step the weights are gathered only when the next forward pass asks for them.
-                chunk.start_param_sync(force_sync=True)
+        gather_parameters(self._chunks)
         return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
     def _load(self, weights: list[torch.Tensor]) -> None:

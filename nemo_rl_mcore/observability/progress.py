@@ -32,13 +32,20 @@ class ProgressDisplay:
     """A context manager and metric sink that shows how a run goes; it never changes the outcome of the block.
 
     On a terminal it redraws one panel. Elsewhere it prints a line for the first step, every `plain_every`-th
-    and the last, without control characters.
+    and the last, without control characters. `steps_before` are those that an earlier run has done.
     """
 
     def __init__(
-        self, total_steps: int, *, title: str = "", console: Console | None = None, plain_every: int = 10
+        self,
+        total_steps: int,
+        *,
+        title: str = "",
+        console: Console | None = None,
+        plain_every: int = 10,
+        steps_before: int = 0,
     ) -> None:
         self._total_steps = total_steps
+        self._steps_before = steps_before
         self._title = title
         self._console = console or Console()
         self._plain_every = plain_every
@@ -80,7 +87,7 @@ class ProgressDisplay:
             self._live = None
 
     def _is_plain_step(self, step: int) -> bool:
-        return step == 1 or step % self._plain_every == 0 or step == self._total_steps
+        return step == self._steps_before + 1 or step % self._plain_every == 0 or step == self._total_steps
 
     def _plain_line(self, metrics: Mapping[str, float]) -> str:
         parts = [f"step {self._step}/{self._total_steps}"]
@@ -106,9 +113,10 @@ class ProgressDisplay:
 
     def _clocks(self) -> str:
         elapsed = time.monotonic() - self._started
-        if not 0 < self._step < self._total_steps:
+        done = self._step - self._steps_before
+        if done <= 0 or self._step >= self._total_steps:
             return f"elapsed {_clock(elapsed)}"
-        left = elapsed / self._step * (self._total_steps - self._step)
+        left = elapsed / done * (self._total_steps - self._step)
         return f"elapsed {_clock(elapsed)}, about {_clock(left)} left"
 
     def _trend(self, name: str) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.observability.progress import ProgressDisplay
-from nemo_rl_mcore.observability.report import HistorySink, Sample, write_report
+from nemo_rl_mcore.observability.report import HistorySink, Sample, read_history, write_report
 from nemo_rl_mcore.observability.sinks import MetricSink, open_sinks
 from nemo_rl_mcore.observability.timing import TIMING_PREFIX, PhaseTimer
 
@@ -27,16 +27,26 @@ class RunRecorder:
 
     The report is also written when the block raises or is interrupted, about the steps that were finished.
     To each step it adds `timing/<phase>`, `timing/total` (wall seconds since the step before) and, when the
-    step has `train/total_num_tokens`, `performance/tokens_per_sec`.
+    step has `train/total_num_tokens`, `performance/tokens_per_sec`. With `resumed_step` it goes on with the metrics of
+    an earlier run in the same folder, up to that step.
     """
 
     def __init__(
-        self, config: LoggerConfig, total_steps: int, *, title: str = "", console: Console | None = None
+        self,
+        config: LoggerConfig,
+        total_steps: int,
+        *,
+        title: str = "",
+        console: Console | None = None,
+        resumed_step: int | None = None,
     ) -> None:
         self._config = config
         self._console = console or Console()
         self._history = HistorySink()
-        self._progress = ProgressDisplay(total_steps, title=title, console=self._console)
+        self._resumed_step = resumed_step
+        self._progress = ProgressDisplay(
+            total_steps, title=title, console=self._console, steps_before=resumed_step or 0
+        )
         self._samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
         self._sinks: list[MetricSink] = []
         self._opened = ExitStack()
@@ -45,7 +55,10 @@ class RunRecorder:
 
     def __enter__(self) -> Self:
         """Open the sinks and start the display."""
-        self._sinks = [self._history, *open_sinks(self._config), self._progress]
+        files = open_sinks(self._config, self._resumed_step)
+        if self._resumed_step is not None:
+            self._history.rows += read_history(Path(self._config.log_dir))
+        self._sinks = [self._history, *files, self._progress]
         with ExitStack() as opened:
             for sink in self._sinks:
                 opened.callback(sink.close)

@@ -66,7 +66,8 @@ class RayCluster:
     """
 
     def __init__(self, config: ClusterConfig, *, ready_timeout_s: float = 120) -> None:
-        self._config = config
+        self.config = config
+        """The machines."""
         self._address = os.environ.get("RAY_ADDRESS")
         self._ready_timeout_s = ready_timeout_s
         self._started_session = False
@@ -100,22 +101,25 @@ class RayCluster:
 
     def place_ranks(self) -> Placement:
         """Choose the rendezvous of one worker group and a slot for each of its ranks."""
-        group = None if self._config.on_cpu else self._reserve_gpus()
+        config = self.config
+        group = None if config.on_cpu else self.reserve_gpus(config.gpus_per_node, config.num_nodes)
         address = _LOOPBACK if self._is_local else _first_node_address(group)
-        rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(_free_port())}
-        if self._is_local:
-            # A laptop's host name need not resolve; gloo would ask for it.
-            rendezvous["GLOO_SOCKET_IFNAME"] = "lo"
-        slots = (self._slot(rank, rendezvous, group) for rank in range(self._config.world_size))
+        rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), **self.local_network()}
+        slots = (self._slot(rank, rendezvous, group) for rank in range(self.config.world_size))
         return Placement(tuple(slots), group)
+
+    def local_network(self) -> dict[str, str]:
+        """Environment that keeps process groups inside this machine, when the session is."""
+        # A laptop's host name need not resolve; gloo would ask for it.
+        return {"GLOO_SOCKET_IFNAME": "lo"} if self._is_local else {}
 
     def _start(self) -> None:
         if ray.is_initialized():
             self._is_local = ray.get_runtime_context().gcs_address.startswith(_LOOPBACK)
             return
-        if self._is_local and self._config.num_nodes > 1:
+        if self._is_local and self.config.num_nodes > 1:
             raise RunStoppedError(
-                f"cluster.num_nodes={self._config.num_nodes} needs a Ray cluster that runs: start one with "
+                f"cluster.num_nodes={self.config.num_nodes} needs a Ray cluster that runs: start one with "
                 "`ray start` on every machine and set RAY_ADDRESS, or set cluster.num_nodes to 1"
             )
         self._started_session = True
@@ -124,13 +128,13 @@ class RayCluster:
         self.log_dir = Path(context.address_info["session_dir"]) / "logs"
 
     def _start_local(self, quiet: Mapping[str, Any]) -> Any:
-        on_cpu = self._config.on_cpu
+        on_cpu = self.config.on_cpu
         # Interrupted halfway, `ray.init` leaves processes that `ray.shutdown` does not know of.
         with deferred_stop_signals(), only_environment(session_environment(os.environ)):
             try:
                 return ray.init(
                     address="local",
-                    num_cpus=max(2, self._config.world_size),
+                    num_cpus=max(2, self.config.world_size),
                     num_gpus=0 if on_cpu else None,
                     object_store_memory=_LOCAL_OBJECT_STORE_BYTES if on_cpu else None,
                     include_dashboard=False,
@@ -158,34 +162,34 @@ class RayCluster:
 
     def _check_resources(self) -> None:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        fitting = sum(node.get("GPU", 0) >= self._config.gpus_per_node for node in nodes)
-        if fitting < self._config.num_nodes:
+        fitting = sum(node.get("GPU", 0) >= self.config.gpus_per_node for node in nodes)
+        if fitting < self.config.num_nodes:
             found = ", ".join(f"{node.get('GPU', 0):.0f}" for node in nodes)
             raise RunStoppedError(
-                f"cluster.num_nodes={self._config.num_nodes} with cluster.gpus_per_node="
-                f"{self._config.gpus_per_node} does not fit: the machines that Ray sees have [{found}] GPUs; "
+                f"cluster.num_nodes={self.config.num_nodes} with cluster.gpus_per_node="
+                f"{self.config.gpus_per_node} does not fit: the machines that Ray sees have [{found}] GPUs; "
                 "lower one of the two keys, or add machines"
             )
 
-    def _reserve_gpus(self) -> PlacementGroup:
-        per_node = self._config.gpus_per_node
-        bundles: list[dict[str, float]] = [{"GPU": per_node, "CPU": per_node}] * self._config.num_nodes
+    def reserve_gpus(self, per_node: int, nodes: int) -> PlacementGroup:
+        """GPUs, with a CPU each, on so many machines; raises RunStoppedError when they do not become free."""
+        bundles: list[dict[str, float]] = [{"GPU": per_node, "CPU": per_node}] * nodes
         group = placement_group(bundles, strategy="STRICT_SPREAD")
         if not group.wait(self._ready_timeout_s):
             remove_placement_group(group)
             raise RunStoppedError(
-                f"Ray did not free {per_node} GPUs and {per_node} CPUs on each of {self._config.num_nodes} "
-                f"machines within {self._ready_timeout_s:g} s (cluster.gpus_per_node, cluster.num_nodes); "
-                "does another job use them?"
+                f"Ray did not free {per_node} GPUs and {per_node} CPUs on each of {nodes} machines within "
+                f"{self._ready_timeout_s:g} s (cluster.gpus_per_node, cluster.num_nodes, "
+                "policy.generation.colocated.resources); does another job use them?"
             )
         return group
 
     def _slot(self, rank: int, rendezvous: Mapping[str, str], group: PlacementGroup | None) -> RankSlot:
-        node, local_rank = divmod(rank, self._config.workers_per_node)
+        node, local_rank = divmod(rank, self.config.workers_per_node)
         # Ray shows a rank only its own GPU, which therefore is device 0.
         identity = {
             "RANK": str(rank),
-            "WORLD_SIZE": str(self._config.world_size),
+            "WORLD_SIZE": str(self.config.world_size),
             "LOCAL_RANK": str(local_rank if group is None else 0),
         }
         options: dict[str, Any] = {"num_cpus": _CPU_SHARE_OF_A_RANK, "num_gpus": 0}
@@ -215,7 +219,7 @@ def _first_node_address(group: PlacementGroup | None) -> str:
     return nodes[first]
 
 
-def _free_port(attempts: int = 100) -> int:
+def free_port(attempts: int = 100) -> int:
     """Find a port that nothing listens on here."""
     generator = random.Random(os.getpid() ^ time.monotonic_ns())
     for _ in range(attempts):

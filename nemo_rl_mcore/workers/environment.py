@@ -38,6 +38,22 @@ _RANK_NAMES = frozenset(
 )
 _RANK_PREFIXES = ("NCCL_", "NVTE_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "MEGATRON_")
 
+_ENGINE_PREFIX = "VLLM_"
+_ENGINE_DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # An engine does not span machines.
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+_CPU_ENGINE_DEFAULTS = {
+    # Compiling costs more than it saves: an engine on CPU is small.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Threads as OMP_NUM_THREADS says, on any core: the ranks use the same ones.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
 _SESSION_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ranks without a GPU get CUDA_VISIBLE_DEVICES from us; this also silences Ray's notice about its default.
@@ -80,6 +96,15 @@ def rank_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, s
         if name in _RANK_NAMES or name.startswith(_RANK_PREFIXES)
     }
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else kept
+
+
+def engine_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
+    """Keep what a vLLM engine inherits from the driver, and add the settings of the device."""
+    kept = {name: value for name, value in environ.items() if name.startswith(_ENGINE_PREFIX)}
+    defaults = _ENGINE_DEFAULTS | (_CPU_ENGINE_DEFAULTS if on_cpu else {})
+    # The engine lives in the actor's own process, and ends with it.
+    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return defaults | rank_environment(environ, on_cpu=on_cpu) | kept | fixed
 
 
 @contextmanager

@@ -107,16 +107,18 @@ def stderr_tail(log_dir: Path | None, identity: RankIdentity) -> str:
     return "\n".join(kept[-_STDERR_TAIL_LINES:])
 
 
-def describe(failures: Sequence[RankFailure], hung: Sequence[int], where: str, log_dir: Path | None) -> str:
+def describe(
+    failures: Sequence[RankFailure], hung: Sequence[int], where: str, log_dir: Path | None, noun: str = "rank"
+) -> str:
     """Write the message of a `WorkerError`: the root cause in full, and a line for every other rank."""
     root = root_cause(failures)
     kind = "died" if root.died else "failed"
-    parts = [f"rank {root.rank} ({root.identity}) {kind} in {where}: {root.headline()}"]
-    others = [f"rank {failure.rank}: {failure.headline()}" for failure in failures if failure is not root]
-    others += [f"rank {rank}: still waiting, stopped" for rank in hung]
+    parts = [f"{noun} {root.rank} ({root.identity}) {kind} in {where}: {root.headline()}"]
+    others = [f"{noun} {failure.rank}: {failure.headline()}" for failure in failures if failure is not root]
+    others += [f"{noun} {rank}: still waiting, stopped" for rank in hung]
     if others:
         parts.append("after it:\n" + "\n".join(f"  {line}" for line in others))
-    parts.append(f"--- rank {root.rank}, as reported ---\n{root.details()}")
+    parts.append(f"--- {noun} {root.rank}, as reported ---\n{root.details()}")
     if root.died and (tail := stderr_tail(log_dir, root.identity)):
-        parts.append(f"--- rank {root.rank}, end of its standard error ---\n{tail}")
+        parts.append(f"--- {noun} {root.rank}, end of its standard error ---\n{tail}")
     return "\n".join(parts)

@@ -12,8 +12,9 @@ from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.token_budget import balanced_order
 from nemo_rl_mcore.losses.base import LossFunction
-from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.cluster import Placement, RayCluster, free_port
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+from nemo_rl_mcore.workers.weight_sync import BroadcastMeeting, RefitSettings
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
 
@@ -85,6 +86,41 @@ class Policy:
     def abort_train_step(self) -> None:
         """See `interfaces.PolicyInterface.abort_train_step`."""
         self._run_all("abort_train_step")
+
+    def save_checkpoint(self, folder: str) -> None:
+        """See `interfaces.PolicyInterface.save_checkpoint`."""
+        self._run_all("save_checkpoint", folder=folder)
+
+    def load_checkpoint(self, folder: str, *, weights_only: bool = False) -> None:
+        """See `interfaces.PolicyInterface.load_checkpoint`."""
+        self._run_all("load_checkpoint", folder=folder, weights_only=weights_only)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the ranks run."""
+        return self._workers.placement
+
+    def gpus(self) -> Sequence[str]:
+        """The GPU of each rank; empty on CPU."""
+        found: list[str] = self._run_all("gpu")
+        return [gpu for gpu in found if gpu]
+
+    def connect_engines(self, engines: Sequence[Any], settings: RefitSettings) -> BroadcastMeeting | None:
+        """Get ready to send weights to these actors; says where to meet for a broadcast."""
+        meeting = None
+        if settings.transport == "nccl":
+            host = self._workers.identities[0].host
+            meeting = BroadcastMeeting(host, free_port(), 1 + settings.receivers)
+        self._run_all("connect_engines", engines=list(engines), settings=settings, meeting=meeting)
+        return meeting
+
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
+        return self._run_all("prepare_refit_info")[0]
+
+    def send_weights(self) -> int:
+        """Stream all weights to the engines; returns the number of tensors."""
+        return self._run_all("send_weights")[0]
 
     def shutdown(self) -> None:
         """End every rank; idempotent."""

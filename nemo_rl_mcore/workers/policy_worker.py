@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +18,13 @@ import torch
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
+from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
 from nemo_rl_mcore.training.metrics import neutral_value
 from nemo_rl_mcore.training.train_step import OptimizerOutcome, Phase, StepResult, TrainStep, TrainStepError
+from nemo_rl_mcore.workers.weight_sync import BroadcastMeeting, RefitSettings, WeightSender, open_sender
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
@@ -35,24 +40,35 @@ class MegatronPolicyWorker:
         config: the policy section, as a `PolicyConfig` or the equal mapping.
         seed: of the random initialisation and of dropout.
         init_reference_model: keep a copy of the initial weights for `get_reference_policy_logprobs`.
+        role: "policy", or "value" for a critic: the same model with a value head in place of the output layer.
 
     """
 
     def __init__(
-        self, config: PolicyConfig | Mapping[str, Any], *, seed: int = 42, init_reference_model: bool = True
+        self,
+        config: PolicyConfig | Mapping[str, Any],
+        *,
+        seed: int = 42,
+        init_reference_model: bool = True,
+        role: str | Role = Role.POLICY,
     ) -> None:
+        self.role = Role(role)
         self.policy = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(config)
         accelerator.install(int(os.environ.get("LOCAL_RANK", "0")))
         # Megatron is imported after the device is prepared, and never by the driver, which imports this module too.
-        from nemo_rl_mcore.megatron import parallel_groups
+        from nemo_rl_mcore.megatron import checkpoint, parallel_groups
         from nemo_rl_mcore.megatron.backend import MegatronBackend
         from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
 
         parallel_groups.initialize(self.policy.megatron_cfg, seed)
         self._groups = parallel_groups
+        self._checkpoint = checkpoint
         self._seed = seed
-        self.backend = MegatronBackend(self.policy)
+        self.backend = MegatronBackend(self.policy, self.role)
+        if self.policy.init_checkpoint is not None:
+            self._load_weights(Path(self.policy.init_checkpoint) / POLICY_FOLDER)
         self.train_step = TrainStep(self.backend)
+        self._sender: WeightSender | None = None
         self._reference: ReferencePolicy | None = (
             ReferencePolicy(self.backend.chunks) if init_reference_model else None
         )
@@ -80,6 +96,33 @@ class MegatronPolicyWorker:
     def _logprobs(self, data: BatchedDataDict, micro_batch_size: int | None) -> torch.Tensor:
         local = self.backend.forward.logprobs(data, micro_batch_size or self.policy.logprob_batch_size)
         return self._groups.broadcast_tensor_from_last_stage(local).cpu()
+
+    def get_topk_logits(
+        self, *, data: BatchedDataDict, k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict:
+        """The k most probable next tokens, as a teacher gives them, on the CPU.
+
+        {"topk_logits": fp32 [B, S, k] divided by the temperature, "topk_indices": int64 global ids, "logsumexp": fp32
+        [B, S] over the whole vocabulary, "tail_logmass": fp32 [B, S], the log of the probability of all other ids}.
+        Column i is about token i + 1; where that is not real, all is 0.
+        """
+        size = micro_batch_size or self.policy.logprob_batch_size
+        names = ("topk_logits", "topk_indices", "logsumexp", "tail_logmass")
+        local = self.backend.forward.best_tokens(data, k, size) or [None] * len(names)
+        whole = (self._groups.broadcast_tensor_from_last_stage(values).cpu() for values in local)
+        return BatchedDataDict(zip(names, whole, strict=True))
+
+    # Values
+
+    def get_values(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+        """{"values": fp32 [B, S] on the CPU} of a worker whose role is value.
+
+        Column i is the value of the state before token i; column 0 and right padding are 0.
+        """
+        if self.role is not Role.VALUE:
+            raise ValueError('this worker is a policy and has no values; build it with role="value"')
+        local = self.backend.forward.values(data, micro_batch_size or self.policy.logprob_batch_size)
+        return BatchedDataDict(values=self._groups.broadcast_tensor_from_last_stage(local).cpu())
 
     # Generation
 
@@ -207,6 +250,76 @@ class MegatronPolicyWorker:
         except TrainStepError as unknown_outcome:
             error.add_note(str(unknown_outcome))
 
+    # Checkpoints
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write weights, optimizer, schedule and random state; all ranks write to the one folder, which they all see.
+
+        Raises TrainStepError while a step is open.
+        """
+        if self.train_step.phase is not Phase.IDLE:
+            raise TrainStepError(
+                "save_checkpoint while a train step is open: call finish_train_step or abort_train_step first"
+            )
+        self._checkpoint.save_policy(self.backend, self.policy.megatron_cfg, self._reference, Path(folder))
+
+    def load_checkpoint(self, folder: str, weights_only: bool = False) -> None:
+        """Set everything back that `save_checkpoint` wrote; with `weights_only` moments and schedule stay as they are.
+
+        The layout may be another one than that which saved, and random state is then not set back. An open
+        step is dropped; so is one that failed inside the optimizer, for which this is the way out.
+        Raises ValueError when the folder holds no checkpoint of this model.
+        """
+        with suppress(TrainStepError):  # the weights that such a step may have half updated are replaced
+            self.train_step.abort()
+        if weights_only:
+            self._load_weights(Path(folder))
+        else:
+            self._reference = self._checkpoint.load_policy(
+                self.backend, self.policy.megatron_cfg, self._reference, Path(folder)
+            )
+        self.train_step = TrainStep(self.backend)
+
+    def _load_weights(self, folder: Path) -> None:
+        self._checkpoint.load_weights(self.backend.chunks, folder / self._checkpoint.WEIGHTS)
+        self.backend.optimizer.reload_model_params()
+
+    # Weight sync
+
+    def connect_engines(
+        self, engines: Sequence[Any], settings: RefitSettings, meeting: BroadcastMeeting | None = None
+    ) -> None:
+        """Send weights to these actors from now on; see `weight_sync.WeightSender`."""
+        self._stop_sending()
+        self._sender = open_sender(settings, engines, accelerator.device(), meeting)
+
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
+        return {
+            name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self._full_tensors()
+        }
+
+    def send_weights(self) -> int:
+        """Stream all weights to the engines; returns the number of tensors. Every rank calls it together."""
+        if self._sender is None:
+            raise ValueError("send_weights before connect_engines: there is no engine to send to")
+        return self._sender.send(self._full_tensors())
+
+    def gpu(self) -> str:
+        """Which GPU this rank is on, as CUDA_VISIBLE_DEVICES takes it; empty on CPU."""
+        return accelerator.device_uuid()
+
+    def _full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from nemo_rl_mcore.megatron.hf_weights.export import full_tensors
+
+        return iter(full_tensors(self.backend.chunks, self.policy))
+
+    def _stop_sending(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = None
+
     # Life cycle
 
     def data_parallel_rank(self) -> int:
@@ -221,6 +334,7 @@ class MegatronPolicyWorker:
 
     def shutdown(self) -> None:
         """Leave the process groups."""
+        self._stop_sending()
         self._groups.destroy()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

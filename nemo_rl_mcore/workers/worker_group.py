@@ -12,7 +12,7 @@ from typing import Any, Self
 import ray
 from ray.exceptions import RayError
 
-from nemo_rl_mcore.workers.cluster import RankSlot, RayCluster
+from nemo_rl_mcore.workers.cluster import Placement, RankSlot, RayCluster
 from nemo_rl_mcore.workers.failures import (
     RankFailure,
     RankIdentity,
@@ -42,6 +42,8 @@ class RayWorkerGroup:
         kwargs: keyword arguments of every worker's constructor.
         start_timeout_s: deadline for all constructors.
         call_timeout_s: deadline of calls that do not give their own.
+        placement: where the workers run; left out, the cluster places one for each of its ranks.
+        noun: what messages call a worker.
 
     Raises:
         WorkerError: a constructor failed, or not all finished in time.
@@ -57,14 +59,17 @@ class RayWorkerGroup:
         *,
         start_timeout_s: float = 300,
         call_timeout_s: float = 600,
+        placement: Placement | None = None,
+        noun: str = "rank",
     ) -> None:
+        self._noun = noun
         self._log_dir = cluster.log_dir
         self._call_timeout_s = call_timeout_s
         self._failure: WorkerError | None = None
         self._identities: dict[int, RankIdentity] = {}
         self._actors: list[Any] = []
         use_arrays_for_tensors()
-        self._placement = cluster.place_ranks()
+        self._placement = placement or cluster.place_ranks()
         try:
             remote_class = ray.remote(worker_class)
             for slot in self._placement.slots:
@@ -78,6 +83,21 @@ class RayWorkerGroup:
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self._placement.slots)
+
+    @property
+    def actors(self) -> Sequence[Any]:
+        """Ray's handle of each rank, for other actors to call."""
+        return tuple(self._actors)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the ranks run."""
+        return self._placement
+
+    @property
+    def failure(self) -> WorkerError | None:
+        """What ended the group; None while it can be called."""
+        return self._failure
 
     @property
     def identities(self) -> Mapping[int, RankIdentity]:
@@ -177,7 +197,9 @@ class RayWorkerGroup:
         if not failures:
             error = self._deadline_error(sorted(hung.values()), method, context, timeout_s)
         else:
-            message = describe(failures, sorted(hung.values()), where, self._log_dir)
+            message = describe(
+                failures, sorted(hung.values()), where, self._log_dir, self._noun
+            )
             error = WorkerError(message, root_cause(failures), method, context)
         # Ranks that all answered, if only by raising, still serve: an open train step can be aborted.
         gone = hung or any(failure.died for failure in failures)
@@ -216,10 +238,10 @@ class RayWorkerGroup:
     def _deadline_error(
         self, hung: Sequence[int], method: str, context: str, timeout_s: float
     ) -> WorkerError:
-        names = ", ".join(f"rank {rank} ({self._identities.get(rank, 'starting')})" for rank in hung)
+        names = ", ".join(f"{self._noun} {rank} ({self._identities.get(rank, 'starting')})" for rank in hung)
         message = (
             f"{_where(method, context)} did not return within {timeout_s:g} s on {names}, now stopped; "
-            f"{self.world_size - len(hung)} of {self.world_size} ranks returned"
+            f"{self.world_size - len(hung)} of {self.world_size} {self._noun}s returned"
         )
         return WorkerError(message, None, method, context)
 

@@ -25,9 +25,8 @@ def default_loss_against_hook(fused, tied):
         worker.backend.zero_grad()
         if with_hook:
             selection = TokenSelection(labels.t(), torch.ones_like(labels.t(), dtype=torch.bool))
-            output = model(
-                *inputs, output_processor=worker.backend.forward.processor, output_processor_context=selection
-            )
+            processor = worker.backend.forward.passes.token_processor
+            output = model(*inputs, output_processor=processor, output_processor_context=selection)
             token_losses = -output.t()
         else:
             token_losses = model(*inputs, labels=labels)

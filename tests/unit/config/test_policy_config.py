@@ -224,7 +224,10 @@ def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
         ),
         ({"megatron_cfg__expert_model_parallel_size": 2}, "2 needs a model with experts"),
         ({"megatron_cfg__context_parallel_size": 2}, "context parallelism is not supported yet"),
-        ({"model_name": "Qwen/Qwen3-0.6B"}, "weights cannot be loaded yet; set model_name: null"),
+        (
+            {"model_name": "Qwen/Qwen3-0.6B"},
+            "model.hidden_size: 64 contradicts the 1024 of policy.model_name: 'Qwen/Qwen3-0.6B'",
+        ),
         ({"init_checkpoint": "weights"}, "weights cannot be loaded yet; set init_checkpoint: null"),
         ({"model__vocab_size": 31}, "31 is below the 32 tokens of tokenizer.name: char"),
         ({"max_total_sequence_length": 64}, "64 is above policy.model.max_position_embeddings: 32"),

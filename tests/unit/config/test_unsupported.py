@@ -45,8 +45,6 @@ def test_every_stock_key_is_accepted_or_refused_with_what_to_do(stock_problems, 
 
 def test_the_refusals_of_the_stock_recipe(stock_problems):
     assert {problem.path for problem in stock_problems} == {
-        "policy.model",
-        "policy.model_name",
         "policy.max_total_sequence_length",
         "policy.generation.backend",
         "policy.megatron_cfg.bias_activation_fusion",

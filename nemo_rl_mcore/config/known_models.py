@@ -1,0 +1,129 @@
+"""The config.json of some models of the Hugging Face hub, as far as it says how they are built.
+
+With it a recipe that names one of them is checked before anything is downloaded; the downloaded config.json is compared
+when the weights are loaded.
+"""
+
+from collections.abc import Mapping
+
+_QWEN2: dict[str, object] = {
+    "model_type": "qwen2",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+}
+_QWEN2_SMALL = _QWEN2 | {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+_QWEN2_LARGE = _QWEN2 | {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+_QWEN_MATH = {"max_position_embeddings": 4096, "rope_theta": 10000.0}
+_QWEN3: dict[str, object] = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+_LLAMA3: dict[str, object] = {
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+
+
+def _llama3_scaling(factor: float) -> dict[str, object]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
+    "Qwen/Qwen2.5-1.5B": _QWEN2_SMALL | {"max_position_embeddings": 131072},
+    "Qwen/Qwen2.5-7B": _QWEN2_LARGE | {"max_position_embeddings": 131072},
+    "Qwen/Qwen2.5-Math-1.5B": _QWEN2_SMALL | _QWEN_MATH,
+    "Qwen/Qwen2.5-Math-7B": _QWEN2_LARGE | _QWEN_MATH,
+    "Qwen/Qwen3-0.6B": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "Qwen/Qwen3-8B": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "Qwen/Qwen3-30B-A3B": _QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "meta-llama/Llama-3.1-8B": _LLAMA3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "rope_scaling": _llama3_scaling(8.0),
+        "tie_word_embeddings": False,
+    },
+    "meta-llama/Llama-3.2-1B": _LLAMA3
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "rope_scaling": _llama3_scaling(32.0),
+        "tie_word_embeddings": True,
+    },
+    "mistralai/Mistral-7B-v0.3": {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32768,
+    },
+}

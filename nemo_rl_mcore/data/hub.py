@@ -1,0 +1,49 @@
+"""Fetch a model of the Hugging Face hub; `huggingface_hub` is imported only where something has to be fetched."""
+
+# huggingface_hub leaves parameters of its functions untyped.
+# pyright: reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from nemo_rl_mcore.config.hub import local_folder
+
+_WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+# Copies of the weights in other formats.
+_UNWANTED = ("consolidated*", "original/*")
+
+
+def fetched_folder(name: str) -> Path:
+    """The folder of a model: the path itself or, for a hub id, its snapshot in the cache, completed if need be.
+
+    Ranks of one machine may call it at the same time: the hub's locks let one of them fetch.
+    Raises ValueError when the model is not here and cannot be fetched.
+    """
+    folder = local_folder(name)
+    if folder is not None and (folder == Path(name) or _is_complete(folder)):
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*_WANTED], ignore_patterns=[*_UNWANTED]))
+    except Exception as error:
+        # Offline, an unknown name, a gated model, a full disk: the library raises classes of four other libraries.
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"policy.model_name: {name!r} is not complete in the local Hugging Face cache and cannot be fetched "
+            f"({type(error).__name__}: {reason}); fetch it where there is a network, or name a local folder"
+        ) from error
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """Whether the snapshot holds a config and every file of the weights."""
+    index = snapshot / "model.safetensors.index.json"
+    if index.is_file():
+        file_of: dict[str, Any] = json.loads(index.read_bytes())["weight_map"]
+        weights = {cast("str", file) for file in file_of.values()}
+    else:
+        weights = {"model.safetensors"}
+    return all((snapshot / file).is_file() for file in ("config.json", *weights))

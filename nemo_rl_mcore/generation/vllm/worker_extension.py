@@ -1,0 +1,136 @@
+"""What runs inside the engine's process, beside the model: it loads buckets of weights. Nothing of Megatron is here.
+
+vLLM mixes `RefitExtension` into its worker class, whose other attributes it must not share a name with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import utils as vllm_linear
+
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.generation.vllm.buckets import Bucket
+from nemo_rl_mcore.generation.vllm.transports import (
+    BroadcastReceiver,
+    CudaIpcReceiver,
+    ReceivingEnd,
+    SharedMemoryReceiver,
+    join_broadcast_group,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+_PR_SET_PDEATHSIG = 1
+
+
+class IncompleteRefitError(RuntimeError):
+    """The weights that arrived are not those of a whole model."""
+
+
+class RefitExtension:
+    """Methods of a vLLM worker, called through `collective_rpc`: begin, load bucket after bucket, finish.
+
+    Tensors are copied into the model as they arrive, so between begin and finish the weights are of no version; who
+    calls must not generate then (`engine.HeldWeights` sees to it).
+    """
+
+    if TYPE_CHECKING:
+        device: torch.device
+        rank: int
+        model_runner: GPUModelRunner
+        vllm_config: VllmConfig
+
+    def join_refit_broadcast(
+        self, address: str, port: int, first_rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        """Join the group in which the trainer's rank 0 broadcasts; this engine's workers start at `first_rank`."""
+        self._refit_group: dist.ProcessGroup = join_broadcast_group(
+            address,
+            port,
+            first_rank + self.rank,
+            world_size,
+            timedelta(seconds=timeout_s),
+            self.device.type,
+        )
+
+    def begin_refit(self) -> None:
+        """Forget what an earlier refit, perhaps an abandoned one, has loaded."""
+        self._refit_received: set[str] = set()
+        self._refit_loaded: set[str] = set()
+        self._refit_receivers: dict[str, ReceivingEnd] = {}
+
+    def load_refit_bucket(self, message: dict[str, Any]) -> None:
+        """Copy a bucket's tensors, named as Hugging Face names them, into the model."""
+        bucket = Bucket.from_message(message)
+        buffer = self._refit_receiver(bucket.location["kind"]).open(bucket.location)
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            self._refit_loaded |= self._refit_model().load_weights(bucket.read(buffer))
+        self._refit_received.update(tensor.name for tensor in bucket.tensors)
+        accelerator.synchronize(self.device)
+
+    def finish_refit(self, tensors: int) -> None:
+        """Check that all `tensors` arrived and that no weight of the model was left out.
+
+        Raises IncompleteRefitError.
+        """
+        for receiver in self._refit_receivers.values():
+            receiver.close()
+        if len(self._refit_received) != tensors:
+            raise IncompleteRefitError(f"{len(self._refit_received)} of {tensors} tensors arrived")
+        missing = sorted({name for name, _ in self._refit_model().named_parameters()} - self._refit_loaded)
+        if missing:
+            raise IncompleteRefitError(f"no weights for {', '.join(missing)}")
+
+    def _refit_model(self) -> Any:
+        return self.model_runner.get_model()
+
+    def _refit_receiver(self, kind: str) -> ReceivingEnd:
+        if kind not in self._refit_receivers:
+            self._refit_receivers[kind] = self._open_refit_receiver(kind)
+        return self._refit_receivers[kind]
+
+    def _open_refit_receiver(self, kind: str) -> ReceivingEnd:
+        match kind:
+            case "shared_memory":
+                return SharedMemoryReceiver()
+            case "cuda_ipc":
+                return CudaIpcReceiver(self.device)
+            case "broadcast":
+                return BroadcastReceiver(self.device, self._refit_group)
+            case _:
+                raise ValueError(f"this engine has no end of the transport {kind!r}")
+
+
+def _keep_weights_unpacked() -> None:
+    """Let linear layers on CPU multiply by their weights as they are.
+
+    vLLM packs copies of them when it loads a model, and knows no way to pack new ones: a refit would raise, or with
+    tied embeddings leave the output layer at the old weights without a word.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        vllm_linear.dispatch_cpu_unquantized_gemm = _use_plain_linear
+
+
+def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process with the one that started it, however that ends: no engine is left behind."""
+    if multiprocessing.parent_process() is not None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+_keep_weights_unpacked()
+_end_with_parent()

@@ -1,0 +1,154 @@
+"""Weights of a sharded model as Hugging Face tensors: streamed to whoever iterates, or written to a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config import ModelConfig, PolicyConfig
+from nemo_rl_mcore.config.hf_config import family_of, hf_config_of
+from nemo_rl_mcore.config.hub import local_folder
+from nemo_rl_mcore.config.pretrained import read_hf_config
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.megatron.hf_weights.files import ShardWriter
+from nemo_rl_mcore.megatron.hf_weights.names import Weight, all_weights
+from nemo_rl_mcore.megatron.hf_weights.placement import Place, local_parameters, this_place
+from nemo_rl_mcore.megatron.model import DTYPES
+from nemo_rl_mcore.megatron.parameters import gather_parameters
+
+SHARD_BYTES = 5 * 10**9
+_GENERATION = "generation_config.json"
+
+
+def full_tensors(
+    chunks: Sequence[DistributedDataParallel], policy: PolicyConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of the Hugging Face model, whole and on the device, on every rank, in the order of the layers.
+
+    Every rank must iterate to the end: the steps are collective. One weight is in memory at a time; a tensor may share
+    memory with a parameter, so that what is to outlast the iteration must be copied.
+    Raises ValueError for an architecture that no supported Hugging Face family has.
+    """
+    family_of(policy.model)
+    gather_parameters(chunks)
+    place = this_place()
+    own = {weight: parameter.detach() for weight, parameter in local_parameters(chunks, policy.model, place)}
+    stage_of = _stages(own, place)
+    for weight in all_weights(policy.model):
+        stage = stage_of[_stage_key(weight)]
+        tensors = _empty(weight, policy)
+        if stage == place.pipeline.rank():
+            tensors = _whole_in_stage(weight, own.get(weight), tensors, policy.model, place)
+        for name, tensor in zip(weight.names, tensors, strict=True):
+            _broadcast(tensor, stage, place.pipeline)
+            yield name, tensor
+
+
+def save_pretrained(
+    chunks: Sequence[DistributedDataParallel],
+    policy: PolicyConfig,
+    folder: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a folder that transformers and vLLM load: weights, config.json and tokenizer; every rank takes part.
+
+    The first rank writes, to a folder beside it that is renamed at the end. Raises ValueError when the folder exists.
+    """
+    writes = dist.get_rank() == 0
+    if folder.exists():
+        raise ValueError(f"the folder {str(folder)!r} exists already; name another one")
+    partial = folder.with_name(f".{folder.name}.partial")
+    if not writes:
+        for _ in full_tensors(chunks, policy):
+            pass
+        dist.barrier()
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    writer = ShardWriter(partial, _bytes_of(policy), shard_bytes)
+    for name, tensor in full_tensors(chunks, policy):
+        writer.add(name, tensor)
+    writer.close()
+    _write_surroundings(policy, partial)
+    partial.rename(folder)
+    dist.barrier()
+
+
+def _write_surroundings(policy: PolicyConfig, folder: Path) -> None:
+    """config.json, the tokenizer and, where the weights came with one, generation_config.json."""
+    tokenizer = load_tokenizer(policy.tokenizer.name)
+    tokenizer.save_as_hugging_face(folder)
+    origin = read_hf_config(policy.model_name) if policy.model_name else None
+    config = hf_config_of(policy.model, dtype=policy.precision, origin=origin)
+    for key, token in (("eos_token_id", tokenizer.eos_token_id), ("pad_token_id", tokenizer.pad_token_id)):
+        if config[key] is None:
+            config[key] = token
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    source = local_folder(policy.model_name) if policy.model_name else None
+    if source is not None and (source / _GENERATION).is_file():
+        shutil.copy(source / _GENERATION, folder / _GENERATION)
+
+
+def _bytes_of(policy: PolicyConfig) -> dict[str, int]:
+    entry = DTYPES[policy.precision].itemsize
+    return {
+        name: math.prod(shape) * entry
+        for weight in all_weights(policy.model)
+        for name, shape in zip(weight.names, weight.slot.shapes(policy.model), strict=True)
+    }
+
+
+def _stage_key(weight: Weight) -> str:
+    """Experts of a layer are in its stage, though each on one rank of several."""
+    return weight.names[0] if weight.expert is None else f"experts of layer {weight.layer}"
+
+
+def _stages(own: Iterable[Weight], place: Place) -> dict[str, int]:
+    """The pipeline stage that holds each weight; the first one, where tied embeddings are on two."""
+    keys = sorted({_stage_key(weight) for weight in own})
+    of_stages: list[list[str]] = [keys] * place.pipeline.size()
+    if place.pipeline.size() > 1:
+        dist.all_gather_object(of_stages, keys, group=place.pipeline)
+    return {key: stage for stage, keys in reversed([*enumerate(of_stages)]) for key in keys}
+
+
+def _empty(weight: Weight, policy: PolicyConfig) -> list[torch.Tensor]:
+    dtype, device = DTYPES[policy.precision], accelerator.device()
+    return [torch.empty(shape, dtype=dtype, device=device) for shape in weight.slot.shapes(policy.model)]
+
+
+def _whole_in_stage(
+    weight: Weight, own: torch.Tensor | None, empty: list[torch.Tensor], model: ModelConfig, place: Place
+) -> list[torch.Tensor]:
+    """The tensors on all ranks of the stage: put together from the tensor-parallel ranks, or sent by an expert's."""
+    shapes, layout = weight.slot.shapes(model), weight.slot.layout
+    if weight.expert is None:
+        assert own is not None
+        return layout.whole(_all_shards(own, place, cut=layout.dimension is not None), shapes, model)
+    owner = weight.expert // ((model.num_moe_experts or 0) // place.expert.size())
+    tensors = empty if own is None else layout.whole([own], shapes, model)
+    for tensor in tensors:
+        _broadcast(tensor, owner, place.expert)
+    return tensors
+
+
+def _all_shards(own: torch.Tensor, place: Place, *, cut: bool) -> list[torch.Tensor]:
+    if not cut or place.tensor.size() == 1:
+        return [own]
+    shards = [torch.empty_like(own) for _ in range(place.tensor.size())]
+    dist.all_gather(shards, own.contiguous(), group=place.tensor)
+    return shards
+
+
+def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+    if group.size() > 1:
+        dist.broadcast(tensor, group=group, group_src=source)

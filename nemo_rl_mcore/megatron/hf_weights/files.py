@@ -1,0 +1,142 @@
+"""The safetensors files of a Hugging Face folder: read slice by slice, written shard by shard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_READABLE = ("F64", "F32", "F16", "BF16")
+
+
+class TensorFiles:
+    """The tensors of a folder by name; files are opened when first read, and closed on leaving the context.
+
+    Raises ValueError for a folder without weights, for files that are missing or broken, and for unknown names.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[Path, Any] = {}
+        self._open = ExitStack()
+        self._file_of = self._locate()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All tensors."""
+        return frozenset(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The whole tensor's."""
+        return tuple(self._slices(name).get_shape())
+
+    def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a tensor; the rest is not read."""
+        slices = self._slices(name)
+        if slices.get_dtype() not in _READABLE:
+            raise ValueError(
+                f"{name} in {str(self._folder)!r} has the number format {slices.get_dtype()}; "
+                f"{', '.join(_READABLE)} can be loaded"
+            )
+        return slices[part]
+
+    def __enter__(self) -> Self:
+        """Return the files."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close them."""
+        self._files.clear()
+        self._open.close()
+
+    def _locate(self) -> dict[str, Path]:
+        index, file = self._folder / INDEX, self._folder / ONE_FILE
+        if index.is_file():
+            return _read_index(index)
+        if not file.is_file():
+            raise ValueError(
+                f"{str(self._folder)!r} holds neither {ONE_FILE} nor {INDEX}; other formats are not read"
+            )
+        return dict.fromkeys(self._opened(file).keys(), file)
+
+    def _slices(self, name: str) -> Any:
+        path = self._file_of[name]
+        try:
+            return self._opened(path).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{str(path)!r} does not hold the tensor {name}: {error}") from error
+
+    def _opened(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                self._files[path] = self._open.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
+        return self._files[path]
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    try:
+        file_of = cast("Mapping[str, str]", json.loads(index.read_bytes())["weight_map"])
+        return {name: index.parent / file for name, file in file_of.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(index)!r} is not an index of safetensors files: {error}") from error
+
+
+class ShardWriter:
+    """Writes tensors, whose names and sizes are known before, to files of at most `shard_bytes` each (or one tensor).
+
+    At most one shard is in memory.
+    """
+
+    def __init__(self, folder: Path, bytes_of: Mapping[str, int], shard_bytes: int) -> None:
+        self._folder = folder
+        self._shards = [*_shards(bytes_of, shard_bytes)]
+        self._total = sum(bytes_of.values())
+        self._written: dict[str, str] = {}
+        self._pending: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take the next tensor; they come in the order of the sizes."""
+        self._pending[name] = tensor.to("cpu", copy=True)
+        number = len(set(self._written.values()))
+        if list(self._pending) == self._shards[number]:
+            file = self._name(number)
+            save_file(self._pending, self._folder / file, metadata={"format": "pt"})
+            self._written |= dict.fromkeys(self._pending, file)
+            self._pending = {}
+
+    def close(self) -> None:
+        """Write the index; ValueError where tensors have not come."""
+        missing = [name for shard in self._shards for name in shard if name not in self._written]
+        if missing or self._pending:
+            raise ValueError(f"tensors are missing from the export: {missing[:8]} ({len(missing)} in all)")
+        if len(self._shards) > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": self._written}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def _name(self, number: int) -> str:
+        count = len(self._shards)
+        return ONE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _shards(bytes_of: Mapping[str, int], shard_bytes: int) -> Iterator[list[str]]:
+    names, size = list[str](), 0
+    for name, more in bytes_of.items():
+        if names and size + more > shard_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += more
+    yield names

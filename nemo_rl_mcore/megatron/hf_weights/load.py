@@ -1,0 +1,102 @@
+"""Load the weights of a Hugging Face folder: each rank reads its own part of each tensor, one tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig
+from nemo_rl_mcore.config.pretrained import differences, pretrained_model
+from nemo_rl_mcore.data.hub import fetched_folder
+from nemo_rl_mcore.megatron.hf_weights.files import TensorFiles
+from nemo_rl_mcore.megatron.hf_weights.names import EMBEDDING, OUTPUT, Weight, all_weights
+from nemo_rl_mcore.megatron.hf_weights.placement import Place, local_parameters, this_place
+
+# Old checkpoints hold what is computed from the config.
+_COMPUTED = re.compile(r".+\.rotary_emb\.inv_freq")
+_SHOWN = 8
+
+
+def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> None:
+    """Fill this rank's chunks with the weights of `policy.model_name`, fetched from the hub if need be.
+
+    Raises ValueError when config.json, the tensors' names or their shapes are not those of policy.model.
+    """
+    assert policy.model_name is not None
+    folder = fetched_folder(policy.model_name)
+    _check_architecture(policy, folder)
+    with TensorFiles(folder) as files:
+        load_weights(files, chunks, policy.model)
+
+
+def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: ModelConfig) -> None:
+    """Fill this rank's chunks from the files, which must hold the tensors of that architecture and no others."""
+    _check_names(files.names, model)
+    place = this_place()
+    with torch.no_grad():
+        for weight, parameter in local_parameters(chunks, model, place):
+            _fill(parameter, _read(files, weight, place, model))
+            if weight.slot is EMBEDDING and model.tie_word_embeddings:
+                _check_tied_output(files, place, model, parameter)
+
+
+def _check_architecture(policy: PolicyConfig, folder: Path) -> None:
+    """The recipe may have been checked against a table of known models, or against nothing."""
+    found = pretrained_model(str(folder))
+    assert found is not None
+    if problems := differences(policy.model, found, str(folder)):
+        raise ConfigError(problem.below("policy") for problem in problems)
+
+
+def _check_names(found: frozenset[str], model: ModelConfig) -> None:
+    expected = {name for weight in all_weights(model) for name in weight.names}
+    allowed = expected | ({*OUTPUT.hugging_face} if model.tie_word_embeddings else set[str]())
+    unexpected = sorted(name for name in found - allowed if not _COMPUTED.fullmatch(name))
+    complaints = [
+        f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+        for kind, names in (("missing", sorted(expected - found)), ("unexpected", unexpected))
+        if names
+    ]
+    if complaints:
+        raise ValueError(f"the tensors are not those of the architecture; {'; '.join(complaints)}")
+
+
+def _read(files: TensorFiles, weight: Weight, place: Place, model: ModelConfig) -> torch.Tensor:
+    """Read the part of a weight that this rank holds, as its parameter has it."""
+    shapes, layout = weight.slot.shapes(model), weight.slot.layout
+    for name, shape in zip(weight.names, shapes, strict=True):
+        if files.shape(name) != shape:
+            raise ValueError(
+                f"{name} has the shape {files.shape(name)}, and the architecture gives it {shape}"
+            )
+    rank, ranks = place.shard_of(weight)
+    parts = [
+        files.read(name, layout.cut(shape, rank, ranks))
+        for name, shape in zip(weight.names, shapes, strict=True)
+    ]
+    return layout.pack(parts, model)
+
+
+def _fill(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    rows = values.shape[0]
+    assert values.shape[1:] == parameter.shape[1:]
+    assert rows <= parameter.shape[0]
+    parameter[:rows].copy_(values)
+    parameter[rows:].zero_()  # rows that fill the embedding up, and are no tokens
+
+
+def _check_tied_output(
+    files: TensorFiles, place: Place, model: ModelConfig, embedding: torch.nn.Parameter
+) -> None:
+    """An output layer that is stored although it is tied must repeat the embedding."""
+    if files.names.isdisjoint(OUTPUT.hugging_face):
+        return
+    output = _read(files, Weight(OUTPUT), place, model).to(embedding)
+    if not torch.equal(output, embedding[: output.shape[0]]):
+        raise ValueError(
+            f"{OUTPUT.hugging_face[0]} differs from {EMBEDDING.hugging_face[0]}, and config.json says "
+            "tie_word_embeddings: true; set it to false there"
+        )

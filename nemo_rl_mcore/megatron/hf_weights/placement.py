@@ -1,0 +1,56 @@
+"""Which weights of the whole model this rank holds parts of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
+
+from nemo_rl_mcore.config import ModelConfig
+from nemo_rl_mcore.megatron.hf_weights.names import Weight, find_weight
+
+
+@dataclass(frozen=True)
+class Place:
+    """The places of this rank among the ranks that share layers (tensor), stages (pipeline) and experts."""
+
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    expert: dist.ProcessGroup
+
+    def shard_of(self, weight: Weight) -> tuple[int, int]:
+        """Which part of a weight this rank's parameter is, and of how many; experts are not cut."""
+        if weight.expert is not None:
+            return 0, 1
+        return self.tensor.rank(), self.tensor.size()
+
+
+def this_place() -> Place:
+    """The groups of the layout that is set up."""
+    return Place(
+        cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group()),
+        cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group()),
+        cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group()),
+    )
+
+
+def local_parameters(
+    chunks: Sequence[torch.nn.Module], model: ModelConfig, place: Place
+) -> Iterator[tuple[Weight, torch.nn.Parameter]]:
+    """The parameters of this rank's chunks with the weights they are parts of.
+
+    Raises ValueError for a parameter without a counterpart in Hugging Face models.
+    """
+    first_expert = place.expert.rank() * ((model.num_moe_experts or 0) // place.expert.size())
+    for chunk in chunks:
+        stage = cast(GPTModel, unwrap_model(chunk))
+        layers = [cast(TransformerLayer, layer).layer_number - 1 for layer in stage.decoder.layers]
+        for name, parameter in stage.named_parameters():
+            yield find_weight(name, layers, first_expert, model), parameter

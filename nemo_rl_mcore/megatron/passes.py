@@ -1,0 +1,204 @@
+"""The kinds of pass over a model: what is asked of it at each position, and what becomes of the answer.
+
+Shapes: S sequence, B rows of a microbatch, K ids a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.microbatch import Microbatch
+from nemo_rl_mcore.losses.base import (
+    DistillationOutputs,
+    LossFunction,
+    LossInputType,
+    TokenOutputs,
+    TopKLogprobs,
+    ValueOutputs,
+)
+from nemo_rl_mcore.megatron.output_processor import (
+    BestTokens,
+    Processor,
+    StudentSelection,
+    TokenSelection,
+    best_tokens_processor,
+    student_processor,
+    value_processor,
+)
+from nemo_rl_mcore.megatron.value_head import ValueHead
+from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
+from nemo_rl_mcore.training.step_sums import LocalSums
+
+# What a schedule's loss function returns: the loss, a token count that Megatron is not to use, and our own result.
+LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """One kind of pass.
+
+    processor: what Megatron's hook calls at the end of the last stage.
+    wanted: [B, S] of a microbatch's rows, true at each position whose next token is of interest.
+    context: what the processor gets, from the microbatch, its input_ids and mask as the model takes them [B, S].
+    collect: the result of the microbatch, from what the processor returned.
+    """
+
+    processor: Processor
+    wanted: Callable[[BatchedDataDict], torch.Tensor]
+    context: Callable[[Microbatch, torch.Tensor, torch.Tensor], Any]
+    collect: Callable[[Microbatch, Outputs], LossTriple]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The passes over one model.
+
+    token_processor: fused or unfused, for log-probabilities of the batch's own tokens.
+    temperature: divides the logits inside the softmax, in every pass alike.
+    linear_options: of the passes that always take the output weight itself.
+    value_head: the critic's, on a last stage.
+    """
+
+    token_processor: Processor
+    temperature: float
+    linear_options: LinearLogprobsOptions
+    value_head: ValueHead | None = None
+
+    def logprobs(self) -> ModelPass:
+        """Log-probabilities of all real tokens; a result is (places, ([B, S],))."""
+        return ModelPass(self.token_processor, real_next_tokens, self._select_tokens, _collect_logprobs)
+
+    def values(self) -> ModelPass:
+        """Values of the states before all real tokens; a result is (places, ([B, S],))."""
+        # The hidden state that predicts a token is the state before it, so values shift as log-probabilities do.
+        return ModelPass(value_processor(self.value_head), real_next_tokens, _mask, _collect_logprobs)
+
+    def best_tokens(self, k: int) -> ModelPass:
+        """The k best next tokens; a result is (places, (logits [B, S, K], ids, logsumexp [B, S], tail [B, S]))."""
+
+        def context(_microbatch: Microbatch, _ids_BS: torch.Tensor, mask_BS: torch.Tensor) -> BestTokens:
+            return BestTokens(k, _by_position(mask_BS), self.temperature)
+
+        return ModelPass(
+            best_tokens_processor(self.linear_options), real_next_tokens, context, _collect_unshifted
+        )
+
+    def loss(self, loss_fn: LossFunction) -> ModelPass:
+        """What a loss function reads, and its sums; a result is `LocalSums`."""
+        match loss_fn.input_type:
+            case LossInputType.LOGPROB:
+                context = partial(self._select_tokens, with_entropy=loss_fn.needs_entropy)
+                processor, read = self.token_processor, _token_outputs
+            case LossInputType.VALUE:
+                processor, context, read = value_processor(self.value_head), _mask, _value_outputs
+            case LossInputType.DISTILLATION:
+                context = partial(self._select_at_ids, loss_fn)
+                processor, read = student_processor(self.linear_options), _distillation_outputs
+        return ModelPass(processor, tokens_to_train, context, partial(_collect_sums, loss_fn, read))
+
+    def _select_tokens(
+        self, _microbatch: Microbatch, ids_BS: torch.Tensor, mask_BS: torch.Tensor, with_entropy: bool = False
+    ) -> TokenSelection:
+        targets_SB = _by_position(ids_BS.roll(-1, dims=1))
+        return TokenSelection(targets_SB, _by_position(mask_BS), self.temperature, with_entropy)
+
+    def _select_at_ids(
+        self, loss_fn: LossFunction, microbatch: Microbatch, ids_BS: torch.Tensor, mask_BS: torch.Tensor
+    ) -> StudentSelection:
+        tokens = None
+        if loss_fn.needs_tokens:
+            tokens = self._select_tokens(microbatch, ids_BS, mask_BS, loss_fn.needs_entropy)
+        teacher_ids_SBK = _by_position(microbatch.rows["teacher_topk_indices"])
+        return StudentSelection(teacher_ids_SBK, _by_position(mask_BS), self.temperature, tokens)
+
+
+def no_tokens(like: torch.Tensor) -> torch.Tensor:
+    """The token count of a schedule's loss function: none."""
+    # The step counts valid tokens itself; Megatron's own count would divide each schedule call separately.
+    return torch.zeros((), dtype=torch.int, device=like.device)
+
+
+def real_next_tokens(rows: BatchedDataDict) -> torch.Tensor:
+    """[B, S], true at each position whose next token is real."""
+    length = rows["input_ids"].shape[1]
+    positions = torch.arange(length, device=rows["input_ids"].device)
+    return positions < (rows["input_lengths"] - 1).unsqueeze(1)
+
+
+def tokens_to_train(rows: BatchedDataDict) -> torch.Tensor:
+    """[B, S], true at each position whose next token enters the loss."""
+    mask = rows["token_mask"].bool() & rows["sample_mask"].bool().unsqueeze(1)
+    return torch.nn.functional.pad(mask[:, 1:], (0, 1))
+
+
+def _by_position(values_BS: torch.Tensor) -> torch.Tensor:
+    """[B, S, ...] as Megatron has it: [S, B, ...]."""
+    return values_BS.transpose(0, 1).contiguous()
+
+
+def _mask(_microbatch: Microbatch, _ids_BS: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
+    """The context of a processor that needs to know only where it is to answer."""
+    return _by_position(mask_BS)
+
+
+def _rows(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
+    """What the model says at each position, one row a sample: [B, S, ...]."""
+    return microbatch.from_model(values_SB.transpose(0, 1))
+
+
+def _next_tokens(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
+    """What the model says of each position's next token: [B, S-1, ...]."""
+    return _rows(microbatch, values_SB)[:, :-1]
+
+
+def _shifted(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
+    """[B, S]: a position's output belongs to the token after it, so the columns move one to the right."""
+    return torch.nn.functional.pad(_next_tokens(microbatch, values_SB), (1, 0))
+
+
+def _collect_logprobs(microbatch: Microbatch, output: Outputs) -> LossTriple:
+    values_SB = _all(output)[0]
+    return values_SB.sum(), no_tokens(values_SB), (microbatch.places, (_shifted(microbatch, values_SB),))
+
+
+def _collect_unshifted(microbatch: Microbatch, output: Outputs) -> LossTriple:
+    values = tuple(_rows(microbatch, value) for value in _all(output))
+    return values[0].sum(), no_tokens(values[0]), (microbatch.places, values)
+
+
+def _collect_sums(
+    loss_fn: LossFunction, read: Callable[[Microbatch, Outputs], Any], microbatch: Microbatch, output: Outputs
+) -> LossTriple:
+    sums = loss_fn.sums(read(microbatch, output), microbatch.rows)
+    return sums.loss, no_tokens(sums.loss), LocalSums.of(sums, microbatch.rows)
+
+
+def _token_outputs(microbatch: Microbatch, output: Outputs) -> TokenOutputs:
+    return TokenOutputs(*(_next_tokens(microbatch, value) for value in _all(output)))
+
+
+def _value_outputs(microbatch: Microbatch, output: Outputs) -> ValueOutputs:
+    return ValueOutputs(_shifted(microbatch, _all(output)[0]))
+
+
+def _distillation_outputs(microbatch: Microbatch, output: Outputs) -> DistillationOutputs:
+    at_ids, tail, *of_tokens = (_next_tokens(microbatch, value) for value in _all(output))
+    data = microbatch.rows
+    logprobs = data["teacher_topk_logits"] - data["teacher_logsumexp"].unsqueeze(-1)
+    teacher_tail = data.get("teacher_tail_logmass")
+    return DistillationOutputs(
+        student=TopKLogprobs(at_ids, tail),
+        teacher=TopKLogprobs(logprobs[:, :-1], None if teacher_tail is None else teacher_tail[:, :-1]),
+        tokens=TokenOutputs(*of_tokens) if of_tokens else None,
+    )
+
+
+def _all(output: Outputs) -> tuple[torch.Tensor, ...]:
+    return output if isinstance(output, tuple) else (output,)

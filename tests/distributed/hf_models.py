@@ -1,0 +1,99 @@
+"""Tiny random transformers models of each family, saved as folders, and the log-probabilities they give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+
+transformers.utils.logging.disable_progress_bar()
+
+# An odd vocabulary, so that two tensor-parallel ranks need a row of padding.
+VOCABULARY = 37
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    # Not hidden_size / num_attention_heads.
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+# Bases for which some rotations are slow and some are between, and both still turn within a test's rows.
+_STRETCHED = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama3-8192": ("Llama", {"rope_parameters": _STRETCHED, "max_position_embeddings": 65536}),
+    "llama3-32": (
+        "Llama",
+        {"rope_parameters": {**_STRETCHED, "low_freq_factor": 2.0, "original_max_position_embeddings": 32}},
+    ),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-moe": ("Qwen3Moe", _EXPERTS),
+    "qwen3-moe-shares": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False}),
+}
+
+
+def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Save the model; every weight is drawn, norms and biases too."""
+    family, keys = MODELS[name]
+    torch.manual_seed(sum(name.encode()))
+    config = getattr(transformers, f"{family}Config")(**_SIZES | keys)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def logprobs(folder: Path, input_ids: np.ndarray, input_lengths: np.ndarray) -> np.ndarray:
+    """What transformers gives each token, in the worker's form: column 0 and right padding are 0."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = torch.from_numpy(input_ids)
+    with torch.no_grad():
+        every = model(ids).logits.log_softmax(-1)
+    found = every[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    found = torch.nn.functional.pad(found, (1, 0))
+    found[torch.arange(ids.shape[1]) >= torch.from_numpy(input_lengths).unsqueeze(1)] = 0.0
+    return found.numpy()
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor that the folder holds."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def set_in_config(folder: Path, **values: object) -> None:
+    """Change keys of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
