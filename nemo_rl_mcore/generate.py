@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
-from nemo_rl_mcore.config import GRPOMasterConfig, PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig, RunConfig
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.environments import make_environment
@@ -21,12 +21,12 @@ from nemo_rl_mcore.workers.policy import Policy
 _HELD_OUT_PROMPTS = 8
 
 
-def run_generate(config: GRPOMasterConfig, texts: Sequence[str], *, greedy: bool) -> int:
+def run_generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> int:
     """Answer the texts, or some held-out prompts, with the weights of `policy.init_checkpoint`; see `exit_status`."""
     return exit_status(lambda: _generate(config, texts, greedy=greedy), "the answers above are all there are")
 
 
-def _generate(config: GRPOMasterConfig, texts: Sequence[str], *, greedy: bool) -> None:
+def _generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> None:
     checkpoint = _checkpoint_of(config.policy)
     tokenizer = tokenizer_of(config.policy)
     prompts = _prompts(config, texts, tokenizer)
@@ -54,7 +54,7 @@ def _checkpoint_of(policy: PolicyConfig) -> Checkpoint:
         raise RunStoppedError(str(error)) from error
 
 
-def _prompts(config: GRPOMasterConfig, texts: Sequence[str], tokenizer: Tokenizer) -> list[Prompt]:
+def _prompts(config: RunConfig, texts: Sequence[str], tokenizer: Tokenizer) -> list[Prompt]:
     """Prompts that the collector will take; a text that it would refuse is refused before the ranks start."""
     if not texts:
         source = DigitTaskSource(config.data.dataset_name, config.data.num_digits, config.seed)

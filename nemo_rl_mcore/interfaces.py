@@ -23,19 +23,22 @@ class Role(Enum):
     VALUE = "value"
 
 
-class PolicyInterface(Protocol):
-    """A policy over all its ranks: whole batches in, whole batches out."""
+class TrainedModel(Protocol):
+    """A model over all its ranks: whole batches in, whole batches out."""
 
-    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """{"logprobs": fp32 [B, S]}, column i about token i."""
-        ...
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Optimizer steps over the batch; the keys are those of `MegatronPolicyWorker.finish_train_step`.
 
-    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """{"reference_logprobs": fp32 [B, S]} of the weights at the start of the run."""
-        ...
-
-    def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
-        """Optimizer steps over the batch; the keys are those of `MegatronPolicyWorker.finish_train_step`."""
+        gbs, mbs: rows of an optimizer step and of a microbatch, if they are not the config's.
+        """
         ...
 
     def begin_train_step(self, loss_fn: LossFunction, *, step_id: str | None = None) -> None:
@@ -63,6 +66,30 @@ class PolicyInterface(Protocol):
 
         The layout may be another one. Raises when the folder does not hold a checkpoint of this model.
         """
+        ...
+
+
+class ValueInterface(TrainedModel, Protocol):
+    """A critic."""
+
+    def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
+        """{"values": fp32 [B, S]}, column i of the state before token i."""
+        ...
+
+
+class PolicyInterface(TrainedModel, Protocol):
+    """A policy."""
+
+    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """{"logprobs": fp32 [B, S]}, column i about token i."""
+        ...
+
+    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+        """{"reference_logprobs": fp32 [B, S]} of the weights at the start of the run."""
+        ...
+
+    def get_topk_logits(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
+        """The k most probable next tokens at each position; the keys are those of `MegatronPolicyWorker`."""
         ...
 
     def generate(

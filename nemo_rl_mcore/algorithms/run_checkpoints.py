@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.saved_run import (
     RECIPE_FILE,
     cannot_resume,
@@ -16,9 +16,8 @@ from nemo_rl_mcore.config.saved_run import (
     recipe_text,
 )
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.interfaces import PolicyInterface
+from nemo_rl_mcore.interfaces import TrainedModel
 from nemo_rl_mcore.training.checkpoints import (
-    POLICY_FOLDER,
     Checkpoint,
     CheckpointStore,
     Retention,
@@ -46,11 +45,12 @@ class RunCheckpoints:
         """The last step that is behind the run, if it goes on from a checkpoint."""
         return self.start.step if self.start is not None else None
 
-    def restore(self, policy: PolicyInterface) -> Mapping[str, Any]:
-        """Set the policy back to where the run goes on, and return the counters that were saved with it."""
+    def restore(self, models: Mapping[str, TrainedModel]) -> Mapping[str, Any]:
+        """Set the models back to where the run goes on, and return the counters that were saved with them."""
         if self.start is None:
             return {}
-        policy.load_checkpoint(str(self.start.policy_folder))
+        for name, model in models.items():
+            model.load_checkpoint(str((self.start.folder / name).absolute()))
         return self.start.counters
 
     def due(self, step: int) -> bool:
@@ -58,17 +58,22 @@ class RunCheckpoints:
         return self.store is not None and (step % self.save_period == 0 or step == self.last_step)
 
     def save(
-        self, step: int, policy: PolicyInterface, metrics: Mapping[str, float], counters: Mapping[str, Any]
+        self,
+        step: int,
+        models: Mapping[str, TrainedModel],
+        metrics: Mapping[str, float],
+        counters: Mapping[str, Any],
     ) -> None:
         """Write the checkpoint of a finished step. The data needs no position: prompts are drawn by (seed, step)."""
         assert self.store is not None
         with self.store.writing(step, metrics, counters) as folder:
             (folder / RECIPE_FILE).write_text(self.recipe, encoding="utf-8")
-            (folder / POLICY_FOLDER).mkdir()
-            policy.save_checkpoint(str((folder / POLICY_FOLDER).absolute()))
+            for name, model in models.items():
+                (folder / name).mkdir()
+                model.save_checkpoint(str((folder / name).absolute()))
 
 
-def open_checkpoints(config: GRPOMasterConfig, say: Say) -> RunCheckpoints:
+def open_checkpoints(config: RunConfig, say: Say) -> RunCheckpoints:
     """Find where the run begins and prepare the folder for what it leaves; `say` is told in whole lines.
 
     Raises RunStoppedError when the checkpoint to go on from is none, or belongs to another model.
@@ -83,7 +88,7 @@ def open_checkpoints(config: GRPOMasterConfig, say: Say) -> RunCheckpoints:
         _compare(start, config, say)
     for folder in store.begin_after(start.step if start is not None else 0):
         say(f"set aside: {folder}")
-    return RunCheckpoints(store, section.save_period, config.grpo.max_num_steps, recipe_text(config), start)
+    return RunCheckpoints(store, section.save_period, config.loop.max_num_steps, recipe_text(config), start)
 
 
 def _find_start(resume: str, store: CheckpointStore) -> Checkpoint | None:
@@ -97,7 +102,7 @@ def _find_start(resume: str, store: CheckpointStore) -> Checkpoint | None:
         raise RunStoppedError(str(error)) from error
 
 
-def _compare(start: Checkpoint, config: GRPOMasterConfig, say: Say) -> None:
+def _compare(start: Checkpoint, config: RunConfig, say: Say) -> None:
     """Refuse a checkpoint whose state has no place in this policy; tell what else has changed."""
     try:
         saved = read_recipe_of(start.folder)

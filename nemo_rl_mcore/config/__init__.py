@@ -2,9 +2,13 @@
 
 from nemo_rl_mcore.config.algorithm import (
     AdvantageEstimatorConfig,
+    DistillationConfig,
     GRPOConfig,
+    LoopConfig,
+    PPOConfig,
     RewardScalingConfig,
     RewardShapingConfig,
+    RolloutConfig,
 )
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig, WandbConfig
@@ -18,7 +22,14 @@ from nemo_rl_mcore.config.loss import (
     MseValueLossConfig,
     NLLLossConfig,
 )
-from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.master import (
+    DistillationMasterConfig,
+    DPOMasterConfig,
+    GRPOMasterConfig,
+    PPOMasterConfig,
+    RunConfig,
+    SFTMasterConfig,
+)
 from nemo_rl_mcore.config.megatron import (
     DistributedDataParallelConfig,
     MegatronConfig,
@@ -26,12 +37,14 @@ from nemo_rl_mcore.config.megatron import (
     SchedulerConfig,
 )
 from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
 from nemo_rl_mcore.config.policy import (
     DynamicBatchingConfig,
     PolicyConfig,
     SequencePackingConfig,
     TokenizerConfig,
 )
+from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
 
 __all__ = [
     "AdvantageEstimatorConfig",
@@ -40,9 +53,13 @@ __all__ = [
     "ClippedPGLossConfig",
     "ClusterConfig",
     "ConfigError",
+    "DPOConfig",
     "DPOLossConfig",
+    "DPOMasterConfig",
     "DataConfig",
+    "DistillationConfig",
     "DistillationLossConfig",
+    "DistillationMasterConfig",
     "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
     "EnvConfig",
@@ -50,18 +67,27 @@ __all__ = [
     "GRPOMasterConfig",
     "GenerationConfig",
     "LoggerConfig",
+    "LoopConfig",
     "MegatronConfig",
     "ModelConfig",
     "MseValueLossConfig",
     "NLLLossConfig",
     "OptimizerConfig",
+    "PPOConfig",
+    "PPOMasterConfig",
     "PolicyConfig",
     "Problem",
     "RewardScalingConfig",
     "RewardShapingConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SFTMasterConfig",
     "SchedulerConfig",
     "SequencePackingConfig",
+    "TeacherConfig",
     "TokenizerConfig",
+    "ValueConfig",
     "WandbConfig",
     "load_config",
 ]

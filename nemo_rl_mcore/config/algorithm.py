@@ -1,4 +1,4 @@
-"""Configurations of the algorithms: GRPO and the advantage estimators."""
+"""Configurations of the loops that sample, and of the advantage estimators."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal, cast
@@ -95,21 +95,13 @@ class RewardShapingConfig(StrictModel):
             )
 
 
-class GRPOConfig(StrictModel):
-    """The GRPO loop: how much is sampled per step, for how long, and how it is judged."""
+class LoopConfig(StrictModel):
+    """The loop of every algorithm: for how long it runs, and when it validates."""
 
-    num_prompts_per_step: PositiveInt
-    """Prompts drawn per step."""
-    num_generations_per_prompt: PositiveInt
-    """Responses sampled for each prompt; together they are one group."""
     max_num_steps: PositiveInt
     """Steps after which the run ends."""
     max_num_epochs: PositiveInt = 1
     """Passes over a data set on disk after which the run ends; the embedded tasks draw without end."""
-    normalize_rewards: bool | None = None
-    """Shorthand for adv_estimator.normalize_rewards, which is the value that is read."""
-    use_leave_one_out_baseline: bool | None = None
-    """Shorthand for adv_estimator.use_leave_one_out_baseline, which is the value that is read."""
     val_period: NonNegativeInt = 0
     """Steps between validations; 0 leaves them out."""
     val_at_start: bool = False
@@ -120,6 +112,22 @@ class GRPOConfig(StrictModel):
     """Held-out prompts that a validation answers."""
     val_batch_size: PositiveInt = 64
     """Prompts generated at a time in a validation."""
+    seed: Seed | None = None
+    """NeMo RL's place of the seed; equal to the top-level `seed`, or left out."""
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is any validation."""
+        return bool(self.val_period) or self.val_at_start or self.val_at_end
+
+
+class RolloutConfig(LoopConfig):
+    """The loop of algorithms that learn from the policy's own answers."""
+
+    num_prompts_per_step: PositiveInt
+    """Prompts drawn per step."""
+    num_generations_per_prompt: PositiveInt
+    """Responses sampled for each prompt; together they are one group."""
     overlong_filtering: bool = False
     """Leave responses that hit the maximum length without an end out of the loss."""
     use_dynamic_sampling: bool = False
@@ -132,15 +140,39 @@ class GRPOConfig(StrictModel):
     """The penalty for long responses."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     """The linear map of the reward."""
-    adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
-    """How rewards become advantages."""
-    seed: Seed | None = None
-    """NeMo RL's place of the seed; equal to the top-level `seed`, or left out."""
 
     @property
     def samples_per_step(self) -> int:
         """Prompts times responses: the rows of one rollout."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield contradictions of dynamic sampling."""
+        if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
+            yield Problem(
+                "batch_multiplier",
+                f"{self.batch_multiplier} does nothing with use_dynamic_sampling: false",
+                "set batch_multiplier: 1, or use_dynamic_sampling: true",
+                ("use_dynamic_sampling",),
+            )
+        if self.use_dynamic_sampling and self.num_generations_per_prompt == 1:
+            yield Problem(
+                "use_dynamic_sampling",
+                "true with num_generations_per_prompt: 1 drops every group (one reward has no variance)",
+                "set num_generations_per_prompt to 2 or more, or use_dynamic_sampling: false",
+                ("num_generations_per_prompt",),
+            )
+
+
+class GRPOConfig(RolloutConfig):
+    """The GRPO loop: how much is sampled per step, for how long, and how it is judged."""
+
+    normalize_rewards: bool | None = None
+    """Shorthand for adv_estimator.normalize_rewards, which is the value that is read."""
+    use_leave_one_out_baseline: bool | None = None
+    """Shorthand for adv_estimator.use_leave_one_out_baseline, which is the value that is read."""
+    adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
+    """How rewards become advantages."""
 
     @model_validator(mode="before")
     @classmethod
@@ -173,23 +205,56 @@ class GRPOConfig(StrictModel):
                 "gae needs a critic, and GRPO has none",
                 "set adv_estimator.name: grpo or reinforce_plus_plus",
             )
-        yield from self._sampling_problems()
-
-    def _sampling_problems(self) -> Iterator[Problem]:
-        if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
-            yield Problem(
-                "batch_multiplier",
-                f"{self.batch_multiplier} does nothing with use_dynamic_sampling: false",
-                "set batch_multiplier: 1, or use_dynamic_sampling: true",
-                ("use_dynamic_sampling",),
-            )
-        if self.use_dynamic_sampling and self.num_generations_per_prompt == 1:
-            yield Problem(
-                "use_dynamic_sampling",
-                "true with num_generations_per_prompt: 1 drops every group (one reward has no variance)",
-                "set num_generations_per_prompt to 2 or more, or use_dynamic_sampling: false",
-                ("num_generations_per_prompt",),
-            )
+        yield from super().problems()
 
 
 _SHORTHANDS = ("normalize_rewards", "use_leave_one_out_baseline")
+
+
+class PPOConfig(RolloutConfig):
+    """The PPO loop: rollouts judged by a critic, several optimizer steps over each."""
+
+    ppo_epochs: PositiveInt = 1
+    """Passes over a rollout; each takes policy.train_global_batch_size samples per optimizer step."""
+    critic_warmup_steps: NonNegativeInt = 0
+    """First steps that train the critic alone."""
+    adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig(name="gae")
+    """How rewards and values become advantages."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield an estimator without a critic, and what holds of every rollout."""
+        yield from super().problems()
+        if self.adv_estimator.name != "gae":
+            yield Problem(
+                "adv_estimator.name",
+                f"{self.adv_estimator.name} leaves the critic of PPO without use",
+                "set adv_estimator.name: gae",
+            )
+
+
+class DistillationConfig(RolloutConfig):
+    """The distillation loop: answers of the student or of the data set, and what the teacher says of each token."""
+
+    on_policy: bool = True
+    """Learn from the student's own answers; false takes those of the data set."""
+    topk_logits_k: PositiveInt | None = 64
+    """Most probable tokens that the teacher names at each position; null is the whole vocabulary."""
+    adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
+    """How rewards become advantages, where loss_fn.rl_weight is above 0."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield an estimator that needs a critic, and answers that nobody samples."""
+        yield from super().problems()
+        if self.adv_estimator.name == "gae":
+            yield Problem(
+                "adv_estimator.name",
+                "gae needs a critic, and distillation has none",
+                "set adv_estimator.name: grpo or reinforce_plus_plus",
+            )
+        if not self.on_policy and self.num_generations_per_prompt != 1:
+            yield Problem(
+                "num_generations_per_prompt",
+                f"{self.num_generations_per_prompt} with on_policy: false, where each prompt has its one given answer",
+                "set it to 1",
+                ("on_policy",),
+            )

@@ -1,4 +1,4 @@
-"""Rules between sections of a GRPO run: layout, batch arithmetic, lengths, the device, the loss."""
+"""Rules between sections of a run: layout, batch arithmetic, lengths, the device, the loss."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -7,7 +7,9 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.vllm import vllm_problems
 
 if TYPE_CHECKING:
-    from nemo_rl_mcore.config.master import GRPOMasterConfig
+    from nemo_rl_mcore.config.algorithm import RolloutConfig
+    from nemo_rl_mcore.config.loss import ClippedPGLossConfig
+    from nemo_rl_mcore.config.master import GRPOMasterConfig, PPOMasterConfig, RunConfig
 
 MEGATRON = "policy.megatron_cfg"
 LAYOUT = (
@@ -18,23 +20,22 @@ LAYOUT = (
     f"{MEGATRON}.pipeline_model_parallel_size",
     f"{MEGATRON}.context_parallel_size",
 )
-SAMPLES = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
 
 
-def master_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
-    """Yield what does not go together between sections."""
+def run_problems(config: "RunConfig") -> Iterator[Problem]:
+    """Yield what does not go together in a run of any algorithm."""
     yield from _layout_problems(config)
     yield from _batch_problems(config)
     yield from _length_problems(config)
-    yield from _prompt_problems(config)
-    yield from _loss_problems(config)
+    yield from _validation_problems(config)
     yield from _checkpoint_problems(config)
     yield from vllm_problems(config)
-    if config.grpo.seed is not None and config.grpo.seed != config.seed:
+    name, loop = config.algorithm, config.loop
+    if loop.seed is not None and loop.seed != config.seed:
         yield Problem(
-            "grpo.seed",
-            f"{config.grpo.seed} contradicts seed: {config.seed}",
-            "remove grpo.seed; the seed of a run is the top-level seed",
+            f"{name}.seed",
+            f"{loop.seed} contradicts seed: {config.seed}",
+            f"remove {name}.seed; the seed of a run is the top-level seed",
             ("seed",),
         )
     if config.policy.megatron_cfg.overlap_moe_expert_parallel_comm and config.policy.precision == "float32":
@@ -53,7 +54,47 @@ def master_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
         )
 
 
-def _layout_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+def rollout_problems(config: "RunConfig", loop: "RolloutConfig") -> Iterator[Problem]:
+    """Yield what does not go together where the policy answers prompts."""
+    yield from _sample_problems(config, loop)
+    yield from _prompt_problems(config, loop)
+
+
+def grpo_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+    """Yield what does not go together in GRPO."""
+    yield from _policy_gradient_problems(config, config.loss_fn)
+    if config.loss_fn.use_kl_in_reward and config.grpo.adv_estimator.name == "grpo":
+        yield Problem(
+            "loss_fn.use_kl_in_reward",
+            "true loses the KL penalty with grpo.adv_estimator.name: grpo, which does not subtract it",
+            "set use_kl_in_reward: false, or grpo.adv_estimator.name: reinforce_plus_plus",
+            ("grpo.adv_estimator.name",),
+        )
+
+
+def ppo_problems(config: "PPOMasterConfig") -> Iterator[Problem]:
+    """Yield what does not go together in PPO."""
+    yield from _policy_gradient_problems(config, config.loss_fn)
+    critic = config.value.train_micro_batch_size
+    per_pass = config.data_parallel_size * (critic or config.policy.train_micro_batch_size)
+    if config.policy.train_global_batch_size % per_pass:
+        yield Problem(
+            "value.train_micro_batch_size",
+            f"{critic} times {config.data_parallel_size} data-parallel ranks does not divide "
+            f"policy.train_global_batch_size: {config.policy.train_global_batch_size}",
+            "change it, or leave it out",
+            ("policy.train_global_batch_size", *LAYOUT),
+        )
+    if config.ppo.critic_warmup_steps >= config.ppo.max_num_steps:
+        yield Problem(
+            "ppo.critic_warmup_steps",
+            f"{config.ppo.critic_warmup_steps} leaves the policy none of max_num_steps: {config.ppo.max_num_steps}",
+            "lower it",
+            ("ppo.max_num_steps",),
+        )
+
+
+def _layout_problems(config: "RunConfig") -> Iterator[Problem]:
     world, needed = config.cluster.world_size, config.policy.megatron_cfg.model_parallel_size
     ranks = "cpu_workers_per_node" if config.cluster.on_cpu else "gpus_per_node"
     if world % needed:
@@ -78,21 +119,13 @@ def _layout_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
         )
 
 
-def _batch_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
-    policy, samples = config.policy, config.grpo.samples_per_step
+def _batch_problems(config: "RunConfig") -> Iterator[Problem]:
+    policy = config.policy
     ranks, batch, micro = (
         config.data_parallel_size,
         policy.train_global_batch_size,
         policy.train_micro_batch_size,
     )
-    if samples % batch:
-        yield Problem(
-            "policy.train_global_batch_size",
-            f"{batch} does not divide the {samples} samples of a step "
-            "(grpo.num_prompts_per_step * grpo.num_generations_per_prompt)",
-            f"set it to a divisor, such as {_divisor_near(batch, samples)}",
-            SAMPLES,
-        )
     if batch % (ranks * micro):
         yield Problem(
             "policy.train_global_batch_size",
@@ -101,6 +134,19 @@ def _batch_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
             "change the micro-batch size, the global batch size or the number of ranks",
             ("policy.train_micro_batch_size", *LAYOUT),
         )
+
+
+def _sample_problems(config: "RunConfig", loop: "RolloutConfig") -> Iterator[Problem]:
+    name, policy, samples = config.algorithm, config.policy, loop.samples_per_step
+    factors = (f"{name}.num_prompts_per_step", f"{name}.num_generations_per_prompt")
+    ranks, batch = config.data_parallel_size, policy.train_global_batch_size
+    if samples % batch:
+        yield Problem(
+            "policy.train_global_batch_size",
+            f"{batch} does not divide the {samples} samples of a step ({' * '.join(factors)})",
+            f"set it to a divisor, such as {_divisor_near(batch, samples)}",
+            factors,
+        )
     share = ranks * policy.logprob_batch_size
     if samples % share:
         yield Problem(
@@ -108,19 +154,11 @@ def _batch_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
             f"the {samples} samples of a step are not divisible by data-parallel ranks * "
             f"policy.logprob_batch_size = {ranks} * {policy.logprob_batch_size} = {share}",
             "change it, or the number of samples",
-            (*SAMPLES, "policy.train_micro_batch_size", *LAYOUT),
-        )
-    if config.loss_fn.force_on_policy_ratio and batch != samples:
-        yield Problem(
-            "loss_fn.force_on_policy_ratio",
-            f"true needs one optimizer step per rollout, and policy.train_global_batch_size: {batch} "
-            f"is not the {samples} samples of a step",
-            f"set policy.train_global_batch_size: {samples}, or force_on_policy_ratio: false",
-            ("policy.train_global_batch_size", *SAMPLES),
+            (*factors, "policy.train_micro_batch_size", *LAYOUT),
         )
 
 
-def _length_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+def _length_problems(config: "RunConfig") -> Iterator[Problem]:
     prompt, response = config.data.max_prompt_length, config.policy.generation.max_new_tokens
     longest = config.policy.max_total_sequence_length
     if prompt + response > longest:
@@ -133,48 +171,56 @@ def _length_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
         )
 
 
-def _prompt_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
-    grpo, data = config.grpo, config.data
-    drawn = grpo.num_prompts_per_step * grpo.batch_multiplier
+def _prompt_problems(config: "RunConfig", loop: "RolloutConfig") -> Iterator[Problem]:
+    name, data = config.algorithm, config.data
+    drawn = loop.num_prompts_per_step * loop.batch_multiplier
     if drawn != int(drawn):
         yield Problem(
-            "grpo.batch_multiplier",
-            f"{grpo.batch_multiplier} times num_prompts_per_step: {grpo.num_prompts_per_step} is not whole",
+            f"{name}.batch_multiplier",
+            f"{loop.batch_multiplier} times num_prompts_per_step: {loop.num_prompts_per_step} is not whole",
             "give a multiple that is",
-            ("grpo.num_prompts_per_step",),
+            (f"{name}.num_prompts_per_step",),
         )
-    rounds = grpo.dynamic_sampling_max_gen_batches if grpo.use_dynamic_sampling else 1
+    rounds = loop.dynamic_sampling_max_gen_batches if loop.use_dynamic_sampling else 1
     if drawn * rounds > data.train_prompts:
         factors = (
             "batch_multiplier and dynamic_sampling_max_gen_batches" if rounds > 1 else "batch_multiplier"
         )
         yield Problem(
-            "grpo.num_prompts_per_step",
-            f"{grpo.num_prompts_per_step} (times {factors}) is above the {data.train_prompts} "
+            f"{name}.num_prompts_per_step",
+            f"{loop.num_prompts_per_step} (times {factors}) is above the {data.train_prompts} "
             f"different training prompts of data.num_digits: {data.num_digits}",
             "lower it, or raise data.num_digits",
-            ("data.num_digits", "grpo.batch_multiplier", "grpo.dynamic_sampling_max_gen_batches"),
+            ("data.num_digits", f"{name}.batch_multiplier", f"{name}.dynamic_sampling_max_gen_batches"),
         )
-    validates = bool(grpo.val_period) or grpo.val_at_start or grpo.val_at_end
-    if validates and grpo.max_val_samples > data.validation_prompts:
+
+
+def _validation_problems(config: "RunConfig") -> Iterator[Problem]:
+    name, loop, data = config.algorithm, config.loop, config.data
+    if loop.validates and loop.max_val_samples > data.validation_prompts:
         yield Problem(
-            "grpo.max_val_samples",
-            f"{grpo.max_val_samples} is above the {data.validation_prompts} held-out prompts of "
+            f"{name}.max_val_samples",
+            f"{loop.max_val_samples} is above the {data.validation_prompts} held-out prompts of "
             f"data.num_digits: {data.num_digits}",
             "lower it, raise data.num_digits, or turn validation off (val_period: 0, val_at_start and "
             "val_at_end: false)",
-            ("data.num_digits", "grpo.val_period", "grpo.val_at_start", "grpo.val_at_end"),
+            ("data.num_digits", f"{name}.val_period", f"{name}.val_at_start", f"{name}.val_at_end"),
         )
 
 
-def _loss_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
-    loss, estimator = config.loss_fn, config.grpo.adv_estimator.name
-    if loss.use_kl_in_reward and estimator == "grpo":
+def _policy_gradient_problems(config: "RunConfig", loss: "ClippedPGLossConfig") -> Iterator[Problem]:
+    batch, samples = config.policy.train_global_batch_size, config.samples_per_step
+    if loss.force_on_policy_ratio and batch != samples:
         yield Problem(
-            "loss_fn.use_kl_in_reward",
-            "true loses the KL penalty with grpo.adv_estimator.name: grpo, which does not subtract it",
-            "set use_kl_in_reward: false, or grpo.adv_estimator.name: reinforce_plus_plus",
-            ("grpo.adv_estimator.name",),
+            "loss_fn.force_on_policy_ratio",
+            f"true needs one optimizer step per rollout, and policy.train_global_batch_size: {batch} "
+            f"is not the {samples} samples of a step",
+            f"set policy.train_global_batch_size: {samples}, or force_on_policy_ratio: false",
+            (
+                "policy.train_global_batch_size",
+                f"{config.algorithm}.num_prompts_per_step",
+                f"{config.algorithm}.num_generations_per_prompt",
+            ),
         )
     bounded = (
         loss.truncated_importance_sampling_ratio is not None
@@ -192,17 +238,17 @@ def _loss_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
         )
 
 
-def _checkpoint_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
-    section, period = config.checkpointing, config.grpo.val_period
+def _checkpoint_problems(config: "RunConfig") -> Iterator[Problem]:
+    section, period = config.checkpointing, config.loop.val_period
     if not section.enabled:
         return
     if (section.metric_name or "").startswith("val:") and (not period or section.save_period % period):
         yield Problem(
             "checkpointing.metric_name",
             f"{section.metric_name} needs a validation at each checkpoint, and checkpointing.save_period: "
-            f"{section.save_period} is no multiple of grpo.val_period: {period}",
+            f"{section.save_period} is no multiple of {config.algorithm}.val_period: {period}",
             "change one of the two, or rank by a train: metric",
-            ("checkpointing.save_period", "grpo.val_period"),
+            ("checkpointing.save_period", f"{config.algorithm}.val_period"),
         )
     optimizer = config.policy.megatron_cfg.optimizer
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:

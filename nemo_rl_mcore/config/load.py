@@ -9,7 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
-from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.sources import apply_overrides, locate, read_recipe
 from nemo_rl_mcore.config.unsupported import Tree
 from nemo_rl_mcore.config.validate import validate
@@ -17,15 +17,16 @@ from nemo_rl_mcore.config.validate import validate
 Number = int | float
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> GRPOMasterConfig:
-    """Load and check a GRPO recipe.
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Load and check a recipe; the section of the algorithm (grpo, ppo, dpo, sft, distillation) says of which.
 
     Overrides follow Hydra's grammar: `a.b=c`, `+new=...`, `~gone`. Raises ConfigError with every problem.
     """
     recipe = read_recipe(path)
     overridden, problems = apply_overrides(recipe.tree, overrides)
     tree, unresolved = resolve(recipe.tree)
-    config, invalid = validate(tree)
+    # A recipe drops a section of its parent by `section: null`.
+    config, invalid = validate({key: value for key, value in tree.items() if value is not None})
     # A value that could not be computed is left out of the tree: that it is missing then says nothing new.
     known = {problem.path for problem in unresolved}
     problems += [*unresolved, *(problem for problem in invalid if problem.path not in known)]

@@ -1,30 +1,44 @@
-"""The whole recipe of a GRPO run."""
+"""The whole recipe of a run: what all runs have in common, and one class for each algorithm."""
 
 from collections.abc import Iterator, Mapping
-from typing import cast
+from typing import ClassVar, cast
 
 from pydantic import model_validator
 
-from nemo_rl_mcore.config.algorithm import GRPOConfig
+from nemo_rl_mcore.config.algorithm import (
+    DistillationConfig,
+    GRPOConfig,
+    LoopConfig,
+    PPOConfig,
+    RolloutConfig,
+)
 from nemo_rl_mcore.config.base import PositiveInt, Problem, Seed, StrictModel
-from nemo_rl_mcore.config.checks import master_problems
+from nemo_rl_mcore.config.checks import grpo_problems, ppo_problems, rollout_problems, run_problems
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig
-from nemo_rl_mcore.config.loss import ClippedPGLossConfig
+from nemo_rl_mcore.config.loss import (
+    ClippedPGLossConfig,
+    DistillationLossConfig,
+    MseValueLossConfig,
+    NLLLossConfig,
+)
+from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
 
 
-class GRPOMasterConfig(StrictModel):
-    """Everything a GRPO run depends on."""
+class RunConfig(StrictModel):
+    """Everything a run depends on, whatever its algorithm."""
+
+    algorithm: ClassVar[str]
+    """The name of the algorithm's section, and of its command."""
 
     seed: Seed = 42
-    """Seed of the weights, the prompts and the sampling; left out, it is grpo.seed."""
+    """Seed of the weights, the prompts and the sampling; left out, it is the seed of the algorithm's section."""
     max_consecutive_skips: PositiveInt = 5
     """Optimizer steps skipped in a row, for a loss or gradient that is not finite, that end the run."""
-    grpo: GRPOConfig
-    """The loop."""
-    loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
-    """The loss."""
+    warm_start: str | None = None
+    """A recipe that is run first (ours), relative to this one; its last weights are those that the run starts from."""
     policy: PolicyConfig
     """The model that is trained."""
     data: DataConfig
@@ -39,6 +53,24 @@ class GRPOMasterConfig(StrictModel):
     """The machines."""
 
     @property
+    def loop(self) -> LoopConfig:
+        """The algorithm's section."""
+        return getattr(self, self.algorithm)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that a step trains on; of DPO one is a pair."""
+        loop = self.loop
+        return (
+            loop.samples_per_step if isinstance(loop, RolloutConfig) else self.policy.train_global_batch_size
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the log-probabilities of the weights at the start are needed."""
+        return False
+
+    @property
     def data_parallel_size(self) -> int:
         """Copies of the model."""
         return max(1, self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size)
@@ -49,12 +81,127 @@ class GRPOMasterConfig(StrictModel):
         if not isinstance(given, Mapping):
             return given
         section = dict(cast("Mapping[str, object]", given))
-        grpo = section.get("grpo")
-        inner = cast("Mapping[str, object]", grpo).get("seed") if isinstance(grpo, Mapping) else None
+        loop = section.get(cls.algorithm)
+        inner = cast("Mapping[str, object]", loop).get("seed") if isinstance(loop, Mapping) else None
         if "seed" not in section and inner is not None:
             section["seed"] = inner
         return section
 
     def problems(self) -> Iterator[Problem]:
         """Yield what does not go together between sections."""
-        yield from master_problems(self)
+        yield from run_problems(self)
+
+
+class GRPOMasterConfig(RunConfig):
+    """Everything a GRPO run depends on."""
+
+    algorithm = "grpo"
+
+    grpo: GRPOConfig
+    """The loop."""
+    loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
+    """The loss."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL penalty."""
+        return self.loss_fn.reference_policy_kl_penalty != 0
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what does not go together between sections."""
+        yield from super().problems()
+        yield from rollout_problems(self, self.grpo)
+        yield from grpo_problems(self)
+
+
+class PPOMasterConfig(RunConfig):
+    """Everything a PPO run depends on."""
+
+    algorithm = "ppo"
+
+    ppo: PPOConfig
+    """The loop."""
+    loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
+    """The policy's loss."""
+    value: ValueConfig
+    """The critic."""
+    value_loss_fn: MseValueLossConfig = MseValueLossConfig()
+    """The critic's loss."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL penalty."""
+        return self.loss_fn.reference_policy_kl_penalty != 0
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what does not go together between sections."""
+        yield from super().problems()
+        yield from rollout_problems(self, self.ppo)
+        yield from ppo_problems(self)
+
+
+class DistillationMasterConfig(RunConfig):
+    """Everything a distillation run depends on."""
+
+    algorithm = "distillation"
+
+    distillation: DistillationConfig
+    """The loop."""
+    loss_fn: DistillationLossConfig = DistillationLossConfig()
+    """The divergence, and what goes beside it."""
+    teacher: TeacherConfig
+    """The model to learn from."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy gradient beside the divergence has a KL penalty."""
+        return self.loss_fn.rl_weight != 0 and self.loss_fn.rl.reference_policy_kl_penalty != 0
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what does not go together between sections."""
+        yield from super().problems()
+        yield from rollout_problems(self, self.distillation)
+        yield from self.teacher.problems_beside(self.policy)
+
+
+class SFTMasterConfig(RunConfig):
+    """Everything a supervised fine-tuning run depends on."""
+
+    algorithm = "sft"
+
+    sft: SFTConfig
+    """The loop."""
+    loss_fn: NLLLossConfig = NLLLossConfig()
+    """The loss."""
+
+
+class DPOMasterConfig(RunConfig):
+    """Everything a direct preference optimization run depends on."""
+
+    algorithm = "dpo"
+
+    dpo: DPOConfig
+    """The loop, and the loss."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """DPO compares with the weights at the start."""
+        return True
+
+
+RUN_CONFIGS: dict[str, type[RunConfig]] = {
+    kind.algorithm: kind
+    for kind in (
+        GRPOMasterConfig,
+        PPOMasterConfig,
+        DPOMasterConfig,
+        SFTMasterConfig,
+        DistillationMasterConfig,
+    )
+}
+"""The class of each algorithm's recipes."""
+
+
+def kind_of(tree: Mapping[str, object]) -> type[RunConfig]:
+    """The class of a recipe, by the first algorithm's section that it has; GRPO's where it has none."""
+    return next((kind for name, kind in RUN_CONFIGS.items() if tree.get(name) is not None), GRPOMasterConfig)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 
 _FP32 = 4
@@ -27,7 +27,7 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.reference + self.logits
 
 
-def estimate_memory(config: GRPOMasterConfig) -> MemoryEstimate:
+def estimate_memory(config: RunConfig) -> MemoryEstimate:
     """Estimate the fullest rank: the pipeline stage with the embedding."""
     policy, megatron = config.policy, config.policy.megatron_cfg
     shared, experts = _rank_parameters(policy)
@@ -47,7 +47,7 @@ def estimate_memory(config: GRPOMasterConfig) -> MemoryEstimate:
         weights=weights,
         gradients=parameters * (_FP32 if in_fp32 else 2),
         optimizer=-(-shared * states // shards) - (-experts * states // expert_shards),
-        reference=weights if config.loss_fn.reference_policy_kl_penalty else 0,
+        reference=weights if config.needs_reference else 0,
         logits=_logits(policy),
     )
 

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.config.guardrails import Guardrail, fused_guardrails
-from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.memory import MemoryEstimate, estimate_memory
 from nemo_rl_mcore.config.saved_run import init_checkpoint_problems
 from nemo_rl_mcore.config.tokenizer_folder import tokenizer_problems
+from nemo_rl_mcore.config.warm_start import warm_start_problems
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class BatchArithmetic:
-    """How the samples of a step are divided.
+    """How the samples of a step are divided; where nothing is sampled, each has one given answer.
 
     With token budgets the numbers of microbatches and passes depend on the samples' lengths; the two given are those
     of samples as long as can be.
@@ -68,7 +70,7 @@ class Plan:
     log_dir: str
 
 
-def preflight(config: GRPOMasterConfig) -> Plan:
+def preflight(config: RunConfig) -> Plan:
     """Resolve a run on paper; raises ConfigError for files and packages that are missing."""
     problems = tuple(_environment_problems(config))
     if problems:
@@ -80,13 +82,13 @@ def preflight(config: GRPOMasterConfig) -> Plan:
         guardrails=tuple(fused_guardrails(config.policy)),
         parameters=config.policy.model.parameters,
         memory=estimate_memory(config),
-        steps=config.grpo.max_num_steps,
-        reference_policy=config.loss_fn.reference_policy_kl_penalty != 0,
+        steps=config.loop.max_num_steps,
+        reference_policy=config.needs_reference,
         log_dir=config.logger.log_dir,
     )
 
 
-def _layout(config: GRPOMasterConfig) -> Layout:
+def _layout(config: RunConfig) -> Layout:
     cluster, megatron = config.cluster, config.policy.megatron_cfg
     layers = megatron.transformer_impl
     if layers == "auto":
@@ -107,16 +109,22 @@ def _layout(config: GRPOMasterConfig) -> Layout:
     )
 
 
-def _batch(config: GRPOMasterConfig) -> BatchArithmetic:
-    grpo, policy, ranks = config.grpo, config.policy, config.data_parallel_size
-    per_rank = grpo.samples_per_step // ranks
+def _batch(config: RunConfig) -> BatchArithmetic:
+    policy, loop, samples, ranks = (
+        config.policy,
+        config.loop,
+        config.samples_per_step,
+        config.data_parallel_size,
+    )
+    generations = loop.num_generations_per_prompt if isinstance(loop, RolloutConfig) else 1
+    per_rank = samples // ranks
     per_pass = ranks * policy.train_micro_batch_size
     return BatchArithmetic(
-        prompts=grpo.num_prompts_per_step,
-        generations_per_prompt=grpo.num_generations_per_prompt,
-        samples=grpo.samples_per_step,
+        prompts=samples // generations,
+        generations_per_prompt=generations,
+        samples=samples,
         samples_per_rank=per_rank,
-        optimizer_steps=grpo.samples_per_step // policy.train_global_batch_size,
+        optimizer_steps=samples // policy.train_global_batch_size,
         microbatches_per_optimizer_step=policy.train_global_batch_size // per_pass,
         logprob_passes=per_rank // policy.logprob_batch_size,
         token_budgets=policy.token_budgets,
@@ -126,7 +134,7 @@ def _batch(config: GRPOMasterConfig) -> BatchArithmetic:
     )
 
 
-def _environment_problems(config: GRPOMasterConfig) -> Iterator[Problem]:
+def _environment_problems(config: RunConfig) -> Iterator[Problem]:
     policy = config.policy
     yield from tokenizer_problems(policy.tokenizer.name, policy.model.vocab_size, policy.model_name)
     packages = (
@@ -150,6 +158,7 @@ def _environment_problems(config: GRPOMasterConfig) -> Iterator[Problem]:
         if wanted and not _installed(package):
             yield Problem(key, f"needs the Python package {package}", f"install {source}, or turn it off")
     yield from _folder_problems(Path(config.logger.log_dir))
+    yield from warm_start_problems(config)
 
 
 def _folder_problems(folder: Path) -> Iterator[Problem]:

@@ -6,11 +6,12 @@ Run as a module, it writes the page to standard output.
 import inspect
 import sys
 from collections.abc import Iterator
+from itertools import chain
 
 from pydantic.fields import FieldInfo
 
 from nemo_rl_mcore.config.base import StrictModel, join_path
-from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.config.schema import allowed, section_of
 from nemo_rl_mcore.config.unsupported import ANY, OFF, ON, UNSUPPORTED, AnyWithout, SameAs, Unsupported
 
@@ -36,8 +37,23 @@ that gives the advice of the last column. The table stands in `nemo_rl_mcore/con
 
 def reference_page() -> str:
     """Return the page as Markdown, ending with a line feed."""
-    sections = (*_sections(GRPOMasterConfig, ""), _unsupported_section())
+    others = (kind for kind in RUN_CONFIGS.values() if kind is not GRPOMasterConfig)
+    sections = (
+        *_sections(GRPOMasterConfig, ""),
+        *chain.from_iterable(_sections_of_its_own(kind) for kind in others),
+        _unsupported_section(),
+    )
     return "\n".join((_INTRODUCTION, *sections))
+
+
+def _sections_of_its_own(kind: type[RunConfig]) -> Iterator[str]:
+    """Yield what recipes of an algorithm have besides the sections that all have."""
+    yield f"## Recipes of `{kind.algorithm}`\n\n{inspect.getdoc(kind)} Sections of all recipes stand above.\n"
+    own = kind.model_fields.keys() - RunConfig.model_fields.keys()
+    for name in (name for name in kind.model_fields if name in own):
+        section = section_of(kind.model_fields[name])
+        assert section is not None
+        yield from _sections(section, name)
 
 
 def _sections(model: type[StrictModel], path: str) -> Iterator[str]:

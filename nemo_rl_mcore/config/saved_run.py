@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from nemo_rl_mcore.config.base import DEFER, Problem, join_path
 from nemo_rl_mcore.config.load import load_config
-from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.pretrained import OF_TRAINING, explicit_fields
@@ -38,12 +38,12 @@ class Change:
         return f"{self.path}: {_shown(self.now)} (was {_shown(self.was)})"
 
 
-def recipe_text(config: GRPOMasterConfig) -> str:
+def recipe_text(config: RunConfig) -> str:
     """The resolved recipe as YAML, to be saved; it loads again to the same configuration."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def load_recipe_of(folder: Path, overrides: Iterable[str] = ()) -> GRPOMasterConfig:
+def load_recipe_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration of a run that starts from a checkpoint's weights, by its own recipe; raises ConfigError."""
     # The weights that the run itself began with may be gone by now.
     config = load_config(folder / RECIPE_FILE, ["policy.model_name=null", *overrides])
@@ -63,7 +63,7 @@ def read_recipe_of(folder: Path) -> Tree:
     return cast("Tree", recipe)
 
 
-def changes_since(saved: Tree, config: GRPOMasterConfig) -> list[Change]:
+def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
     """What changes the result of a run that was saved under `saved` and goes on under `config`."""
     before, after = dict(_leaves(saved, "")), dict(_leaves(config.model_dump(mode="json"), ""))
     return [
@@ -89,7 +89,7 @@ def does_not_fit(saved: Tree, policy: PolicyConfig) -> list[str]:
     ]
 
 
-def cannot_resume(saved: Tree, config: GRPOMasterConfig) -> list[str]:
+def cannot_resume(saved: Tree, config: RunConfig) -> list[str]:
     """What of the recipe would have to be as it was saved for the policy's state to be loaded."""
     of_the_state = [
         str(change) for change in changes_since(saved, config) if _below(change.path, _OF_THE_STATE)

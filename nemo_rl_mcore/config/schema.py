@@ -9,15 +9,17 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from nemo_rl_mcore.config.base import StrictModel, join_path
-from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.config.unsupported import UNSUPPORTED
+
+Kind = type[RunConfig]
 
 
 @cache
-def fields() -> dict[str, FieldInfo]:
-    """Every field of a recipe by its YAML path."""
+def fields(kind: Kind = GRPOMasterConfig) -> dict[str, FieldInfo]:
+    """Every field of a recipe by its YAML path; recipes of each algorithm are a kind of their own."""
     found: dict[str, FieldInfo] = {}
-    _walk(GRPOMasterConfig, "", found)
+    _walk(kind, "", found)
     return found
 
 
@@ -35,34 +37,38 @@ def section_of(field: FieldInfo) -> type[StrictModel] | None:
     return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, StrictModel)), None)
 
 
-def is_known(path: str) -> bool:
+def is_known(path: str, kind: Kind = GRPOMasterConfig) -> bool:
     """Whether a key exists, or is in the table of unsupported keys (or inside a section of it)."""
     parts = path.split(".")
     parents = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return path in fields() or any(parent in UNSUPPORTED for parent in parents)
+    return path in fields(kind) or any(parent in UNSUPPORTED for parent in parents)
 
 
-def suggestion(path: str) -> str:
+def suggestion(path: str, kind: Kind = GRPOMasterConfig) -> str:
     """The sentence that leads from an unknown key to a known one."""
-    nearest = nearest_path(path)
+    if path in RUN_CONFIGS:
+        return (
+            f"a recipe has one algorithm, and this one's is {kind.algorithm}; remove one of the two sections"
+        )
+    nearest = nearest_path(path, kind)
     parent, _, _ = path.rpartition(".")
     if nearest is None:
-        here = ", ".join(_children(parent)) or "none"
+        here = ", ".join(_children(parent, kind)) or "none"
         return f"known keys of {parent or 'the recipe'}: {here}"
     same_section = nearest.rpartition(".")[0] == parent
     return f"did you mean {nearest.rpartition('.')[2] if same_section else nearest}?"
 
 
-def nearest_path(path: str) -> str | None:
+def nearest_path(path: str, kind: Kind = GRPOMasterConfig) -> str | None:
     """The known path that an unknown one was most likely meant to be, if any is near."""
     parent, _, key = path.rpartition(".")
-    siblings = difflib.get_close_matches(key, _children(parent), n=1, cutoff=0.7)
+    siblings = difflib.get_close_matches(key, _children(parent, kind), n=1, cutoff=0.7)
     if siblings:
         return join_path(parent, siblings[0])
-    elsewhere = [known for known in fields() if known.rpartition(".")[2] == key]
+    elsewhere = [known for known in fields(kind) if known.rpartition(".")[2] == key]
     if elsewhere:
         return min(elsewhere, key=lambda known: -_shared(known, path))
-    similar = difflib.get_close_matches(path, fields(), n=1, cutoff=0.85)
+    similar = difflib.get_close_matches(path, fields(kind), n=1, cutoff=0.85)
     return similar[0] if similar else None
 
 
@@ -71,9 +77,9 @@ def _shared(first: str, second: str) -> int:
     return same.index(False) if False in same else len(same)
 
 
-def _children(parent: str) -> list[str]:
+def _children(parent: str, kind: Kind) -> list[str]:
     # A misspelt section has no children of its own: they are those of the section it was meant to be.
-    return [known.rpartition(".")[2] for known in fields() if known.rpartition(".")[0] == parent]
+    return [known.rpartition(".")[2] for known in fields(kind) if known.rpartition(".")[0] == parent]
 
 
 def allowed(field: FieldInfo) -> str:
@@ -133,7 +139,7 @@ def placeholder(field: FieldInfo) -> object:
     return "char" if annotation is str else 1
 
 
-def field_help(path: str) -> str:
+def field_help(path: str, kind: Kind = GRPOMasterConfig) -> str:
     """The description of a field, as one sentence without its full stop; an ellipsis at its end stays."""
-    description = fields()[path].description or ""
+    description = fields(kind)[path].description or ""
     return description if description.endswith("...") else description.removesuffix(".")

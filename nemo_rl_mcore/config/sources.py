@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
-from nemo_rl_mcore.config.schema import is_known, suggestion
+from nemo_rl_mcore.config.master import kind_of
+from nemo_rl_mcore.config.schema import Kind, is_known, suggestion
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -35,11 +36,22 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Recipe:
     if path.resolve() in [ancestor.resolve() for ancestor in chain[:-1]]:
         raise _refuse(chain, "the file is its own ancestor", "remove the cycle from `defaults:`")
     tree = _parse(path, chain)
+    _anchor_paths(tree, path.parent)
     merged, files = OmegaConf.create(), ()
     for parent in _parents(tree.pop("defaults", None), chain):
         recipe = _read(path.parent / parent, chain)
         merged, files = cast("DictConfig", OmegaConf.merge(merged, recipe.tree)), (*files, *recipe.files)
     return Recipe(cast("DictConfig", OmegaConf.merge(merged, tree)), (*files, path))
+
+
+_PATHS_BESIDE_THE_FILE = ("warm_start", "teacher.warm_start")
+
+
+def _anchor_paths(tree: DictConfig, folder: Path) -> None:
+    """Make the paths of other recipes, which start at this file, start anywhere."""
+    for key in _PATHS_BESIDE_THE_FILE:
+        if isinstance(given := OmegaConf.select(tree, key), str):
+            OmegaConf.update(tree, key, str(folder / given))
 
 
 def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:
@@ -101,6 +113,7 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[st
     from hydra.errors import HydraException
 
     parser, paths, problems = OverridesParser.create(), list[str](), list[Problem]()
+    kind = kind_of(cast("dict[str, object]", OmegaConf.to_container(tree, resolve=False)))
     for text in texts:
         try:
             override = parser.parse_override(text)
@@ -109,7 +122,7 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[st
             problems.append(Problem(text, f"is not an override ({reason})", "write key=value", where=_ORIGIN))
             continue
         paths += _paths({override.key_or_group: override.value()}, "")
-        problem = _apply(tree, override)
+        problem = _apply(tree, override, kind)
         if problem is not None:
             problems.append(problem)
     return paths, problems
@@ -118,18 +131,18 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[st
 _ORIGIN = "command line"
 
 
-def _apply(tree: DictConfig, override: "Override") -> Problem | None:
+def _apply(tree: DictConfig, override: "Override", kind: Kind) -> Problem | None:
     path = override.key_or_group
     exists = path in _keys(tree)
     if override.is_sweep_override() or override.package is not None:
         return Problem(path, "sweeps and config groups are not supported", "give one value", where=_ORIGIN)
     if override.is_delete():
-        return _delete(tree, override, exists)
+        return _delete(tree, override, exists, kind)
     if override.is_add() and exists:
         return Problem(path, "is already set", f"write it without the +, {path}=...", where=_ORIGIN)
     creates = override.is_add() or override.is_force_add()
-    if not creates and not exists and not is_known(path):
-        return Problem(path, "unknown key", suggestion(path), where=_ORIGIN)
+    if not creates and not exists and not is_known(path, kind):
+        return Problem(path, "unknown key", suggestion(path, kind), where=_ORIGIN)
     try:
         OmegaConf.update(tree, path, override.value(), merge=True, force_add=True)
     except OmegaConfBaseException as error:
@@ -137,10 +150,10 @@ def _apply(tree: DictConfig, override: "Override") -> Problem | None:
     return None
 
 
-def _delete(tree: DictConfig, override: "Override", exists: bool) -> Problem | None:
+def _delete(tree: DictConfig, override: "Override", exists: bool, kind: Kind) -> Problem | None:
     path = override.key_or_group
     if not exists:
-        remedy = "remove the override" if is_known(path) else suggestion(path)
+        remedy = "remove the override" if is_known(path, kind) else suggestion(path, kind)
         return Problem(path, "cannot be deleted, because the recipe does not set it", remedy, where=_ORIGIN)
     parent, _, key = path.rpartition(".")
     section = OmegaConf.select(tree, parent) if parent else tree

@@ -7,28 +7,37 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_mcore.config.base import DEFER, Problem, collect_problems
-from nemo_rl_mcore.config.master import GRPOMasterConfig
+from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.pretrained import fill_from_model_name
-from nemo_rl_mcore.config.schema import allowed, field_help, fields, nearest_path, placeholder, suggestion
+from nemo_rl_mcore.config.schema import (
+    Kind,
+    allowed,
+    field_help,
+    fields,
+    nearest_path,
+    placeholder,
+    suggestion,
+)
 from nemo_rl_mcore.config.unsupported import Tree, screen
 
 
-def validate(tree: Tree) -> tuple[GRPOMasterConfig | None, list[Problem]]:
+def validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
     """Check fields first, then what goes together; a wrong field does not hide the problems of the others."""
+    kind = kind_of(tree)
     tree, unread = _with_pretrained_model(tree)
     kept, problems = screen(tree)
     problems += unread
     try:
-        config = GRPOMasterConfig.model_validate(kept, context=DEFER)
+        config = kind.model_validate(kept, context=DEFER)
     except ValidationError as error:
-        field_problems = [_translate(details) for details in error.errors(include_url=False)]
+        field_problems = [_translate(details, kind) for details in error.errors(include_url=False)]
         # A model that could not be read is missing for that reason alone.
         problems += [problem for problem in field_problems if not (unread and problem.path == _MODEL)]
-        config = _stand_in(kept)
+        config = _stand_in(kept, kind)
     else:
         field_problems = []
     if config is not None:
-        wrong = {problem.path for problem in field_problems} | _meant(field_problems)
+        wrong = {problem.path for problem in field_problems} | _meant(field_problems, kind)
         problems += [problem for problem in collect_problems(config) if not _rests_on(problem, wrong)]
     return (None if problems else config), problems
 
@@ -45,19 +54,21 @@ def _with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
     return {**tree, "policy": filled}, [problem.below("policy") for problem in problems]
 
 
-def _translate(details: ErrorDetails) -> Problem:
+def _translate(details: ErrorDetails, kind: Kind) -> Problem:
     # Positions inside a list have no field of their own: the list's field speaks for them.
     path = ".".join(part for part in details["loc"] if isinstance(part, str))
     given = _shown(details["input"])
     match details["type"]:
         case "extra_forbidden":
-            return Problem(path, "unknown key", suggestion(path))
+            return Problem(path, "unknown key", suggestion(path, kind))
         case "missing":
-            return Problem(path, "missing", f"set it: {field_help(path)} ({allowed(fields()[path])})")
+            return Problem(
+                path, "missing", f"set it: {field_help(path, kind)} ({allowed(fields(kind)[path])})"
+            )
         case "value_error":
             return Problem(path, str(details.get("ctx", {}).get("error", details["msg"])))
         case _:
-            field = fields().get(path)
+            field = fields(kind).get(path)
             options = allowed(field) if field else details["msg"]
             return Problem(path, f"{given} is not allowed", f"allowed: {options}")
 
@@ -71,10 +82,10 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _meant(problems: list[Problem]) -> set[str]:
+def _meant(problems: list[Problem], kind: Kind) -> set[str]:
     """The keys that misspelt ones were meant to set; what rests on them is not judged either."""
     typos = (problem.path for problem in problems if problem.what == "unknown key")
-    return {nearest for path in typos if (nearest := nearest_path(path)) is not None}
+    return {nearest for path in typos if (nearest := nearest_path(path, kind)) is not None}
 
 
 def _rests_on(problem: Problem, wrong: set[str]) -> bool:
@@ -90,19 +101,19 @@ _PASSES = 8
 """Sections are nested less deeply than this; each pass may uncover what a new section lacks."""
 
 
-def _stand_in(tree: Tree) -> GRPOMasterConfig | None:
+def _stand_in(tree: Tree, kind: Kind) -> RunConfig | None:
     """The configuration with stand-ins for the wrong fields, so that the rules between the others can run."""
     tree = copy.deepcopy(tree)
     for _ in range(_PASSES):
         try:
-            return GRPOMasterConfig.model_validate(tree, context=DEFER)
+            return kind.model_validate(tree, context=DEFER)
         except ValidationError as error:
             for details in error.errors(include_url=False):
-                _replace(tree, [part for part in details["loc"] if isinstance(part, str)])
+                _replace(tree, [part for part in details["loc"] if isinstance(part, str)], kind)
     return None
 
 
-def _replace(tree: Tree, keys: list[str]) -> None:
+def _replace(tree: Tree, keys: list[str], kind: Kind) -> None:
     """Remove a wrong field, or give a required one the simplest value of its type."""
     section = tree
     for key in keys[:-1]:
@@ -110,7 +121,7 @@ def _replace(tree: Tree, keys: list[str]) -> None:
         if not isinstance(inner, dict):
             return
         section = cast("Tree", inner)
-    field = fields().get(".".join(keys))
+    field = fields(kind).get(".".join(keys))
     if field is not None and field.is_required():
         section[keys[-1]] = placeholder(field)
     else:

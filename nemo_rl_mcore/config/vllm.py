@@ -16,7 +16,7 @@ from nemo_rl_mcore.config.base import (
 from nemo_rl_mcore.config.hf_config import missing_family
 
 if TYPE_CHECKING:
-    from nemo_rl_mcore.config.master import GRPOMasterConfig
+    from nemo_rl_mcore.config.master import RunConfig
     from nemo_rl_mcore.config.policy import PolicyConfig
 
 SMALLEST_CPU_HEAD = 32
@@ -128,14 +128,14 @@ def vllm_policy_problems(policy: "PolicyConfig") -> Iterator[Problem]:
         )
 
 
-def vllm_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+def vllm_problems(config: "RunConfig") -> Iterator[Problem]:
     """Yield what the engine cannot do on these machines."""
     if config.policy.generation.backend != "vllm":
         return
     yield from _cpu_problems(config) if config.cluster.on_cpu else _gpu_problems(config)
 
 
-def _cpu_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+def _cpu_problems(config: "RunConfig") -> Iterator[Problem]:
     model, generation = config.policy.model, config.policy.generation
     related = ("policy.generation.backend", "cluster.gpus_per_node")
     if model.head_dim < SMALLEST_CPU_HEAD:
@@ -169,7 +169,7 @@ def _cpu_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
         )
 
 
-def _gpu_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
+def _gpu_problems(config: "RunConfig") -> Iterator[Problem]:
     generation, cluster = config.policy.generation, config.cluster
     size = generation.vllm_cfg.tensor_parallel_size
     shared, resources = generation.colocated.enabled, generation.colocated.resources

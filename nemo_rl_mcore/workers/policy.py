@@ -11,6 +11,7 @@ import ray
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.token_budget import balanced_order
+from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster, free_port
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
@@ -19,20 +20,26 @@ from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
 
 class Policy:
-    """Implements `interfaces.PolicyInterface` over a group of `MegatronPolicyWorker`s; a context manager.
+    """Implements `interfaces.PolicyInterface`, and `ValueInterface` for that role, over a group of `MegatronPolicyWorker`s; a context manager.
 
     Raises WorkerError, naming the rank, when a rank fails or dies.
     """
 
     def __init__(
-        self, config: PolicyConfig, cluster: RayCluster, *, seed: int, init_reference_model: bool
+        self,
+        config: PolicyConfig,
+        cluster: RayCluster,
+        *,
+        seed: int,
+        init_reference_model: bool = False,
+        role: Role = Role.POLICY,
     ) -> None:
         self._config = config
         self._workers = RayWorkerGroup(
             MegatronPolicyWorker,
             cluster,
             (config,),
-            {"seed": seed, "init_reference_model": init_reference_model},
+            {"seed": seed, "init_reference_model": init_reference_model, "role": role},
         )
         # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
         self._shard_of_rank: list[int] = self._workers.run_all(
@@ -50,22 +57,38 @@ class Policy:
         """See `interfaces.PolicyInterface.get_reference_policy_logprobs`."""
         return self._map("get_reference_policy_logprobs", data)
 
+    def get_topk_logits(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
+        """See `interfaces.PolicyInterface.get_topk_logits`."""
+        return self._map("get_topk_logits", data, k=k)
+
+    def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
+        """See `interfaces.ValueInterface.get_values`; for the role value."""
+        return self._map("get_values", data)
+
     def generate(
         self, data: BatchedDataDict, *, step: int, stop_ids: Sequence[int], greedy: bool
     ) -> BatchedDataDict:
         """See `interfaces.GenerationInterface.generate`."""
         return self._map("generate", data, step=step, stop_ids=list(stop_ids), greedy=greedy)
 
-    def train(self, data: BatchedDataDict, loss_fn: LossFunction) -> dict[str, Any]:
-        """See `interfaces.PolicyInterface.train`; the totals are equal on every rank."""
-        step = self._config.train_global_batch_size
+    def train(
+        self,
+        data: BatchedDataDict,
+        loss_fn: LossFunction,
+        *,
+        eval_mode: bool = False,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """See `interfaces.TrainedModel.train`; the totals are equal on every rank."""
+        step = gbs or self._config.train_global_batch_size
         if self._config.token_budgets is not None and data.size % step == 0:
             # Sums do not depend on who adds what, and ranks with equally many tokens wait less for each other.
             data = BatchedDataDict.from_batches(
                 [self._balanced(data.slice(first, first + step)) for first in range(0, data.size, step)]
             )
         shards = data.shard_by_batch_size(self._shards, step)
-        return self._run("train", shards, loss_fn=loss_fn)[0]
+        return self._run("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=step, mbs=mbs)[0]
 
     def _balanced(self, batch: BatchedDataDict) -> BatchedDataDict:
         return batch.select_indices(balanced_order(batch["input_lengths"].tolist(), self._shards))

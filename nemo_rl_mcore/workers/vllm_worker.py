@@ -117,7 +117,7 @@ def as_requests(data: BatchedDataDict) -> list[Request]:
 
 
 def as_batch(responses: list[Response], max_new_tokens: int) -> BatchedDataDict:
-    """tokens int64 [B, T] and logprobs fp32 [B, T], both 0 from `lengths` [B] on; finished, and the weights' versions."""
+    """Tokens int64 [B, T] and logprobs fp32 [B, T], both 0 from `lengths` [B] on; finished, and the weights' versions."""
     tokens_BT = torch.zeros(len(responses), max_new_tokens, dtype=torch.long)
     logprobs_BT = torch.zeros(len(responses), max_new_tokens)
     for row, response in enumerate(responses):

@@ -1,0 +1,102 @@
+"""Distillation: a student learns how probable its teacher finds each token.
+
+On policy the answers are the student's own (https://arxiv.org/abs/2306.13649), off policy those of the data set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
+from nemo_rl_mcore.algorithms.grpo import add_logprobs, model_inputs
+from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.algorithms.sampling import Evaluation, Sampling
+from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
+from nemo_rl_mcore.config import DistillationMasterConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.answers import answered_rows
+from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.interfaces import PolicyInterface
+from nemo_rl_mcore.losses import DistillationLossFn
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A distillation run over its parts; `step` is the algorithm. The teacher is never trained."""
+
+    config: DistillationMasterConfig
+    policy: PolicyInterface
+    teacher: PolicyInterface
+    collector: RolloutCollector
+    prompts: PromptSource
+    observer: StepObserver
+    checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
+
+    def run(self) -> None:
+        """See `TrainingLoop.run`."""
+        TrainingLoop(self.config, {"policy": self.policy}, self.observer, self.checkpoints).run(self)
+
+    def step(self, step: int) -> StepOutcome:
+        """Take answers, ask the teacher, train."""
+        batch, metrics = (
+            self._sampled(step) if self.config.distillation.on_policy else (self._given(step), {})
+        )
+        with self.observer.phase("teacher"):
+            self._add_teacher(batch)
+        with self.observer.phase("train"):
+            result = self.policy.train(batch, DistillationLossFn(self.config.loss_fn))
+        metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
+        return StepOutcome(metrics | train_metrics(result), result["skip_reasons"], batch)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """See `Evaluation.validate`."""
+        return Evaluation(self.config.distillation, self.collector, self.prompts, self.observer).validate(
+            step
+        )
+
+    @cached_property
+    def _sampling(self) -> Sampling:
+        return Sampling("distillation", self.config.distillation, self.collector, self.prompts)
+
+    def _sampled(self, step: int) -> tuple[BatchedDataDict, dict[str, float]]:
+        """The student's answers; with what the policy gradient needs, where there is one."""
+        with self.observer.phase("generation"):
+            rollout, metrics = self._sampling.roll_out(step)
+        self.observer.add_samples(rollout.one_sample_a_prompt(step))
+        if self.config.loss_fn.rl_weight:
+            with self.observer.phase("logprobs"):
+                add_logprobs(rollout.batch, self.policy, self.config.loss_fn.rl)
+            self._add_advantages(rollout.batch)
+        return rollout.batch, metrics | rollout_metrics(rollout)
+
+    def _given(self, step: int) -> BatchedDataDict:
+        prompts = self.prompts.train_batch(step, self.config.distillation.num_prompts_per_step)
+        return answered_rows(
+            [prompt.text for prompt in prompts],
+            [prompt.answer for prompt in prompts],
+            [prompt.index for prompt in prompts],
+            self.collector.tokenizer,
+        )
+
+    def _add_teacher(self, batch: BatchedDataDict) -> None:
+        k = self.config.distillation.topk_logits_k or self.config.policy.model.vocab_size
+        said = self.teacher.get_topk_logits(model_inputs(batch), k)
+        for name, value in said.items():
+            batch[f"teacher_{name}"] = value
+
+    def _add_advantages(self, batch: BatchedDataDict) -> None:
+        estimator = make_advantage_estimator(self.config.distillation.adv_estimator, self.config.loss_fn.rl)
+        advantages = estimator.compute_advantage(
+            prompt_ids=batch["prompt_index"],
+            rewards=batch["rewards"],
+            mask=batch["token_mask"] * batch["sample_mask"].unsqueeze(1),
+            logprobs_policy=batch["prev_logprobs"],
+            logprobs_reference=batch.get("reference_policy_logprobs"),
+        )
+        assert isinstance(advantages, torch.Tensor)  # the config refuses estimators with a critic
+        batch["advantages"] = advantages

@@ -1,0 +1,112 @@
+"""Direct preference optimization: of two answers to a prompt, move towards the better one.
+
+Offline the pairs are given; online the policy answers each prompt several times, and its best answer is compared with
+its worst. P pairs are 2 P rows: chosen, rejected, chosen, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nemo_rl_mcore.algorithms.grpo import model_inputs
+from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
+from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
+from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.algorithms.sampling import Evaluation
+from nemo_rl_mcore.algorithms.step_metrics import train_metrics
+from nemo_rl_mcore.config import DPOMasterConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.data.preference import PreferenceSource
+from nemo_rl_mcore.interfaces import PolicyInterface
+from nemo_rl_mcore.losses import DPOLossFn
+
+_ROWS_PER_PAIR = DPOLossFn.rows_per_sample
+
+
+@dataclass(frozen=True)
+class DPO:
+    """A DPO run over its parts; `step` is the algorithm. `pairs` is None where they are made online."""
+
+    config: DPOMasterConfig
+    policy: PolicyInterface
+    collector: RolloutCollector
+    prompts: PromptSource
+    pairs: PreferenceSource | None
+    observer: StepObserver
+    checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
+
+    def run(self) -> None:
+        """See `TrainingLoop.run`."""
+        TrainingLoop(self.config, {"policy": self.policy}, self.observer, self.checkpoints).run(self)
+
+    def step(self, step: int) -> StepOutcome:
+        """Take or make the step's pairs, and train on them."""
+        count, metrics = self.config.policy.train_global_batch_size, dict[str, float]()
+        if self.pairs is None:
+            with self.observer.phase("generation"):
+                batch, metrics = self._sample_pairs(step, count)
+        else:
+            batch = self.pairs.train_batch(step, count)
+        with self.observer.phase("reference"):
+            self._add_reference(batch)
+        with self.observer.phase("train"):
+            result = self._train(batch)
+        metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
+        return StepOutcome(train_metrics(result) | metrics, result["skip_reasons"], batch)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """The loss of held-out pairs, where pairs are given, and how good the policy's own answers are."""
+        judged = Evaluation(self.config.dpo, self.collector, self.prompts, self.observer).validate(step)
+        if self.pairs is None:
+            return judged
+        size = self.config.policy.train_global_batch_size
+        batch = self.pairs.validation(self.config.dpo.val_batches * size)
+        self._add_reference(batch)
+        held_out = train_metrics(self._train(batch, eval_mode=True), "validation")
+        of_pairs = {"loss": "loss", "accuracy": "preference_accuracy"}
+        return judged | {f"validation/{new}": held_out[f"validation/{old}"] for old, new in of_pairs.items()}
+
+    def _train(self, batch: BatchedDataDict, *, eval_mode: bool = False) -> Mapping[str, Any]:
+        policy = self.config.policy
+        loss_fn = DPOLossFn(self.config.dpo.loss, policy.megatron_cfg.use_fused_linear_logprobs)
+        return self.policy.train(
+            batch,
+            loss_fn,
+            eval_mode=eval_mode,
+            gbs=_ROWS_PER_PAIR * policy.train_global_batch_size,
+            mbs=_ROWS_PER_PAIR * policy.train_micro_batch_size,
+        )
+
+    def _add_reference(self, batch: BatchedDataDict) -> None:
+        reference = self.policy.get_reference_policy_logprobs(model_inputs(batch))["reference_logprobs"]
+        # DPO's convention: column i is log p of token i + 1.
+        batch["reference_policy_logprobs"] = reference.roll(-1, dims=1)
+
+    def _sample_pairs(self, step: int, count: int) -> tuple[BatchedDataDict, dict[str, float]]:
+        answers = self.config.dpo.num_generations_per_prompt or 0
+        rollout = self.collector.collect(self.prompts.train_batch(step, count), answers, step=step)
+        self.observer.add_samples(rollout.one_sample_a_prompt(step))
+        batch, with_signal = best_against_worst(rollout, answers)
+        return batch, {
+            "train/reward": float(rollout.batch["rewards"].mean()),
+            "train/pairs_with_signal": with_signal,
+        }
+
+
+def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict, float]:
+    """A pair of each prompt's best and worst answer, and the share of the pairs whose rewards differ.
+
+    A pair of equal rewards has no preference: its sample_mask is 0.
+    """
+    rewards_PA = rollout.batch["rewards"].view(-1, answers)
+    first_row_P = torch.arange(len(rewards_PA)) * answers
+    rows_P2 = torch.stack([first_row_P + rewards_PA.argmax(1), first_row_P + rewards_PA.argmin(1)], dim=1)
+    batch = rollout.batch.select_indices(rows_P2.flatten())
+    differs_P = rewards_PA.amax(1) > rewards_PA.amin(1)
+    batch["sample_mask"] = differs_P.float().repeat_interleave(_ROWS_PER_PAIR)
+    return batch, float(differs_P.float().mean())

@@ -1,0 +1,116 @@
+"""PPO: sample, judge every token with the help of a critic, train both over the rollout several times.
+
+https://arxiv.org/abs/1707.06347; advantages are those of https://arxiv.org/abs/1506.02438.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from nemo_rl_mcore.algorithms.advantages import GeneralizedAdvantageEstimator
+from nemo_rl_mcore.algorithms.grpo import add_logprobs, model_inputs
+from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.algorithms.sampling import Evaluation, Sampling
+from nemo_rl_mcore.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
+from nemo_rl_mcore.config import PPOMasterConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.interfaces import PolicyInterface, ValueInterface
+from nemo_rl_mcore.losses import ClippedPGLossFn, MseValueLossFn
+
+
+@dataclass(frozen=True)
+class PPO:
+    """A PPO run over its parts; `step` is the algorithm."""
+
+    config: PPOMasterConfig
+    policy: PolicyInterface
+    critic: ValueInterface
+    collector: RolloutCollector
+    prompts: PromptSource
+    observer: StepObserver
+    checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
+
+    def run(self) -> None:
+        """See `TrainingLoop.run`."""
+        models = {"policy": self.policy, "value": self.critic}
+        TrainingLoop(self.config, models, self.observer, self.checkpoints).run(self)
+
+    def step(self, step: int) -> StepOutcome:
+        """Sample, judge, and train on the rollout `ppo_epochs` times."""
+        with self.observer.phase("generation"):
+            rollout, metrics = self._sampling.roll_out(step)
+        batch = rollout.batch
+        with self.observer.phase("logprobs"):
+            add_logprobs(batch, self.policy, self.config.loss_fn)
+        with self.observer.phase("values"):
+            batch["values"] = self.critic.get_values(model_inputs(batch))["values"]
+        self._add_advantages(batch)
+        with self.observer.phase("train"):
+            of_policy, of_critic = self._train(step, batch)
+        self.observer.add_samples(rollout.one_sample_a_prompt(step))
+        metrics |= rollout_metrics(rollout) | train_metrics(of_critic, "value")
+        metrics["value/explained_variance"] = explained_variance(batch)
+        reasons = list(of_critic["skip_reasons"])
+        if of_policy is not None:
+            metrics |= train_metrics(of_policy)
+            reasons = [*of_policy["skip_reasons"], *reasons]
+        return StepOutcome(metrics, reasons, batch)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """See `Evaluation.validate`."""
+        return Evaluation(self.config.ppo, self.collector, self.prompts, self.observer).validate(step)
+
+    @cached_property
+    def _sampling(self) -> Sampling:
+        return Sampling("ppo", self.config.ppo, self.collector, self.prompts)
+
+    def _add_advantages(self, batch: BatchedDataDict) -> None:
+        estimator = GeneralizedAdvantageEstimator(self.config.ppo.adv_estimator, self.config.loss_fn)
+        batch["advantages"], batch["returns"] = estimator.compute_advantage(
+            None,
+            batch["rewards"],
+            batch["token_mask"] * batch["sample_mask"].unsqueeze(1),
+            values=batch["values"],
+            logprobs=batch["prev_logprobs"],
+            reference_logprobs=batch.get("reference_policy_logprobs"),
+        )
+
+    def _train(self, step: int, batch: BatchedDataDict) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
+        """Results of the policy, None while only the critic warms up, and of the critic, over all epochs."""
+        ppo, fused = self.config.ppo, self.config.policy.megatron_cfg.use_fused_linear_logprobs
+        policy_loss = ClippedPGLossFn(self.config.loss_fn, fused)
+        value_loss = MseValueLossFn(self.config.value_loss_fn)
+        of_policy: list[Mapping[str, Any]] = []
+        of_critic: list[Mapping[str, Any]] = []
+        for epoch in range(ppo.ppo_epochs):
+            rows = batch.select_indices(shuffled_rows(batch.size, self.config.seed, step, epoch))
+            of_critic.append(self.critic.train(rows, value_loss))
+            if step > ppo.critic_warmup_steps:
+                of_policy.append(self.policy.train(rows, policy_loss))
+        return join_results(of_policy) if of_policy else None, join_results(of_critic)
+
+
+def shuffled_rows(rows: int, seed: int, step: int, epoch: int) -> torch.Tensor:
+    """The order of the rows in an epoch, int64 [rows]: other minibatches each time, the same in every run."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + epoch)
+    return torch.randperm(rows, generator=generator)
+
+
+def explained_variance(batch: BatchedDataDict) -> float:
+    """Share of the variance of the returns that the critic knew of: 1 - Var(returns - values) / Var(returns).
+
+    0 where the returns do not vary.
+    """
+    counts = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) != 0
+    returns, values = batch["returns"][counts].double(), batch["values"][counts].double()
+    if returns.numel() < 2 or not (total := float(returns.var())):
+        return 0.0
+    return 1 - float((returns - values).var()) / total

@@ -1,0 +1,59 @@
+"""Supervised fine-tuning: imitate the given answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.algorithms.sampling import Evaluation
+from nemo_rl_mcore.algorithms.step_metrics import train_metrics
+from nemo_rl_mcore.config import SFTMasterConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.answers import answered_rows
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.interfaces import PolicyInterface
+from nemo_rl_mcore.losses import NLLLossFn
+
+
+@dataclass(frozen=True)
+class SFT:
+    """A run of supervised fine-tuning over its parts; `step` is the algorithm."""
+
+    config: SFTMasterConfig
+    policy: PolicyInterface
+    collector: RolloutCollector
+    prompts: PromptSource
+    observer: StepObserver
+    checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
+
+    def run(self) -> None:
+        """See `TrainingLoop.run`."""
+        TrainingLoop(self.config, {"policy": self.policy}, self.observer, self.checkpoints).run(self)
+
+    def step(self, step: int) -> StepOutcome:
+        """Train on the step's answers."""
+        batch = self._rows(self.prompts.train_batch(step, self.config.policy.train_global_batch_size))
+        fused = self.config.policy.megatron_cfg.use_fused_linear_logprobs
+        with self.observer.phase("train"):
+            result = self.policy.train(batch, NLLLossFn(self.config.loss_fn, fused))
+        tokens = {"train/total_num_tokens": float(batch["input_lengths"].sum())}
+        return StepOutcome(train_metrics(result) | tokens, result["skip_reasons"], batch)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """The loss of held-out answers, and how good the policy's own answers to their prompts are."""
+        size = self.config.policy.train_global_batch_size
+        held_out = self.prompts.validation(self.config.sft.val_batches * size)
+        result = self.policy.train(self._rows(held_out), NLLLossFn(self.config.loss_fn), eval_mode=True)
+        loss = train_metrics(result, "validation")["validation/loss"]
+        judged = Evaluation(self.config.sft, self.collector, self.prompts, self.observer).validate(step)
+        return {"validation/loss": loss, **judged}
+
+    def _rows(self, prompts: list[Prompt]) -> BatchedDataDict:
+        return answered_rows(
+            [prompt.text for prompt in prompts],
+            [prompt.answer for prompt in prompts],
+            [prompt.index for prompt in prompts],
+            self.collector.tokenizer,
+        )

@@ -1,0 +1,79 @@
+"""The numbers of a step: what was sampled, and what training made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nemo_rl_mcore.algorithms.rewards import rows_with_signal
+from nemo_rl_mcore.algorithms.rollout import Rollout
+from nemo_rl_mcore.training.metrics import EXTREMA, combine_steps, neutral_value
+from nemo_rl_mcore.training.train_step import EMPTY_STEP
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Rewards, lengths and advantages of the answers, where the batch has advantages."""
+    batch = rollout.batch
+    response_lengths = batch["token_mask"].sum(1)
+    metrics = {
+        "train/reward": float(batch["environment_rewards"].mean()),
+        "train/mean_prompt_length": float((batch["input_lengths"] - response_lengths).mean()),
+        "train/mean_gen_tokens_per_sample": float(response_lengths.mean()),
+        "train/truncation_rate": float((~batch["finished"]).float().mean()),
+        "train/groups_with_signal": float(
+            rows_with_signal(batch["prompt_index"], batch["rewards"]).float().mean()
+        ),
+        "train/total_num_tokens": float(batch["input_lengths"].sum()),
+    }
+    if "advantages" in batch:
+        total = (batch["advantages"] * batch["token_mask"]).sum()
+        metrics["train/advantages_mean"] = float(total / response_lengths.sum())
+    return metrics
+
+
+def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str, float]:
+    """One number a metric for all optimizer steps of a rollout; the extrema of nothing are left out."""
+    per_step: Mapping[str, list[float]] = result["all_mb_metrics"]
+    counts = per_step["global_valid_seqs"], per_step["global_valid_toks"]
+    combined = {
+        name: value
+        for name, kind in result["metric_kinds"].items()
+        if (value := combine_steps(kind, per_step[name], *counts)) != neutral_value(kind)
+        or kind not in EXTREMA
+    }
+    combined |= {name: sum(per_step[name]) for name in ("global_valid_seqs", "global_valid_toks")}
+    combined |= {name: per_step[name][-1] for name in ("lr", "wd")}
+    norms = [
+        norm
+        for norm, reason in zip(result["grad_norm"].tolist(), result["skip_reasons"], strict=True)
+        if reason != EMPTY_STEP
+    ]
+    combined |= {"grad_norm": _mean(norms), "update_successful": float(result["update_successful"])}
+    return {f"{prefix}/{name}": value for name, value in combined.items()}
+
+
+def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What one `train` would have returned for the optimizer steps of several, for `train_metrics`."""
+    names = dict.fromkeys(name for result in results for name in result["all_mb_metrics"])
+    kinds = {name: kind for result in results for name, kind in result["metric_kinds"].items()}
+
+    def steps_of(name: str, result: Mapping[str, Any]) -> list[float]:
+        # A step may lack a metric that others have, such as the extrema of nothing.
+        missing = [neutral_value(kinds[name])] * len(result["skip_reasons"]) if name in kinds else []
+        return result["all_mb_metrics"].get(name, missing)
+
+    return {
+        "all_mb_metrics": {
+            name: [value for result in results for value in steps_of(name, result)] for name in names
+        },
+        "metric_kinds": kinds,
+        "grad_norm": torch.cat([result["grad_norm"] for result in results]),
+        "update_successful": all(result["update_successful"] for result in results),
+        "skip_reasons": [reason for result in results for reason in result["skip_reasons"]],
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,48 @@
+"""Configurations of the loops that learn from given answers: SFT and DPO."""
+
+from collections.abc import Iterator
+
+from nemo_rl_mcore.config.algorithm import LoopConfig
+from nemo_rl_mcore.config.base import PositiveInt, Problem
+from nemo_rl_mcore.config.loss import DPOLossConfig
+
+
+class SFTConfig(LoopConfig):
+    """Supervised fine-tuning: a step is policy.train_global_batch_size answers of the data set."""
+
+    val_batches: PositiveInt = 1
+    """Batches of held-out answers of which a validation takes the loss."""
+
+
+class DPOConfig(LoopConfig, DPOLossConfig):
+    """Direct preference optimization: a step is policy.train_global_batch_size pairs. The loss has its keys here."""
+
+    val_batches: PositiveInt = 1
+    """Batches of held-out pairs of which a validation takes the loss; offline only."""
+    online: bool = False
+    """Make the pairs: the best against the worst of several answers of the policy; false takes the data set's."""
+    num_generations_per_prompt: PositiveInt | None = None
+    """Answers that a pair is picked from; read when online."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a number of answers that makes no pair."""
+        yield from super().problems()
+        if self.online and (self.num_generations_per_prompt or 0) < 2:
+            yield Problem(
+                "num_generations_per_prompt",
+                f"{self.num_generations_per_prompt or 'null'} with online: true makes no pair",
+                "set it to 2 or more, or online: false",
+                ("online",),
+            )
+        if not self.online and self.num_generations_per_prompt is not None:
+            yield Problem(
+                "num_generations_per_prompt",
+                f"{self.num_generations_per_prompt} does nothing with online: false",
+                "remove it, or set online: true",
+                ("online",),
+            )
+
+    @property
+    def loss(self) -> DPOLossConfig:
+        """The keys of the loss alone."""
+        return DPOLossConfig(**{name: getattr(self, name) for name in DPOLossConfig.model_fields})

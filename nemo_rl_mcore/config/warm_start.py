@@ -1,0 +1,61 @@
+"""Recipes that a run has run first, for its weights or its teacher's."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.load import load_config
+from nemo_rl_mcore.config.master import DistillationMasterConfig, RunConfig
+from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.pretrained import differences
+
+
+def warm_start_recipe(path: str, config: RunConfig, folder: Path) -> RunConfig:
+    """The recipe at `path` as a part of a run: in a folder of its own, with the run's seed, its last weights kept.
+
+    Raises ConfigError.
+    """
+    own = load_config(path)
+    checkpointing = {
+        "enabled": True,
+        "resume": "auto",
+        "checkpoint_dir": str(folder / "checkpoints"),
+        "save_period": own.loop.max_num_steps,
+        "metric_name": None,
+        "keep_top_k": None,
+    }
+    logger = {"log_dir": str(folder), "tensorboard_enabled": False, "wandb_enabled": False}
+    return own.model_copy(
+        update={
+            "seed": config.seed,
+            "checkpointing": own.checkpointing.model_copy(update=checkpointing),
+            "logger": own.logger.model_copy(update=logger),
+        }
+    )
+
+
+def warm_start_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what is wrong with the recipes that are run first; paths are those of the run's recipe."""
+    if config.warm_start is not None:
+        if config.policy.init_checkpoint is not None or config.policy.model_name is not None:
+            yield Problem(
+                "warm_start",
+                "and policy.init_checkpoint or policy.model_name both give the weights to start from",
+                "remove one of the two",
+                ("policy.init_checkpoint", "policy.model_name"),
+            )
+        yield from _problems_of("warm_start", config.warm_start, config.policy.model)
+    if isinstance(config, DistillationMasterConfig) and config.teacher.warm_start is not None:
+        model = config.teacher.as_policy(config.policy).model
+        yield from _problems_of("teacher.warm_start", config.teacher.warm_start, model)
+
+
+def _problems_of(key: str, path: str, model: ModelConfig) -> Iterator[Problem]:
+    try:
+        recipe = load_config(path)
+    except ConfigError as error:
+        for problem in error.problems:
+            yield Problem(key, f"in {path}: {problem}")
+        return
+    for difference in differences(recipe.policy.model, model, path):
+        yield Problem(key, f"trains another model: {difference.path}: {difference.what}", "make the two equal")
