@@ -14,6 +14,7 @@ from nemo_rl_mcore import __version__
 from nemo_rl_mcore.config import ConfigError, GRPOMasterConfig, load_config
 from nemo_rl_mcore.config.preflight import Plan, preflight
 from nemo_rl_mcore.config.saved_run import load_recipe_of
+from nemo_rl_mcore.training.checkpoints import NotACheckpointError, require_checkpoint
 
 EXIT_CONFIG_ERROR = 2
 """Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = _load(options, overrides)
         plan = preflight(config)
-    except ConfigError as error:
+    except (ConfigError, NotACheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG_ERROR
     try:
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _check(plan)
             case "generate":
                 return _generate(config, options)
+            case "export":
+                return _export(config, options)
             case _:
                 return _grpo(config)
     except KeyboardInterrupt:  # while the libraries load: later the run itself handles it
@@ -64,6 +67,11 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     generate.add_argument(
         "--greedy", action="store_true", help="take the likeliest token instead of sampling"
     )
+    export = _add_command(commands, "export", "write the weights of a checkpoint as a Hugging Face folder")
+    export.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
+    export.add_argument(
+        "--output", required=True, metavar="DIR", help="the folder to write; it must not exist"
+    )
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
     unknown = [text for text in rest if text.startswith("-")]
@@ -84,7 +92,7 @@ def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentPar
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
     if "checkpoint" in options:
-        return load_recipe_of(Path(options.checkpoint), overrides)
+        return load_recipe_of(require_checkpoint(Path(options.checkpoint), "--checkpoint").folder, overrides)
     return load_config(options.config, overrides)
 
 
@@ -108,6 +116,12 @@ def _generate(config: GRPOMasterConfig, options: argparse.Namespace) -> int:
     from nemo_rl_mcore.generate import run_generate
 
     return run_generate(config, options.prompt, greedy=options.greedy)
+
+
+def _export(config: GRPOMasterConfig, options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.export import run_export
+
+    return run_export(config, options.output)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
@@ -12,10 +14,12 @@ from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.config import GRPOMasterConfig, PolicyConfig
 from nemo_rl_mcore.data.datasets import DigitTaskSource
+from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_mcore.environments import make_environment
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
+from nemo_rl_mcore.interfaces import GenerationInterface
 from nemo_rl_mcore.observability import RunRecorder
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.policy import Policy
@@ -67,9 +71,10 @@ def _grpo(config: GRPOMasterConfig) -> None:
             title=f"GRPO: {config.data.dataset_name}",
             resumed_step=checkpoints.resumed_step,
         ) as recorder,
+        _generation(config, policy, cluster, stop_ids) as generation,
     ):
         collector = RolloutCollector(
-            EmbeddedGeneration(policy, stop_ids),
+            generation,
             make_environment("arithmetic"),
             tokenizer,
             config.data.max_prompt_length,
@@ -77,9 +82,32 @@ def _grpo(config: GRPOMasterConfig) -> None:
         GRPO(config, policy, collector, prompts, recorder, checkpoints).run()
 
 
+@contextmanager
+def _generation(
+    config: GRPOMasterConfig, policy: Policy, cluster: RayCluster, stop_ids: tuple[int, ...]
+) -> Iterator[GenerationInterface]:
+    """The engine that the recipe asks for; one of its own ends with the block."""
+    if config.policy.generation.backend == "embedded":
+        yield EmbeddedGeneration(policy, stop_ids)
+        return
+    # Brings in what only runs with vLLM need.
+    from nemo_rl_mcore.workers.vllm_generation import VllmGeneration
+
+    folder = Path(config.logger.log_dir)
+    with VllmGeneration(
+        config.policy, cluster, policy, folder=folder, stop_ids=stop_ids, seed=config.seed
+    ) as engines:
+        yield engines
+
+
 def tokenizer_of(policy: PolicyConfig) -> Tokenizer:
-    """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads."""
+    """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads.
+
+    Its files may come from the hub with the weights, which are fetched here: the ranks have less time to start.
+    """
     try:
+        if policy.model_name is not None:
+            fetched_folder(policy.model_name)
         tokenizer = load_tokenizer(policy.tokenizer.name)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
+from nemo_rl_mcore.algorithms.mismatch import check_mismatch
 from nemo_rl_mcore.algorithms.rewards import penalize_overlong, rows_with_signal, scale_rewards
 from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
@@ -66,17 +67,28 @@ class GRPO:
         )
         guard = SkipGuard(self.config.max_consecutive_skips, **self.checkpoints.restore(self.policy))
         behind = self.checkpoints.resumed_step
+        engine = self.collector.generation
+        engine.update_weights(behind or 0)
         if grpo.val_at_start and behind is None:
             self.observer.log(0, self.validate(0))
         for step in range((behind or 0) + 1, grpo.max_num_steps + 1):
             with self.observer.phase("generation"):
                 rollout, sampling_metrics = self.roll_out(step)
+            engine.offload()
             with self.observer.phase("logprobs"):
                 self.add_logprobs(rollout.batch)
+            disagreement = check_mismatch(
+                step,
+                rollout.batch,
+                self.config.policy.generation.mismatch,
+                self.config.loss_fn.reference_policy_kl_type,
+            )
             self.add_advantages(rollout.batch)
             with self.observer.phase("train"):
                 result = self.policy.train(rollout.batch, loss_fn)
-            metrics = sampling_metrics | _rollout_metrics(rollout) | _train_metrics(result)
+            with self.observer.phase("weight_sync"):
+                engine.update_weights(step)
+            metrics = sampling_metrics | _rollout_metrics(rollout) | disagreement | _train_metrics(result)
             self.observer.add_samples(rollout.one_sample_a_prompt(step))
             last = step == grpo.max_num_steps
             if (grpo.val_period and step % grpo.val_period == 0) or (last and grpo.val_at_end):

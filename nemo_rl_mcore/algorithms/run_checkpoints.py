@@ -21,6 +21,7 @@ from nemo_rl_mcore.training.checkpoints import (
     POLICY_FOLDER,
     Checkpoint,
     CheckpointStore,
+    NotACheckpointError,
     Retention,
     require_checkpoint,
 )
@@ -93,7 +94,7 @@ def _find_start(resume: str, store: CheckpointStore) -> Checkpoint | None:
         return store.latest()
     try:
         return require_checkpoint(Path(resume), "checkpointing.resume")
-    except ValueError as error:
+    except NotACheckpointError as error:
         raise RunStoppedError(str(error)) from error
 
 
