@@ -1,4 +1,4 @@
-"""The command `nemo-rl-mcore`: `check` resolves a recipe on paper, `grpo` runs it, `generate` samples what it learned.
+"""The command `nemo-rl-mcore`: `check` resolves a recipe on paper, `grpo` and the others run it, `generate` samples.
 
 Nothing heavy is imported here: a mistake in a recipe is reported before torch, Ray or Megatron start.
 """
@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_mcore import __version__
-from nemo_rl_mcore.config import ConfigError, GRPOMasterConfig, load_config
+from nemo_rl_mcore.config import ConfigError, RunConfig, load_config
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.preflight import Plan, preflight
 from nemo_rl_mcore.config.saved_run import load_recipe_of
+from nemo_rl_mcore.training.checkpoints import NotACheckpointError, require_checkpoint
 
 EXIT_CONFIG_ERROR = 2
 """Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
@@ -26,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = _load(options, overrides)
         plan = preflight(config)
-    except ConfigError as error:
+    except (ConfigError, NotACheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG_ERROR
     try:
@@ -35,8 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return _check(plan)
             case "generate":
                 return _generate(config, options)
+            case "export":
+                return _export(config, options)
             case _:
-                return _grpo(config)
+                return _run(config)
     except KeyboardInterrupt:  # while the libraries load: later the run itself handles it
         sys.stderr.write("interrupted before the run began\n")
         return EXIT_INTERRUPTED
@@ -47,7 +52,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, purpose in (
-        ("grpo", "check a recipe, then train by GRPO"),
+        *((name, f"check a recipe with a section {name}, then run it") for name in RUN_CONFIGS),
         ("check", "check a recipe and print the resolved plan: layout, batches, guardrails, memory"),
     ):
         command = _add_command(commands, name, purpose)
@@ -63,6 +68,11 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     )
     generate.add_argument(
         "--greedy", action="store_true", help="take the likeliest token instead of sampling"
+    )
+    export = _add_command(commands, "export", "write the weights of a checkpoint as a Hugging Face folder")
+    export.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
+    export.add_argument(
+        "--output", required=True, metavar="DIR", help="the folder to write; it must not exist"
     )
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
@@ -82,10 +92,14 @@ def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentPar
     return command
 
 
-def _load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
+def _load(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
     if "checkpoint" in options:
-        return load_recipe_of(Path(options.checkpoint), overrides)
-    return load_config(options.config, overrides)
+        return load_recipe_of(require_checkpoint(Path(options.checkpoint), "--checkpoint").folder, overrides)
+    config = load_config(options.config, overrides)
+    if options.command in RUN_CONFIGS and options.command != config.algorithm:
+        what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
+        raise ConfigError([Problem(options.config, what, f"call nemo-rl-mcore {config.algorithm}")])
+    return config
 
 
 def _check(plan: Plan) -> int:
@@ -97,17 +111,23 @@ def _check(plan: Plan) -> int:
     return 0
 
 
-def _grpo(config: GRPOMasterConfig) -> int:
+def _run(config: RunConfig) -> int:
     # Brings in Ray and torch, which the preflight does without.
-    from nemo_rl_mcore.launch import run_grpo
+    from nemo_rl_mcore.launch import run
 
-    return run_grpo(config)
+    return run(config)
 
 
-def _generate(config: GRPOMasterConfig, options: argparse.Namespace) -> int:
+def _generate(config: RunConfig, options: argparse.Namespace) -> int:
     from nemo_rl_mcore.generate import run_generate
 
     return run_generate(config, options.prompt, greedy=options.greedy)
+
+
+def _export(config: RunConfig, options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.export import run_export
+
+    return run_export(config, options.output)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
-from nemo_rl_mcore.config import PolicyConfig, RunConfig
+from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.environments import make_environment
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
 from nemo_rl_mcore.launch import exit_status, print_line, tokenizer_of
-from nemo_rl_mcore.training.checkpoints import Checkpoint, require_checkpoint
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.policy import Policy
 
@@ -27,7 +25,6 @@ def run_generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> in
 
 
 def _generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> None:
-    checkpoint = _checkpoint_of(config.policy)
     tokenizer = tokenizer_of(config.policy)
     prompts = _prompts(config, texts, tokenizer)
     stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
@@ -41,17 +38,9 @@ def _generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> None:
             tokenizer,
             config.data.max_prompt_length,
         )
-        answered = collector.collect(prompts, 1, step=checkpoint.step, greedy=greedy)
+        answered = collector.collect(prompts, 1, step=0, greedy=greedy)
     for prompt, response in zip(answered.prompts, answered.responses, strict=True):
         print_line(sys.stdout, f"{prompt.text}{response}")
-
-
-def _checkpoint_of(policy: PolicyConfig) -> Checkpoint:
-    assert policy.init_checkpoint is not None
-    try:
-        return require_checkpoint(Path(policy.init_checkpoint), "--checkpoint")
-    except ValueError as error:
-        raise RunStoppedError(str(error)) from error
 
 
 def _prompts(config: RunConfig, texts: Sequence[str], tokenizer: Tokenizer) -> list[Prompt]:

@@ -110,6 +110,14 @@ class GenerationInterface(Protocol):
         """
         ...
 
+    def update_weights(self, version: int) -> None:
+        """Answer with the policy's weights as they are now, which are called this version; versions only grow."""
+        ...
+
+    def offload(self) -> None:
+        """Give memory to training until the next `update_weights`, where the two share it."""
+        ...
+
 
 class EnvironmentInterface(Protocol):
     """What scores the responses."""

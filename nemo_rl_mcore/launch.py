@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TextIO
 
+from nemo_rl_mcore.algorithms.distillation import Distillation
+from nemo_rl_mcore.algorithms.dpo import DPO
 from nemo_rl_mcore.algorithms.grpo import GRPO
+from nemo_rl_mcore.algorithms.ppo import PPO
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
-from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
-from nemo_rl_mcore.config import GRPOMasterConfig, PolicyConfig
+from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
+from nemo_rl_mcore.algorithms.sft import SFT
+from nemo_rl_mcore.config import (
+    DistillationMasterConfig,
+    DPOMasterConfig,
+    GRPOMasterConfig,
+    PolicyConfig,
+    PPOMasterConfig,
+    RunConfig,
+    SFTMasterConfig,
+)
+from nemo_rl_mcore.config.warm_start import warm_start_recipe
 from nemo_rl_mcore.data.datasets import DigitTaskSource
+from nemo_rl_mcore.data.hub import fetched_folder
+from nemo_rl_mcore.data.preference import WrongAnswerPairs
 from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_mcore.environments import make_environment
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
+from nemo_rl_mcore.interfaces import GenerationInterface, Role
 from nemo_rl_mcore.observability import RunRecorder
+from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.policy import Policy
 from nemo_rl_mcore.workers.signals import sigterm_as_ctrl_c
@@ -27,12 +47,12 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
-def run_grpo(config: GRPOMasterConfig) -> int:
+def run(config: RunConfig) -> int:
     """Run the recipe and return the exit status: 0, 1 for a failure, 130 after Ctrl-C, 143 after SIGTERM.
 
     However it ends, the ranks are gone, and the metrics and the report hold every finished step.
     """
-    return exit_status(lambda: _grpo(config), f"the finished steps are in {config.logger.log_dir}")
+    return exit_status(lambda: _run(config), f"the finished steps are in {config.logger.log_dir}")
 
 
 def exit_status(run: Callable[[], None], left_behind: str) -> int:
@@ -52,34 +72,106 @@ def exit_status(run: Callable[[], None], left_behind: str) -> int:
     return 0
 
 
-def _grpo(config: GRPOMasterConfig) -> None:
+def _run(config: RunConfig) -> None:
+    with RayCluster(config.cluster) as cluster:
+        checkpoints = open_checkpoints(config, say=lambda line: print_line(sys.stdout, line))
+        if config.warm_start is not None and checkpoints.resumed_step is None:
+            weights = _weights_of(config.warm_start, config, "warm_start")
+            config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
+        with ExitStack() as stack:
+            _algorithm(config, cluster, checkpoints, stack).run()
+
+
+def _weights_of(recipe: str, config: RunConfig, name: str) -> str:
+    """The last checkpoint of a recipe that is run first, in a folder of this run; it is not run twice."""
+    first = warm_start_recipe(recipe, config, Path(config.logger.log_dir) / name)
+    store = CheckpointStore(Path(first.checkpointing.checkpoint_dir))
+    if (last := store.latest()) is None or last.step < first.loop.max_num_steps:
+        print_line(sys.stdout, f"{name}: running {recipe}")
+        _run(first)
+        last = store.latest()
+    assert last is not None
+    return str(last.folder.absolute())
+
+
+def _starting_from(checkpoint: str, policy: PolicyConfig) -> PolicyConfig:
+    return policy.model_copy(update={"init_checkpoint": checkpoint})
+
+
+def _algorithm(
+    config: RunConfig, cluster: RayCluster, checkpoints: RunCheckpoints, stack: ExitStack
+) -> GRPO | PPO | DPO | SFT | Distillation:
+    """The algorithm over its parts, which end with the stack."""
     tokenizer = tokenizer_of(config.policy)
     stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
     prompts = DigitTaskSource(config.data.dataset_name, config.data.num_digits, config.seed)
-    needs_reference = config.loss_fn.reference_policy_kl_penalty != 0
-    checkpoints = open_checkpoints(config, say=lambda line: print_line(sys.stdout, line))
-    with (
-        RayCluster(config.cluster) as cluster,
-        Policy(config.policy, cluster, seed=config.seed, init_reference_model=needs_reference) as policy,
+    start = partial(Policy, cluster=cluster, seed=config.seed)
+    teacher = _teacher(config) if isinstance(config, DistillationMasterConfig) else None
+    policy = stack.enter_context(start(config.policy, init_reference_model=config.needs_reference))
+    recorder = stack.enter_context(
         RunRecorder(
             config.logger,
-            config.grpo.max_num_steps,
-            title=f"GRPO: {config.data.dataset_name}",
+            config.loop.max_num_steps,
+            title=f"{config.algorithm}: {config.data.dataset_name}",
             resumed_step=checkpoints.resumed_step,
-        ) as recorder,
-    ):
-        collector = RolloutCollector(
-            EmbeddedGeneration(policy, stop_ids),
-            make_environment("arithmetic"),
-            tokenizer,
-            config.data.max_prompt_length,
         )
-        GRPO(config, policy, collector, prompts, recorder, checkpoints).run()
+    )
+    generation = stack.enter_context(_generation(config, policy, cluster, stop_ids))
+    collector = RolloutCollector(
+        generation, make_environment("arithmetic"), tokenizer, config.data.max_prompt_length
+    )
+    match config:
+        case GRPOMasterConfig():
+            return GRPO(config, policy, collector, prompts, recorder, checkpoints)
+        case PPOMasterConfig():
+            critic = stack.enter_context(start(config.value.as_policy(config.policy), role=Role.VALUE))
+            return PPO(config, policy, critic, collector, prompts, recorder, checkpoints)
+        case DPOMasterConfig():
+            pairs = None if config.dpo.online else WrongAnswerPairs(prompts, tokenizer)
+            return DPO(config, policy, collector, prompts, pairs, recorder, checkpoints)
+        case SFTMasterConfig():
+            return SFT(config, policy, collector, prompts, recorder, checkpoints)
+        case DistillationMasterConfig():
+            assert teacher is not None
+            frozen = stack.enter_context(start(teacher))
+            return Distillation(config, policy, frozen, collector, prompts, recorder, checkpoints)
+        case _:
+            raise NotImplementedError(config.algorithm)
+
+
+def _teacher(config: DistillationMasterConfig) -> PolicyConfig:
+    teacher = config.teacher.as_policy(config.policy)
+    if config.teacher.warm_start is None:
+        return teacher
+    return _starting_from(_weights_of(config.teacher.warm_start, config, "teacher"), teacher)
+
+
+@contextmanager
+def _generation(
+    config: RunConfig, policy: Policy, cluster: RayCluster, stop_ids: tuple[int, ...]
+) -> Iterator[GenerationInterface]:
+    """The engine that the recipe asks for; one of its own ends with the block."""
+    if config.policy.generation.backend == "embedded":
+        yield EmbeddedGeneration(policy, stop_ids)
+        return
+    # Brings in what only runs with vLLM need.
+    from nemo_rl_mcore.workers.vllm_generation import VllmGeneration
+
+    folder = Path(config.logger.log_dir)
+    with VllmGeneration(
+        config.policy, cluster, policy, folder=folder, stop_ids=stop_ids, seed=config.seed
+    ) as engines:
+        yield engines
 
 
 def tokenizer_of(policy: PolicyConfig) -> Tokenizer:
-    """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads."""
+    """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads.
+
+    Its files may come from the hub with the weights, which are fetched here: the ranks have less time to start.
+    """
     try:
+        if policy.model_name is not None:
+            fetched_folder(policy.model_name)
         tokenizer = load_tokenizer(policy.tokenizer.name)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error

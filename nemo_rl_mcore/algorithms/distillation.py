@@ -39,7 +39,9 @@ class Distillation:
 
     def run(self) -> None:
         """See `TrainingLoop.run`."""
-        TrainingLoop(self.config, {"policy": self.policy}, self.observer, self.checkpoints).run(self)
+        models = {"policy": self.policy}
+        engine = self.collector.generation
+        TrainingLoop(self.config, models, engine, self.observer, self.checkpoints).run(self)
 
     def step(self, step: int) -> StepOutcome:
         """Take answers, ask the teacher, train."""

@@ -42,7 +42,9 @@ class DPO:
 
     def run(self) -> None:
         """See `TrainingLoop.run`."""
-        TrainingLoop(self.config, {"policy": self.policy}, self.observer, self.checkpoints).run(self)
+        models = {"policy": self.policy}
+        engine = self.collector.generation
+        TrainingLoop(self.config, models, engine, self.observer, self.checkpoints).run(self)
 
     def step(self, step: int) -> StepOutcome:
         """Take or make the step's pairs, and train on them."""
@@ -90,6 +92,7 @@ class DPO:
     def _sample_pairs(self, step: int, count: int) -> tuple[BatchedDataDict, dict[str, float]]:
         answers = self.config.dpo.num_generations_per_prompt or 0
         rollout = self.collector.collect(self.prompts.train_batch(step, count), answers, step=step)
+        self.collector.generation.offload()
         self.observer.add_samples(rollout.one_sample_a_prompt(step))
         batch, with_signal = best_against_worst(rollout, answers)
         return batch, {

@@ -12,6 +12,7 @@ import torch
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
+from nemo_rl_mcore.algorithms.mismatch import check_mismatch
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.algorithms.sampling import Evaluation, Sampling
@@ -36,20 +37,25 @@ class GRPO:
 
     def run(self) -> None:
         """See `TrainingLoop.run`."""
-        TrainingLoop(self.config, {"policy": self.policy}, self.observer, self.checkpoints).run(self)
+        models = {"policy": self.policy}
+        engine = self.collector.generation
+        TrainingLoop(self.config, models, engine, self.observer, self.checkpoints).run(self)
 
     def step(self, step: int) -> StepOutcome:
         """Sample, judge, train."""
         with self.observer.phase("generation"):
-            rollout, sampling_metrics = self._sampling.roll_out(step)
+            rollout, metrics = self._sampling.roll_out(step)
         batch = rollout.batch
         with self.observer.phase("logprobs"):
             add_logprobs(batch, self.policy, self.config.loss_fn)
+        metrics |= check_mismatch(
+            step, batch, self.config.policy.generation.mismatch, self.config.loss_fn.reference_policy_kl_type
+        )
         self._add_advantages(batch)
         with self.observer.phase("train"):
             result = self.policy.train(batch, self._loss_fn)
         self.observer.add_samples(rollout.one_sample_a_prompt(step))
-        metrics = sampling_metrics | rollout_metrics(rollout) | train_metrics(result)
+        metrics |= rollout_metrics(rollout) | train_metrics(result)
         return StepOutcome(metrics, result["skip_reasons"], batch)
 
     def validate(self, step: int) -> dict[str, float]:

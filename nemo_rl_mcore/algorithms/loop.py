@@ -11,7 +11,7 @@ from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.interfaces import TrainedModel
+from nemo_rl_mcore.interfaces import GenerationInterface, TrainedModel
 from nemo_rl_mcore.observability import Sample
 
 
@@ -58,10 +58,15 @@ class Algorithm(Protocol):
 
 @dataclass(frozen=True)
 class TrainingLoop:
-    """The loop over its parts; `models` are what it saves and restores, by the name of their folder."""
+    """The loop over its parts.
+
+    models: what it saves and restores, by the name of their folder. engine: what samples with the policy's weights,
+    and is given them after every step.
+    """
 
     config: RunConfig
     models: Mapping[str, TrainedModel]
+    engine: GenerationInterface
     observer: StepObserver
     checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
 
@@ -73,10 +78,13 @@ class TrainingLoop:
         loop = self.config.loop
         guard = SkipGuard(self.config.max_consecutive_skips, **self.checkpoints.restore(self.models))
         behind = self.checkpoints.resumed_step
+        self.engine.update_weights(behind or 0)
         if loop.val_at_start and behind is None:
             self.observer.log(0, algorithm.validate(0))
         for step in range((behind or 0) + 1, loop.max_num_steps + 1):
             outcome = algorithm.step(step)
+            with self.observer.phase("weight_sync"):
+                self.engine.update_weights(step)
             metrics = dict(outcome.metrics)
             last = step == loop.max_num_steps
             if (loop.val_period and step % loop.val_period == 0) or (last and loop.val_at_end):

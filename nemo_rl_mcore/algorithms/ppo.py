@@ -15,6 +15,7 @@ import torch
 from nemo_rl_mcore.algorithms.advantages import GeneralizedAdvantageEstimator
 from nemo_rl_mcore.algorithms.grpo import add_logprobs, model_inputs
 from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
+from nemo_rl_mcore.algorithms.mismatch import check_mismatch
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.algorithms.sampling import Evaluation, Sampling
@@ -41,7 +42,8 @@ class PPO:
     def run(self) -> None:
         """See `TrainingLoop.run`."""
         models = {"policy": self.policy, "value": self.critic}
-        TrainingLoop(self.config, models, self.observer, self.checkpoints).run(self)
+        engine = self.collector.generation
+        TrainingLoop(self.config, models, engine, self.observer, self.checkpoints).run(self)
 
     def step(self, step: int) -> StepOutcome:
         """Sample, judge, and train on the rollout `ppo_epochs` times."""
@@ -50,6 +52,9 @@ class PPO:
         batch = rollout.batch
         with self.observer.phase("logprobs"):
             add_logprobs(batch, self.policy, self.config.loss_fn)
+        metrics |= check_mismatch(
+            step, batch, self.config.policy.generation.mismatch, self.config.loss_fn.reference_policy_kl_type
+        )
         with self.observer.phase("values"):
             batch["values"] = self.critic.get_values(model_inputs(batch))["values"]
         self._add_advantages(batch)

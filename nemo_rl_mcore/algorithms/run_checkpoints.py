@@ -20,6 +20,7 @@ from nemo_rl_mcore.interfaces import TrainedModel
 from nemo_rl_mcore.training.checkpoints import (
     Checkpoint,
     CheckpointStore,
+    NotACheckpointError,
     Retention,
     require_checkpoint,
 )
@@ -98,7 +99,7 @@ def _find_start(resume: str, store: CheckpointStore) -> Checkpoint | None:
         return store.latest()
     try:
         return require_checkpoint(Path(resume), "checkpointing.resume")
-    except ValueError as error:
+    except NotACheckpointError as error:
         raise RunStoppedError(str(error)) from error
 
 

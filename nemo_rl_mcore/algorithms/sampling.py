@@ -46,14 +46,23 @@ class Sampling:
     prompts: PromptSource
 
     def roll_out(self, step: int) -> tuple[Rollout, dict[str, float]]:
-        """The step's answered and scored prompts; dynamic sampling replaces groups whose rewards are all equal.
+        """The step's answered and scored prompts; the engine then makes room for training.
 
-        Raises RunStoppedError, naming the keys, when dynamic sampling does not fill the step.
+        Dynamic sampling replaces groups whose rewards are all equal. Raises RunStoppedError, naming the keys, when
+        it does not fill the step.
         """
+        if self.loop.use_dynamic_sampling:
+            rollout, metrics = self._fill(step)
+        else:
+            prompts = self.prompts.train_batch(step, self.loop.num_prompts_per_step)
+            rollout, metrics = self._sample(step, prompts), dict[str, float]()
+        self.collector.generation.offload()
+        return rollout, metrics
+
+    def _fill(self, step: int) -> tuple[Rollout, dict[str, float]]:
+        """Groups with unequal rewards, from as many rounds as it takes."""
         loop = self.loop
         wanted = loop.num_prompts_per_step
-        if not loop.use_dynamic_sampling:
-            return self._sample(step, self.prompts.train_batch(step, wanted)), {}
         per_round = max(1, round(wanted * loop.batch_multiplier))
         kept: list[Rollout] = []
         kept_rows = 0

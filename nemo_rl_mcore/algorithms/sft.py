@@ -30,7 +30,9 @@ class SFT:
 
     def run(self) -> None:
         """See `TrainingLoop.run`."""
-        TrainingLoop(self.config, {"policy": self.policy}, self.observer, self.checkpoints).run(self)
+        models = {"policy": self.policy}
+        engine = self.collector.generation
+        TrainingLoop(self.config, models, engine, self.observer, self.checkpoints).run(self)
 
     def step(self, step: int) -> StepOutcome:
         """Train on the step's answers."""

@@ -210,9 +210,11 @@ def _model_config(family: Family, values: HFConfig, rope: HFConfig) -> ModelConf
 
 def _translated(error: ValidationError, keys: Mapping[str, str]) -> Iterator[Problem]:
     for details in error.errors(include_url=False):
-        path = ".".join(str(part) for part in details["loc"])
-        given = "" if isinstance(details["input"], Mapping) else f"{details['input']!r}: "
-        yield Problem(keys.get(path, path), f"{given}{details['msg']}")
+        if details["type"] == "value_error":  # sizes that do not go together, which it names itself
+            yield Problem("", str(details.get("ctx", {}).get("error", details["msg"])))
+        else:
+            path = ".".join(str(part) for part in details["loc"])
+            yield Problem(keys.get(path, path), f"{details['input']!r}: {details['msg']}")
 
 
 def family_of(model: ModelConfig) -> Family:

@@ -58,4 +58,6 @@ def _problems_of(key: str, path: str, model: ModelConfig) -> Iterator[Problem]:
             yield Problem(key, f"in {path}: {problem}")
         return
     for difference in differences(recipe.policy.model, model, path):
-        yield Problem(key, f"trains another model: {difference.path}: {difference.what}", "make the two equal")
+        yield Problem(
+            key, f"trains another model: {difference.path}: {difference.what}", "make the two equal"
+        )

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from nemo_rl_mcore.config.hub import local_folder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -149,15 +151,16 @@ class HuggingFaceTokenizer:
 
 
 def _load_pretrained(directory: str) -> PreTrainedTokenizerBase:
-    if not Path(directory).is_dir():
+    folder = local_folder(directory)
+    if folder is None:
         raise ValueError(
             f"policy.tokenizer.name: {directory!r} is not a directory; give {CHAR_TOKENIZER_NAME!r} "
-            "or the path of a local Hugging Face tokenizer"
+            "or the path of a local Hugging Face tokenizer (or the hub id of a model in the local cache)"
         )
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         # `tokenizers` raises Exception itself for a file it cannot read, and transformers whatever the absence of
         # a key or a wrong type leads to (KeyError, TypeError, AttributeError): no narrower class holds them.

@@ -31,7 +31,12 @@ from nemo_rl_mcore.megatron.optimizer_state import (
     sharded_optimizer_state,
 )
 from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
-from nemo_rl_mcore.megatron.sharded_files import METADATA, ShardedStateDict, load_sharded, save_sharded
+from nemo_rl_mcore.megatron.sharded_files import (
+    ShardedStateDict,
+    layout_independent,
+    load_sharded,
+    save_sharded,
+)
 
 WEIGHTS = "weights"
 REFERENCE = "reference"
@@ -105,7 +110,7 @@ def _model_state(chunks: list[DistributedDataParallel]) -> ShardedStateDict:
         if chunk.ddp_config.overlap_param_gather:
             # After an optimizer step the weights are gathered only when the next forward pass asks for them.
             chunk.start_param_sync(force_sync=True)
-        whole = cast(MegatronModule, chunk.module).sharded_state_dict(metadata=METADATA)
+        whole = cast(MegatronModule, chunk.module).sharded_state_dict(metadata=layout_independent())
         # Transformer Engine keeps the scales of FP8 as pickled objects; there is no FP8 here.
         _, tensors = extract_matching_values(whole, lambda entry: isinstance(entry, ShardedObject))
         state[str(number)] = tensors

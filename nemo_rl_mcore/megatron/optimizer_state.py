@@ -18,7 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
 
-from nemo_rl_mcore.megatron.sharded_files import METADATA, ShardedStateDict
+from nemo_rl_mcore.megatron.sharded_files import ShardedStateDict, layout_independent
 
 _STEP = "step"
 _MAIN = "param"
@@ -35,7 +35,7 @@ def sharded_optimizer_state(
         if isinstance(part, DistributedOptimizer):
             weights = cast(
                 dict[int, Any],
-                part.sharded_param_state_fully_reshardable(model_state, loading, METADATA),
+                part.sharded_param_state_fully_reshardable(model_state, loading, layout_independent()),
             )
             if not _keeps_main_copies(part):
                 weights = {place: _without_main(kinds) for place, kinds in weights.items()}

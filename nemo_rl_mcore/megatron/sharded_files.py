@@ -28,13 +28,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 ShardedStateDict = dict[str, Any]
 
-# Without these Megatron shards the optimizer in a way that depends on the layout, or refuses to save.
-METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-}
-
 _METADATA_FILE = ".metadata"
 _MAY_BE_UNPICKLED = {
     "torch.distributed.checkpoint.metadata": {
@@ -46,6 +39,14 @@ _MAY_BE_UNPICKLED = {
     "torch": {"Size", "float32", "bfloat16", "int64", "int32", "bool"},
     "pathlib": {"PosixPath"},
 }
+
+
+def layout_independent() -> dict[str, Any]:
+    """Megatron's `metadata` for sharded state dicts that any layout can read.
+
+    A new one for each call: Megatron notes the process groups of the present layout in it.
+    """
+    return {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
 
 
 class _DirectSave(TorchDistSaveShardedStrategy):

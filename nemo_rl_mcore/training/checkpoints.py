@@ -29,6 +29,10 @@ _STEP_NAME = re.compile(r"step_(\d+)")
 _TEMPORARY_NAME = re.compile(r"tmp_(deleted_)?step_\d+")
 
 
+class NotACheckpointError(ValueError):
+    """A folder that was named as a checkpoint holds none, or one that is not whole."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A whole checkpoint. metrics: those of its step; counters: what the algorithm asked to keep."""
@@ -151,13 +155,13 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def require_checkpoint(folder: Path, key: str) -> Checkpoint:
-    """The checkpoint in the folder that a key of the recipe names; raises ValueError when there is none."""
+    """The checkpoint in the folder that a key names; raises NotACheckpointError, naming both, when there is none."""
     checkpoint = read_checkpoint(folder)
     if checkpoint is not None:
         return checkpoint
     inside = [one.folder.name for one in CheckpointStore(folder).checkpoints()]
     remedy = f"it holds {', '.join(inside)}: name one of them" if inside else "name a folder step_N of a run"
-    raise ValueError(f"{key}: {str(folder)!r} is no whole checkpoint; {remedy}")
+    raise NotACheckpointError(f"{key}: {str(folder)!r} is no whole checkpoint; {remedy}")
 
 
 def _step_folders(root: Path) -> list[Path]:

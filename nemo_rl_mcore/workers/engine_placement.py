@@ -42,10 +42,9 @@ def _on_cpu(cluster: RayCluster, engines: int) -> Placement:
     return Placement(tuple(RankSlot(engine, environment, options) for engine in range(engines)))
 
 
-def _beside_ranks(
-    cluster: ClusterConfig, size: int, ranks: Placement, rank_gpus: Sequence[str]
-) -> Placement:
+def _beside_ranks(cluster: ClusterConfig, size: int, ranks: Placement, rank_gpus: Sequence[str]) -> Placement:
     """Each engine on the GPUs of `size` consecutive ranks of one machine, which Ray has given to the ranks."""
+    assert ranks.group is not None  # ranks on GPUs have one
     environment = engine_environment(os.environ, on_cpu=False)
     slots: list[RankSlot] = []
     for engine, first in enumerate(range(0, len(rank_gpus), size)):

@@ -145,6 +145,10 @@ class Policy:
         """Stream all weights to the engines; returns the number of tensors."""
         return self._run_all("send_weights")[0]
 
+    def export_hf(self, folder: str, *, origin: str | None = None, timeout_s: float | None = None) -> None:
+        """Write the weights as a Hugging Face folder, which the first rank's machine must see."""
+        self._run_all("export_hf", folder=folder, origin=origin, timeout_s=timeout_s)
+
     def shutdown(self) -> None:
         """End every rank; idempotent."""
         self._workers.shutdown()

@@ -280,6 +280,12 @@ class MegatronPolicyWorker:
             )
         self.train_step = TrainStep(self.backend)
 
+    def export_hf(self, folder: str, origin: str | None = None) -> None:
+        """Write the weights as a Hugging Face folder, see `megatron.hf_weights.export.save_pretrained`."""
+        from nemo_rl_mcore.megatron.hf_weights.export import save_pretrained
+
+        save_pretrained(self.backend.chunks, self.policy, Path(folder), origin=origin)
+
     def _load_weights(self, folder: Path) -> None:
         self._checkpoint.load_weights(self.backend.chunks, folder / self._checkpoint.WEIGHTS)
         self.backend.optimizer.reload_model_params()

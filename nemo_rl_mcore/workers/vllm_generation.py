@@ -55,8 +55,8 @@ class VllmGeneration:
     """Implements `interfaces.GenerationInterface` over engines that hold a copy of a policy's weights.
 
     Engines start when they are first given weights. One that dies ends the run with a WorkerError, unless
-    policy.generation.vllm_cfg.max_restarts is left: then all start anew, get the weights, and are asked again. The noise
-    of a row does not depend on who answers it, nor on when.
+    policy.generation.vllm_cfg.max_restarts is left: then all start anew, get the weights, and are asked again. The
+    noise of a row does not depend on who answers it, nor on when.
 
     Args:
         config: the policy section.
@@ -268,7 +268,9 @@ def _write_model_folder(config: PolicyConfig, folder: Path) -> Path:
     """The folder that engines start from: the architecture alone, since weights are sent."""
     folder = folder.absolute() / "vllm_model"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf_config_of(config.model, dtype=config.precision), indent=2))
+    (folder / "config.json").write_text(
+        json.dumps(hf_config_of(config.model, dtype=config.precision), indent=2)
+    )
     return folder
 
 

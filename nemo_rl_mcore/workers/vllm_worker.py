@@ -112,12 +112,14 @@ class AsyncVllmWorker:
 
 def as_requests(data: BatchedDataDict) -> list[Request]:
     """The rows of input_ids [B, P] and input_lengths [B], without their padding, with seeds [B]."""
-    rows = zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), data["seeds"].tolist(), strict=True)
+    rows = zip(
+        data["input_ids"].tolist(), data["input_lengths"].tolist(), data["seeds"].tolist(), strict=True
+    )
     return [Request(ids[:length], seed) for ids, length, seed in rows]
 
 
 def as_batch(responses: list[Response], max_new_tokens: int) -> BatchedDataDict:
-    """Tokens int64 [B, T] and logprobs fp32 [B, T], both 0 from `lengths` [B] on; finished, and the weights' versions."""
+    """What `interfaces.GenerationInterface.generate` returns, and min_weight_version, max_weight_version int64 [B]."""
     tokens_BT = torch.zeros(len(responses), max_new_tokens, dtype=torch.long)
     logprobs_BT = torch.zeros(len(responses), max_new_tokens)
     for row, response in enumerate(responses):

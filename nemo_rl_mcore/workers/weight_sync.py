@@ -1,7 +1,7 @@
 """Refit: the weights of the training ranks, streamed bucket by bucket into the engines, without a file.
 
-Two buffers take turns: while the engines load one, the next tensors fill the other. So besides the model nothing is held
-but these two and the tensor that is being exported.
+Two buffers take turns: while the engines load one, the next tensors fill the other. So besides the model nothing is
+held but these two and the tensor that is being exported.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _wait(acknowledgement: Any, engine: int, timeout_s: float) -> None:
 def open_sender(
     settings: RefitSettings, engines: Sequence[Any], device: torch.device, meeting: BroadcastMeeting | None
 ) -> WeightSender:
-    """This rank's sender; all ranks open theirs together."""
+    """Open the sender of this rank; all ranks open theirs together."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     return WeightSender(settings, engines, _open_transport(settings, is_first, device, meeting))
 

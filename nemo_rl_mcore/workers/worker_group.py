@@ -197,9 +197,7 @@ class RayWorkerGroup:
         if not failures:
             error = self._deadline_error(sorted(hung.values()), method, context, timeout_s)
         else:
-            message = describe(
-                failures, sorted(hung.values()), where, self._log_dir, self._noun
-            )
+            message = describe(failures, sorted(hung.values()), where, self._log_dir, self._noun)
             error = WorkerError(message, root_cause(failures), method, context)
         # Ranks that all answered, if only by raising, still serve: an open train step can be aborted.
         gone = hung or any(failure.died for failure in failures)

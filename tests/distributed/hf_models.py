@@ -90,7 +90,11 @@ def logprobs(folder: Path, input_ids: np.ndarray, input_lengths: np.ndarray) -> 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor that the folder holds."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def set_in_config(folder: Path, **values: object) -> None:

@@ -24,16 +24,20 @@ class RankFailedError(AssertionError):
 
 
 class RankPool:
-    """`world_size` processes of one process group."""
+    """`world_size` processes of one process group; `prepare` is what each runs first."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, prepare: Callable[[int], None] | None = None):
         context = multiprocessing.get_context("spawn")
         port = _free_port()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process = context.Process(
+                target=_serve,
+                args=(rank, world_size, port, theirs, prepare or prepare_training),
+                daemon=prepare is None,
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -84,7 +88,17 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
+def prepare_training(rank: int) -> None:
+    """Get torch ready for Megatron."""
+    import torch
+
+    from nemo_rl_mcore import accelerator
+
+    torch.set_num_threads(1)
+    accelerator.install(rank)
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, prepare: Callable[[int], None]) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -93,12 +107,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
         MASTER_PORT=str(port),
     )
     sys.path.insert(0, os.path.dirname(__file__))
-    import torch
-
-    from nemo_rl_mcore import accelerator
-
-    torch.set_num_threads(1)
-    accelerator.install(rank)
+    prepare(rank)
     while True:
         path, name, args = pipe.recv()
         try:

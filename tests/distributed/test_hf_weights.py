@@ -1,13 +1,18 @@
-"""Hugging Face weights into every layout and out again: transformers' log-probabilities, and the tensors bit for bit."""
+"""Hugging Face weights into every layout and out again: transformers' log-probabilities, the tensors bit for bit."""
 
+import json
+import shutil
 
 import hf_models
+import hf_weight_cases as cases
 import numpy as np
 import pytest
 import torch
+from rank_pool import RankFailedError
+from safetensors.torch import save_file
 
 TOLERANCE = 1e-4
-ROWS, LENGTH = 4, 40
+ROWS = 4
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 TP2_SP = {**TP2, "sequence_parallel": True}
@@ -15,8 +20,9 @@ VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 TWO_RANKS = {"tp2": TP2, "tp2-sp": TP2_SP, "pp2": PP2, "pp2-vpp2": VPP}
 TWO_RANKS_OF_EXPERTS = {"ep2": EP2, "tp2-sp": TP2_SP, "tp2-sp-ep2": TP2_SP | EP2, "pp2": PP2}
-DENSE = [name for name in hf_models.MODELS if "moe" not in name]
-MOE = [name for name in hf_models.MODELS if "moe" in name]
+# One of each structure: the others have the same parameters, or the same with one left out.
+DENSE = ["llama", "llama-tied", "llama3-32", "mistral", "qwen2-tied", "qwen3"]
+MOE = ["qwen3-moe", "qwen3-moe-shares"]
 
 
 @pytest.fixture(scope="module")
@@ -35,48 +41,12 @@ def saved(tmp_path_factory):
 
 def batch():
     generator = np.random.default_rng(5)
-    return generator.integers(0, hf_models.VOCABULARY, (ROWS, LENGTH)), np.array([LENGTH, 7, LENGTH, 31])
-
-
-def policy_of(folder, megatron, **policy):
-    from nemo_rl_mcore.config import PolicyConfig
-
-    sections = {
-        "model_name": str(folder),
-        "tokenizer": {"name": "char"},
-        "train_global_batch_size": 4,
-        "train_micro_batch_size": 2,
-        "max_total_sequence_length": LENGTH,
-        "generation": {"max_new_tokens": 4, "temperature": 1.0},
-        "megatron_cfg": {"optimizer": {"lr": 1e-2, "weight_decay": 0.0}} | megatron,
-    }
-    return PolicyConfig.model_validate(sections | policy)
-
-
-def loaded_logprobs(folder, megatron, ids, lengths, policy=None):
-    import tiny
-
-    worker = tiny.worker(policy_of(folder, megatron, **(policy or {})))
-    data = tiny.BatchedDataDict(input_ids=torch.from_numpy(ids), input_lengths=torch.from_numpy(lengths))
-    found = worker.get_logprobs(data=data)["logprobs"].numpy()
-    exported = {name: tensor.clone() for name, tensor in full_tensors_of(worker)}
-    return found, {name: as_bits(tensor) for name, tensor in exported.items()}
-
-
-def full_tensors_of(worker):
-    from nemo_rl_mcore.megatron.hf_weights.export import full_tensors
-
-    return full_tensors(worker.backend.chunks, worker.policy)
-
-
-def as_bits(tensor):
-    """A numpy array that tells bit patterns apart; numpy knows no bfloat16."""
-
-    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32).numpy()
+    ids = generator.integers(0, hf_models.VOCABULARY, (ROWS, cases.LENGTH))
+    return ids, np.array([cases.LENGTH, 7, cases.LENGTH, 31])
 
 
 def assert_equal_tensors(found, folder):
-    wanted = {name: as_bits(tensor) for name, tensor in hf_models.tensors(folder).items()}
+    wanted = {name: cases.as_bits(tensor) for name, tensor in hf_models.tensors(folder).items()}
     assert found.keys() == wanted.keys()
     for name, bits in wanted.items():
         assert found[name].shape == bits.shape, name
@@ -84,7 +54,7 @@ def assert_equal_tensors(found, folder):
 
 
 def assert_loads(ranks, world_size, megatron, folder, logprobs):
-    for found, exported in ranks(world_size).run(loaded_logprobs, folder, megatron, *batch()):
+    for found, exported in ranks(world_size).run(cases.loaded_logprobs, folder, megatron, *batch()):
         assert np.abs(found - logprobs).max() < TOLERANCE
         assert_equal_tensors(exported, folder)
 
@@ -106,3 +76,170 @@ def test_layouts_of_dense_models(ranks, saved, name, layout):
 @pytest.mark.parametrize("name", MOE)
 def test_layouts_of_models_with_experts(ranks, saved, name, layout):
     assert_loads(ranks, 2, TWO_RANKS_OF_EXPERTS[layout], *saved(name))
+
+
+def test_stretched_frequencies_reach_the_logprobs(saved, tmp_path):
+    for name in ("llama3-8192", "llama3-32"):
+        folder, logprobs = saved(name)
+        plain = shutil.copytree(folder, tmp_path / name)
+        hf_models.set_in_config(plain, rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+        assert np.abs(hf_models.logprobs(plain, *batch()) - logprobs).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "megatron"),
+    [
+        ("mistral", TP2),
+        ("llama3-32", PP2),
+        ("qwen2-tied", VPP),
+        ("qwen3", TP2_SP),
+        ("qwen3-moe", TP2_SP | EP2),
+        ("qwen3-moe-shares", EP2),
+    ],
+)
+def test_a_written_folder_is_the_one_that_was_read(ranks, saved, tmp_path, name, megatron):
+    folder, logprobs = saved(name)
+    output = tmp_path / "exported"
+    ranks(2).run(cases.saved_again, folder, megatron, output, 40_000)
+    assert len([*output.glob("model-*-of-*.safetensors")]) > 1
+    assert all(file.stat().st_size < 60_000 for file in output.glob("*.safetensors"))
+    assert_equal_tensors(
+        {key: cases.as_bits(tensor) for key, tensor in hf_models.tensors(output).items()}, folder
+    )
+    assert (hf_models.logprobs(output, *batch()) == logprobs).all()
+    before, after = (json.loads((at / "config.json").read_text()) for at in (folder, output))
+    assert after["model_type"] == before["model_type"]
+    assert (after["eos_token_id"], after["pad_token_id"]) == (before["eos_token_id"] or 15, 16)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported"]
+
+
+def test_a_written_folder_has_the_tokenizer(ranks, saved, tmp_path):
+    from transformers import AutoTokenizer
+
+    ranks(1).run(cases.saved_again, saved("llama")[0], {}, tmp_path / "exported", 10**9)
+    assert (tmp_path / "exported/model.safetensors").is_file()
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported")("527>").input_ids == [5, 2, 7, 12]
+
+
+def test_a_folder_that_exists_is_not_written(ranks, saved, tmp_path):
+    with pytest.raises(RankFailedError, match="exists already"):
+        ranks(1).run(cases.saved_again, saved("llama")[0], {}, tmp_path, 10**9)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bf16_weights_and_their_fp32_copies(ranks, tmp_path, dtype):
+    folder = hf_models.save("qwen2", tmp_path / "model", dtype)
+    plain = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}}
+    wanted = {name: cases.as_bits(tensor.bfloat16()) for name, tensor in hf_models.tensors(folder).items()}
+    for exported, copies, weights in ranks(2).run(cases.weights_in_bf16, folder, TP2 | plain):
+        assert exported.keys() == wanted.keys()
+        assert all((exported[name] == bits).all() for name, bits in wanted.items())
+        assert copies == pytest.approx(weights, rel=1e-6)
+
+
+def test_export_gathers_weights_that_are_still_to_come(ranks, saved):
+    folder, _ = saved("qwen3")
+    plain, overlapped = (ranks(2).run(cases.trained_then_exported, folder, flag) for flag in (False, True))
+    loaded = hf_models.tensors(folder)
+    for (exported, reference), (other, other_reference) in zip(plain, overlapped, strict=True):
+        assert all((exported[name] == other[name]).all() for name in exported)
+        assert (reference == other_reference).all()
+        assert any((exported[name] != cases.as_bits(tensor)).any() for name, tensor in loaded.items())
+
+
+@pytest.mark.parametrize("megatron", [{}, TP2, PP2, EP2, TP2_SP | EP2], ids=str)
+def test_a_rank_reads_its_own_parts_only(ranks, saved, megatron):
+    folder, _ = saved("qwen3-moe" if "expert_model_parallel_size" in megatron else "qwen3")
+    whole = {name: tensor.nbytes for name, tensor in hf_models.tensors(folder).items()}
+    reports = ranks(2 if megatron else 1).run(cases.parts_read, folder, megatron)
+    padding = 48 * 4  # a row of the embedding and one of the output layer, at most
+    for read, parameters in reports:
+        assert parameters - 2 * padding <= sum(read.values()) <= parameters
+    for name, size in whole.items():
+        if "norm" not in name and "mlp.gate." not in name and megatron not in ({}, EP2):
+            assert sum(read.get(name, 0) for read, _ in reports) == size, name
+        assert max(read.get(name, 0) for read, _ in reports) <= size
+
+
+def changed(folder, to, change):
+    """A copy of a model's folder with other tensors."""
+    shutil.copytree(folder, to)
+    tensors = hf_models.tensors(to)
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def remove_two(tensors):
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+
+
+def add_one(tensors):
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+
+
+def widen(tensors):
+    tensors["model.layers.3.mlp.down_proj.weight"] = torch.zeros(48, 96)
+
+
+def make_integers(tensors):
+    tensors["model.norm.weight"] = torch.ones(48, dtype=torch.int32)
+
+
+def add_frequencies(tensors):
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+
+
+def repeat_embedding(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def differ_from_embedding(tensors):
+    repeat_embedding(tensors)
+    tensors["lm_head.weight"][-1, -1] += 1
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", remove_two, r"2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight"),
+        ("llama", add_one, r"1 unexpected: model.layers.0.self_attn.q_proj.bias"),
+        (
+            "llama",
+            widen,
+            r"down_proj.weight has the shape \(48, 96\), and the architecture gives it \(48, 80\)",
+        ),
+        ("llama", make_integers, r"model.norm.weight in .* has the number format I32"),
+        ("llama-tied", differ_from_embedding, r"lm_head.weight differs from model.embed_tokens.weight"),
+    ],
+)
+def test_tensors_that_are_not_the_models_are_named(ranks, saved, tmp_path, name, change, message):
+    folder = changed(saved(name)[0], tmp_path / "changed", change)
+    with pytest.raises(RankFailedError, match=message):
+        ranks(1).run(cases.loaded_logprobs, folder, {}, *batch())
+
+
+@pytest.mark.parametrize(("name", "change"), [("llama", add_frequencies), ("llama-tied", repeat_embedding)])
+def test_redundant_tensors_are_left(ranks, saved, tmp_path, name, change):
+    folder = changed(saved(name)[0], tmp_path / "changed", change)
+    ((found, _),) = ranks(1).run(cases.loaded_logprobs, folder, {}, *batch())
+    assert np.abs(found - saved(name)[1]).max() < TOLERANCE
+
+
+def test_a_config_that_is_no_longer_the_recipes_is_refused(ranks, saved, tmp_path):
+    folder = shutil.copytree(saved("llama")[0], tmp_path / "changed")
+    with pytest.raises(RankFailedError, match=r"policy.model.layernorm_epsilon: 1e-06 contradicts the 0.001"):
+        ranks(1).run(cases.load_after_a_change, folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "no supported Hugging Face family has"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers: 1"),
+        ({"num_moe_experts": 4}, "qk_layernorm off"),
+    ],
+)
+def test_architectures_without_a_family_are_not_exported(ranks, model, message):
+    with pytest.raises(RankFailedError, match=message):
+        ranks(1).run(cases.exported_without_a_family, model)

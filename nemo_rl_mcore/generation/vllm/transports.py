@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -68,7 +69,8 @@ class SharedMemorySender:
 
     def __init__(self, slot_bytes: int, slots: int = SLOTS) -> None:
         self._slot_bytes = slot_bytes
-        self._file = os.memfd_create("nemo_rl_mcore_refit")
+        self._name = uuid.uuid4().hex  # a later sender may get the same path
+        self._file = os.memfd_create(f"nemo_rl_mcore_{self._name}")
         os.ftruncate(self._file, slot_bytes * slots)
         memory = torch.frombuffer(mmap.mmap(self._file, slot_bytes * slots), dtype=torch.uint8)
         self.slots: Sequence[torch.Tensor] = memory.split(slot_bytes)
@@ -76,7 +78,8 @@ class SharedMemorySender:
     def locate(self, slot: int, used: int) -> Location:
         """See `SendingEnd.locate`."""
         path = f"/proc/{os.getpid()}/fd/{self._file}"
-        return {"kind": "shared_memory", "path": path, "offset": slot * self._slot_bytes, "bytes": used}
+        start = slot * self._slot_bytes
+        return {"kind": "shared_memory", "name": self._name, "path": path, "offset": start, "bytes": used}
 
     def transmit(self, slot: int, used: int) -> None:
         """Nothing to do: the memory is shared."""
@@ -100,11 +103,11 @@ class SharedMemoryReceiver:
 
     def open(self, location: Location) -> torch.Tensor:
         """See `ReceivingEnd.open`."""
-        path: str = location["path"]
-        if path not in self._mapped:
-            with open(path, "r+b") as file:
-                self._mapped[path] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-        return self._mapped[path][location["offset"] : location["offset"] + location["bytes"]]
+        name: str = location["name"]
+        if name not in self._mapped:
+            with open(location["path"], "r+b") as file:
+                self._mapped[name] = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        return self._mapped[name][location["offset"] : location["offset"] + location["bytes"]]
 
     def close(self) -> None:
         """See `ReceivingEnd.close`."""
@@ -249,4 +252,3 @@ def join_broadcast_group(
     group._set_default_backend(kind)
     group._register_backend(torch.device(device_type), kind, backend)
     return group
-

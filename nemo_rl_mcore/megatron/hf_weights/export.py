@@ -57,43 +57,44 @@ def save_pretrained(
     policy: PolicyConfig,
     folder: Path,
     *,
+    origin: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a folder that transformers and vLLM load: weights, config.json and tokenizer; every rank takes part.
 
-    The first rank writes, to a folder beside it that is renamed at the end. Raises ValueError when the folder exists.
+    The first rank writes, to a folder beside it that is renamed at the end. `origin` names the model that training
+    started from, whose family, special tokens and generation_config.json are kept.
+    Raises ValueError when the folder exists.
     """
     writes = dist.get_rank() == 0
-    if folder.exists():
+    if writes and folder.exists():
         raise ValueError(f"the folder {str(folder)!r} exists already; name another one")
     partial = folder.with_name(f".{folder.name}.partial")
-    if not writes:
-        for _ in full_tensors(chunks, policy):
-            pass
-        dist.barrier()
-        return
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
     writer = ShardWriter(partial, _bytes_of(policy), shard_bytes)
     for name, tensor in full_tensors(chunks, policy):
-        writer.add(name, tensor)
-    writer.close()
-    _write_surroundings(policy, partial)
-    partial.rename(folder)
+        if writes:
+            writer.add(name, tensor)
+    if writes:
+        writer.close()
+        _write_surroundings(policy, partial, origin or policy.model_name)
+        partial.rename(folder)
     dist.barrier()
 
 
-def _write_surroundings(policy: PolicyConfig, folder: Path) -> None:
+def _write_surroundings(policy: PolicyConfig, folder: Path, origin: str | None) -> None:
     """config.json, the tokenizer and, where the weights came with one, generation_config.json."""
     tokenizer = load_tokenizer(policy.tokenizer.name)
     tokenizer.save_as_hugging_face(folder)
-    origin = read_hf_config(policy.model_name) if policy.model_name else None
-    config = hf_config_of(policy.model, dtype=policy.precision, origin=origin)
+    origin_config = read_hf_config(origin) if origin else None
+    config = hf_config_of(policy.model, dtype=policy.precision, origin=origin_config)
     for key, token in (("eos_token_id", tokenizer.eos_token_id), ("pad_token_id", tokenizer.pad_token_id)):
         if config[key] is None:
             config[key] = token
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    source = local_folder(policy.model_name) if policy.model_name else None
+    source = local_folder(origin) if origin else None
     if source is not None and (source / _GENERATION).is_file():
         shutil.copy(source / _GENERATION, folder / _GENERATION)
 

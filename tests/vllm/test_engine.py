@@ -1,0 +1,271 @@
+"""vLLM itself, in a process of its own: what it answers with, after which weights."""
+
+from pathlib import Path
+
+import pytest
+
+LOGPROBS = 1e-4
+DENSE_FAMILIES = ["llama", "llama_scaled_rotary", "qwen2", "qwen3"]
+
+
+def errors_after_refits(folder, family, tied):
+    """For each refit: the distance of the log-probabilities from its weights, and from the other refit's."""
+    import engine_process as tiny
+
+    from nemo_rl_mcore.generation.vllm.engine import Sampling, SyncEngine
+
+    tiny.model_folder(folder, family, tied=tied)
+    engine = SyncEngine(tiny.settings(folder))
+    asked, sampling = tiny.requests(), Sampling(16, temperature=0.7)
+    models = [tiny.transformers_model(folder, seed) for seed in (0, 1)]
+    found = []
+    for version, model in enumerate(models):
+        tiny.refit(engine, model, version)
+        answered = engine.generate(asked, sampling, version)
+        found.append([tiny.largest_error(models[i], asked, answered, 0.7) for i in (version, 1 - version)])
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
+def test_after_a_refit_the_logprobs_are_those_of_the_new_weights(engine_process, tmp_path, family, tied):
+    [refits] = engine_process.run(errors_after_refits, tmp_path / "model", family, tied)
+    for own, other in refits:
+        assert own < LOGPROBS
+        assert other > 0.1
+
+
+def refused_versions(folder):
+    import engine_process as tiny
+
+    from nemo_rl_mcore.generation.vllm.engine import Sampling, SyncEngine, WrongWeightsError
+
+    tiny.model_folder(folder)
+    engine = SyncEngine(tiny.settings(folder))
+    model, tensors = tiny.transformers_model(folder, 0), tiny.weights(tiny.transformers_model(folder, 0))
+    asked, sampling = tiny.requests([3]), Sampling(4)
+    refusals = {}
+
+    def attempt(name, call, *arguments):
+        try:
+            call(*arguments)
+            refusals[name] = "accepted"
+        except (WrongWeightsError, RuntimeError, ValueError) as error:
+            refusals[name] = f"{type(error).__name__}: {error}"
+
+    attempt("before the first refit", engine.generate, asked, sampling, 0)
+    tiny.refit(engine, model, 0)
+    attempt("another version", engine.generate, asked, sampling, 1)
+    attempt("the same version again", engine.begin_refit, 0)
+    attempt("after a refusal of the same version", engine.generate, asked, sampling, 0)
+
+    # A refit that breaks off in the middle.
+    engine.begin_refit(1)
+    engine.load_bucket(next(iter(tiny.messages(tensors))))
+    attempt("half applied, new version", engine.generate, asked, sampling, 1)
+    attempt("half applied, old version", engine.generate, asked, sampling, 0)
+
+    # One that loses a tensor on the way, and one whose sender never had it.
+    for name, announced in (("a lost tensor", len(tensors)), ("a missing weight", len(tensors) - 1)):
+        engine.begin_refit(1)
+        for message in tiny.messages(tensors[:-1]):
+            engine.load_bucket(message)
+        attempt(name, engine.finish_refit, 1, announced)
+        attempt(f"{name}, then", engine.generate, asked, sampling, 1)
+
+    engine.begin_refit(1)
+    attempt(
+        "an unknown tensor",
+        engine.load_bucket,
+        next(iter(tiny.messages([("model.nonsense", tensors[0][1])]))),
+    )
+    other = tiny.transformers_model(folder, 1)
+    tiny.refit(engine, other, 2)
+    error = tiny.largest_error(other, asked, engine.generate(asked, sampling, 2), 1.0)
+    engine.close()
+    return refusals, error
+
+
+def test_an_engine_answers_only_with_whole_weights_of_the_version_asked_for(engine_process, tmp_path):
+    [(refusals, error_afterwards)] = engine_process.run(refused_versions, tmp_path / "model")
+    assert refusals.pop("after a refusal of the same version") == "accepted"
+    for name in ("before the first refit", "half applied, new version", "half applied, old version"):
+        assert "the engine's are of no version" in refusals.pop(name)
+    for name in ("a lost tensor, then", "a missing weight, then"):
+        assert "asked for weights of version 1, and the engine's are of no version" in refusals.pop(name)
+    assert "asked for weights of version 1, and the engine's are of 0" in refusals.pop("another version")
+    assert "version 0 are not newer than those of 0" in refusals.pop("the same version again")
+    assert "of 21 tensors arrived" in refusals.pop("a lost tensor")
+    assert "no weights for lm_head.weight" in refusals.pop("a missing weight")
+    assert "nonsense" in refusals.pop("an unknown tensor")
+    assert not refusals
+    assert error_afterwards < LOGPROBS
+
+
+def sampled(folder):
+    """Answers to the same requests: twice, in another order, one by one, with other seeds."""
+    import engine_process as tiny
+
+    from nemo_rl_mcore.generation.vllm.engine import Request, Sampling, SyncEngine
+
+    tiny.model_folder(folder)
+    engine = SyncEngine(tiny.settings(folder))
+    tiny.refit(engine, tiny.transformers_model(folder, 0), 0)
+    asked, sampling = tiny.requests([5, 9, 5, 30, 2]), Sampling(12)
+
+    def tokens(asked):
+        return [response.tokens for response in engine.generate(asked, sampling, 0)]
+
+    reseeded = [Request(request.prompt, request.seed + 1000) for request in asked]
+    found = (
+        tokens(asked), tokens(asked), tokens(asked[::-1])[::-1], [tokens([one])[0] for one in asked], tokens(reseeded)
+    )  # fmt: skip
+    engine.close()
+    return found
+
+
+def test_the_tokens_of_a_request_depend_on_its_seed_alone(engine_process, tmp_path):
+    [(first, *same, reseeded)] = engine_process.run(sampled, tmp_path / "model")
+    assert same == [first] * 3
+    assert all(one != other for one, other in zip(first, reseeded, strict=True))
+
+
+def endings(folder, stop_ids, stop_strings):
+    import engine_process as tiny
+
+    from nemo_rl_mcore.data.tokenizer import load_tokenizer
+    from nemo_rl_mcore.generation.vllm.engine import Request, Sampling, SyncEngine
+
+    tiny.model_folder(folder)
+    tokenizer = load_tokenizer("char")
+    tokenizer.save_as_hugging_face(folder)
+    engine = SyncEngine(tiny.settings(folder, tokenizer=str(folder)))
+    tiny.refit(engine, tiny.transformers_model(folder, 0), 0)
+    asked = [Request(tokenizer.encode("12+3="), seed) for seed in range(24)]
+    ends = Sampling(10, stop_ids=stop_ids, stop_strings=stop_strings)
+    stopped = engine.generate(asked, ends, 0)
+    whole = engine.generate(asked, Sampling(10), 0)
+    engine.close()
+    return [(r.tokens, r.finished, tokenizer.decode(r.tokens)) for r in stopped], [r.tokens for r in whole]
+
+
+def test_a_stop_id_ends_a_response_and_belongs_to_it(engine_process, tmp_path):
+    [(stopped, whole)] = engine_process.run(endings, tmp_path / "model", (3, 7, 11), ())
+    assert {finished for _, finished, _ in stopped} == {True, False}
+    for (tokens, finished, _), unstopped in zip(stopped, whole, strict=True):
+        ends = [place for place, token in enumerate(unstopped) if token in (3, 7, 11)]
+        assert finished == bool(ends)
+        assert tokens == (unstopped[: ends[0] + 1] if ends else unstopped)
+
+
+def test_a_stop_string_ends_a_response_and_belongs_to_it(engine_process, tmp_path):
+    [(stopped, whole)] = engine_process.run(endings, tmp_path / "model", (), ("1", "a", "#"))
+    assert {finished for _, finished, _ in stopped} == {True, False}
+    for (tokens, finished, text), unstopped in zip(stopped, whole, strict=True):
+        assert finished == any(string in text for string in "1a#"), (tokens, unstopped, text)
+        assert not any(string in text[:-1] for string in "1a#")
+        assert tokens == unstopped[: len(tokens)]
+        assert finished or len(tokens) == 10
+
+
+def greedy_answers(folder):
+    import engine_process as tiny
+    import torch
+
+    from nemo_rl_mcore.generation.vllm.engine import Sampling, SyncEngine
+
+    tiny.model_folder(folder, "qwen3")
+    engine = SyncEngine(tiny.settings(folder))
+    model = tiny.transformers_model(folder, 0)
+    tiny.refit(engine, model, 0)
+    asked = tiny.requests()
+    found = [response.tokens for response in engine.generate(asked, Sampling(16, 0.7, greedy=True), 0)]
+    engine.close()
+    expected = [generate(model, torch.tensor([request.prompt])) for request in asked]
+    return found, expected
+
+
+def generate(model, ids):
+    # Left to itself, transformers takes tokens that are the padding's for padding.
+    every = ids.new_ones(ids.shape)
+    found = model.generate(ids, attention_mask=every, max_new_tokens=16, do_sample=False, pad_token_id=0)
+    return found[0].tolist()[ids.shape[1] :]
+
+
+def test_greedy_tokens_are_those_of_transformers(engine_process, tmp_path):
+    [(found, expected)] = engine_process.run(greedy_answers, tmp_path / "model")
+    assert found == expected
+
+
+def in_flight(folder):
+    """Requests that a refit overtakes, and others around it."""
+    import asyncio
+
+    import engine_process as tiny
+
+    from nemo_rl_mcore.generation.vllm.engine import AsyncEngine, Sampling
+
+    tiny.model_folder(folder)
+    models = [tiny.transformers_model(folder, seed) for seed in (0, 1)]
+
+    async def refit(engine, version):
+        await engine.begin_refit(version)
+        for message in tiny.messages(tiny.weights(models[version])):
+            await engine.load_bucket(message)
+        await engine.finish_refit(version, len(tiny.weights(models[version])))
+
+    async def scenario():
+        engine = AsyncEngine(tiny.settings(folder))
+        early = asyncio.create_task(engine.generate(tiny.requests([5]), Sampling(4)))
+        await asyncio.sleep(0.1)
+        waited = not early.done()
+        await refit(engine, 0)
+        before = await engine.generate(tiny.requests(), Sampling(16), 0)
+        overtaken = asyncio.create_task(engine.generate(tiny.requests([5, 9, 2, 7]), Sampling(200)))
+        await asyncio.sleep(0.1)
+        running = not overtaken.done()
+        await refit(engine, 1)
+        still_running = not overtaken.done()
+        responses = await overtaken
+        after = await engine.generate(tiny.requests(), Sampling(16), 1)
+        found = {
+            "waited for weights": waited and len((await early)[0].tokens) == 4,
+            "overtaken": [running, still_running],
+            "lengths": [len(response.tokens) for response in responses],
+            "versions": [(response.first_version, response.last_version) for response in responses],
+            "before": tiny.largest_error(models[0], tiny.requests(), before, 1.0),
+            "after": tiny.largest_error(models[1], tiny.requests(), after, 1.0),
+            # Whose the last tokens are: with the key-value cache computed anew they are of the new weights alone.
+            "tail": tail_error(models[1], tiny.requests([5, 9, 2, 7]), responses),
+        }
+        await engine.close()
+        return found
+
+    return asyncio.run(scenario())
+
+
+def tail_error(model, asked, answered, tokens=20):
+    import engine_process as tiny
+
+    from nemo_rl_mcore.generation.vllm.engine import Request, Response
+
+    tails = [
+        (
+            Request([*request.prompt, *response.tokens[:-tokens]], 0),
+            Response(response.tokens[-tokens:], response.logprobs[-tokens:], False, 0, 0),
+        )
+        for request, response in zip(asked, answered, strict=True)
+    ]
+    return tiny.largest_error(model, [tail[0] for tail in tails], [tail[1] for tail in tails], 1.0)
+
+
+def test_weights_change_while_requests_are_in_flight(engine_process, tmp_path: Path):
+    [found] = engine_process.run(in_flight, tmp_path / "model")
+    assert found["waited for weights"]
+    assert found["overtaken"] == [True, True]
+    assert found["lengths"] == [200] * 4
+    assert found["versions"] == [(0, 1)] * 4
+    assert found["before"] < LOGPROBS
+    assert found["after"] < LOGPROBS
+    assert found["tail"] < LOGPROBS
