@@ -37,6 +37,7 @@ from nemo_rl_mcore.megatron.sharded_files import (
     load_sharded,
     save_sharded,
 )
+from nemo_rl_mcore.megatron.value_head import VALUE_HEAD
 
 WEIGHTS = "weights"
 REFERENCE = "reference"
@@ -95,11 +96,20 @@ def load_policy(
     return reference
 
 
-def load_weights(chunks: list[DistributedDataParallel], folder: Path) -> None:
-    """Fill this rank's weights and buffers; an optimizer with copies of its own must be told to read them anew."""
-    loaded = load_sharded(_model_state(chunks), folder)
+def load_weights(chunks: list[DistributedDataParallel], folder: Path, *, of_a_policy: bool = False) -> None:
+    """Fill this rank's weights and buffers; an optimizer with copies of its own must be told to read them anew.
+
+    A critic begins with the weights of a policy (`of_a_policy`), which has no value head: its own stays as it is.
+    """
+    state = _model_state(chunks)
+    if of_a_policy:
+        state = {
+            number: {name: part for name, part in chunk.items() if not name.startswith(VALUE_HEAD)}
+            for number, chunk in state.items()
+        }
+    loaded = load_sharded(state, folder)
     for number, chunk in enumerate(chunks):
-        # What is left out is Transformer Engine's state of FP8, see `_model_state`.
+        # What else is left out is Transformer Engine's state of FP8, see `_model_state`.
         chunk.module.load_state_dict(loaded[str(number)], strict=False)
 
 

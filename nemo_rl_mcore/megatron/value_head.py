@@ -11,7 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator
 
-_NAME = "value_head"
+VALUE_HEAD = "value_head"
+"""What the head is called among the model's modules."""
 
 
 class ValueHead(torch.nn.Module):
@@ -42,7 +43,7 @@ def give_value_head(model: GPTModel) -> None:
     """Add the head to a last stage, and take the output layer out of training: a critic has no use for it."""
     if not model.post_process:
         return
-    model.add_module(_NAME, ValueHead(model.config))
+    model.add_module(VALUE_HEAD, ValueHead(model.config))
     if not model.share_embeddings_and_output_weights:
         for parameter in model.output_layer.parameters():
             parameter.requires_grad = False

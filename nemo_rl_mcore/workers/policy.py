@@ -20,7 +20,7 @@ from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
 
 class Policy:
-    """Implements `interfaces.PolicyInterface`, and `ValueInterface` for that role, over a group of `MegatronPolicyWorker`s; a context manager.
+    """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
 
     Raises WorkerError, naming the rank, when a rank fails or dies.
     """

@@ -66,7 +66,8 @@ class MegatronPolicyWorker:
         self._seed = seed
         self.backend = MegatronBackend(self.policy, self.role)
         if self.policy.init_checkpoint is not None:
-            self._load_weights(Path(self.policy.init_checkpoint) / POLICY_FOLDER)
+            folder = Path(self.policy.init_checkpoint) / POLICY_FOLDER
+            self._load_weights(folder, of_a_policy=self.role is Role.VALUE)
         self.train_step = TrainStep(self.backend)
         self._sender: WeightSender | None = None
         self._reference: ReferencePolicy | None = (
@@ -286,8 +287,9 @@ class MegatronPolicyWorker:
 
         save_pretrained(self.backend.chunks, self.policy, Path(folder), origin=origin)
 
-    def _load_weights(self, folder: Path) -> None:
-        self._checkpoint.load_weights(self.backend.chunks, folder / self._checkpoint.WEIGHTS)
+    def _load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
+        weights = folder / self._checkpoint.WEIGHTS
+        self._checkpoint.load_weights(self.backend.chunks, weights, of_a_policy=of_a_policy)
         self.backend.optimizer.reload_model_params()
 
     # Weight sync
