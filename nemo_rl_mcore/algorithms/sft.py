@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
@@ -37,9 +38,8 @@ class SFT:
     def step(self, step: int) -> StepOutcome:
         """Train on the step's answers."""
         batch = self._rows(self.prompts.train_batch(step, self.config.policy.train_global_batch_size))
-        fused = self.config.policy.megatron_cfg.use_fused_linear_logprobs
         with self.observer.phase("train"):
-            result = self.policy.train(batch, NLLLossFn(self.config.loss_fn, fused))
+            result = self.policy.train(batch, self._loss_fn)
         tokens = {"train/total_num_tokens": float(batch["input_lengths"].sum())}
         return StepOutcome(train_metrics(result) | tokens, result["skip_reasons"], batch)
 
@@ -47,10 +47,14 @@ class SFT:
         """The loss of held-out answers, and how good the policy's own answers to their prompts are."""
         size = self.config.policy.train_global_batch_size
         held_out = self.prompts.validation(self.config.sft.val_batches * size)
-        result = self.policy.train(self._rows(held_out), NLLLossFn(self.config.loss_fn), eval_mode=True)
+        result = self.policy.train(self._rows(held_out), self._loss_fn, eval_mode=True)
         loss = train_metrics(result, "validation")["validation/loss"]
         judged = Evaluation(self.config.sft, self.collector, self.prompts, self.observer).validate(step)
         return {"validation/loss": loss, **judged}
+
+    @cached_property
+    def _loss_fn(self) -> NLLLossFn:
+        return NLLLossFn(self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs)
 
     def _rows(self, prompts: list[Prompt]) -> BatchedDataDict:
         return answered_rows(

@@ -1,46 +1,119 @@
 """Configurations of the prompts and of the environment that scores the answers."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from nemo_rl_mcore.config.base import PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import Float, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.imports import Arguments, ImportPath
+
+
+class ValidationFileConfig(StrictModel):
+    """A JSONL file: an object a line. Its keys left out are those of data.train."""
+
+    data_path: str
+    """The file, relative to where the command is started."""
+    input_key: str = "input"
+    """Key of the prompt: text, or with data.apply_chat_template also a list of messages."""
+    output_key: str = "output"
+    """Key of the answer: text or a number."""
+    chat_key: str = "messages"
+    """Key of a whole conversation, which takes the place of prompt and answer where answers are imitated."""
+    prompt_key: str = "prompt"
+    """Of pairs (offline DPO): key of the prompt."""
+    chosen_key: str = "chosen"
+    """Of pairs: key of the better answer."""
+    rejected_key: str = "rejected"
+    """Of pairs: key of the worse answer."""
+
+
+class TrainFileConfig(ValidationFileConfig):
+    """The JSONL file to train on, and the share of it that is held out where there is no file of validation rows."""
+
+    split_validation_size: Annotated[Float, Field(ge=0, lt=1)] = 0.1
+    """Share held out, by a hash of the prompt; read where data.validation is null."""
 
 
 class DataConfig(StrictModel):
-    """The source of prompts: an embedded task over strings of digits, drawn by a deterministic generator."""
+    """The source of prompts: an embedded task over strings of digits, JSONL files, or a class of one's own."""
 
-    dataset_name: Literal["copy", "reverse", "sort", "increment"]
-    """The task: answer the digits as they are, in reverse, sorted, or each one higher."""
+    dataset_name: Literal["copy", "reverse", "sort", "increment", "jsonl", "custom"]
+    """The task: answer the digits as they are, in reverse, sorted, or each one higher; or jsonl; or custom."""
     num_digits: Annotated[int, Field(ge=1, le=9)] = 3
-    """Digits of a prompt; its text is the digits and a `>`."""
+    """Of an embedded task: digits of a prompt; its text is the digits and a `>`."""
     max_input_seq_length: PositiveInt | None = None
-    """Tokens of a prompt at most; null takes the length that the task has."""
+    """Tokens of a prompt at most; null takes the length that the task has, or what the response leaves room for."""
+    train: TrainFileConfig | None = None
+    """Of jsonl: the rows to train on."""
+    validation: ValidationFileConfig | None = None
+    """Of jsonl: the rows to validate with; null holds out a share of data.train."""
+    apply_chat_template: bool = False
+    """Show prompts to the model as its tokenizer's chat template does; false gives it the plain text (ours)."""
+    overlong: Literal["error", "drop"] = "error"
+    """What becomes of a row of a file that has too many tokens (ours)."""
+    type: ImportPath | None = None
+    """Of custom: the import path of the class, `package.module:Name` (ours)."""
+    args: Arguments = {}
+    """Of custom: keyword arguments of the class, beside seed (ours)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: object) -> object:
+        """Name the data set where `type` says it, and hand the keys of data.train on to data.validation."""
+        if not isinstance(given, Mapping):
+            return given
+        section = dict(cast("Mapping[str, object]", given))
+        if "dataset_name" not in section and section.get("type") is not None:
+            section["dataset_name"] = "custom"
+        train, validation = section.get("train"), section.get("validation")
+        if isinstance(train, Mapping) and isinstance(validation, Mapping):
+            shared = {
+                key: value
+                for key, value in cast("Mapping[str, object]", train).items()
+                if key in ValidationFileConfig.model_fields and key != "data_path"
+            }
+            section["validation"] = shared | dict(cast("Mapping[str, object]", validation))
+        return section
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the prompts are those of an embedded task."""
+        return self.dataset_name not in ("jsonl", "custom")
 
     @property
     def prompt_length(self) -> int:
-        """Characters of a prompt: the digits and the `>`."""
+        """Characters of a prompt of an embedded task: the digits and the `>`."""
         return self.num_digits + 1
 
     @property
     def train_prompts(self) -> int:
-        """Different training prompts that surely exist; a hash decides the exact share."""
+        """Different training prompts of an embedded task that surely exist; a hash decides the exact share."""
         return 87 * 10**self.num_digits // 100
 
     @property
     def validation_prompts(self) -> int:
-        """Held-out prompts that surely exist; a hash decides the exact share."""
+        """Held-out prompts of an embedded task that surely exist; a hash decides the exact share."""
         return 9 * 10**self.num_digits // 100
 
     @property
-    def max_prompt_length(self) -> int:
-        """Tokens that a sequence must have room for before the response."""
-        return self.prompt_length if self.max_input_seq_length is None else self.max_input_seq_length
+    def max_prompt_length(self) -> int | None:
+        """Tokens that a sequence must have room for before the response; None where the response says it."""
+        if self.max_input_seq_length is None and self.embedded:
+            return self.prompt_length
+        return self.max_input_seq_length
 
     def problems(self) -> Iterator[Problem]:
-        """Yield prompts that are longer than the maximum."""
-        if self.max_prompt_length < self.prompt_length:
+        """Yield keys that the data set lacks or does not read, and prompts that are longer than the maximum."""
+        yield from self._source_problems()
+        if self.embedded and self.apply_chat_template:
+            yield Problem(
+                "apply_chat_template",
+                f"true does not go with dataset_name: {self.dataset_name}, whose prompts are no conversations",
+                "set it to false, or dataset_name: jsonl",
+                ("dataset_name",),
+            )
+        if self.embedded and (self.max_prompt_length or 0) < self.prompt_length:
             yield Problem(
                 "max_input_seq_length",
                 f"{self.max_input_seq_length} is shorter than the prompts of {self.dataset_name} with "
@@ -49,13 +122,63 @@ class DataConfig(StrictModel):
                 ("num_digits",),
             )
 
+    def _source_problems(self) -> Iterator[Problem]:
+        read_by = (
+            ("train", self.train is not None, "jsonl", True),
+            ("validation", self.validation is not None, "jsonl", False),
+            ("type", self.type is not None, "custom", True),
+            ("args", bool(self.args), "custom", False),
+        )
+        for key, given, reader, needed in read_by:
+            if given and self.dataset_name != reader:
+                yield Problem(
+                    key,
+                    f"does nothing with dataset_name: {self.dataset_name}",
+                    f"remove it, or set dataset_name: {reader}",
+                    ("dataset_name",),
+                )
+            if needed and not given and self.dataset_name == reader:
+                example = "train: {data_path: train.jsonl}" if key == "train" else "type: my_pkg.my_mod:MyData"
+                yield Problem(key, f"missing with dataset_name: {reader}", f"set {example}", ("dataset_name",))
+
 
 class ArithmeticEnvConfig(StrictModel):
     """The environment of the embedded tasks: the share of correct characters, end-of-sequence included."""
 
 
-class EnvConfig(StrictModel):
-    """The environment that scores the answers."""
+class MathEnvConfig(StrictModel):
+    """1 for a response whose final expression equals the answer, as `math-verify` judges it, else 0."""
 
-    arithmetic: ArithmeticEnvConfig = ArithmeticEnvConfig()
+    timeout_s: PositiveInt = 5
+    """Seconds to read an expression, and to compare two, after which the response is wrong (ours)."""
+
+
+class CustomEnvConfig(StrictModel):
+    """A class of one's own."""
+
+    type: ImportPath
+    """The import path of the class, `package.module:Name`."""
+    args: Arguments = {}
+    """Keyword arguments of the class."""
+
+
+class EnvConfig(StrictModel):
+    """The environment that scores the answers: one of the sections, and arithmetic where there is none."""
+
+    arithmetic: ArithmeticEnvConfig | None = None
     """The embedded tasks."""
+    math: MathEnvConfig | None = None
+    """Mathematical expressions; needs the extra math."""
+    custom: CustomEnvConfig | None = None
+    """A class of one's own (ours)."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a second environment."""
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) > 1:
+            yield Problem(
+                given[-1],
+                f"a run has one environment, and {' and '.join(given)} are given",
+                f"set {given[0]}: null",
+                tuple(given),
+            )

@@ -1,131 +1,25 @@
-"""The loop of GRPO over Protocol fakes: what is called, in which order, with what. Learning is tested on real ranks."""
+"""GRPO over Protocol fakes: what is called, in which order, with what. Learning is tested on real ranks."""
 
 import math
-from contextlib import contextmanager
 
 import pytest
 import torch
+from algorithm_fakes import FakePolicy, Notes, collector, recipe, source
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
-from nemo_rl_mcore.config import GRPOMasterConfig
-from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.datasets import DigitTaskSource
-from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.environments import ArithmeticEnvironment
-from nemo_rl_mcore.losses.base import MetricKind
-
-TOKENIZER = load_tokenizer("char")
-
-
-class FakePolicy:
-    def __init__(self, update_successful=True):
-        self.calls, self.batches, self.update_successful = [], [], update_successful
-        self.versions, self.offloaded_before = [], []
-
-    def generate(self, data, *, step, greedy=False):
-        self.calls.append("validate" if greedy else "generate")
-        # Sample 0 answers right, the others stop at once; of three prompts, two are not answered right by anyone.
-        rows = []
-        for prompt, index, sample in zip(
-            data["input_ids"].tolist(),
-            data["prompt_index"].tolist(),
-            data["sample_index"].tolist(),
-            strict=True,
-        ):
-            digits = prompt[:2] if sample == 0 and index % 3 == 0 else []
-            rows.append([*digits, TOKENIZER.eos_token_id])
-        tokens = torch.zeros(len(rows), 3, dtype=torch.long)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)] = torch.tensor(row)
-        finished = torch.tensor([sample != 1 for sample in data["sample_index"].tolist()])
-        lengths = torch.tensor([len(row) for row in rows])
-        return BatchedDataDict(
-            tokens=tokens, logprobs=-torch.ones(len(rows), 3), lengths=lengths, finished=finished
-        )
-
-    def update_weights(self, version):
-        self.versions.append((version, len(self.batches)))
-
-    def offload(self):
-        self.offloaded_before.append(self.calls[-1])
-
-    def get_logprobs(self, data):
-        self.calls.append("logprobs")
-        return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
-
-    def get_reference_policy_logprobs(self, data):
-        self.calls.append("reference")
-        return BatchedDataDict(reference_logprobs=torch.ones(data["input_ids"].shape))
-
-    def train(self, data, loss_fn):
-        self.calls.append("train")
-        self.batches.append(data)
-        self.loss_fn = loss_fn
-        reason = None if self.update_successful else "the loss is nan"
-        return {
-            "all_mb_metrics": {
-                "loss": [0.5, 1.5],
-                "probs_ratio_min": [0.5, 0.25],
-                "probs_ratio_max": [1.0, 3.0],
-                "values_min": [math.inf, math.inf],
-                "num_valid_samples": [10.0, 30.0],
-                "lr": [0.5, 0.25],
-                "wd": [0.1, 0.1],
-                "global_valid_seqs": [1.0, 1.0],
-                "global_valid_toks": [30.0, 10.0],
-            },
-            "metric_kinds": {
-                "loss": MetricKind.TOKENS,
-                "probs_ratio_min": MetricKind.MIN,
-                "probs_ratio_max": MetricKind.MAX,
-                "values_min": MetricKind.MIN,
-                "num_valid_samples": MetricKind.NONE,
-            },
-            "grad_norm": torch.tensor([1.0, 2.0]),
-            "update_successful": self.update_successful,
-            "skip_reasons": [reason] * 2,
-        }
-
-
-class Notes:
-    def __init__(self):
-        self.steps, self.phases, self.sampled = {}, [], []
-
-    @contextmanager
-    def phase(self, name):
-        self.phases.append(name)
-        yield
-
-    def log(self, step, metrics):
-        self.steps[step] = dict(metrics)
-
-    def add_samples(self, samples):
-        self.sampled += samples
 
 
 def master(grpo=None, loss_fn=None, **top):
     generations = (grpo or {}).get("num_generations_per_prompt", 3)
-    return GRPOMasterConfig.model_validate(
-        {
-            "seed": 1,
-            "grpo": {"num_prompts_per_step": 4, "num_generations_per_prompt": 3, "max_num_steps": 2}
-            | (grpo or {}),
-            "loss_fn": {"reference_policy_kl_penalty": 0.0} | (loss_fn or {}),
-            "policy": {
-                "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32},
-                "tokenizer": {"name": "char"},
-                "train_global_batch_size": 4 * generations,
-                "train_micro_batch_size": 1,
-                "max_total_sequence_length": 8,
-                "megatron_cfg": {"optimizer": {"lr": 1e-3}},
-                "generation": {"max_new_tokens": 3},
-            },
-            "data": {"dataset_name": "copy", "num_digits": 2},
-        }
-        | top
-    )
+    policy = {"train_global_batch_size": 4 * generations}
+    return recipe("grpo", policy, grpo=grpo or {}, loss_fn=loss_fn or {}, **top)
+
+
+def run(config, policy=None):
+    policy, notes = policy or FakePolicy(), Notes()
+    GRPO(config, policy, collector(config, policy), source(config), notes).run()
+    return policy, notes
 
 
 def test_the_engine_gets_the_weights_at_the_start_and_after_each_step_and_rests_while_training():
@@ -146,17 +40,9 @@ def test_each_step_reports_the_mismatch_and_masks_what_is_above_the_threshold():
     assert policy.batches[0]["sample_mask"].sum() == 0
 
 
-def run(config, policy=None):
-    policy, notes = policy or FakePolicy(), Notes()
-    collector = RolloutCollector(policy, ArithmeticEnvironment(), TOKENIZER, config.data.max_prompt_length)
-    grpo = GRPO(config, policy, collector, DigitTaskSource("copy", 2, config.seed), notes)
-    grpo.run()
-    return policy, notes
-
-
 def test_a_step_is_generate_logprobs_train():
     policy, notes = run(master())
-    assert policy.calls == ["generate", "logprobs", "train"] * 2
+    assert policy.calls == ["update_weights", *["generate", "logprobs", "train", "update_weights"] * 2]
     assert notes.phases == ["generation", "logprobs", "train", "weight_sync"] * 2
     assert sorted(notes.steps) == [1, 2]
     first, second = (set(batch["prompt_index"].tolist()) for batch in policy.batches)
@@ -166,8 +52,10 @@ def test_a_step_is_generate_logprobs_train():
 
 def test_the_reference_is_asked_only_where_the_kl_penalty_is_not_zero():
     policy, _ = run(master(loss_fn={"reference_policy_kl_penalty": 0.1}))
-    assert policy.calls == ["generate", "logprobs", "reference", "train"] * 2
-    assert (policy.batches[0]["reference_policy_logprobs"] == 1).all()
+    step = ["generate", "logprobs", "reference", "train", "update_weights"]
+    assert policy.calls == ["update_weights", *step * 2]
+    reference = policy.batches[0]["reference_policy_logprobs"]
+    assert torch.equal(reference, torch.arange(float(reference.shape[1])).expand_as(reference))
 
 
 def test_advantages_compare_a_sample_with_the_others_of_its_prompt():
@@ -248,11 +136,10 @@ def test_validation_runs_at_start_by_period_and_at_end_on_held_out_prompts():
 
 
 def test_skipped_steps_are_counted_and_end_the_run_at_the_limit_after_they_were_logged():
-    policy, notes = FakePolicy(update_successful=False), Notes()
+    policy, notes = FakePolicy(reasons=["the loss is nan"] * 2), Notes()
     config = master(grpo={"max_num_steps": 9}, max_consecutive_skips=5)
-    collector = RolloutCollector(policy, ArithmeticEnvironment(), TOKENIZER, config.data.max_prompt_length)
     with pytest.raises(TooManySkippedStepsError, match="step 3"):
-        GRPO(config, policy, collector, DigitTaskSource("copy", 2, 1), notes).run()
+        GRPO(config, policy, collector(config, policy), source(config), notes).run()
     assert [notes.steps[step]["train/skipped_steps"] for step in (1, 2, 3)] == [2, 4, 6]
 
 

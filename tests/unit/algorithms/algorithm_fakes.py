@@ -1,0 +1,200 @@
+"""Protocol fakes of what the algorithms are given, and small recipes of each.
+
+All fakes of a run write into one list of calls, so that a test reads what happened in which order.
+"""
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import DigitTaskSource
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.environments import ArithmeticEnvironment
+from nemo_rl_mcore.losses.base import MetricKind
+
+TOKENIZER = load_tokenizer("char")
+
+
+def train_result(reasons=(None, None), **metrics):
+    """What `train` returns for two optimizer steps of 30 and 10 tokens; further metrics are means over tokens."""
+    own = {name: (MetricKind.TOKENS, values) for name, values in metrics.items()}
+    kinds = {
+        "loss": (MetricKind.TOKENS, [0.5, 1.5]),
+        "probs_ratio_min": (MetricKind.MIN, [0.5, 0.25]),
+        "probs_ratio_max": (MetricKind.MAX, [1.0, 3.0]),
+        "values_min": (MetricKind.MIN, [math.inf, math.inf]),
+        "num_valid_samples": (MetricKind.NONE, [10.0, 30.0]),
+    } | own
+    return {
+        "all_mb_metrics": {name: values for name, (_, values) in kinds.items()}
+        | {
+            "lr": [0.5, 0.25],
+            "wd": [0.1, 0.1],
+            "global_valid_seqs": [1.0, 1.0],
+            "global_valid_toks": [30.0, 10.0],
+        },
+        "metric_kinds": {name: kind for name, (kind, _) in kinds.items()},
+        "grad_norm": torch.tensor([1.0, 2.0]),
+        "update_successful": not any(reasons),
+        "skip_reasons": list(reasons),
+    }
+
+
+@dataclass(frozen=True)
+class TrainCall:
+    data: BatchedDataDict
+    loss_fn: object
+    eval_mode: bool
+    gbs: int | None
+    mbs: int | None
+
+
+class FakeModel:
+    """Keeps what it is trained on; `reasons` say which optimizer steps are skipped."""
+
+    def __init__(self, calls=None, name="", reasons=(None, None)):
+        self.calls = [] if calls is None else calls
+        self.name, self.reasons = f" {name}" if name else "", reasons
+        self.trained, self.evaluated, self.loaded = [], [], None
+
+    @property
+    def batches(self):
+        return [call.data for call in self.trained]
+
+    @property
+    def loss_fns(self):
+        return [call.loss_fn for call in self.trained]
+
+    def train(self, data, loss_fn, *, eval_mode=False, gbs=None, mbs=None):
+        self.calls.append(f"{'evaluate' if eval_mode else 'train'}{self.name}")
+        # What came in: later steps may add to the batch.
+        call = TrainCall(BatchedDataDict(data), loss_fn, eval_mode, gbs, mbs)
+        (self.evaluated if eval_mode else self.trained).append(call)
+        reasons = ("eval_mode",) * 2 if eval_mode else self.reasons
+        return train_result(reasons, accuracy=[0.25, 0.75])
+
+    def save_checkpoint(self, folder):
+        self.calls.append(f"save{self.name}")
+        (Path(folder) / "weights").write_text(str(len(self.trained)))
+
+    def load_checkpoint(self, folder, *, weights_only=False):
+        self.calls.append(f"load{self.name}")
+        self.loaded = (Path(folder) / "weights").read_text()
+
+
+class FakePolicy(FakeModel):
+    """A policy and the engine that samples from it.
+
+    Sample 0 of every third prompt is two digits right, all other answers stop at once; sample 1 never finishes.
+    """
+
+    def __init__(self, calls=None, reasons=(None, None)):
+        super().__init__(calls, reasons=reasons)
+        self.versions, self.offloaded_before = [], []
+
+    def generate(self, data, *, step, greedy=False):
+        self.calls.append("validate" if greedy else "generate")
+        rows = []
+        for prompt, index, sample in zip(
+            data["input_ids"].tolist(),
+            data["prompt_index"].tolist(),
+            data["sample_index"].tolist(),
+            strict=True,
+        ):
+            digits = prompt[:2] if sample == 0 and index % 3 == 0 else []
+            rows.append([*digits, TOKENIZER.eos_token_id])
+        tokens = torch.zeros(len(rows), 3, dtype=torch.long)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row)
+        finished = torch.tensor([sample != 1 for sample in data["sample_index"].tolist()])
+        lengths = torch.tensor([len(row) for row in rows])
+        return BatchedDataDict(
+            tokens=tokens, logprobs=-torch.ones(len(rows), 3), lengths=lengths, finished=finished
+        )
+
+    def update_weights(self, version):
+        self.calls.append("update_weights")
+        self.versions.append((version, len(self.trained)))
+
+    def offload(self):
+        self.offloaded_before.append(self.calls[-1])
+
+    def get_logprobs(self, data):
+        self.calls.append("logprobs")
+        return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
+
+    def get_reference_policy_logprobs(self, data):
+        """Another number for each column, so that a shift shows."""
+        self.calls.append("reference")
+        columns = torch.arange(data["input_ids"].shape[1], dtype=torch.float32)
+        return BatchedDataDict(reference_logprobs=columns.expand(data["input_ids"].shape).clone())
+
+
+class Notes:
+    """What the run told its observer."""
+
+    def __init__(self):
+        self.steps, self.phases, self.sampled = {}, [], []
+
+    @contextmanager
+    def phase(self, name):
+        self.phases.append(name)
+        yield
+
+    def log(self, step, metrics):
+        self.steps[step] = dict(metrics)
+
+    def add_samples(self, samples):
+        self.sampled += samples
+
+
+LOOP = {"max_num_steps": 2, "max_val_samples": 4}
+ROLLOUT = LOOP | {"num_prompts_per_step": 4, "num_generations_per_prompt": 3}
+POLICY = {
+    "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 32},
+    "tokenizer": {"name": "char"},
+    "train_global_batch_size": 4,
+    "train_micro_batch_size": 1,
+    "max_total_sequence_length": 8,
+    "megatron_cfg": {"optimizer": {"lr": 1e-3}},
+    "generation": {"max_new_tokens": 3},
+}
+SECTIONS = {
+    "grpo": {"grpo": ROLLOUT, "loss_fn": {"reference_policy_kl_penalty": 0.0}},
+    "ppo": {
+        "ppo": ROLLOUT,
+        "loss_fn": {"reference_policy_kl_penalty": 0.0},
+        "value": {"optimizer": {"lr": 1e-3}},
+    },
+    "dpo": {"dpo": LOOP},
+    "sft": {"sft": LOOP},
+    "distillation": {"distillation": ROLLOUT | {"topk_logits_k": 2}, "teacher": {"init_checkpoint": "there"}},
+}
+"""What the smallest recipe of each algorithm has beside policy and data."""
+
+
+def recipe(algorithm, policy=None, **sections):
+    """A recipe on two digits; sections are merged into those above, and a section that is None is left out."""
+    tree = {
+        "seed": 1,
+        "policy": POLICY | (policy or {}),
+        "data": {"dataset_name": "copy", "num_digits": 2},
+    } | SECTIONS[algorithm]
+    for name, given in sections.items():
+        tree[name] = tree.get(name, {}) | given if isinstance(given, dict) else given
+    kept = {name: section for name, section in tree.items() if section is not None}
+    return RUN_CONFIGS[algorithm].model_validate(kept)
+
+
+def source(config):
+    return DigitTaskSource(config.data.dataset_name, config.data.num_digits, config.seed)
+
+
+def collector(config, engine):
+    return RolloutCollector(engine, ArithmeticEnvironment(), TOKENIZER, config.data.max_prompt_length)

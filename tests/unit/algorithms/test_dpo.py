@@ -1,0 +1,128 @@
+"""DPO over Protocol fakes: pairs given or made, the reference, and what the policy is trained with."""
+
+import pytest
+import torch
+from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source
+
+from nemo_rl_mcore.algorithms.dpo import DPO, best_against_worst
+from nemo_rl_mcore.algorithms.rollout import Rollout
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.preference import WrongAnswerPairs
+from nemo_rl_mcore.losses import DPOLossFn
+
+ONLINE = {"online": True, "num_generations_per_prompt": 3}
+MEGATRON = {"optimizer": {"lr": 1e-3}}
+
+
+def run(policy_keys=None, reasons=(None, None), **dpo):
+    policy, notes = FakePolicy(reasons=reasons), Notes()
+    config = recipe("dpo", policy_keys, dpo=dpo)
+    prompts = source(config)
+    pairs = None if config.dpo.online else WrongAnswerPairs(prompts, TOKENIZER)
+    DPO(config, policy, collector(config, policy), prompts, pairs, notes).run()
+    return policy, notes, pairs
+
+
+def test_offline_a_step_takes_the_pairs_asks_the_reference_and_trains():
+    policy, notes, pairs = run()
+    assert policy.calls == ["update_weights", *["reference", "train", "update_weights"] * 2]
+    assert notes.phases == ["reference", "train", "weight_sync"] * 2
+    for step, batch in enumerate(policy.batches, start=1):
+        given = pairs.train_batch(step, 4)
+        assert torch.equal(batch["input_ids"], given["input_ids"])
+        assert batch["prompt_index"][::2].tolist() == batch["prompt_index"][1::2].tolist()
+
+
+def test_the_reference_of_column_i_is_that_of_token_i_plus_1():
+    policy, _, _ = run()
+    reference = policy.batches[0]["reference_policy_logprobs"]
+    columns = reference.shape[1]
+    # The fake's log-probability of a token is the number of its column.
+    assert reference[0, :-1].tolist() == list(range(1, columns))
+
+
+def test_batch_sizes_of_pairs_are_twice_as_many_rows():
+    sizes = {"train_global_batch_size": 6, "train_micro_batch_size": 3}
+    policy, _, _ = run(sizes, val_at_end=True, val_batches=1, max_val_samples=1)
+    for call in (*policy.trained, *policy.evaluated):
+        assert (call.data.size, call.gbs, call.mbs) == (12, 12, 6)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_loss_is_that_of_the_recipe(fused):
+    megatron = {"megatron_cfg": MEGATRON | {"use_fused_linear_logprobs": fused}}
+    policy, notes, _ = run(
+        megatron, reference_policy_kl_penalty=0.3, sft_loss_weight=0.1, sft_average_log_probs=True
+    )
+    loss_fn = policy.loss_fns[0]
+    assert isinstance(loss_fn, DPOLossFn)
+    assert loss_fn.use_fused_linear_logprobs is fused
+    assert loss_fn.cfg.model_dump() == {
+        "reference_policy_kl_penalty": 0.3,
+        "preference_loss_weight": 1.0,
+        "sft_loss_weight": 0.1,
+        "preference_average_log_probs": False,
+        "sft_average_log_probs": True,
+    }
+    assert notes.steps[1]["train/total_num_tokens"] == policy.batches[0]["input_lengths"].sum()
+
+
+def test_a_validation_offline_takes_the_loss_of_held_out_pairs_too():
+    policy, notes, pairs = run(val_period=2, val_batches=2)
+    assert policy.calls[-3:] == ["validate", "reference", "evaluate"]
+    (call,) = policy.evaluated
+    assert torch.equal(call.data["input_ids"], pairs.validation(8)["input_ids"])
+    assert call.data["reference_policy_logprobs"][0, 0] == 1, "rolled as in training"
+    found = notes.steps[2]
+    assert found["validation/loss"] == 0.75
+    assert found["validation/preference_accuracy"] == pytest.approx((0.25 * 30 + 0.75 * 10) / 40)
+    # None of the fake's greedy answers is right in full: this is not the accuracy of the pairs.
+    assert found["validation/accuracy"] == sum(s.reward >= 1 for s in notes.sampled) / len(notes.sampled)
+
+
+def test_online_a_step_makes_its_pairs():
+    policy, notes, _ = run({"train_global_batch_size": 12}, **ONLINE, val_at_end=True)
+    step = ["generate", "reference", "train", "update_weights"]
+    assert policy.calls == ["update_weights", *step * 2, "validate"], "no loss of held-out pairs"
+    assert notes.phases[:4] == ["generation", "reference", "train", "weight_sync"]
+    assert policy.offloaded_before == ["generate"] * 2
+    batch = policy.batches[0]
+    assert batch.size == 24
+    chosen, rejected = batch["rewards"][::2], batch["rewards"][1::2]
+    assert (chosen >= rejected).all()
+    assert torch.equal(batch["sample_mask"][::2], (chosen > rejected).float())
+    assert notes.steps[1]["train/pairs_with_signal"] == float((chosen > rejected).float().mean())
+    assert 0 < notes.steps[1]["train/pairs_with_signal"] < 1, "both kinds are in the step"
+    assert len([sample for sample in notes.sampled if sample.step == 1]) == 12
+
+
+def pairs_of(*rewards_of_prompts):
+    """The rows that are picked from prompts with as many answers each."""
+    rewards = torch.tensor(rewards_of_prompts)
+    rows = rewards.numel()
+    batch = BatchedDataDict(
+        rewards=rewards.flatten(),
+        row=torch.arange(rows),
+        sample_mask=torch.ones(rows),
+        token_mask=torch.ones(rows, 2),
+    )
+    return best_against_worst(Rollout(batch, [], []), rewards.shape[1])
+
+
+def test_the_best_answer_is_put_against_the_worst_of_the_same_prompt():
+    batch, with_signal = pairs_of([0.0, 1.0, 0.5], [0.2, 0.1, 0.9], [3.0, -1.0, 2.0])
+    assert batch["row"].tolist() == [1, 0, 5, 4, 6, 7]
+    assert batch["sample_mask"].tolist() == [1] * 6
+    assert with_signal == 1
+
+
+def test_equal_rewards_make_no_pair():
+    batch, with_signal = pairs_of([1.0, 1.0], [0.0, 0.0], [0.0, 0.5])
+    assert batch["sample_mask"].tolist() == [0, 0, 0, 0, 1, 1]
+    assert with_signal == pytest.approx(1 / 3)
+
+
+def test_ties_for_the_best_and_the_worst_still_make_a_pair():
+    batch, _ = pairs_of([1.0, 0.0, 1.0, 0.0])
+    assert batch["rewards"].tolist() == [1, 0]
+    assert batch["sample_mask"].tolist() == [1, 1]

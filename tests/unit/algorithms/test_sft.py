@@ -1,0 +1,64 @@
+"""SFT over Protocol fakes: what it trains on, and how it validates."""
+
+import pytest
+import torch
+from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source
+
+from nemo_rl_mcore.algorithms.sft import SFT
+from nemo_rl_mcore.losses import NLLLossFn
+
+
+def run(policy_keys=None, **sft):
+    policy, notes = FakePolicy(), Notes()
+    config = recipe("sft", policy_keys, sft=sft)
+    prompts = source(config)
+    SFT(config, policy, collector(config, policy), prompts, notes).run()
+    return policy, notes, prompts
+
+
+def test_a_step_trains_on_other_prompts_with_their_answers():
+    policy, notes, prompts = run()
+    assert policy.calls == ["update_weights", *["train", "update_weights"] * 2]
+    assert notes.phases == ["train", "weight_sync"] * 2
+    for step, batch in enumerate(policy.batches, start=1):
+        drawn = prompts.train_batch(step, 4)
+        assert batch["prompt_index"].tolist() == [prompt.index for prompt in drawn]
+        for row, prompt in enumerate(drawn):
+            text = TOKENIZER.encode(f"{prompt.text}{prompt.answer}")
+            assert batch["input_ids"][row].tolist() == [*text, TOKENIZER.eos_token_id]
+    assert policy.batches[0]["prompt_index"].tolist() != policy.batches[1]["prompt_index"].tolist()
+
+
+def test_the_answer_and_its_end_are_trained_on_and_the_prompt_is_not():
+    policy, notes, _ = run()
+    for batch in policy.batches:
+        assert batch["token_mask"].tolist() == [[0, 0, 0, 1, 1, 1]] * 4, "three tokens of prompt, two and the end"
+        assert batch["sample_mask"].tolist() == [1] * 4
+    assert notes.steps[1]["train/total_num_tokens"] == 24
+    assert notes.steps[1]["train/loss"] == 0.75
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_loss_is_the_likelihood_of_the_recipe(fused):
+    optimizer = {"optimizer": {"lr": 1e-3}}
+    policy, _, _ = run({"megatron_cfg": optimizer | {"use_fused_linear_logprobs": fused}}, val_at_end=True)
+    for call in (*policy.trained, *policy.evaluated):
+        assert isinstance(call.loss_fn, NLLLossFn)
+        assert call.loss_fn.use_fused_linear_logprobs is fused
+
+
+def test_a_validation_takes_the_loss_of_held_out_answers_and_asks_for_answers():
+    policy, notes, prompts = run(val_period=2, val_batches=2, val_batch_size=3)
+    assert policy.calls[-3:] == ["evaluate", "validate", "validate"]
+    (call,) = policy.evaluated
+    held_out = prompts.validation(8)
+    assert call.data["prompt_index"].tolist() == [prompt.index for prompt in held_out]
+    assert not {row for batch in policy.batches for row in batch["prompt_index"].tolist()} & {
+        prompt.index for prompt in held_out
+    }
+    assert torch.equal(call.data["token_mask"].sum(1), torch.full((8,), 3.0))
+    found = notes.steps[2]
+    assert found["validation/loss"] == 0.75
+    assert {"validation/accuracy", "validation/reward"} <= found.keys()
+    assert not any(name.startswith("validation") for name in notes.steps[1])
+    assert len(policy.trained) == 2
