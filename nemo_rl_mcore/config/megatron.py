@@ -204,6 +204,13 @@ class MegatronConfig(StrictModel):
                 "lower lr_warmup_init",
                 ("optimizer.lr",),
             )
+        if self.fused_linear_logprobs_cache_bytes and not self.use_fused_linear_logprobs:
+            yield Problem(
+                "fused_linear_logprobs_cache_bytes",
+                f"{self.fused_linear_logprobs_cache_bytes} does nothing with use_fused_linear_logprobs: false",
+                "remove it, or set use_fused_linear_logprobs: true",
+                ("use_fused_linear_logprobs",),
+            )
         if not self.enabled:
             yield Problem("enabled", "Megatron is the only backend of the policy", "set enabled: true")
         ddp = self.distributed_data_parallel_config

@@ -1,7 +1,7 @@
 """Configuration of the architecture: for random weights, and what loaded ones must fit."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, cast
 
 from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Problem, StrictModel
 
@@ -161,6 +161,7 @@ class ModelConfig(StrictModel):
     def problems(self) -> Iterator[Problem]:
         """Yield sizes that do not divide, and settings of experts that cannot train."""
         yield from self._size_problems()
+        yield from self._idle_problems()
         if self.num_moe_experts is None:
             yield from self._dense_problems()
         else:
@@ -188,6 +189,25 @@ class ModelConfig(StrictModel):
                 "make the head size even",
                 ("hidden_size", "num_attention_heads", "kv_channels"),
             )
+
+    def _idle_problems(self) -> Iterator[Problem]:
+        """Settings of what is off; those of experts in a dense model stand in `_dense_problems`."""
+        switches = (
+            ("mtp_loss_scaling_factor", "mtp_num_layers", self.mtp_num_layers is not None),
+            (
+                "moe_router_bias_update_rate",
+                "moe_router_enable_expert_bias",
+                self.moe_router_enable_expert_bias or self.num_moe_experts is None,
+            ),
+        )
+        for key, switch, is_on in switches:
+            if not is_on and getattr(self, key) != type(self).model_fields[key].default:
+                yield Problem(
+                    key,
+                    f"{getattr(self, key)} does nothing with {switch}: {_yaml(getattr(self, switch))}",
+                    f"remove it, or set {switch}",
+                    (switch,),
+                )
 
     def _dense_problems(self) -> Iterator[Problem]:
         for name, field in type(self).model_fields.items():
@@ -246,3 +266,7 @@ class ModelConfig(StrictModel):
                 "set moe_aux_loss_coeff: 0, or mtp_num_layers: null",
                 ("mtp_num_layers",),
             )
+
+
+def _yaml(value: object) -> str:
+    return {None: "null", False: "false"}.get(cast("bool | None", value), str(value))

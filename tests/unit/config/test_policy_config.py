@@ -65,6 +65,11 @@ def test_parameter_count_of_experts_and_prediction_layers():
         ({"hidden_size": 60}, "the head size 15 is odd"),
         ({"kv_channels": 15}, "kv_channels: the head size 15 is odd"),
         ({"moe_router_topk": 4}, "moe_router_topk: 4 does nothing with num_moe_experts: null"),
+        ({"mtp_loss_scaling_factor": 0.3}, "0.3 does nothing with mtp_num_layers: null"),
+        (
+            {"num_moe_experts": 4, "moe_router_bias_update_rate": 0.1},
+            "0.1 does nothing with moe_router_enable_expert_bias: false",
+        ),
         ({"num_moe_experts": 2, "moe_router_topk": 3}, "moe_router_topk: 3 is above num_moe_experts: 2"),
         (
             {"num_moe_experts": 4, "moe_router_topk": 1},
@@ -223,6 +228,13 @@ def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
             "virtual_pipeline_model_parallel_size: 2 needs pipeline_model_parallel_size above 1",
         ),
         ({"megatron_cfg__expert_model_parallel_size": 2}, "2 needs a model with experts"),
+        (
+            {
+                "megatron_cfg__fused_linear_logprobs_cache_bytes": 8,
+                "megatron_cfg__use_fused_linear_logprobs": False,
+            },
+            "8 does nothing with use_fused_linear_logprobs: false",
+        ),
         ({"megatron_cfg__context_parallel_size": 2}, "context parallelism is not supported yet"),
         (
             {"model_name": "Qwen/Qwen3-0.6B"},
