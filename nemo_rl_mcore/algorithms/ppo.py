@@ -5,7 +5,7 @@ https://arxiv.org/abs/1707.06347; advantages are those of https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.interfaces import PolicyInterface, ValueInterface
 from nemo_rl_mcore.losses import ClippedPGLossFn, MseValueLossFn
+from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ class PPO:
         self.observer.add_samples(rollout.one_sample_a_prompt(step))
         metrics |= rollout_metrics(rollout) | train_metrics(of_critic, "value")
         metrics["value/explained_variance"] = explained_variance(batch)
-        reasons = list(of_critic["skip_reasons"])
+        reasons = of_critic["skip_reasons"]
         if of_policy is not None:
             metrics |= train_metrics(of_policy)
-            reasons = [*of_policy["skip_reasons"], *reasons]
+            reasons = skip_reasons_of_both(of_policy["skip_reasons"], reasons)
         return StepOutcome(metrics, reasons, batch)
 
     def validate(self, step: int) -> dict[str, float]:
@@ -107,6 +108,17 @@ def shuffled_rows(rows: int, seed: int, step: int, epoch: int) -> torch.Tensor:
     """The order of the rows in an epoch, int64 [rows]: other minibatches each time, the same in every run."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + epoch)
     return torch.randperm(rows, generator=generator)
+
+
+def skip_reasons_of_both(
+    of_policy: Sequence[str | None], of_critic: Sequence[str | None]
+) -> list[str | None]:
+    """Why a minibatch was skipped by either model: a run in which one of them is stuck must end, too."""
+    reasons: list[str | None] = []
+    for pair in zip(of_policy, of_critic, strict=True):
+        nothing_failed = None if None in pair else EMPTY_STEP
+        reasons.append(next((one for one in pair if one not in (None, EMPTY_STEP)), nothing_failed))
+    return reasons
 
 
 def explained_variance(batch: BatchedDataDict) -> float:

@@ -7,9 +7,14 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.vllm import vllm_problems
 
 if TYPE_CHECKING:
-    from nemo_rl_mcore.config.algorithm import RolloutConfig
+    from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig, RolloutConfig
     from nemo_rl_mcore.config.loss import ClippedPGLossConfig
-    from nemo_rl_mcore.config.master import GRPOMasterConfig, PPOMasterConfig, RunConfig
+    from nemo_rl_mcore.config.master import (
+        DistillationMasterConfig,
+        GRPOMasterConfig,
+        PPOMasterConfig,
+        RunConfig,
+    )
 
 MEGATRON = "policy.megatron_cfg"
 LAYOUT = (
@@ -63,21 +68,14 @@ def rollout_problems(config: "RunConfig", loop: "RolloutConfig") -> Iterator[Pro
 def grpo_problems(config: "GRPOMasterConfig") -> Iterator[Problem]:
     """Yield what does not go together in GRPO."""
     yield from _policy_gradient_problems(config, config.loss_fn)
-    if config.loss_fn.use_kl_in_reward and config.grpo.adv_estimator.name == "grpo":
-        yield Problem(
-            "loss_fn.use_kl_in_reward",
-            "true loses the KL penalty with grpo.adv_estimator.name: grpo, which does not subtract it",
-            "set use_kl_in_reward: false, or grpo.adv_estimator.name: reinforce_plus_plus",
-            ("grpo.adv_estimator.name",),
-        )
+    yield from _lost_penalty_problems(config, config.loss_fn, config.grpo.adv_estimator)
 
 
 def ppo_problems(config: "PPOMasterConfig") -> Iterator[Problem]:
     """Yield what does not go together in PPO."""
     yield from _policy_gradient_problems(config, config.loss_fn)
     critic = config.value.train_micro_batch_size
-    per_pass = config.data_parallel_size * (critic or config.policy.train_micro_batch_size)
-    if config.policy.train_global_batch_size % per_pass:
+    if critic is not None and config.policy.train_global_batch_size % (config.data_parallel_size * critic):
         yield Problem(
             "value.train_micro_batch_size",
             f"{critic} times {config.data_parallel_size} data-parallel ranks does not divide "
@@ -85,12 +83,71 @@ def ppo_problems(config: "PPOMasterConfig") -> Iterator[Problem]:
             "change it, or leave it out",
             ("policy.train_global_batch_size", *LAYOUT),
         )
+    if config.loss_fn.force_on_policy_ratio and config.ppo.ppo_epochs > 1:
+        yield Problem(
+            "loss_fn.force_on_policy_ratio",
+            f"true needs one optimizer step per rollout, and ppo.ppo_epochs: {config.ppo.ppo_epochs} makes more",
+            "set ppo.ppo_epochs: 1, or force_on_policy_ratio: false",
+            ("ppo.ppo_epochs",),
+        )
     if config.ppo.critic_warmup_steps >= config.ppo.max_num_steps:
         yield Problem(
             "ppo.critic_warmup_steps",
             f"{config.ppo.critic_warmup_steps} leaves the policy none of max_num_steps: {config.ppo.max_num_steps}",
             "lower it",
             ("ppo.max_num_steps",),
+        )
+
+
+def distillation_problems(config: "DistillationMasterConfig") -> Iterator[Problem]:
+    """Yield what does not go together in distillation."""
+    yield from config.teacher.problems_beside(config.policy)
+    loop, loss, vocabulary = config.distillation, config.loss_fn, config.policy.model.vocab_size
+    if (loop.topk_logits_k or 0) > vocabulary:
+        yield Problem(
+            "distillation.topk_logits_k",
+            f"{loop.topk_logits_k} is above policy.model.vocab_size: {vocabulary}",
+            "lower it; null is the whole vocabulary",
+            ("policy.model.vocab_size",),
+        )
+    if not loss.rl_weight:
+        return
+    yield from _policy_gradient_problems(config, loss.rl, "loss_fn.rl")
+    yield from _lost_penalty_problems(config, loss.rl, loop.adv_estimator, "loss_fn.rl")
+    if not loop.on_policy:
+        yield Problem(
+            "loss_fn.rl_weight",
+            f"{loss.rl_weight} needs answers of the student, and distillation.on_policy is false",
+            "set rl_weight: 0, or distillation.on_policy: true",
+            ("distillation.on_policy",),
+        )
+
+
+def given_rows_problems(config: "RunConfig", held_out_batches: int) -> Iterator[Problem]:
+    """Yield batches of an embedded task's rows that are larger than the task, where a step takes one such batch."""
+    name, loop, data, batch = (
+        config.algorithm,
+        config.loop,
+        config.data,
+        config.policy.train_global_batch_size,
+    )
+    if not data.embedded:
+        return
+    if batch > data.train_prompts:
+        yield Problem(
+            "policy.train_global_batch_size",
+            f"{batch} is above the {data.train_prompts} different training prompts of data.num_digits: "
+            f"{data.num_digits}",
+            "lower it, or raise data.num_digits",
+            ("data.num_digits",),
+        )
+    if loop.validates and held_out_batches * batch > data.validation_prompts:
+        yield Problem(
+            f"{name}.val_batches",
+            f"{held_out_batches} times policy.train_global_batch_size: {batch} is above the "
+            f"{data.validation_prompts} held-out prompts of data.num_digits: {data.num_digits}",
+            "lower one of the two, or raise data.num_digits",
+            ("data.num_digits", "policy.train_global_batch_size"),
         )
 
 
@@ -159,7 +216,7 @@ def _sample_problems(config: "RunConfig", loop: "RolloutConfig") -> Iterator[Pro
 
 
 def _length_problems(config: "RunConfig") -> Iterator[Problem]:
-    prompt, response = config.data.max_prompt_length, config.policy.generation.max_new_tokens
+    prompt, response = config.data.max_prompt_length or 1, config.policy.generation.max_new_tokens
     longest = config.policy.max_total_sequence_length
     if prompt + response > longest:
         yield Problem(
@@ -182,7 +239,7 @@ def _prompt_problems(config: "RunConfig", loop: "RolloutConfig") -> Iterator[Pro
             (f"{name}.num_prompts_per_step",),
         )
     rounds = loop.dynamic_sampling_max_gen_batches if loop.use_dynamic_sampling else 1
-    if drawn * rounds > data.train_prompts:
+    if data.embedded and drawn * rounds > data.train_prompts:
         factors = (
             "batch_multiplier and dynamic_sampling_max_gen_batches" if rounds > 1 else "batch_multiplier"
         )
@@ -197,7 +254,7 @@ def _prompt_problems(config: "RunConfig", loop: "RolloutConfig") -> Iterator[Pro
 
 def _validation_problems(config: "RunConfig") -> Iterator[Problem]:
     name, loop, data = config.algorithm, config.loop, config.data
-    if loop.validates and loop.max_val_samples > data.validation_prompts:
+    if data.embedded and loop.validates and loop.max_val_samples > data.validation_prompts:
         yield Problem(
             f"{name}.max_val_samples",
             f"{loop.max_val_samples} is above the {data.validation_prompts} held-out prompts of "
@@ -208,11 +265,13 @@ def _validation_problems(config: "RunConfig") -> Iterator[Problem]:
         )
 
 
-def _policy_gradient_problems(config: "RunConfig", loss: "ClippedPGLossConfig") -> Iterator[Problem]:
+def _policy_gradient_problems(
+    config: "RunConfig", loss: "ClippedPGLossConfig", section: str = "loss_fn"
+) -> Iterator[Problem]:
     batch, samples = config.policy.train_global_batch_size, config.samples_per_step
     if loss.force_on_policy_ratio and batch != samples:
         yield Problem(
-            "loss_fn.force_on_policy_ratio",
+            f"{section}.force_on_policy_ratio",
             f"true needs one optimizer step per rollout, and policy.train_global_batch_size: {batch} "
             f"is not the {samples} samples of a step",
             f"set policy.train_global_batch_size: {samples}, or force_on_policy_ratio: false",
@@ -228,13 +287,29 @@ def _policy_gradient_problems(config: "RunConfig", loss: "ClippedPGLossConfig") 
     )
     if bounded and loss.truncated_importance_sampling_type is None:
         yield Problem(
-            "loss_fn.truncated_importance_sampling_ratio",
-            "a bound does nothing with loss_fn.truncated_importance_sampling_type: null",
+            f"{section}.truncated_importance_sampling_ratio",
+            f"a bound does nothing with {section}.truncated_importance_sampling_type: null",
             "set truncated_importance_sampling_type: tis, or the bounds to null",
             (
-                "loss_fn.truncated_importance_sampling_type",
-                "loss_fn.truncated_importance_sampling_ratio_min",
+                f"{section}.truncated_importance_sampling_type",
+                f"{section}.truncated_importance_sampling_ratio_min",
             ),
+        )
+
+
+def _lost_penalty_problems(
+    config: "RunConfig",
+    loss: "ClippedPGLossConfig",
+    estimator: "AdvantageEstimatorConfig",
+    section: str = "loss_fn",
+) -> Iterator[Problem]:
+    name = f"{config.algorithm}.adv_estimator.name"
+    if loss.use_kl_in_reward and estimator.name == "grpo":
+        yield Problem(
+            f"{section}.use_kl_in_reward",
+            f"true loses the KL penalty with {name}: grpo, which does not subtract it",
+            f"set use_kl_in_reward: false, or {name}: reinforce_plus_plus",
+            (name,),
         )
 
 

@@ -166,9 +166,10 @@ def _value(values: Mapping[str, object], key: str) -> object:
 def _messages(given: object, key: str, *, chat: bool) -> tuple[Message, ...]:
     if not chat:
         raise _RowError(f"{key} is a conversation, which needs data.apply_chat_template: true")
-    if not isinstance(given, list) or not given:
-        raise _RowError(f"{key} is {_shown(given)}, and must be a list of messages")
-    turns = tuple(_message(message, key) for message in cast("list[object]", given))
+    messages = cast("list[object]", given) if isinstance(given, list) else []
+    if not messages:
+        raise _RowError(f"{key} is {_shown(cast('object', given))}, and must be a list of messages")
+    turns = tuple(_message(message, key) for message in messages)
     if turns[0].role == "assistant":
         raise _RowError(f"{key} begins with an assistant's message, which answers nothing")
     return turns
@@ -178,7 +179,7 @@ def _message(given: object, key: str) -> Message:
     values = cast("dict[str, object]", given) if isinstance(given, dict) else {}
     role, content = values.get("role"), values.get("content")
     if not isinstance(role, str) or not isinstance(content, str):
-        raise _RowError(f"{key} holds {_shown(given)}, which is no message with a role and a content of text")
+        raise _RowError(f"{key} holds {_shown(cast('object', given))}, which is no message with a role and a content of text")
     return Message(role, content)
 
 

@@ -6,13 +6,30 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from nemo_rl_mcore.config.base import Float, NonNegativeFloat, PositiveFloat, Problem, StrictModel
+from nemo_rl_mcore.config.imports import Arguments, ImportPath
 
 KLType = Literal["k1", "k2", "k3"]
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 DivergenceType = Literal["forward", "reverse", "mixed", "jsd"]
 
 
-class NLLLossConfig(StrictModel):
+class OwnLossConfig(StrictModel):
+    """A loss whose place a class of one's own can take."""
+
+    type: ImportPath | None = None
+    """Import path of a loss function that takes this one's place, `package.module:Name` (ours)."""
+    args: Arguments = {}
+    """Keyword arguments of that class, beside this section (ours)."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield arguments of nothing."""
+        if self.args and self.type is None:
+            yield Problem(
+                "args", "does nothing with type: null", "set type: my_pkg.my_mod:MyLossFn, or remove it", ("type",)
+            )
+
+
+class NLLLossConfig(OwnLossConfig):
     """The negative log-likelihood loss has nothing to set."""
 
 
@@ -48,7 +65,7 @@ class DPOLossConfig(StrictModel):
             )
 
 
-class MseValueLossConfig(StrictModel):
+class MseValueLossConfig(OwnLossConfig):
     """The critic's loss: half the squared error of its values."""
 
     scale: PositiveFloat = 1.0
@@ -57,7 +74,7 @@ class MseValueLossConfig(StrictModel):
     """The loss is also taken with the values held this near to the old ones, and the larger one counts; null is off."""
 
 
-class ClippedPGLossConfig(StrictModel):
+class ClippedPGLossConfig(OwnLossConfig):
     """The clipped policy-gradient loss: PPO, GRPO, GSPO, CISPO, dual clip, REINFORCE, corrections."""
 
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
@@ -101,6 +118,7 @@ class ClippedPGLossConfig(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         """Yield the forbidden combinations."""
+        yield from super().problems()
         if self.sequence_level_importance_ratios and self.token_level_loss:
             yield Problem(
                 "sequence_level_importance_ratios",
@@ -161,7 +179,7 @@ class ClippedPGLossConfig(StrictModel):
             )
 
 
-class DistillationLossConfig(StrictModel):
+class DistillationLossConfig(OwnLossConfig):
     """A divergence of the student from its teacher, alone or beside the policy gradient."""
 
     kl_type: DivergenceType = "forward"
@@ -179,6 +197,14 @@ class DistillationLossConfig(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         """Yield a divergence that is always 0, and settings of a term that is off."""
+        yield from super().problems()
+        if self.rl.type is not None:
+            yield Problem(
+                "rl.type",
+                f"{self.rl.type} has no place beside the divergence",
+                "remove it, or set type to the import path of a loss that holds both",
+                ("type",),
+            )
         if self.kl_type == "jsd" and not 0 < self.jsd_beta < 1:
             yield Problem(
                 "jsd_beta",

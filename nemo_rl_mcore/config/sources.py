@@ -48,10 +48,10 @@ _PATHS_BESIDE_THE_FILE = ("warm_start", "teacher.warm_start")
 
 
 def _anchor_paths(tree: DictConfig, folder: Path) -> None:
-    """Make the paths of other recipes, which start at this file, start anywhere."""
+    """Make the paths of other recipes, which start at this file, hold wherever the recipe is saved."""
     for key in _PATHS_BESIDE_THE_FILE:
         if isinstance(given := OmegaConf.select(tree, key), str):
-            OmegaConf.update(tree, key, str(folder / given))
+            OmegaConf.update(tree, key, str((folder / given).absolute()))
 
 
 def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:

@@ -91,6 +91,9 @@ _NO_VAL_SAMPLING = "remove it; validation has no sampling settings of its own"
 _NO_FP8 = "set it to its neutral value; the engine computes in vllm_cfg.precision"
 _DENSE = AnyWithout("num_moe_experts")
 _NO_MTP = AnyWithout("mtp_num_layers")
+_OWN_FILE = "remove it and set data_path to a JSONL file, with data.dataset_name: jsonl"
+_ROW_FORMATS = (None, "ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format")
+"""Formats whose keys are those of data.train; which one a row has is seen from the row and the algorithm."""
 _EPOCHS = "remove it; grpo.max_num_steps ends the run"
 
 UNSUPPORTED: dict[str, Unsupported] = {
@@ -224,17 +227,19 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "policy.generation.val_temperature": _only(None, SameAs("temperature"), remedy=_NO_VAL_SAMPLING),
     "policy.generation.val_top_p": _only(None, SameAs("top_p"), remedy=_NO_VAL_SAMPLING),
     "policy.generation.val_top_k": _only(None, SameAs("top_k"), remedy=_NO_VAL_SAMPLING),
-    # data: the embedded tasks have one place for the task, data.dataset_name
-    "data.train": _only(None, remedy="remove it and set data.dataset_name: copy, reverse, sort or increment"),
-    "data.validation": _only(None, remedy="remove it; a tenth of the embedded prompts is held out"),
-    "data.default": _only(None, remedy="remove it; the embedded tasks need no prompt file or processor"),
+    # data
+    "data.train.dataset_name": _only(*_ROW_FORMATS, remedy=_OWN_FILE),
+    "data.train.seed": _UNREAD,  # a hash of the prompt says which rows are held out
+    "data.validation.dataset_name": _only(*_ROW_FORMATS, remedy=_OWN_FILE),
+    "data.default": _only(None, remedy="remove it; prompts need no prompt file or processor"),
     "data.prompt_file": _only(None, remedy=_REMOVE_NULL),
     "data.system_prompt_file": _only(None, remedy=_REMOVE_NULL),
     "data.shuffle": _only(True, remedy="set it to true; prompts are drawn at random"),
-    "data.num_workers": _UNREAD,  # prompts come from a generator
+    "data.num_workers": _UNREAD,  # prompts are in memory
     "data.use_multiple_dataloader": _only(False, remedy="set it to false"),
     # env
-    "env.math": _only(None, remedy="remove it and use env: {arithmetic: {}}"),
+    "env.math.num_workers": _UNREAD,  # answers are scored where the loop runs
+    "env.math.math_verify_impl": _only("hf_math_verify", remedy="set it to hf_math_verify"),
     # checkpointing
     "checkpointing.checkpoint_must_save_by": _only(
         None, remedy="set it to null; checkpoints follow checkpointing.save_period"

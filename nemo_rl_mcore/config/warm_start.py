@@ -6,8 +6,8 @@ from pathlib import Path
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.load import load_config
 from nemo_rl_mcore.config.master import DistillationMasterConfig, RunConfig
-from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.config.pretrained import differences
+from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.saved_run import does_not_fit
 
 
 def warm_start_recipe(path: str, config: RunConfig, folder: Path) -> RunConfig:
@@ -34,8 +34,11 @@ def warm_start_recipe(path: str, config: RunConfig, folder: Path) -> RunConfig:
     )
 
 
-def warm_start_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield what is wrong with the recipes that are run first; paths are those of the run's recipe."""
+def warm_start_problems(config: RunConfig, chain: tuple[Path, ...] = ()) -> Iterator[Problem]:
+    """Yield what is wrong with the recipes that are run first; paths are those of the run's recipe.
+
+    chain: the recipes for which this one is run first.
+    """
     if config.warm_start is not None:
         if config.policy.init_checkpoint is not None or config.policy.model_name is not None:
             yield Problem(
@@ -44,20 +47,24 @@ def warm_start_problems(config: RunConfig) -> Iterator[Problem]:
                 "remove one of the two",
                 ("policy.init_checkpoint", "policy.model_name"),
             )
-        yield from _problems_of("warm_start", config.warm_start, config.policy.model)
+        yield from _problems_of("warm_start", config.warm_start, config.policy, chain)
     if isinstance(config, DistillationMasterConfig) and config.teacher.warm_start is not None:
-        model = config.teacher.as_policy(config.policy).model
-        yield from _problems_of("teacher.warm_start", config.teacher.warm_start, model)
+        teacher = config.teacher.as_policy(config.policy)
+        yield from _problems_of("teacher.warm_start", config.teacher.warm_start, teacher, chain)
 
 
-def _problems_of(key: str, path: str, model: ModelConfig) -> Iterator[Problem]:
+def _problems_of(key: str, path: str, policy: PolicyConfig, chain: tuple[Path, ...]) -> Iterator[Problem]:
+    file = Path(path).resolve()
+    if file in chain:
+        yield Problem(key, f"{path} is to run before itself", "remove the cycle")
+        return
     try:
         recipe = load_config(path)
     except ConfigError as error:
         for problem in error.problems:
             yield Problem(key, f"in {path}: {problem}")
         return
-    for difference in differences(recipe.policy.model, model, path):
-        yield Problem(
-            key, f"trains another model: {difference.path}: {difference.what}", "make the two equal"
-        )
+    for problem in warm_start_problems(recipe, (*chain, file)):
+        yield Problem(key, f"in {path}: {problem}")
+    if differing := does_not_fit(recipe.model_dump(), policy):
+        yield Problem(key, f"{path} trains another model: {', '.join(differing)}", "make the two equal")

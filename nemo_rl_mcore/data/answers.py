@@ -4,35 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.chat import conversation_row
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.token_rows import TokenRow, plain_row, rows_as_batch
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 
 
 def answered_rows(
     prompts: Sequence[str], answers: Sequence[str], indices: Sequence[int], tokenizer: Tokenizer
 ) -> BatchedDataDict:
-    """Rows of prompt, answer and end of sequence, right padded; the answer and the end are to be trained on.
+    """Rows of prompt, answer and end of sequence, see `rows_as_batch`; the answer and the end are trained on."""
+    rows = [plain_row(prompt, answer, tokenizer) for prompt, answer in zip(prompts, answers, strict=True)]
+    return rows_as_batch(rows, indices, tokenizer.pad_token_id)
 
-    Returns input_ids [B, S], input_lengths [B], token_mask [B, S], sample_mask [B], prompt_index and sample_index [B].
-    """
-    rows = [
-        (tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id])
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-    longest = max(len(prompt) + len(answer) for prompt, answer in rows)
-    input_ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
-    token_mask = torch.zeros(len(rows), longest)
-    for row, (prompt, answer) in enumerate(rows):
-        end = len(prompt) + len(answer)
-        input_ids[row, :end] = torch.tensor([*prompt, *answer])
-        token_mask[row, len(prompt) : end] = 1
-    return BatchedDataDict(
-        input_ids=input_ids,
-        input_lengths=torch.tensor([len(prompt) + len(answer) for prompt, answer in rows]),
-        token_mask=token_mask,
-        sample_mask=torch.ones(len(rows)),
-        prompt_index=torch.tensor(list(indices)),
-        sample_index=torch.zeros(len(rows), dtype=torch.long),
-    )
+
+def given_answers(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> BatchedDataDict:
+    """Rows of prompts with the answers that they have, see `rows_as_batch`."""
+    rows = [answer_row(prompt, tokenizer) for prompt in prompts]
+    return rows_as_batch(rows, [prompt.index for prompt in prompts], tokenizer.pad_token_id)
+
+
+def answer_row(prompt: Prompt, tokenizer: Tokenizer) -> TokenRow:
+    """A prompt with its answer, by the chat template where the prompt is a conversation."""
+    if not prompt.context:
+        return plain_row(prompt.text, prompt.answer, tokenizer)
+    return conversation_row(prompt.context, prompt.answer, tokenizer, imitate_all=prompt.imitate_all)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
+from nemo_rl_mcore.config.jsonl import Message
+
 PROMPT_END = ">"
 _HELD_OUT_ONE_IN = 10
 _STREAM = "nemo_rl_mcore.prompts"
@@ -22,6 +24,12 @@ class Prompt:
     """Stable id in the data source; the key of the sampling noise."""
     text: str
     answer: str
+    rejected: str | None = None
+    """The answer to move away from, where the data set has pairs."""
+    context: tuple[Message, ...] = ()
+    """The conversation that the text is rendered from by a chat template; empty where the text is plain."""
+    imitate_all: bool = False
+    """Every assistant turn of the context is to be imitated, not the answer alone."""
 
 
 class PromptSource(Protocol):
@@ -62,12 +70,12 @@ class DigitTaskSource:
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
         """Draw without replacement within the step; ValueError when the pool is smaller than `count`."""
-        order = _shuffled(10**self._num_digits, key=f"train:{self._seed}:{step}")
+        order = shuffled(10**self._num_digits, key=f"train:{self._seed}:{step}")
         return self._take(order, count, held_out=False, count_key="grpo.num_prompts_per_step")
 
     def validation(self, count: int) -> list[Prompt]:
         """Give the first `count` held-out prompts of one fixed order."""
-        order = _shuffled(10**self._num_digits, key="validation")
+        order = shuffled(10**self._num_digits, key="validation")
         return self._take(order, count, held_out=True, count_key="grpo.max_val_samples")
 
     def _take(self, order: Iterator[int], count: int, *, held_out: bool, count_key: str) -> list[Prompt]:
@@ -93,7 +101,7 @@ def is_held_out(text: str) -> bool:
     return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
 
 
-def _shuffled(size: int, key: str) -> Iterator[int]:
+def shuffled(size: int, key: str) -> Iterator[int]:
     """Yield 0..size-1 in a random order set by `key`: Fisher-Yates, storing only the entries it moved."""
     generator = random.Random(f"{_STREAM}:{key}")
     moved: dict[int, int] = {}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nemo_rl_mcore.data.answers import answered_rows
+from nemo_rl_mcore.config.jsonl import Message
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.chat import conversation_row
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.data.token_rows import TokenRow, plain_row, rows_as_batch
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 
 
@@ -20,6 +23,8 @@ class Preference:
     prompt: str
     chosen: str
     rejected: str
+    context: tuple[Message, ...] = ()
+    """The conversation behind the prompt; empty where it is plain text."""
 
 
 class PreferenceSource(Protocol):
@@ -35,38 +40,71 @@ class PreferenceSource(Protocol):
 
 
 def preference_rows(preferences: Sequence[Preference], tokenizer: Tokenizer) -> BatchedDataDict:
-    """Rows as `answered_rows` gives them: the chosen answer of each pair, then the rejected one."""
-    pairs = [(pair, answer) for pair in preferences for answer in (pair.chosen, pair.rejected)]
-    return answered_rows(
-        [pair.prompt for pair, _ in pairs],
-        [answer for _, answer in pairs],
-        [pair.index for pair, _ in pairs],
-        tokenizer,
-    )
+    """Rows as `rows_as_batch` gives them: the chosen answer of each pair, then the rejected one."""
+    rows = [row for pair in preferences for row in pair_rows(pair, tokenizer)]
+    indices = [pair.index for pair in preferences for _ in range(2)]
+    return rows_as_batch(rows, indices, tokenizer.pad_token_id)
 
 
-@dataclass(frozen=True)
-class WrongAnswerPairs:
+def pair_rows(pair: Preference, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRow]:
+    """The chosen and the rejected row of a pair, in each of which the answer is to be trained on."""
+
+    def row(answer: str) -> TokenRow:
+        if not pair.context:
+            return plain_row(pair.prompt, answer, tokenizer)
+        return conversation_row(pair.context, answer, tokenizer, imitate_all=False)
+
+    return row(pair.chosen), row(pair.rejected)
+
+
+class _PairsOfPrompts(ABC):
+    """A `PreferenceSource` that makes a pair of each prompt."""
+
+    def __init__(self, prompts: PromptSource, tokenizer: Tokenizer) -> None:
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+
+    @abstractmethod
+    def pair(self, prompt: Prompt) -> Preference:
+        """The pair of a prompt."""
+
+    def train_batch(self, step: int, pairs: int) -> BatchedDataDict:
+        """See `PreferenceSource.train_batch`."""
+        return self._rows(self._prompts.train_batch(step, pairs))
+
+    def validation(self, pairs: int) -> BatchedDataDict:
+        """See `PreferenceSource.validation`."""
+        return self._rows(self._prompts.validation(pairs))
+
+    def _rows(self, prompts: Sequence[Prompt]) -> BatchedDataDict:
+        return preference_rows([self.pair(prompt) for prompt in prompts], self._tokenizer)
+
+
+class WrongAnswerPairs(_PairsOfPrompts):
     """Pairs of an embedded task: the right answer against one with its first and last character changed places.
 
     Where these are equal, the last digit is another one.
     """
 
-    prompts: PromptSource
-    tokenizer: Tokenizer
-
-    def train_batch(self, step: int, pairs: int) -> BatchedDataDict:
-        """See `PreferenceSource.train_batch`."""
-        return preference_rows([_pair(p) for p in self.prompts.train_batch(step, pairs)], self.tokenizer)
-
-    def validation(self, pairs: int) -> BatchedDataDict:
-        """See `PreferenceSource.validation`."""
-        return preference_rows([_pair(p) for p in self.prompts.validation(pairs)], self.tokenizer)
+    def pair(self, prompt: Prompt) -> Preference:
+        """See `_PairsOfPrompts.pair`."""
+        right = prompt.answer
+        wrong = right[-1] + right[1:-1] + right[0]
+        if len(right) == 1 or wrong == right:
+            wrong = right[:-1] + str((int(right[-1]) + 1) % 10)
+        return Preference(prompt.index, prompt.text, right, wrong)
 
 
-def _pair(prompt: Prompt) -> Preference:
-    right = prompt.answer
-    wrong = right[-1] + right[1:-1] + right[0]
-    if len(right) == 1 or wrong == right:
-        wrong = right[:-1] + str((int(right[-1]) + 1) % 10)
-    return Preference(prompt.index, prompt.text, right, wrong)
+class GivenPairs(_PairsOfPrompts):
+    """The pairs of a data set: its answers against those that it says to move away from."""
+
+    def pair(self, prompt: Prompt) -> Preference:
+        """See `_PairsOfPrompts.pair`; ValueError when the prompt has none."""
+        return given_pair(prompt)
+
+
+def given_pair(prompt: Prompt) -> Preference:
+    """The pair that a prompt of a data set holds; ValueError when it holds none."""
+    if prompt.rejected is None:
+        raise ValueError(f"prompt {prompt.index} has no rejected answer, which DPO needs unless dpo.online: true")
+    return Preference(prompt.index, prompt.text, prompt.answer, prompt.rejected, prompt.context)

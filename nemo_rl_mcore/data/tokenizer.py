@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl_mcore.config.hub import local_folder
+from nemo_rl_mcore.config.jsonl import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +51,13 @@ class Tokenizer(Protocol):
         """Text of the ids before the first end of sequence, without the padding on the right.
 
         A pad token that the model sampled inside its answer is not padding: it stays visible.
+        """
+        ...
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """Text of a conversation by the chat template, special tokens spelt out.
+
+        Raises ValueError when there is no template, or when it refuses the messages.
         """
         ...
 
@@ -105,6 +113,10 @@ class CharTokenizer:
         """Exactly one character per token, see `Tokenizer.decode`."""
         return self._tokenizer.decode(strip_response(ids, self.pad_token_id, self.eos_token_id))
 
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """See `Tokenizer.render_chat`; there is no template."""
+        raise ValueError("data.apply_chat_template: the character tokenizer has no chat template")
+
     def save_as_hugging_face(self, folder: Path) -> None:
         """See `Tokenizer.save_as_hugging_face`."""
         from transformers import PreTrainedTokenizerFast
@@ -142,6 +154,22 @@ class HuggingFaceTokenizer:
         """See `Tokenizer.decode`; special tokens inside the response stay visible."""
         kept = strip_response(ids, self.pad_token_id, self.eos_token_id)
         text = self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+        """See `Tokenizer.render_chat`."""
+        from jinja2 import TemplateError
+
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        if self._tokenizer.chat_template is None:
+            raise ValueError("data.apply_chat_template: the tokenizer has no chat template")
+        try:
+            text = self._tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            raise ValueError(f"data.apply_chat_template: the chat template refuses it: {error}") from error
         assert isinstance(text, str)
         return text
 

@@ -12,8 +12,9 @@ Its text is parsed and interpreted here, never handed to Python, and it may hold
 A range holds steps: its end is exclusive and 0 is the end of the run, negative steps count from there, and step 0,
 before the first update, is outside by default. So mean(data["name"], -10) is over the last ten steps.
 
-A series that a check reads must be finite at every step of the run, from 1 to N; only those of validation/ may skip
-steps. All parts of a check are evaluated, so that none hides what is missing in another one.
+A series that a check reads must be finite at every step of the run, from 1 to N; only those of validation/, and of a
+run before this one (warm_start/, teacher/), may have other steps. All parts of a check are evaluated, so that none
+hides what is missing in another one.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from typing import Any
 
 LONGEST_CHECK = 300
 """Characters; it bounds how deeply an expression can be nested."""
-SPARSE_PREFIX = "validation/"
+OTHER_STEPS = ("validation/", "warm_start/", "teacher/")
 
 Series = dict[int, float]
 Number = Callable[["Metrics"], float]
@@ -80,7 +81,7 @@ class Metrics:
         series = {_step(name, step): _value(f"{name} at step {step}", value) for step, value in raw.items()}
         if not series:
             raise CheckError(f"{name} is empty")
-        if not name.startswith(SPARSE_PREFIX):
+        if not name.startswith(OTHER_STEPS):
             self._require_every_step(name, series)
         return series
 

@@ -1,7 +1,8 @@
 """Turn the metrics.jsonl of a run into JSON that checks read: `dump_metrics.py LOG_DIR METRICS_JSON`.
 
-A row a step becomes a series a metric, {"train/loss": {"1": 0.5, ...}, ...}. Exit status 1, and nothing is written,
-when the file is missing or cut off, or a step is missing or there twice.
+A row a step becomes a series a metric, {"train/loss": {"1": 0.5, ...}, ...}. The metrics of a run before this one, for
+its weights or its teacher's, have the name of its folder before theirs: "teacher/validation/accuracy". Exit status 1,
+and nothing is written, when a file is missing or cut off, or a step is missing or there twice.
 """
 
 import json
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+RUNS_BEFORE = ("warm_start", "teacher")
+"""Folders in that of the run."""
 
 
 def read_rows(log_dir: Path) -> list[dict[str, Any]]:
@@ -26,13 +29,13 @@ def read_rows(log_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def to_series(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def to_series(rows: list[dict[str, Any]], prefix: str = "") -> dict[str, dict[str, Any]]:
     """The values of each metric by step; a value that was not finite is null, as in the rows."""
     series: dict[str, dict[str, Any]] = {}
     for row in rows:
         for name, value in row.items():
             if name != "step":
-                series.setdefault(name, {})[str(row["step"])] = value
+                series.setdefault(prefix + name, {})[str(row["step"])] = value
     return series
 
 
@@ -40,6 +43,9 @@ def main(log_dir: str, output: str) -> int:
     """Write the series; 1 when the rows are not whole."""
     try:
         series = to_series(read_rows(Path(log_dir)))
+        for name in RUNS_BEFORE:
+            if (folder := Path(log_dir) / name).is_dir():
+                series |= to_series(read_rows(folder), f"{name}/")
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -20,6 +20,7 @@ while (($#)); do
   shift
 done
 scripts=$(sed -e 's/#.*//' -e '/^[[:space:]]*$/d' "${suites[@]:?name a suite, such as nightly_cpu.txt}")
+[[ -n $scripts ]] || { echo "run.sh: no scripts in ${suites[*]}" >&2 && exit 2; }
 
 summary=() failed=0
 for script in $scripts; do

@@ -107,19 +107,20 @@ def test_the_order_depends_on_seed_step_and_epoch_alone():
 
 
 def test_the_losses_are_those_of_the_recipe():
-    value_loss = {"scale": 0.5, "cliprange": 0.3}
-    policy, critic, _ = run(loss_fn={"ratio_clip_max": 0.3}, value_loss_fn=value_loss)
+    value_loss_fn = {"scale": 0.5, "cliprange": 0.2}
+    policy, critic, _ = run(loss_fn={"ratio_clip_max": 0.3}, value_loss_fn=value_loss_fn)
     assert isinstance(policy.loss_fns[0], ClippedPGLossFn)
     assert policy.loss_fns[0].cfg.ratio_clip_max == 0.3
     assert isinstance(critic.loss_fns[0], MseValueLossFn)
-    assert critic.loss_fns[0].cfg.model_dump() == value_loss
+    assert (critic.loss_fns[0].cfg.scale, critic.loss_fns[0].cfg.cliprange) == (0.5, 0.2)
 
 
 def test_the_first_steps_may_train_the_critic_alone():
     policy, critic, notes = run({"critic_warmup_steps": 2, "max_num_steps": 3, "ppo_epochs": 2})
     assert len(critic.trained) == 6
     assert len(policy.trained) == 2
-    assert policy.calls.index("train") > policy.calls.index("update_weights", 20)
+    last_step = [call for call in policy.calls[policy.calls.index("train") - 1 :] if "train" in call]
+    assert last_step == ["train value", "train"] * 2
     for step, trained in ((1, False), (2, False), (3, True)):
         assert ("train/loss" in notes.steps[step]) is trained
         assert "value/loss" in notes.steps[step]
@@ -136,7 +137,7 @@ def test_metrics_of_all_epochs_are_one_number_each():
 
 def test_skipped_steps_of_either_model_are_counted():
     _, _, notes = run(critic_reasons=("the loss is nan", None), policy_reasons=(EMPTY_STEP, None))
-    assert notes.steps[2]["train/skipped_steps"] == 2
+    assert (notes.steps[2]["train/skipped_steps"], notes.steps[2]["train/empty_steps"]) == (2, 0)
     _, _, notes = run(policy_reasons=(None, "the loss is nan"), critic_reasons=(None, "the loss is nan"))
     assert notes.steps[2]["train/skipped_steps"] == 2, "one step of both"
     _, _, notes = run(policy_reasons=(EMPTY_STEP, None), critic_reasons=(EMPTY_STEP, None))

@@ -50,6 +50,22 @@ def test_rows_that_are_whole(dump, steps):
     assert json.loads(output.read_text()) == {"train/loss": {str(step): step / 2 for step in steps}}
 
 
+def test_runs_before_have_the_name_of_their_folder_before_their_metrics(dump, tmp_path):
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / METRICS_FILE).write_text(rows(1, 2, 3))
+    status, output = dump(rows(1))
+    assert status == 0
+    assert json.loads(output.read_text()).keys() == {"train/loss", "teacher/train/loss"}
+    metrics = read_metrics(output, 1)
+    assert parse_check('data["teacher/train/loss"]["3"] > data["train/loss"]["1"]').evaluate(metrics)[0]
+
+
+def test_a_run_before_that_is_not_whole_is_refused(dump, tmp_path, capsys):
+    (tmp_path / "warm_start").mkdir()
+    assert dump(rows(1))[0] == 1
+    assert "warm_start/metrics.jsonl" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

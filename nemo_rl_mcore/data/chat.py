@@ -1,0 +1,61 @@
+"""Conversations as the chat template of a tokenizer shows them to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nemo_rl_mcore.config.jsonl import Message
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.data.token_rows import TokenRow
+
+_ASSISTANT = "assistant"
+
+
+def with_template(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
+    """The prompt with the text that the template makes of its context; a plain text is a user's message."""
+    context = prompt.context or (Message("user", prompt.text),)
+    return replace(prompt, context=context, text=tokenizer.render_chat(context, add_generation_prompt=True))
+
+
+def conversation_row(
+    context: Sequence[Message], answer: str, tokenizer: Tokenizer, *, imitate_all: bool
+) -> TokenRow:
+    """Tokens of a conversation that ends with the answer; trained on are the assistant's, the answer's alone or all.
+
+    A turn is trained on from behind the generation prompt to its end of sequence, or to its end where the template
+    writes none. Raises ValueError when the template shows a turn in another way once others follow it: its tokens are
+    then not those that the model answers with.
+    """
+    messages = [*context, Message(_ASSISTANT, answer)]
+    ids = tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt=False))
+    trained = [False] * len(ids)
+    for turn, message in enumerate(messages):
+        if message.role != _ASSISTANT or not (imitate_all or turn == len(messages) - 1):
+            continue
+        start = _length_of_beginning(ids, messages[:turn], tokenizer, add_generation_prompt=True)
+        end = _length_of_beginning(ids, messages[: turn + 1], tokenizer, add_generation_prompt=False)
+        end = _behind_last(ids, tokenizer.eos_token_id, start, end)
+        trained[start:end] = [True] * (end - start)
+    return TokenRow(ids, trained)
+
+
+def _length_of_beginning(
+    ids: Sequence[int], messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool
+) -> int:
+    beginning = tokenizer.encode(
+        tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+    )
+    if list(ids[: len(beginning)]) != beginning:
+        raise ValueError(
+            f"data.apply_chat_template: the chat template does not show the first {len(messages)} messages of a "
+            "conversation as it shows them alone, so that the assistant's tokens cannot be told; use a template "
+            "that keeps earlier turns as they were"
+        )
+    return len(beginning)
+
+
+def _behind_last(ids: Sequence[int], wanted: int, start: int, end: int) -> int:
+    places = [place for place in range(start, end) if ids[place] == wanted]
+    return places[-1] + 1 if places else end

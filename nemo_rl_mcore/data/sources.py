@@ -1,0 +1,140 @@
+"""From a recipe to its prompts: an embedded task, JSONL files, or a class of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from nemo_rl_mcore.config.base import ConfigError
+from nemo_rl_mcore.config.imports import build
+from nemo_rl_mcore.config.jsonl import Example, RowKind, read_examples
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.data.answers import answer_row
+from nemo_rl_mcore.data.chat import with_template
+from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt, PromptSource
+from nemo_rl_mcore.data.epochs import EpochSource
+from nemo_rl_mcore.data.preference import (
+    GivenPairs,
+    PreferenceSource,
+    WrongAnswerPairs,
+    given_pair,
+    pair_rows,
+)
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+
+
+def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
+    """The prompts of a run; ValueError, or ConfigError which is one, for files or a class that do not serve."""
+    match config.data.dataset_name:
+        case "jsonl":
+            return _open_files(config, tokenizer)
+        case "custom":
+            return _open_class(config, tokenizer)
+        case task:
+            return DigitTaskSource(task, config.data.num_digits, config.seed)
+
+
+def open_pairs(config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer) -> PreferenceSource:
+    """The given pairs of a DPO run."""
+    kind = WrongAnswerPairs if config.data.embedded else GivenPairs
+    return kind(prompts, tokenizer)
+
+
+def _open_class(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
+    path, key = config.data.type, "data.type"
+    assert path is not None
+    arguments = {"seed": config.seed, **config.data.args}
+    source = cast("PromptSource", build(path, key, arguments, needs=("train_batch", "validation")))
+    return _OwnSource(source, f"{key}: {path}", tokenizer if config.data.apply_chat_template else None)
+
+
+@dataclass(frozen=True)
+class _OwnSource:
+    """A class of the user's own, held to what a `PromptSource` promises; with a tokenizer, its template is applied."""
+
+    source: PromptSource
+    name: str
+    tokenizer: Tokenizer | None
+
+    def train_batch(self, step: int, count: int) -> list[Prompt]:
+        """See `PromptSource.train_batch`."""
+        return self._checked(self.source.train_batch(step, count), f"train_batch({step}, {count})", count)
+
+    def validation(self, count: int) -> list[Prompt]:
+        """See `PromptSource.validation`."""
+        return self._checked(self.source.validation(count), f"validation({count})", count)
+
+    def _checked(self, prompts: Sequence[Prompt], call: str, count: int) -> list[Prompt]:
+        different = len({prompt.index for prompt in prompts})
+        if len(prompts) != count or different != count:
+            raise ValueError(
+                f"{self.name}: {call} gave {len(prompts)} prompts with {different} different indices, not {count}"
+            )
+        if self.tokenizer is None:
+            return list(prompts)
+        return [with_template(prompt, self.tokenizer) for prompt in prompts]
+
+
+def _open_files(config: RunConfig, tokenizer: Tokenizer) -> EpochSource:
+    examples, problems = read_examples(config.data, config.row_kind)
+    if problems:
+        raise ConfigError(problem.below("data") for problem in problems)
+    limits = _Limits(config, tokenizer)
+    train = limits.fitting(examples.train, sampled=config.row_kind is RowKind.PROMPTS)
+    held_out = limits.fitting(examples.held_out, sampled=config.loop.validates)
+    if len(train) < config.prompts_per_step:
+        raise ValueError(
+            f"data.overlong: drop leaves {len(train)} rows to train on, and a step takes {config.prompts_per_step}"
+        )
+    return EpochSource(train, held_out, config.seed, config.prompts_per_step)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Rows as prompts, without those that have too many tokens."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+
+    def fitting(self, examples: Sequence[Example], *, sampled: bool) -> list[Prompt]:
+        """The rows that fit; `sampled` says that the policy answers their prompts.
+
+        Raises ValueError for a row that cannot be encoded and, unless `data.overlong` is drop, for one that is too long.
+        """
+        kept: list[Prompt] = []
+        for example in examples:
+            try:
+                prompt = self._prompt(example)
+                excess = self._excess(prompt, sampled=sampled)
+            except ValueError as error:
+                raise ValueError(f"{example.place}: {error}") from error
+            if excess is None:
+                kept.append(prompt)
+            elif self.config.data.overlong == "error":
+                raise ValueError(f"{example.place}: {excess}, shorten the row, or set data.overlong: drop")
+        return kept
+
+    def _prompt(self, example: Example) -> Prompt:
+        text, context = (example.context, ()) if isinstance(example.context, str) else ("", example.context)
+        prompt = Prompt(example.index, text, example.answer, example.rejected, context, example.imitate_all)
+        return with_template(prompt, self.tokenizer) if self.config.data.apply_chat_template else prompt
+
+    def _excess(self, prompt: Prompt, *, sampled: bool) -> str | None:
+        """What is too long, and the key to raise; None where the row fits."""
+        longest_prompt, longest = self.config.max_prompt_length, self.config.policy.max_total_sequence_length
+        if sampled and (length := len(self.tokenizer.encode(prompt.text))) > longest_prompt:
+            return (
+                f"the prompt has {length} tokens, and {longest_prompt} are allowed: raise data.max_input_seq_length, "
+                "or policy.max_total_sequence_length where it is null"
+            )
+        if self.config.row_kind is RowKind.PROMPTS:
+            return None
+        if self.config.row_kind is RowKind.PAIRS:
+            rows = pair_rows(given_pair(prompt), self.tokenizer)
+        else:
+            rows = (answer_row(prompt, self.tokenizer),)
+        length = max(len(row.ids) for row in rows)
+        if length > longest:
+            return f"the row has {length} tokens: raise policy.max_total_sequence_length: {longest}"
+        return None

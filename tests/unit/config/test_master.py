@@ -1,0 +1,341 @@
+"""Recipes of every algorithm: which class reads them, what they hold and refuse, and what they run first."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_mcore import cli
+from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, kind_of
+from nemo_rl_mcore.config.preflight import preflight
+from nemo_rl_mcore.config.saved_run import load_recipe_of, recipe_text
+from nemo_rl_mcore.config.warm_start import warm_start_recipe
+
+EXEMPLARS = Path(__file__).parents[3] / "examples/configs"
+EXEMPLAR_OF = {
+    "grpo": EXEMPLARS / "grpo_copy_cpu.yaml",
+    "ppo": EXEMPLARS / "ppo_cpu.yaml",
+    "dpo": EXEMPLARS / "dpo_cpu.yaml",
+    "sft": EXEMPLARS / "sft_cpu.yaml",
+    "distillation": EXEMPLARS / "distillation_cpu.yaml",
+}
+
+
+def refused(path, *overrides):
+    """The problems of a recipe, without where they stand."""
+    with pytest.raises(ConfigError) as caught:
+        preflight(load_config(path, overrides))
+    return [str(problem).partition("  [")[0] for problem in caught.value.problems]
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+# --- which algorithm ----------------------------------------------------------------------------------------
+
+
+def test_there_is_an_exemplar_of_every_algorithm():
+    assert set(EXEMPLAR_OF) == set(RUN_CONFIGS)
+
+
+@pytest.mark.parametrize("algorithm", RUN_CONFIGS)
+def test_the_section_of_the_algorithm_says_which_class_reads_the_recipe(algorithm):
+    config = load_config(EXEMPLAR_OF[algorithm])
+    assert type(config) is RUN_CONFIGS[algorithm]
+    assert config.algorithm == algorithm
+    assert config.loop is getattr(config, algorithm)
+    assert preflight(config).steps == config.loop.max_num_steps
+
+
+@pytest.mark.parametrize(
+    ("tree", "kind"),
+    [
+        ({"dpo": {}}, RUN_CONFIGS["dpo"]),
+        ({"grpo": None, "sft": {}}, RUN_CONFIGS["sft"]),
+        ({}, GRPOMasterConfig),
+        ({"policy": {}}, GRPOMasterConfig),
+    ],
+)
+def test_a_section_that_is_null_is_none(tree, kind):
+    assert kind_of(tree) is kind
+
+
+def test_two_algorithms_in_one_recipe_are_refused(tmp_path):
+    both = write(tmp_path, "both.yaml", f"defaults: {EXEMPLAR_OF['grpo']}\nsft:\n  max_num_steps: 1\n")
+    assert any(text.startswith("sft: ") for text in refused(both))
+
+
+def test_null_drops_a_section_of_the_parent(tmp_path):
+    text = (
+        f"defaults: {EXEMPLAR_OF['grpo']}\n"
+        "grpo: null\nloss_fn: null\nsft:\n  max_num_steps: 5\n"
+        "policy: {train_global_batch_size: 64, train_micro_batch_size: 32}\n"
+    )
+    config = load_config(write(tmp_path, "child.yaml", text))
+    assert (config.algorithm, config.sft.max_num_steps) == ("sft", 5)
+    # Without it, the keys of GRPO's loss are unknown to that of SFT.
+    kept = write(tmp_path, "kept.yaml", text.replace("loss_fn: null\n", ""))
+    assert any("loss_fn.ratio_clip_min: unknown key" in problem for problem in refused(kept))
+
+
+def test_a_grandchild_may_write_the_section_anew(tmp_path):
+    write(tmp_path, "child.yaml", f"defaults: {EXEMPLAR_OF['grpo']}\nlogger: null\n")
+    text = "defaults: child.yaml\nlogger: {log_dir: results/grandchild}\n"
+    config = load_config(write(tmp_path, "grandchild.yaml", text))
+    parents = load_config(EXEMPLAR_OF["grpo"]).logger
+    assert config.logger.log_dir == "results/grandchild"
+    assert config.logger.num_val_samples_to_print != parents.num_val_samples_to_print, "it starts from the defaults"
+
+
+@pytest.mark.parametrize("algorithm", RUN_CONFIGS)
+def test_the_command_of_another_algorithm_is_refused_by_name(algorithm, capsys):
+    other = "sft" if algorithm != "sft" else "grpo"
+    assert cli.main([other, "--config", str(EXEMPLAR_OF[algorithm])]) == cli.EXIT_CONFIG_ERROR
+    said = capsys.readouterr().err
+    assert f"this is a recipe of {algorithm}, and the command is {other}; call nemo-rl-mcore {algorithm}" in said
+
+
+# --- what each one holds ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", RUN_CONFIGS)
+def test_the_seed_may_stand_in_the_section_of_any_algorithm(algorithm, tmp_path):
+    own = f"+{algorithm}.seed=7"
+    assert load_config(EXEMPLAR_OF[algorithm], ["~seed", own]).seed == 7
+    assert any(f"{algorithm}.seed: 7 contradicts seed: 42" in text for text in refused(EXEMPLAR_OF[algorithm], own))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rows"), [("grpo", 256), ("ppo", 256), ("dpo", 64), ("sft", 64), ("distillation", 256)]
+)
+def test_samples_of_a_step(algorithm, rows):
+    config = load_config(EXEMPLAR_OF[algorithm])
+    assert config.samples_per_step == rows
+    assert preflight(config).batch.samples == rows
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "needed"),
+    [
+        ("grpo", [], False),
+        ("grpo", ["loss_fn.reference_policy_kl_penalty=0.1"], True),
+        ("ppo", [], False),
+        ("ppo", ["loss_fn.reference_policy_kl_penalty=0.1"], True),
+        ("dpo", [], True),
+        ("sft", [], False),
+        ("distillation", [], False),
+        ("distillation", ["loss_fn={rl_weight: 1.0, rl: {reference_policy_kl_penalty: 0.0}}"], False),
+        ("distillation", ["loss_fn={rl_weight: 1.0}"], True),
+    ],
+)
+def test_who_needs_the_reference(algorithm, overrides, needed):
+    config = load_config(EXEMPLAR_OF[algorithm], overrides)
+    assert config.needs_reference is preflight(config).reference_policy is needed
+
+
+def test_the_critic_is_the_policy_with_its_own_optimizer():
+    config = load_config(EXEMPLAR_OF["ppo"], ["+value.train_micro_batch_size=32", "+value.max_grad_norm=0.5"])
+    critic = config.value.as_policy(config.policy)
+    assert critic.model == config.policy.model
+    assert (critic.train_micro_batch_size, critic.max_grad_norm) == (32, 0.5)
+    assert (critic.megatron_cfg.optimizer.lr, config.policy.megatron_cfg.optimizer.lr) == (2e-3, 5e-4)
+    schedule = critic.megatron_cfg.scheduler
+    assert schedule.start_weight_decay == schedule.end_weight_decay == 0.01
+    plain = load_config(EXEMPLAR_OF["ppo"])
+    assert plain.value.as_policy(plain.policy).max_grad_norm == plain.policy.max_grad_norm
+
+
+def test_the_teacher_has_its_own_weights_and_maybe_architecture():
+    config = load_config(EXEMPLAR_OF["distillation"])
+    teacher = config.teacher.model_copy(update={"init_checkpoint": "there"}).as_policy(config.policy)
+    assert teacher.init_checkpoint == "there"
+    assert config.policy.init_checkpoint is None
+    assert teacher.model == config.policy.model
+    larger = config.policy.model.model_copy(update={"num_layers": 4})
+    assert config.teacher.model_copy(update={"model": larger}).as_policy(config.policy).model == larger
+
+
+# --- what each one refuses ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "message"),
+    [
+        ("ppo", ["ppo.adv_estimator.name=grpo"], "ppo.adv_estimator.name: grpo leaves the critic of PPO without use"),
+        ("ppo", ["+ppo.critic_warmup_steps=60"], "ppo.critic_warmup_steps: 60 leaves the policy none"),
+        (
+            "ppo",
+            ["+value.train_micro_batch_size=48"],
+            "value.train_micro_batch_size: 48 times 2 data-parallel ranks does not divide",
+        ),
+        (
+            "ppo",
+            ["+loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
+            "loss_fn.force_on_policy_ratio: true needs one optimizer step per rollout, and ppo.ppo_epochs: 2",
+        ),
+        ("ppo", ["+value.model={}"], "value.model: unknown key"),
+        ("dpo", ["~dpo.num_generations_per_prompt"], "num_generations_per_prompt: null with online: true makes no pair"),
+        ("dpo", ["dpo.num_generations_per_prompt=1"], "num_generations_per_prompt: 1 with online: true makes no pair"),
+        ("dpo", ["dpo.online=false"], "dpo.num_generations_per_prompt: 4 does nothing with online: false"),
+        (
+            "dpo",
+            ["dpo.online=false", "~dpo.num_generations_per_prompt", "+dpo.val_batches=15"],
+            "dpo.val_batches: 15 times policy.train_global_batch_size: 64 is above the 900 held-out prompts",
+        ),
+        ("dpo", ["+dpo.preference_loss_weight=0"], "leaves no loss"),
+        (
+            "sft",
+            ["data.num_digits=1", "sft.val_period=0", "sft.val_at_end=false"],
+            "policy.train_global_batch_size: 64 is above the 8 different training prompts of data.num_digits: 1",
+        ),
+        ("sft", ["sft.val_batches=15"], "sft.val_batches: 15 times policy.train_global_batch_size: 64 is above"),
+        ("sft", ["+sft.num_prompts_per_step=3"], "sft.num_prompts_per_step: unknown key"),
+        ("distillation", ["distillation.topk_logits_k=40"], "topk_logits_k: 40 is above policy.model.vocab_size: 32"),
+        (
+            "distillation",
+            ["+distillation.on_policy=false"],
+            "num_generations_per_prompt: 4 with on_policy: false, where each prompt has its one given answer",
+        ),
+        (
+            "distillation",
+            ["+distillation.adv_estimator={name: gae}"],
+            "distillation.adv_estimator.name: gae needs a critic",
+        ),
+        ("distillation", ["~teacher"], "teacher: missing"),
+        ("distillation", ["~teacher.warm_start", "+teacher.model=null"], "one source of weights, and none is given"),
+        (
+            "distillation",
+            ["+teacher.init_checkpoint=there"],
+            "one source of weights, and init_checkpoint and warm_start is given",
+        ),
+        (
+            "distillation",
+            ["+policy.sequence_packing.enabled=true"],
+            "policy.sequence_packing.enabled: true does not go with distillation",
+        ),
+        (
+            "distillation",
+            ["loss_fn={kl_type: jsd, jsd_beta: 1.0}"],
+            "loss_fn.jsd_beta: 1.0 makes the mixture equal to one side",
+        ),
+    ],
+)
+def test_refusals(algorithm, overrides, message):
+    assert any(message in text for text in refused(EXEMPLAR_OF[algorithm], *overrides))
+
+
+def test_a_critic_without_a_micro_batch_size_of_its_own_is_not_blamed_for_the_policys():
+    texts = refused(EXEMPLAR_OF["ppo"], "policy.train_micro_batch_size=48")
+    assert any(text.startswith("policy.train_global_batch_size: 128 is not divisible") for text in texts)
+    assert not any(text.startswith("value.") for text in texts)
+
+
+def test_the_pool_is_not_judged_where_no_held_out_pairs_are_taken():
+    load_config(EXEMPLAR_OF["dpo"], ["+dpo.val_batches=15"])  # online
+    load_config(EXEMPLAR_OF["sft"], ["sft.val_batches=15", "sft.val_period=0", "sft.val_at_end=false"])
+
+
+# --- recipes that are run first -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sft(tmp_path):
+    return write(tmp_path, "first.yaml", f"defaults: {EXEMPLAR_OF['sft']}\n")
+
+
+def after(tmp_path, *lines):
+    return write(tmp_path, "second.yaml", "\n".join([f"defaults: {EXEMPLAR_OF['dpo']}", *lines, ""]))
+
+
+def test_the_path_of_a_warm_start_starts_at_its_file_and_holds_wherever_the_recipe_is_saved(
+    tmp_path, sft, monkeypatch
+):
+    second = after(tmp_path, "warm_start: first.yaml")
+    config = load_config(second)
+    assert config.warm_start == str(sft)
+    grandchild = tmp_path / "below"
+    grandchild.mkdir()
+    assert load_config(write(grandchild, "third.yaml", "defaults: ../second.yaml\n")).warm_start.endswith("first.yaml")
+    monkeypatch.chdir(tmp_path)
+    relative = load_config("second.yaml")
+    saved = write(grandchild, "config.yaml", recipe_text(relative))
+    assert load_config(saved).warm_start == str(sft)
+
+
+@pytest.mark.parametrize("algorithm", RUN_CONFIGS)
+def test_the_recipe_in_a_checkpoint_runs_nothing_first(algorithm, tmp_path):
+    config = load_config(EXEMPLAR_OF[algorithm])
+    gone = recipe_text(config).replace("sft_cpu.yaml", "gone.yaml").replace("sft_teacher_cpu.yaml", "gone.yaml")
+    write(tmp_path, "config.yaml", gone)
+    loaded = load_recipe_of(tmp_path)
+    assert loaded.warm_start is None
+    assert loaded.policy.init_checkpoint == str(tmp_path)
+    assert loaded.policy.model == config.policy.model
+    assert not [text for text in _problems(loaded) if "gone.yaml" in text or "warm_start" in text]
+
+
+def _problems(config):
+    """Of a preflight; that the folder holds no weights is one."""
+    try:
+        preflight(config)
+    except ConfigError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["warm_start: nowhere.yaml"], "nowhere.yaml: no such file"),
+        (
+            ["warm_start: first.yaml", "policy: {model: {num_layers: 3}}"],
+            "first.yaml trains another model: policy.model.num_layers: 3 (was 2)",
+        ),
+        (
+            ["warm_start: first.yaml", "policy: {init_checkpoint: there}"],
+            "warm_start: and policy.init_checkpoint or policy.model_name both give the weights to start from",
+        ),
+    ],
+)
+def test_warm_starts_that_cannot_be(tmp_path, sft, lines, message):
+    assert any(message in text for text in refused(after(tmp_path, *lines)))
+
+
+def test_problems_of_the_first_recipe_name_its_file(tmp_path, sft):
+    sft.write_text(f"{sft.read_text()}seed: x\n")
+    (text,) = refused(after(tmp_path, "warm_start: first.yaml"))
+    assert text.startswith(f"warm_start: in {sft}: seed: 'x' is not allowed")
+
+
+def test_a_warm_start_of_a_warm_start_is_looked_at_too(tmp_path, sft):
+    sft.write_text(f"{sft.read_text()}warm_start: nowhere.yaml\n")
+    assert any("nowhere.yaml: no such file" in text for text in refused(after(tmp_path, "warm_start: first.yaml")))
+
+
+def test_recipes_that_run_each_other_first_are_refused(tmp_path, sft):
+    second = after(tmp_path, "warm_start: first.yaml")
+    sft.write_text(f"{sft.read_text()}warm_start: second.yaml\n")
+    assert any("is to run before itself" in text for text in refused(second))
+
+
+def test_a_teacher_is_compared_with_the_teachers_model(tmp_path, sft):
+    lines = f"defaults: {EXEMPLAR_OF['distillation']}\nteacher:\n  warm_start: first.yaml\n"
+    preflight(load_config(write(tmp_path, "same.yaml", lines)))
+    model = load_config(sft).policy.model.model_dump_json(exclude_none=True)
+    larger = model.replace('"num_layers":2', '"num_layers":4')
+    other = write(tmp_path, "other.yaml", f"{lines}  model: {larger}\n")
+    assert any("first.yaml trains another model: policy.model.num_layers: 4 (was 2)" in text for text in refused(other))
+
+
+def test_the_first_recipe_runs_in_its_own_folder_with_the_seed_of_the_run_and_keeps_its_last_weights(tmp_path, sft):
+    config = load_config(after(tmp_path, "warm_start: first.yaml", "seed: 5"))
+    first = warm_start_recipe(config.warm_start, config, tmp_path / "run/warm_start")
+    assert (first.algorithm, first.seed) == ("sft", 5)
+    assert first.logger.log_dir == str(tmp_path / "run/warm_start")
+    kept = first.checkpointing
+    assert (kept.enabled, kept.resume, kept.save_period) == (True, "auto", first.loop.max_num_steps)
+    assert kept.checkpoint_dir == str(tmp_path / "run/warm_start/checkpoints")
+    assert (first.logger.tensorboard_enabled, first.logger.wandb_enabled) == (False, False)

