@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.config import RunConfig
-from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
+from nemo_rl_mcore.data.chat import with_template
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.epochs import EpochSource
+from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.environments import make_environment
+from nemo_rl_mcore.environments import ArithmeticEnvironment
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
 from nemo_rl_mcore.launch import exit_status, print_line, tokenizer_of
@@ -34,9 +37,9 @@ def _generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> None:
     ):
         collector = RolloutCollector(
             EmbeddedGeneration(policy, stop_ids),
-            make_environment("arithmetic"),
+            ArithmeticEnvironment(),  # nothing asks for the scores
             tokenizer,
-            config.data.max_prompt_length,
+            config.max_prompt_length,
         )
         answered = collector.collect(prompts, 1, step=0, greedy=greedy)
     for prompt, response in zip(answered.prompts, answered.responses, strict=True):
@@ -46,14 +49,27 @@ def _generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> None:
 def _prompts(config: RunConfig, texts: Sequence[str], tokenizer: Tokenizer) -> list[Prompt]:
     """Prompts that the collector will take; a text that it would refuse is refused before the ranks start."""
     if not texts:
-        source = DigitTaskSource(config.data.dataset_name, config.data.num_digits, config.seed)
-        return source.validation(min(_HELD_OUT_PROMPTS, config.data.validation_prompts))
-    longest = config.data.max_prompt_length
-    for text in texts:
+        return _held_out(config, tokenizer)
+    longest = config.max_prompt_length
+    prompts = [Prompt(index, text, answer="") for index, text in enumerate(texts)]
+    if config.data.apply_chat_template:
+        prompts = [with_template(prompt, tokenizer) for prompt in prompts]
+    for text, prompt in zip(texts, prompts, strict=True):
         try:
-            length = len(tokenizer.encode(text))
+            length = len(tokenizer.encode(prompt.text))
         except ValueError as error:
             raise RunStoppedError(f"--prompt {text!r}: {error}") from error
         if not 0 < length <= longest:
             raise RunStoppedError(f"--prompt {text!r}: it has {length} tokens; 1 to {longest} are allowed")
-    return [Prompt(index, text, answer="") for index, text in enumerate(texts)]
+    return prompts
+
+
+def _held_out(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
+    try:
+        source = open_prompts(config, tokenizer)
+    except ValueError as error:
+        raise RunStoppedError(str(error)) from error
+    if isinstance(source, EpochSource):
+        return list(source.held_out[:_HELD_OUT_PROMPTS])
+    there = config.data.validation_prompts if config.data.embedded else _HELD_OUT_PROMPTS
+    return source.validation(min(_HELD_OUT_PROMPTS, there))

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -26,15 +27,18 @@ from nemo_rl_mcore.config import (
     RunConfig,
     SFTMasterConfig,
 )
+from nemo_rl_mcore.config.data_files import steps_of_epochs
 from nemo_rl_mcore.config.warm_start import warm_start_recipe
-from nemo_rl_mcore.data.datasets import DigitTaskSource
+from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetched_folder
-from nemo_rl_mcore.data.preference import WrongAnswerPairs
+from nemo_rl_mcore.data.sources import open_pairs, open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_mcore.environments import make_environment
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
-from nemo_rl_mcore.interfaces import GenerationInterface, Role
+from nemo_rl_mcore.interfaces import EnvironmentInterface, GenerationInterface, Role
+from nemo_rl_mcore.losses import check_losses
 from nemo_rl_mcore.observability import RunRecorder
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.workers.cluster import RayCluster
@@ -52,7 +56,9 @@ def run(config: RunConfig) -> int:
 
     However it ends, the ranks are gone, and the metrics and the report hold every finished step.
     """
-    return exit_status(lambda: _run(config), f"the finished steps are in {config.logger.log_dir}")
+    return exit_status(
+        lambda: _run(_open_parts(config)), f"the finished steps are in {config.logger.log_dir}"
+    )
 
 
 def exit_status(run: Callable[[], None], left_behind: str) -> int:
@@ -72,21 +78,47 @@ def exit_status(run: Callable[[], None], left_behind: str) -> int:
     return 0
 
 
-def _run(config: RunConfig) -> None:
+@dataclass(frozen=True)
+class _Parts:
+    """What a run needs beside its ranks; it is all there before they start. `config` ends when the data set does."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    prompts: PromptSource
+    environment: EnvironmentInterface
+
+
+def _open_parts(config: RunConfig) -> _Parts:
+    tokenizer = tokenizer_of(config.policy)
+    try:
+        check_losses(config)
+        environment = make_environment(config.env)
+        prompts = open_prompts(config, tokenizer)
+    except ValueError as error:
+        raise RunStoppedError(str(error)) from error
+    if isinstance(prompts, EpochSource):
+        steps = steps_of_epochs(config, len(prompts.train))
+        loop = config.loop.model_copy(update={"max_num_steps": steps})
+        config = config.model_copy(update={config.algorithm: loop})
+    return _Parts(config, tokenizer, prompts, environment)
+
+
+def _run(parts: _Parts) -> None:
+    config = parts.config
     with RayCluster(config.cluster) as cluster:
         checkpoints = open_checkpoints(config, say=lambda line: print_line(sys.stdout, line))
         if config.warm_start is not None and checkpoints.resumed_step is None:
             weights = _weights_of(config.warm_start, config, "warm_start")
             config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
         with ExitStack() as stack:
-            _algorithm(config, cluster, checkpoints, stack).run()
+            _algorithm(replace(parts, config=config), cluster, checkpoints, stack).run()
 
 
 def _weights_of(recipe: str, config: RunConfig, name: str) -> str:
     """The last checkpoint of a recipe that is run first, in a folder of this run; it is not run twice."""
-    first = warm_start_recipe(recipe, config, Path(config.logger.log_dir) / name)
-    store = CheckpointStore(Path(first.checkpointing.checkpoint_dir))
-    if (last := store.latest()) is None or last.step < first.loop.max_num_steps:
+    first = _open_parts(warm_start_recipe(recipe, config, Path(config.logger.log_dir) / name))
+    store = CheckpointStore(Path(first.config.checkpointing.checkpoint_dir))
+    if (last := store.latest()) is None or last.step < first.config.loop.max_num_steps:
         print_line(sys.stdout, f"{name}: running {recipe}")
         _run(first)
         last = store.latest()
@@ -99,12 +131,11 @@ def _starting_from(checkpoint: str, policy: PolicyConfig) -> PolicyConfig:
 
 
 def _algorithm(
-    config: RunConfig, cluster: RayCluster, checkpoints: RunCheckpoints, stack: ExitStack
+    parts: _Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack: ExitStack
 ) -> GRPO | PPO | DPO | SFT | Distillation:
     """The algorithm over its parts, which end with the stack."""
-    tokenizer = tokenizer_of(config.policy)
+    config, tokenizer, prompts = parts.config, parts.tokenizer, parts.prompts
     stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
-    prompts = DigitTaskSource(config.data.dataset_name, config.data.num_digits, config.seed)
     start = partial(Policy, cluster=cluster, seed=config.seed)
     teacher = _teacher(config) if isinstance(config, DistillationMasterConfig) else None
     policy = stack.enter_context(start(config.policy, init_reference_model=config.needs_reference))
@@ -117,9 +148,7 @@ def _algorithm(
         )
     )
     generation = stack.enter_context(_generation(config, policy, cluster, stop_ids))
-    collector = RolloutCollector(
-        generation, make_environment("arithmetic"), tokenizer, config.data.max_prompt_length
-    )
+    collector = RolloutCollector(generation, parts.environment, tokenizer, config.max_prompt_length)
     match config:
         case GRPOMasterConfig():
             return GRPO(config, policy, collector, prompts, recorder, checkpoints)
@@ -127,7 +156,7 @@ def _algorithm(
             critic = stack.enter_context(start(config.value.as_policy(config.policy), role=Role.VALUE))
             return PPO(config, policy, critic, collector, prompts, recorder, checkpoints)
         case DPOMasterConfig():
-            pairs = None if config.dpo.online else WrongAnswerPairs(prompts, tokenizer)
+            pairs = None if config.dpo.online else open_pairs(config, prompts, tokenizer)
             return DPO(config, policy, collector, prompts, pairs, recorder, checkpoints)
         case SFTMasterConfig():
             return SFT(config, policy, collector, prompts, recorder, checkpoints)

@@ -19,10 +19,10 @@ from nemo_rl_mcore.algorithms.sampling import Evaluation, Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
 from nemo_rl_mcore.config import DistillationMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.answers import answered_rows
+from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.interfaces import PolicyInterface
-from nemo_rl_mcore.losses import DistillationLossFn
+from nemo_rl_mcore.losses import make_loss
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Distillation:
         with self.observer.phase("teacher"):
             self._add_teacher(batch)
         with self.observer.phase("train"):
-            result = self.policy.train(batch, DistillationLossFn(self.config.loss_fn))
+            result = self.policy.train(batch, make_loss(self.config.loss_fn))
         metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
         return StepOutcome(metrics | train_metrics(result), result["skip_reasons"], batch)
 
@@ -78,12 +78,7 @@ class Distillation:
 
     def _given(self, step: int) -> BatchedDataDict:
         prompts = self.prompts.train_batch(step, self.config.distillation.num_prompts_per_step)
-        return answered_rows(
-            [prompt.text for prompt in prompts],
-            [prompt.answer for prompt in prompts],
-            [prompt.index for prompt in prompts],
-            self.collector.tokenizer,
-        )
+        return given_answers(prompts, self.collector.tokenizer)
 
     def _add_teacher(self, batch: BatchedDataDict) -> None:
         k = self.config.distillation.topk_logits_k or self.config.policy.model.vocab_size

@@ -21,7 +21,7 @@ from nemo_rl_mcore.config import ClippedPGLossConfig, GRPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.interfaces import PolicyInterface
-from nemo_rl_mcore.losses import ClippedPGLossFn
+from nemo_rl_mcore.losses import LossFunction, make_loss
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class GRPO:
         return Sampling("grpo", self.config.grpo, self.collector, self.prompts)
 
     @cached_property
-    def _loss_fn(self) -> ClippedPGLossFn:
-        return ClippedPGLossFn(self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs)
+    def _loss_fn(self) -> LossFunction:
+        return make_loss(self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs)
 
     def _add_advantages(self, batch: BatchedDataDict) -> None:
         estimator = make_advantage_estimator(self.config.grpo.adv_estimator, self.config.loss_fn)

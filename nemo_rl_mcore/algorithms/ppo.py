@@ -24,7 +24,7 @@ from nemo_rl_mcore.config import PPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.interfaces import PolicyInterface, ValueInterface
-from nemo_rl_mcore.losses import ClippedPGLossFn, MseValueLossFn
+from nemo_rl_mcore.losses import make_loss
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 
@@ -92,8 +92,8 @@ class PPO:
     def _train(self, step: int, batch: BatchedDataDict) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
         """Results of the policy, None while only the critic warms up, and of the critic, over all epochs."""
         ppo, fused = self.config.ppo, self.config.policy.megatron_cfg.use_fused_linear_logprobs
-        policy_loss = ClippedPGLossFn(self.config.loss_fn, fused)
-        value_loss = MseValueLossFn(self.config.value_loss_fn)
+        policy_loss = make_loss(self.config.loss_fn, fused)
+        value_loss = make_loss(self.config.value_loss_fn, section="value_loss_fn")
         of_policy: list[Mapping[str, Any]] = []
         of_critic: list[Mapping[str, Any]] = []
         for epoch in range(ppo.ppo_epochs):

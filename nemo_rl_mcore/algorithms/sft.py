@@ -11,11 +11,10 @@ from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.algorithms.sampling import Evaluation
 from nemo_rl_mcore.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.config import SFTMasterConfig
-from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.answers import answered_rows
-from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.data.answers import given_answers
+from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.interfaces import PolicyInterface
-from nemo_rl_mcore.losses import NLLLossFn
+from nemo_rl_mcore.losses import LossFunction, make_loss
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,8 @@ class SFT:
 
     def step(self, step: int) -> StepOutcome:
         """Train on the step's answers."""
-        batch = self._rows(self.prompts.train_batch(step, self.config.policy.train_global_batch_size))
+        prompts = self.prompts.train_batch(step, self.config.policy.train_global_batch_size)
+        batch = given_answers(prompts, self.collector.tokenizer)
         with self.observer.phase("train"):
             result = self.policy.train(batch, self._loss_fn)
         tokens = {"train/total_num_tokens": float(batch["input_lengths"].sum())}
@@ -47,19 +47,12 @@ class SFT:
         """The loss of held-out answers, and how good the policy's own answers to their prompts are."""
         size = self.config.policy.train_global_batch_size
         held_out = self.prompts.validation(self.config.sft.val_batches * size)
-        result = self.policy.train(self._rows(held_out), self._loss_fn, eval_mode=True)
+        batch = given_answers(held_out, self.collector.tokenizer)
+        result = self.policy.train(batch, self._loss_fn, eval_mode=True)
         loss = train_metrics(result, "validation")["validation/loss"]
         judged = Evaluation(self.config.sft, self.collector, self.prompts, self.observer).validate(step)
         return {"validation/loss": loss, **judged}
 
     @cached_property
-    def _loss_fn(self) -> NLLLossFn:
-        return NLLLossFn(self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs)
-
-    def _rows(self, prompts: list[Prompt]) -> BatchedDataDict:
-        return answered_rows(
-            [prompt.text for prompt in prompts],
-            [prompt.answer for prompt in prompts],
-            [prompt.index for prompt in prompts],
-            self.collector.tokenizer,
-        )
+    def _loss_fn(self) -> LossFunction:
+        return make_loss(self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs)

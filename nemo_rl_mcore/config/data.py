@@ -54,7 +54,7 @@ class DataConfig(StrictModel):
     """What becomes of a row of a file that has too many tokens (ours)."""
     type: ImportPath | None = None
     """Of custom: the import path of the class, `package.module:Name` (ours)."""
-    args: Arguments = {}
+    args: Arguments | None = None
     """Of custom: keyword arguments of the class, beside seed (ours)."""
 
     @model_validator(mode="before")
@@ -138,8 +138,12 @@ class DataConfig(StrictModel):
                     ("dataset_name",),
                 )
             if needed and not given and self.dataset_name == reader:
-                example = "train: {data_path: train.jsonl}" if key == "train" else "type: my_pkg.my_mod:MyData"
-                yield Problem(key, f"missing with dataset_name: {reader}", f"set {example}", ("dataset_name",))
+                example = (
+                    "train: {data_path: train.jsonl}" if key == "train" else "type: my_pkg.my_mod:MyData"
+                )
+                yield Problem(
+                    key, f"missing with dataset_name: {reader}", f"set {example}", ("dataset_name",)
+                )
 
 
 class ArithmeticEnvConfig(StrictModel):
@@ -158,7 +162,7 @@ class CustomEnvConfig(StrictModel):
 
     type: ImportPath
     """The import path of the class, `package.module:Name`."""
-    args: Arguments = {}
+    args: Arguments | None = None
     """Keyword arguments of the class."""
 
 

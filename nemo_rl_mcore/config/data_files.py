@@ -104,5 +104,7 @@ def _has_template(folder: Path) -> bool:
     try:
         settings: object = json.loads((folder / "tokenizer_config.json").read_bytes())
     except (OSError, ValueError):
-        return True  # reported as what is wrong with the tokenizer, or left to the library that reads its format
+        return (
+            True  # reported as what is wrong with the tokenizer, or left to the library that reads its format
+        )
     return isinstance(settings, dict) and bool(cast("dict[str, object]", settings).get("chat_template"))

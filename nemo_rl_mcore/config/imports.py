@@ -22,7 +22,9 @@ _IMPORT_PATH = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")
 
 def _checked(path: str) -> str:
     if not _IMPORT_PATH.fullmatch(path):
-        raise ValueError(f"{path!r} is no import path; write package.module:Name, as in my_pkg.losses:MyLossFn")
+        raise ValueError(
+            f"{path!r} is no import path; write package.module:Name, as in my_pkg.losses:MyLossFn"
+        )
     return path
 
 
@@ -46,14 +48,14 @@ def import_problems(path: str, key: str) -> Iterator[Problem]:
 
 
 def build(
-    path: str, key: str, arguments: Mapping[str, Any], *positional: object, needs: Sequence[str]
+    path: str, key: str, arguments: Mapping[str, Any] | None, *positional: object, needs: Sequence[str]
 ) -> object:
     """Import a class and call it. `key` is that of the path; `needs` names the members that the class must have.
 
     Raises ValueError, naming the key, for a module or class that is not there, and for arguments that do not fit.
     What the class itself raises passes through.
     """
-    kind = _imported(path, key)
+    kind, arguments = _imported(path, key), arguments or {}
     abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
     if lacking := [name for name in needs if not hasattr(kind, name) or name in abstract]:
         raise ValueError(f"{key}: {path} has no {', '.join(lacking)}, which is what it is called for")

@@ -66,9 +66,7 @@ def read_examples(data: DataConfig, kind: RowKind) -> tuple[Examples, list[Probl
     assert data.train is not None
     train, problems = _read(data.train, "train.data_path", kind, chat=data.apply_chat_template)
     if data.validation is not None:
-        held_out, more = _read(
-            data.validation, "validation.data_path", kind, chat=data.apply_chat_template
-        )
+        held_out, more = _read(data.validation, "validation.data_path", kind, chat=data.apply_chat_template)
         return Examples(train, held_out), problems + more
     share = data.train.split_validation_size
     held = [hash_fraction(example.context) < share for example in train]
@@ -179,7 +177,9 @@ def _message(given: object, key: str) -> Message:
     values = cast("dict[str, object]", given) if isinstance(given, dict) else {}
     role, content = values.get("role"), values.get("content")
     if not isinstance(role, str) or not isinstance(content, str):
-        raise _RowError(f"{key} holds {_shown(cast('object', given))}, which is no message with a role and a content of text")
+        raise _RowError(
+            f"{key} holds {_shown(cast('object', given))}, which is no message with a role and a content of text"
+        )
     return Message(role, content)
 
 

@@ -18,14 +18,17 @@ class OwnLossConfig(StrictModel):
 
     type: ImportPath | None = None
     """Import path of a loss function that takes this one's place, `package.module:Name` (ours)."""
-    args: Arguments = {}
+    args: Arguments | None = None
     """Keyword arguments of that class, beside this section (ours)."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield arguments of nothing."""
         if self.args and self.type is None:
             yield Problem(
-                "args", "does nothing with type: null", "set type: my_pkg.my_mod:MyLossFn, or remove it", ("type",)
+                "args",
+                "does nothing with type: null",
+                "set type: my_pkg.my_mod:MyLossFn, or remove it",
+                ("type",),
             )
 
 

@@ -97,15 +97,17 @@ class RunConfig(StrictModel):
     @property
     def import_paths(self) -> dict[str, str]:
         """The classes of the user's own, by the key that names them."""
-        losses = {name: getattr(self, name) for name in type(self).model_fields}
-        named = {
+        named = {f"{name}.type": loss.type for name, loss in self.losses.items()} | {
             "data.type": self.data.type,
             "env.custom.type": self.env.custom.type if self.env.custom else None,
-            **{
-                f"{name}.type": loss.type for name, loss in losses.items() if isinstance(loss, OwnLossConfig)
-            },
         }
         return {key: path for key, path in named.items() if path is not None}
+
+    @property
+    def losses(self) -> dict[str, OwnLossConfig]:
+        """The losses whose place a class of the user's own can take, by the name of their section."""
+        sections = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: loss for name, loss in sections.items() if isinstance(loss, OwnLossConfig)}
 
     @property
     def needs_reference(self) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from nemo_rl_mcore.config.jsonl import Message
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.token_rows import TokenRow
+from nemo_rl_mcore.data.tokenizer import Tokenizer
 
 _ASSISTANT = "assistant"
 
@@ -44,9 +44,7 @@ def conversation_row(
 def _length_of_beginning(
     ids: Sequence[int], messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool
 ) -> int:
-    beginning = tokenizer.encode(
-        tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
-    )
+    beginning = tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt))
     if list(ids[: len(beginning)]) != beginning:
         raise ValueError(
             f"data.apply_chat_template: the chat template does not show the first {len(messages)} messages of a "

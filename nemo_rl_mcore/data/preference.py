@@ -106,5 +106,7 @@ class GivenPairs(_PairsOfPrompts):
 def given_pair(prompt: Prompt) -> Preference:
     """The pair that a prompt of a data set holds; ValueError when it holds none."""
     if prompt.rejected is None:
-        raise ValueError(f"prompt {prompt.index} has no rejected answer, which DPO needs unless dpo.online: true")
+        raise ValueError(
+            f"prompt {prompt.index} has no rejected answer, which DPO needs unless dpo.online: true"
+        )
     return Preference(prompt.index, prompt.text, prompt.answer, prompt.rejected, prompt.context)

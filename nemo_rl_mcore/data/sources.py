@@ -44,7 +44,7 @@ def open_pairs(config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer) -
 def _open_class(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     path, key = config.data.type, "data.type"
     assert path is not None
-    arguments = {"seed": config.seed, **config.data.args}
+    arguments = {"seed": config.seed, **(config.data.args or {})}
     source = cast("PromptSource", build(path, key, arguments, needs=("train_batch", "validation")))
     return _OwnSource(source, f"{key}: {path}", tokenizer if config.data.apply_chat_template else None)
 
@@ -100,7 +100,7 @@ class _Limits:
     def fitting(self, examples: Sequence[Example], *, sampled: bool) -> list[Prompt]:
         """The rows that fit; `sampled` says that the policy answers their prompts.
 
-        Raises ValueError for a row that cannot be encoded and, unless `data.overlong` is drop, for one that is too long.
+        Raises ValueError for a row that cannot be encoded and, unless `data.overlong` is drop, for one too long.
         """
         kept: list[Prompt] = []
         for example in examples:

@@ -1,16 +1,47 @@
-"""From the name of a section of `env` to the environment."""
+"""From the section `env` to the environment."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
+from nemo_rl_mcore.config import EnvConfig
+from nemo_rl_mcore.config.imports import build
+from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment
+from nemo_rl_mcore.environments.mathematics import MathEnvironment
+from nemo_rl_mcore.interfaces import EnvironmentInterface
 
-_ENVIRONMENTS: dict[str, Callable[[], ArithmeticEnvironment]] = {"arithmetic": ArithmeticEnvironment}
+
+def make_environment(config: EnvConfig) -> EnvironmentInterface:
+    """Build the environment of a recipe; ValueError names the key of one that cannot be."""
+    if config.math is not None:
+        return MathEnvironment(config.math.timeout_s)
+    if (own := config.custom) is not None:
+        environment = build(own.type, "env.custom.type", own.args, needs=("score",))
+        return _OwnEnvironment(cast("EnvironmentInterface", environment), own.type)
+    return ArithmeticEnvironment()
 
 
-def make_environment(name: str) -> ArithmeticEnvironment:
-    """Build the environment called `name`; ValueError lists the known names."""
-    if name not in _ENVIRONMENTS:
-        raise ValueError(f"env: unknown environment {name!r}; known: {', '.join(_ENVIRONMENTS)}")
-    return _ENVIRONMENTS[name]()
+@dataclass(frozen=True)
+class _OwnEnvironment:
+    """A class of the user's own, held to what `EnvironmentInterface` promises."""
+
+    environment: EnvironmentInterface
+    path: str
+
+    def score(
+        self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
+    ) -> list[float]:
+        """See `EnvironmentInterface.score`; ValueError when the scores are not one finite number a response."""
+        scores = [float(score) for score in self.environment.score(prompts, responses, finished)]
+        if len(scores) != len(responses):
+            raise ValueError(
+                f"env.custom.type: {self.path} gave {len(scores)} scores of {len(responses)} responses"
+            )
+        for prompt, score in zip(prompts, scores, strict=True):
+            if not math.isfinite(score):
+                raise ValueError(f"env.custom.type: {self.path} scored {score} for prompt {prompt.index}")
+        return scores

@@ -17,6 +17,7 @@ from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
 from nemo_rl_mcore.losses.distillation import DistillationLossFn
 from nemo_rl_mcore.losses.dpo import DPOLossFn
 from nemo_rl_mcore.losses.nll import NLLLossFn
+from nemo_rl_mcore.losses.own import check_losses, make_loss
 from nemo_rl_mcore.losses.value import MseValueLossFn
 
 __all__ = [
@@ -36,4 +37,6 @@ __all__ = [
     "TokenOutputs",
     "TopKLogprobs",
     "ValueOutputs",
+    "check_losses",
+    "make_loss",
 ]

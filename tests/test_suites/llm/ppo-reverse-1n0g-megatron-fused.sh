@@ -14,5 +14,5 @@ check_metrics \
   'max(data["train/skipped_steps"]) == 0' \
   'max(data["train/token_mult_prob_error"]) < 1.001' \
   '0 < median(data["train/grad_norm"]) < 10' \
-  'mean(data["value/explained_variance"], -10) > 0' \
+  'mean(data["value/residual_sq_mean"], -10) < data["value/residual_sq_mean"]["1"] / 10' \
   'data["validation/accuracy"]["60"] >= 0.9'

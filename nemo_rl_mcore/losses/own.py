@@ -1,0 +1,54 @@
+"""The loss of a section: the one it is named for, or a class of the user's own in its place."""
+
+from collections.abc import Callable
+from typing import Any
+
+from nemo_rl_mcore.config.imports import build
+from nemo_rl_mcore.config.loss import (
+    ClippedPGLossConfig,
+    DistillationLossConfig,
+    MseValueLossConfig,
+    NLLLossConfig,
+    OwnLossConfig,
+)
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.losses.base import LossFunction, LossInputType
+from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
+from nemo_rl_mcore.losses.distillation import DistillationLossFn
+from nemo_rl_mcore.losses.nll import NLLLossFn
+from nemo_rl_mcore.losses.value import MseValueLossFn
+
+_STANDARD: dict[type[OwnLossConfig], tuple[Callable[[Any, bool], LossFunction], LossInputType]] = {
+    ClippedPGLossConfig: (ClippedPGLossFn, LossInputType.LOGPROB),
+    NLLLossConfig: (NLLLossFn, LossInputType.LOGPROB),
+    DistillationLossConfig: (DistillationLossFn, LossInputType.DISTILLATION),
+    MseValueLossConfig: (MseValueLossFn, LossInputType.VALUE),
+}
+
+
+def make_loss(
+    cfg: OwnLossConfig, use_fused_linear_logprobs: bool = False, *, section: str = "loss_fn"
+) -> LossFunction:
+    """Build the loss that the section describes or, where it names one, the class that takes its place.
+
+    Both are called with the section and the flag, and the latter with the section's `args` as well.
+    Raises ValueError, naming the key, for a class that is not there or is no loss of the same inputs.
+    """
+    standard, inputs = _STANDARD[type(cfg)]
+    if cfg.type is None:
+        return standard(cfg, use_fused_linear_logprobs)
+    key = f"{section}.type"
+    loss = build(
+        cfg.type, key, cfg.args, cfg, use_fused_linear_logprobs, needs=("sums", "loss_type", "input_type")
+    )
+    if not isinstance(loss, LossFunction):
+        raise ValueError(f"{key}: {cfg.type} is no subclass of nemo_rl_mcore.losses.LossFunction")
+    if loss.input_type is not inputs:
+        raise ValueError(f"{key}: {cfg.type} reads {loss.input_type.name}, and is given {inputs.name} here")
+    return loss
+
+
+def check_losses(config: RunConfig) -> None:
+    """Build every loss of a run, for the ValueError that `make_loss` may raise."""
+    for section, cfg in config.losses.items():
+        make_loss(cfg, section=section)
