@@ -8,6 +8,7 @@ import torch
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -146,10 +147,10 @@ def test_each_step_reports_the_mismatch_and_masks_what_is_above_the_threshold():
     assert policy.batches[0]["sample_mask"].sum() == 0
 
 
-def run(config, policy=None):
+def run(config, policy=None, **options):
     policy, notes = policy or FakePolicy(), Notes()
     collector = RolloutCollector(policy, ArithmeticEnvironment(), TOKENIZER, config.data.max_prompt_length)
-    grpo = GRPO(config, policy, collector, DigitTaskSource("copy", 2, config.seed), notes)
+    grpo = GRPO(config, policy, collector, DigitTaskSource("copy", 2, config.seed), notes, **options)
     grpo.run()
     return policy, notes
 
@@ -265,3 +266,43 @@ def test_reinforce_whitens_over_the_samples_that_are_kept():
     advantages = batch["advantages"][kept]
     assert advantages.mean() == pytest.approx(0.0, abs=1e-6)
     assert advantages.std(unbiased=False) == pytest.approx(1.0, abs=1e-3)
+
+
+class SavingPolicy(FakePolicy):
+    def save_checkpoint(self, folder):
+        self.calls.append("save")
+
+    def load_checkpoint(self, folder, *, weights_only=False):
+        self.calls.append("load")
+
+
+def run_with_checkpoints(folder, last_step, skips=99, **grpo):
+    section = {"enabled": True, "checkpoint_dir": str(folder), "save_period": 2}
+    grpo = {"max_num_steps": last_step, "max_val_samples": 4, **grpo}
+    config = master(grpo, checkpointing=section, max_consecutive_skips=skips)
+    policy = SavingPolicy(update_successful=False)
+    return run(config, policy, checkpoints=open_checkpoints(config, lambda line: None))
+
+
+def test_a_resumed_run_is_the_rest_of_the_run(tmp_path):
+    _, whole = run_with_checkpoints(tmp_path / "whole", 4, val_at_start=True)
+    first, before = run_with_checkpoints(tmp_path / "cut", 3, val_at_start=True)
+    assert first.calls.count("save") == 2, "after step 2 and after the last one"
+    second, after = run_with_checkpoints(tmp_path / "cut", 4, val_at_start=True)
+    assert second.calls == ["load", "generate", "logprobs", "train", "save"]
+    assert before.steps | after.steps == whole.steps
+    assert after.steps[4]["train/skipped_steps"] == 8, "the skipped steps before count"
+
+
+def test_a_run_that_had_ended_does_nothing_more(tmp_path):
+    run_with_checkpoints(tmp_path, 2)
+    policy, notes = run_with_checkpoints(tmp_path, 2)
+    assert (policy.calls, notes.steps) == (["load"], {})
+
+
+def test_skipped_steps_in_a_row_are_counted_across_a_resume(tmp_path):
+    run_with_checkpoints(tmp_path, 2)
+    with pytest.raises(
+        TooManySkippedStepsError, match=r"step 3: the optimizer step was skipped 6 times in a row"
+    ):
+        run_with_checkpoints(tmp_path, 9, skips=6)
