@@ -2,8 +2,10 @@
 
 import json
 import pickle
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from parity import LAYOUTS
 from rank_pool import RankFailedError
@@ -45,6 +47,7 @@ def resume_against_going_on(folder, model, megatron, policy):
     going_on = worker_state.with_dropout(build(model, megatron, **policy))
     steps(going_on, (1, 2))
     going_on.save_checkpoint(folder)
+    drawn = random.random(), np.random.random()
     reports = steps(going_on, (3, 4, 5))
     wanted = worker_state.capture(going_on)
     batch = tiny.shard(tiny.grpo_batch(seed=9))
@@ -53,6 +56,7 @@ def resume_against_going_on(folder, model, megatron, policy):
     resumed = worker_state.with_dropout(build(model, megatron, seed=7, **policy))
     steps(resumed, (6,))
     resumed.load_checkpoint(folder)
+    assert (random.random(), np.random.random()) == drawn
     assert steps(resumed, (3, 4, 5)) == reports
     found = worker_state.capture(resumed)
     assert resumed.get_reference_policy_logprobs(data=batch)["reference_logprobs"].equal(reference)
@@ -86,7 +90,8 @@ def test_a_resumed_policy_goes_on_bit_for_bit(ranks, tmp_path, ranks_needed, mod
 def save_between_steps(folder):
     import worker_state
 
-    config = {}, {"scheduler": WARMUP}
+    decaying = {"lr": 1e-2, "weight_decay": 0.1}
+    config = {}, {"scheduler": {"lr_decay_style": "constant"}, "optimizer": decaying}
     undisturbed = build(*config)
     steps(undisturbed, (1, 2))
     wanted = worker_state.capture(undisturbed)

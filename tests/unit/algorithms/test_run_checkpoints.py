@@ -84,9 +84,10 @@ def test_never_and_a_folder_set_later_checkpoints_aside(tmp_path):
     assert (checkpoints.resumed_step, said) == (None, [f"set aside: {tmp_path / 'aside_step_2'}"])
 
 
-def test_a_folder_that_is_no_checkpoint_stops_the_run(tmp_path):
-    with pytest.raises(RunStoppedError, match=r"checkpointing\.resume: .* is no whole checkpoint"):
-        opened(tmp_path, f"checkpointing.resume={tmp_path}")
+@pytest.mark.parametrize("key", ["checkpointing.resume", "policy.init_checkpoint"])
+def test_a_folder_that_is_no_checkpoint_stops_the_run(tmp_path, key):
+    with pytest.raises(RunStoppedError, match=f"{key}: .* is no whole checkpoint"):
+        opened(tmp_path, f"++{key}={tmp_path}")
 
 
 @pytest.mark.parametrize(
