@@ -71,14 +71,16 @@ class RunCheckpoints:
             (folder / RECIPE_FILE).write_text(self.recipe, encoding="utf-8")
             for name, model in models.items():
                 (folder / name).mkdir()
-                model.save_checkpoint(str((folder / name).absolute()))
+                model.save_checkpoint(str(folder / name))
 
 
 def open_checkpoints(config: RunConfig, say: Say) -> RunCheckpoints:
     """Find where the run begins and prepare the folder for what it leaves; `say` is told in whole lines.
 
-    Raises RunStoppedError when the checkpoint to go on from is none, or belongs to another model.
+    Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is none or of another model.
     """
+    if config.policy.init_checkpoint is not None:
+        _require(config.policy.init_checkpoint, "policy.init_checkpoint")
     section = config.checkpointing
     if not section.enabled:
         return RunCheckpoints()
@@ -97,8 +99,12 @@ def _find_start(resume: str, store: CheckpointStore) -> Checkpoint | None:
         return None
     if resume == "auto":
         return store.latest()
+    return _require(resume, "checkpointing.resume")
+
+
+def _require(folder: str, key: str) -> Checkpoint:
     try:
-        return require_checkpoint(Path(resume), "checkpointing.resume")
+        return require_checkpoint(Path(folder), key)
     except NotACheckpointError as error:
         raise RunStoppedError(str(error)) from error
 

@@ -61,7 +61,8 @@ def read_recipe_of(folder: Path) -> Tree:
     try:
         recipe: object = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{str(folder)!r} is no checkpoint: {path} cannot be read: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{str(folder)!r} is no checkpoint: {path} cannot be read: {reason}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"{str(folder)!r} is no checkpoint: {path} holds no recipe")
     return cast("Tree", recipe)

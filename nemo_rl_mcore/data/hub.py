@@ -28,14 +28,20 @@ def fetched_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[*_WANTED], ignore_patterns=[*_UNWANTED]))
+        folder = Path(snapshot_download(name, allow_patterns=[*_WANTED], ignore_patterns=[*_UNWANTED]))
     except Exception as error:
         # Offline, an unknown name, a gated model, a full disk: the library raises classes of four other libraries.
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"policy.model_name: {name!r} is not complete in the local Hugging Face cache and cannot be fetched "
-            f"({type(error).__name__}: {reason}); fetch it where there is a network, or name a local folder"
-        ) from error
+        raise _not_here(name, f"{type(error).__name__}: {str(error).partition('\n')[0]}") from error
+    if not _is_complete(folder):  # offline the library is content with what there is
+        raise _not_here(name, "offline, or a model without safetensors files")
+    return folder
+
+
+def _not_here(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"policy.model_name: {name!r} is not complete in the local Hugging Face cache and cannot be fetched "
+        f"({reason}); fetch it where there is a network, or name a local folder"
+    )
 
 
 def _is_complete(snapshot: Path) -> bool:

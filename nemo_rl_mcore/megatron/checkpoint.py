@@ -30,6 +30,7 @@ from nemo_rl_mcore.megatron.optimizer_state import (
     optimizer_step,
     sharded_optimizer_state,
 )
+from nemo_rl_mcore.megatron.parameters import gather_parameters
 from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
 from nemo_rl_mcore.megatron.sharded_files import (
     ShardedStateDict,
@@ -116,10 +117,8 @@ def load_weights(chunks: list[DistributedDataParallel], folder: Path, *, of_a_po
 def _model_state(chunks: list[DistributedDataParallel]) -> ShardedStateDict:
     """The sharded weights and buffers of each chunk; they are the model's own tensors, not copies."""
     state: ShardedStateDict = {}
+    gather_parameters(chunks)
     for number, chunk in enumerate(chunks):
-        if chunk.ddp_config.overlap_param_gather:
-            # After an optimizer step the weights are gathered only when the next forward pass asks for them.
-            chunk.start_param_sync(force_sync=True)
         whole = cast(MegatronModule, chunk.module).sharded_state_dict(metadata=layout_independent())
         # Transformer Engine keeps the scales of FP8 as pickled objects; there is no FP8 here.
         _, tensors = extract_matching_values(whole, lambda entry: isinstance(entry, ShardedObject))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,6 +35,10 @@ class Policy:
         init_reference_model: bool = False,
         role: Role = Role.POLICY,
     ) -> None:
+        if config.init_checkpoint is not None:
+            # The ranks may run in another folder than the driver.
+            absolute = str(Path(config.init_checkpoint).absolute())
+            config = config.model_copy(update={"init_checkpoint": absolute})
         self._config = config
         self._workers = RayWorkerGroup(
             MegatronPolicyWorker,
@@ -112,11 +117,11 @@ class Policy:
 
     def save_checkpoint(self, folder: str) -> None:
         """See `interfaces.PolicyInterface.save_checkpoint`."""
-        self._run_all("save_checkpoint", folder=folder)
+        self._run_all("save_checkpoint", folder=str(Path(folder).absolute()))
 
     def load_checkpoint(self, folder: str, *, weights_only: bool = False) -> None:
         """See `interfaces.PolicyInterface.load_checkpoint`."""
-        self._run_all("load_checkpoint", folder=folder, weights_only=weights_only)
+        self._run_all("load_checkpoint", folder=str(Path(folder).absolute()), weights_only=weights_only)
 
     @property
     def placement(self) -> Placement:

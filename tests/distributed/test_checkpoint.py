@@ -2,8 +2,10 @@
 
 import json
 import pickle
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from parity import LAYOUTS
 from rank_pool import RankFailedError
@@ -45,6 +47,7 @@ def resume_against_going_on(folder, model, megatron, policy):
     going_on = worker_state.with_dropout(build(model, megatron, **policy))
     steps(going_on, (1, 2))
     going_on.save_checkpoint(folder)
+    drawn = random.random(), np.random.random()
     reports = steps(going_on, (3, 4, 5))
     wanted = worker_state.capture(going_on)
     batch = tiny.shard(tiny.grpo_batch(seed=9))
@@ -53,6 +56,7 @@ def resume_against_going_on(folder, model, megatron, policy):
     resumed = worker_state.with_dropout(build(model, megatron, seed=7, **policy))
     steps(resumed, (6,))
     resumed.load_checkpoint(folder)
+    assert (random.random(), np.random.random()) == drawn
     assert steps(resumed, (3, 4, 5)) == reports
     found = worker_state.capture(resumed)
     assert resumed.get_reference_policy_logprobs(data=batch)["reference_logprobs"].equal(reference)
@@ -86,7 +90,8 @@ def test_a_resumed_policy_goes_on_bit_for_bit(ranks, tmp_path, ranks_needed, mod
 def save_between_steps(folder):
     import worker_state
 
-    config = {}, {"scheduler": WARMUP}
+    decaying = {"lr": 1e-2, "weight_decay": 0.1}
+    config = {}, {"scheduler": {"lr_decay_style": "constant"}, "optimizer": decaying}
     undisturbed = build(*config)
     steps(undisturbed, (1, 2))
     wanted = worker_state.capture(undisturbed)
@@ -112,7 +117,7 @@ def test_saving_leaves_no_trace_also_before_the_first_step(ranks, tmp_path):
 
 
 def save_and_go_on(folder, layout, changed):
-    ranks_needed, model, megatron = layout
+    _, model, megatron = layout
     worker = build({**model, **changed.get("model", {})}, megatron, **changed.get("policy", {}))
     steps(worker, (1, 2))
     worker.save_checkpoint(f"{folder}/saved")
@@ -124,7 +129,7 @@ def save_and_go_on(folder, layout, changed):
 def load_and_go_on(folder, layout, changed, same_ranks):
     import torch
 
-    ranks_needed, model, megatron = layout
+    _, model, megatron = layout
     worker = build({**model, **changed.get("model", {})}, megatron, seed=7, **changed.get("policy", {}))
     steps(worker, (6,))
     generator = torch.get_rng_state()
@@ -136,26 +141,11 @@ def load_and_go_on(folder, layout, changed, same_ranks):
     return reports
 
 
-def tensors_in(folder):
-    """Every tensor of a checkpoint, whole, read by torch alone."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    found = {}
-    for part in ("weights", "reference", "optimizer"):
-        state = {}
-        _load_state_dict(
-            state, storage_reader=FileSystemReader(f"{folder}/{part}"), planner=_EmptyStateDictLoadPlanner(),
-            no_dist=True,
-        )  # fmt: skip
-        found |= {f"{part} {name}": value for name, value in state.items() if hasattr(value, "shape")}
-    return found
-
-
 def compare(folder, left, right):
     """The largest difference of the tensors of two checkpoints, relative to the tensor's largest entry or to 1."""
-    one, other = tensors_in(f"{folder}/{left}"), tensors_in(f"{folder}/{right}")
+    from checkpoint_tensors import tensors_in
+
+    one, other = tensors_in(Path(folder, left)), tensors_in(Path(folder, right))
     assert one.keys() == other.keys()
     assert any("exp_avg_sq" in name for name in one)
     return max(
@@ -274,7 +264,7 @@ def test_a_checkpoint_of_another_model_is_refused(ranks, tmp_path):
 
 
 def test_a_folder_without_a_checkpoint_is_refused(ranks, tmp_path):
-    with pytest.raises(RankFailedError, match="ValueError: .* is no checkpoint of a policy"):
+    with pytest.raises(RankFailedError, match=r"ValueError: .* is no checkpoint of a policy"):
         ranks(1).run(load_into, str(tmp_path), {}, {})
 
 
@@ -306,7 +296,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(ranks, tmp_path):
         ranks(1).run(load_into, str(tmp_path), {}, {})
     metadata.write_bytes(sound)
     ranks(1).run(hide_in_common_state, str(tmp_path / "weights"), str(trap))
-    with pytest.raises(RankFailedError, match="ValueError: .* something other than tensors"):
+    with pytest.raises(RankFailedError, match=r"ValueError: .* something other than tensors"):
         ranks(1).run(load_into, str(tmp_path), {}, {})
     assert not trap.exists()
 

@@ -34,6 +34,7 @@ NOT_IN_REPOSITORY = {
     "tensorboard/",
     "results/grpo_copy_cpu/",
     "worker.py",
+    "policy/",  # of a checkpoint
 }
 
 

@@ -106,16 +106,16 @@ class ShardWriter:
         self._total = sum(bytes_of.values())
         self._written: dict[str, str] = {}
         self._pending: dict[str, torch.Tensor] = {}
+        self._number = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take the next tensor; they come in the order of the sizes."""
         self._pending[name] = tensor.to("cpu", copy=True)
-        number = len(set(self._written.values()))
-        if list(self._pending) == self._shards[number]:
-            file = self._name(number)
+        if list(self._pending) == self._shards[self._number]:
+            file = self._name(self._number)
             save_file(self._pending, self._folder / file, metadata={"format": "pt"})
             self._written |= dict.fromkeys(self._pending, file)
-            self._pending = {}
+            self._pending, self._number = {}, self._number + 1
 
     def close(self) -> None:
         """Write the index; ValueError where tensors have not come."""

@@ -7,6 +7,7 @@ import torch
 from algorithm_fakes import FakePolicy, Notes, collector, recipe, source
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
+from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
 from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
 
 
@@ -16,9 +17,9 @@ def master(grpo=None, loss_fn=None, **top):
     return recipe("grpo", policy, grpo=grpo or {}, loss_fn=loss_fn or {}, **top)
 
 
-def run(config, policy=None):
+def run(config, policy=None, checkpoints=RunCheckpoints()):  # noqa: B008 - it is frozen
     policy, notes = policy or FakePolicy(), Notes()
-    GRPO(config, policy, collector(config, policy), source(config), notes).run()
+    GRPO(config, policy, collector(config, policy), source(config), notes, checkpoints).run()
     return policy, notes
 
 
@@ -152,3 +153,43 @@ def test_reinforce_whitens_over_the_samples_that_are_kept():
     advantages = batch["advantages"][kept]
     assert advantages.mean() == pytest.approx(0.0, abs=1e-6)
     assert advantages.std(unbiased=False) == pytest.approx(1.0, abs=1e-3)
+
+
+class SavingPolicy(FakePolicy):
+    def save_checkpoint(self, folder):
+        self.calls.append("save")
+
+    def load_checkpoint(self, folder, *, weights_only=False):
+        self.calls.append("load")
+
+
+def run_with_checkpoints(folder, last_step, skips=99, **grpo):
+    section = {"enabled": True, "checkpoint_dir": str(folder), "save_period": 2}
+    grpo = {"max_num_steps": last_step, "max_val_samples": 4, **grpo}
+    config = master(grpo, checkpointing=section, max_consecutive_skips=skips)
+    policy = SavingPolicy(reasons=["the loss is nan"] * 2)
+    return run(config, policy, checkpoints=open_checkpoints(config, lambda line: None))
+
+
+def test_a_resumed_run_is_the_rest_of_the_run(tmp_path):
+    _, whole = run_with_checkpoints(tmp_path / "whole", 4, val_at_start=True)
+    first, before = run_with_checkpoints(tmp_path / "cut", 3, val_at_start=True)
+    assert first.calls.count("save") == 2, "after step 2 and after the last one"
+    second, after = run_with_checkpoints(tmp_path / "cut", 4, val_at_start=True)
+    assert second.calls == ["load", "generate", "logprobs", "train", "save"]
+    assert before.steps | after.steps == whole.steps
+    assert after.steps[4]["train/skipped_steps"] == 8, "the skipped steps before count"
+
+
+def test_a_run_that_had_ended_does_nothing_more(tmp_path):
+    run_with_checkpoints(tmp_path, 2)
+    policy, notes = run_with_checkpoints(tmp_path, 2)
+    assert (policy.calls, notes.steps) == (["load"], {})
+
+
+def test_skipped_steps_in_a_row_are_counted_across_a_resume(tmp_path):
+    run_with_checkpoints(tmp_path, 2)
+    with pytest.raises(
+        TooManySkippedStepsError, match=r"step 3: the optimizer step was skipped 6 times in a row"
+    ):
+        run_with_checkpoints(tmp_path, 9, skips=6)

@@ -92,7 +92,32 @@ def test_the_prompts_that_the_config_promises_exist(load, digits):
             ["policy.megatron_cfg.transformer_impl=transformer_engine"],
             "transformer_impl: transformer_engine needs GPUs, and cluster.gpus_per_node is 0",
         ),
-        (["checkpointing.enabled=true"], "checkpointing.enabled: checkpoints cannot be written yet"),
+        (
+            [
+                "checkpointing.enabled=true",
+                "checkpointing.metric_name=val:reward",
+                "checkpointing.save_period=20",
+            ],
+            "checkpointing.save_period: 20 is no multiple of grpo.val_period: 50",
+        ),
+        (
+            ["checkpointing.enabled=true", "checkpointing.metric_name=val:reward", "grpo.val_period=0"],
+            "checkpointing.metric_name: val:reward needs a validation at each checkpoint",
+        ),
+        (
+            ["checkpointing.metric_name=reward"],
+            "'reward' does not say where the metric comes from; write val: or train:",
+        ),
+        (["checkpointing.metric_name='val:'"], "'val:' does not say where the metric comes from"),
+        (["checkpointing.resume=step_3"], "checkpointing.resume: 'step_3' is not read with enabled: false"),
+        (
+            [
+                "checkpointing.enabled=true",
+                "policy.megatron_cfg.optimizer.optimizer=sgd",
+                "policy.megatron_cfg.optimizer.use_distributed_optimizer=true",
+            ],
+            "use_distributed_optimizer: true with optimizer: sgd cannot be saved",
+        ),
     ],
 )
 def test_refusals_between_sections(refusals, overrides, message):

@@ -46,7 +46,6 @@ def test_every_stock_key_is_accepted_or_refused_with_what_to_do(stock_problems, 
 def test_the_refusals_of_the_stock_recipe(stock_problems):
     assert {problem.path for problem in stock_problems} == {
         "policy.max_total_sequence_length",
-        "policy.generation.backend",
         "policy.megatron_cfg.bias_activation_fusion",
         "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",
         "policy.megatron_cfg.distributed_data_parallel_config.average_in_collective",
@@ -56,7 +55,6 @@ def test_the_refusals_of_the_stock_recipe(stock_problems):
         "data.default",
         "env.math",
         "logger.monitor_gpus",
-        "checkpointing.enabled",
         "grpo.max_val_samples",
     }
 
@@ -81,7 +79,6 @@ def test_the_stock_recipe_runs_after_following_every_remedy():
             "~data.default",
             "~env.math",
             "logger.monitor_gpus=false",
-            "checkpointing.enabled=false",
             "grpo.max_val_samples=64",
         ],
     )
@@ -101,8 +98,7 @@ def nested(path: str, value: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", sorted(path for path, entry in UNSUPPORTED.items() if entry.remedy))
 def test_any_other_value_is_refused_with_what_to_do(path):
-    switched_off = {"enabled": False} if "colocated" in path else {"enabled": True, "size": 3}
-    tree = nested(path, switched_off)
+    tree = nested(path, {"enabled": True, "size": 3})
     # Some keys are not read until the model has experts, or prediction layers.
     tree.setdefault("policy", {})["model"] = {"num_moe_experts": 4, "mtp_num_layers": 1}
     kept, problems = screen(tree)
@@ -121,13 +117,12 @@ def test_any_other_value_is_refused_with_what_to_do(path):
         ("grpo.async_grpo", True, False),
         ("reward_penalties", {"penalize_empty_final_answer": False, "token_ids": None}, True),
         ("reward_penalties", {"penalize_empty_final_answer": True}, False),
-        ("policy.generation.colocated", {"enabled": True, "resources": {"num_nodes": None}}, True),
-        ("policy.generation.colocated", {"enabled": False}, False),
         ("grpo.max_rollout_turns", 1, True),
         ("grpo.max_rollout_turns", True, False),
         ("loss_fn.positive_example_nll_weight", 0, True),
         ("loss_fn.positive_example_nll_weight", False, False),
-        ("policy.generation.vllm_cfg", {"anything": 1}, True),
+        ("policy.generation.vllm_cfg.load_format", "anything", True),
+        ("policy.generation.vllm_cfg.kv_cache_dtype", "fp8", False),
         ("policy.megatron_cfg.optimizer.fp16", True, False),
     ],
 )

@@ -106,10 +106,10 @@ def test_what_rests_on_a_misspelt_field_is_not_judged(tree):
 @pytest.mark.parametrize("broken", ["policy", "grpo", "data"])
 def test_a_missing_required_section_does_not_hide_the_others(tree, broken):
     del tree[broken]
-    tree["checkpointing"]["enabled"] = True
+    tree["checkpointing"]["metric_name"] = "reward"
     problems = texts(tree)
     assert any(text.startswith(f"{broken}: missing") for text in problems)
-    assert any(text.startswith("checkpointing.enabled: checkpoints cannot be written") for text in problems)
+    assert any(text.startswith("checkpointing.metric_name: 'reward' does not say") for text in problems)
 
 
 @pytest.mark.parametrize(

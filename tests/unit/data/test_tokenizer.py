@@ -131,3 +131,23 @@ def test_hugging_face_without_pad_uses_the_end_and_without_end_is_refused(tmp_pa
     save_hugging_face_tokenizer(tmp_path / "no_eos", pad_token="<pad>")
     with pytest.raises(ValueError, match="no end-of-sequence token"):
         load_tokenizer(str(tmp_path / "no_eos"))
+
+
+def test_the_char_tokenizer_is_saved_as_one_that_transformers_loads(tmp_path: Path) -> None:
+    ours = load_tokenizer("char")
+    ours.save_as_hugging_face(tmp_path)
+    theirs = load_tokenizer(str(tmp_path))
+    assert (theirs.vocab_size, theirs.pad_token_id, theirs.eos_token_id) == (32, PAD, EOS)
+    text = ours.decode([i for i in range(32) if i not in (PAD, EOS)])
+    assert theirs.encode(text) == ours.encode(text)
+    for ids in ([5, PAD, 7, EOS, 3], [*range(15), PAD], [EOS], [30, 0, 31]):
+        assert theirs.decode(ids) == ours.decode(ids)
+
+
+def test_a_hugging_face_tokenizer_is_saved_as_it_was(tmp_path: Path) -> None:
+    save_hugging_face_tokenizer(tmp_path / "one", pad_token="<pad>", eos_token="<eos>")
+    loaded = load_tokenizer(str(tmp_path / "one"))
+    loaded.save_as_hugging_face(tmp_path / "two")
+    again = load_tokenizer(str(tmp_path / "two"))
+    assert again.encode("12 + 3 =") == loaded.encode("12 + 3 =")
+    assert (again.vocab_size, again.pad_token_id, again.eos_token_id) == (16, 0, 1)

@@ -10,9 +10,9 @@ from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.observability import RunRecorder, Sample
 
 
-def make(log_dir: Path, **options: int) -> RunRecorder:
+def make(log_dir: Path, resumed_step: int | None = None) -> RunRecorder:
     console = Console(file=io.StringIO(), width=100)
-    return RunRecorder(LoggerConfig(log_dir=str(log_dir), **options), 10, console=console)
+    return RunRecorder(LoggerConfig(log_dir=str(log_dir)), 10, console=console, resumed_step=resumed_step)
 
 
 def test_a_step_gets_its_times_and_its_token_rate(tmp_path: Path) -> None:
@@ -50,3 +50,14 @@ def test_the_newest_samples_are_kept(tmp_path: Path) -> None:
         recorder.add_samples(Sample(step, "1>", "1", "1", 1.0, True) for step in range(1000))
     steps = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert steps == list(range(1000 - 256, 1000))
+
+
+def test_the_report_of_a_resumed_run_is_about_the_whole_run(tmp_path: Path) -> None:
+    for resumed_step, steps in ((None, (1, 2, 3)), (2, (3, 4))):
+        recorder = make(tmp_path, resumed_step)
+        with recorder:
+            for step in steps:
+                recorder.log(step, {"train/reward": 0.5})
+    output = recorder._console.file.getvalue()  # type: ignore[attr-defined]
+    assert "4 steps; means of" in output
+    assert "step 3/10" in output, "the first line of the resumed run"

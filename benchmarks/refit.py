@@ -1,0 +1,140 @@
+"""A refit on CPU against saving and reloading files: seconds, and what each process needs beside the model.
+
+    python benchmarks/refit.py [--layers 6] [--rounds 5]
+
+Both ways move the same weights from a training rank to a vLLM engine, two processes of one Ray session, and take turns.
+The files are what `save_pretrained` writes, on a disk or, with --folder, anywhere; the engine reads them tensor by
+tensor. Times are wall seconds; memory is the high-water mark above what the process held before, shared pages included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from measuring import Clock, Figures, header, table
+
+from nemo_rl_mcore.config import ClusterConfig, PolicyConfig
+from nemo_rl_mcore.config.vllm import refit_bucket_bytes
+from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.workers.vllm_generation import VllmGeneration
+
+MIB = 1 << 20
+COLUMNS = {"seconds": 1.0, "rank MiB": MIB, "engine MiB": MIB}
+
+
+def policy_config(layers: int) -> PolicyConfig:
+    return PolicyConfig.model_validate(
+        {
+            "model": {
+                "num_layers": layers, "hidden_size": 1024, "num_attention_heads": 16, "num_query_groups": 4,
+                "ffn_hidden_size": 4096, "vocab_size": 16_000, "max_position_embeddings": 128, "qk_layernorm": True,
+            },
+            "tokenizer": {"name": "char"},
+            "train_global_batch_size": 1,
+            "train_micro_batch_size": 1,
+            "max_total_sequence_length": 128,
+            "megatron_cfg": {"optimizer": {"lr": 1e-3, "optimizer": "sgd", "use_distributed_optimizer": False}},
+            "generation": {
+                "backend": "vllm", "max_new_tokens": 4, "vllm_cfg": {"kv_cache_memory_bytes": 64 * MIB},
+            },
+        }
+    )  # fmt: skip
+
+
+def forget_peak(_worker: Any) -> int:
+    return Clock().start_memory()
+
+
+def peak(_worker: Any) -> int:
+    return Clock().peak_memory()
+
+
+def save(worker: Any, folder: str) -> None:
+    from nemo_rl_mcore.megatron.hf_weights.export import save_pretrained
+
+    save_pretrained(worker.backend.chunks, worker.policy, Path(folder))
+
+
+def reload(worker: Any, folder: str) -> None:
+    def read() -> Any:
+        from safetensors import safe_open
+
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no dict
+                    yield name, file.get_tensor(name)
+
+    llm = worker._engine._llm
+    llm.collective_rpc(lambda vllm_worker: vllm_worker.model_runner.get_model().load_weights(read()) and None)
+    llm.reset_prefix_cache()
+
+
+class Methods:
+    def __init__(self, policy: Policy, generation: VllmGeneration, folder: Path) -> None:
+        self._generation, self._folder, self._version = generation, folder, 0
+        generation.update_weights(0)
+        assert generation._group is not None
+        self._rank, self._engine = policy._workers.actors[0], generation._group.actors[0]
+
+    def refit(self) -> None:
+        self._version += 1
+        self._generation.update_weights(self._version)
+
+    def files(self) -> None:
+        folder = str(self._folder / str(time.monotonic_ns()))
+        ray.get(self._rank.__ray_call__.remote(save, folder))
+        ray.get(self._engine.__ray_call__.remote(reload, folder))
+
+    def measure(self, method: Callable[[], None]) -> Figures:
+        processes = {"rank MiB": self._rank, "engine MiB": self._engine}
+        before = {name: ray.get(actor.__ray_call__.remote(forget_peak)) for name, actor in processes.items()}
+        began = time.perf_counter()
+        method()
+        seconds = time.perf_counter() - began
+        extra = {
+            name: ray.get(actor.__ray_call__.remote(peak)) - before[name] for name, actor in processes.items()
+        }
+        return {"seconds": seconds, **extra}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="where the files go; by default the system's temporary folder")
+    options = parser.parse_args()
+    config = policy_config(options.layers)
+    size, bucket = config.model.parameters * 4 / MIB, refit_bucket_bytes(config) / MIB
+    print(f"{size:.0f} MiB of float32 weights, two buckets of {bucket:.0f} MiB", flush=True)
+    with (
+        tempfile.TemporaryDirectory(dir=options.folder) as folder,
+        RayCluster(ClusterConfig()) as cluster,
+        Policy(config, cluster, seed=0, init_reference_model=False) as policy,
+        VllmGeneration(config, cluster, policy, folder=Path(folder), stop_ids=(), seed=0) as generation,
+    ):
+        methods = Methods(policy, generation, Path(folder))
+        runs: dict[str, list[Figures]] = {"refit": [], "files": []}
+        ways = {"refit": methods.refit, "files": methods.files}
+        for turn in range(options.rounds):
+            for name in runs if turn % 2 == 0 else reversed(runs):
+                runs[name].append(methods.measure(ways[name]))
+    header(COLUMNS)
+    table(
+        {
+            name: {key: statistics.median(run[key] for run in measured) for key in COLUMNS}
+            for name, measured in runs.items()
+        },
+        COLUMNS,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""A run that is killed and started again is, in the end, the run that nobody killed: bit for bit."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_tensors import tensors_in
+from grpo_run import Run
+
+STEPS = 5
+OVERRIDES = (
+    *(f"grpo.max_num_steps={STEPS}", "grpo.val_period=1", "grpo.max_val_samples=16"),
+    *("loss_fn.reference_policy_kl_penalty=0.05", "policy.train_global_batch_size=128"),
+    *("policy.train_micro_batch_size=32", "logger.tensorboard_enabled=false"),
+    *("checkpointing.enabled=true", "checkpointing.save_period=2", "checkpointing.keep_top_k=1"),
+    "checkpointing.metric_name=val:reward",
+)
+CLOCKS = ("timing/", "performance/")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    started: list[Run] = []
+
+    def run(name: str, *overrides: str) -> Run:
+        folder = f"checkpointing.checkpoint_dir={tmp_path / name / 'checkpoints'}"
+        started.append(Run(tmp_path / name, *OVERRIDES, folder, *overrides))
+        return started[-1]
+
+    yield run
+    for one in started:
+        one.watch.kill_all()
+        one.process.wait()
+        for pipe in (one.process.stdout, one.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def results(run: Run) -> list[dict[str, float]]:
+    return [
+        {name: value for name, value in row.items() if not name.startswith(CLOCKS)} for row in run.steps()
+    ]
+
+
+def last_checkpoint(run: Run) -> dict[str, torch.Tensor]:
+    return tensors_in(run.log_dir / "checkpoints" / f"step_{STEPS}" / "policy")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_resumes_as_if_nothing_had_happened(start, ranks) -> None:
+    cluster = f"cluster.cpu_workers_per_node={ranks}"
+    undisturbed = start("undisturbed", cluster)
+    assert undisturbed.end(within_s=300)[0] == 0
+    killed_in = random.SystemRandom().randint(2, STEPS)
+    killed = start("killed", cluster)
+    killed.wait_for_step(killed_in - 1, within_s=240)
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.watch.kill_all()
+    resumed = start("killed", cluster)
+    code, output, errors = resumed.end(within_s=300)
+    assert (code, errors) == (0, ""), f"killed in step {killed_in}"
+    if killed_in > 3:
+        assert "resuming after step" in output
+    assert results(resumed) == results(undisturbed), f"killed in step {killed_in}"
+    assert [row["step"] for row in results(resumed)] == [1, 2, 3, 4, 5]
+    wanted, found = last_checkpoint(undisturbed), last_checkpoint(resumed)
+    assert wanted.keys() == found.keys()
+    assert {name.split()[0] for name in wanted} == {"weights", "reference", "optimizer"}
+    differing = [name for name in wanted if not wanted[name].equal(found[name])]
+    assert not differing, f"killed in step {killed_in}"
+    kept = [sorted(os.listdir(run.log_dir / "checkpoints")) for run in (undisturbed, resumed)]
+    assert kept[0] == kept[1]

@@ -1,0 +1,55 @@
+"""`nemo-rl-mcore grpo` in a process of its own, on the copy task."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from processes import ProcessWatch
+
+RECIPE = Path(__file__).parents[1] / "examples/configs/grpo_copy_cpu.yaml"
+
+
+class Run:
+    def __init__(self, log_dir: Path, *overrides: str) -> None:
+        self.log_dir, self.watch = log_dir, ProcessWatch()
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"),
+                *(
+                    "grpo",
+                    "--config",
+                    str(RECIPE),
+                    f"logger.log_dir={log_dir}",
+                    "grpo.val_period=0",
+                    *overrides,
+                ),
+            ],
+            env={**os.environ, **self.watch.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.watch.follow(self.process.pid)
+
+    def steps(self) -> list[dict[str, float]]:
+        path = self.log_dir / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def wait_for_step(self, step: int, within_s: float = 120) -> None:
+        deadline = time.monotonic() + within_s
+        while len(self.steps()) < step:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, f"no step {step} within {within_s} s"
+            time.sleep(0.05)
+
+    def end(self, within_s: float) -> tuple[int, str, str]:
+        output, errors = self.process.communicate(timeout=within_s)
+        return self.process.returncode, output, errors
+
+    def ranks(self) -> list[int]:
+        return [pid for pid, title in self.watch.alive().items() if "MegatronPolicyWorker" in title]

@@ -1,0 +1,158 @@
+"""Where a run begins and what it leaves, over a policy that writes one file."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
+from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.errors import RunStoppedError
+
+RECIPE = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
+
+
+class FakePolicy:
+    def __init__(self):
+        self.loaded = []
+
+    def save_checkpoint(self, folder):
+        Path(folder, "weights").write_text("weights")
+
+    def load_checkpoint(self, folder, *, weights_only=False):
+        self.loaded.append(folder)
+
+
+def configure(root, *overrides):
+    return load_config(
+        RECIPE,
+        [
+            f"checkpointing.checkpoint_dir={root}",
+            "checkpointing.enabled=true",
+            "grpo.max_num_steps=7",
+            *overrides,
+        ],
+    )
+
+
+def opened(root, *overrides):
+    said: list[str] = []
+    return open_checkpoints(configure(root, *overrides), said.append), said
+
+
+def run_to(root, *steps, overrides=()):
+    checkpoints, _ = opened(root, *overrides)
+    for step in steps:
+        checkpoints.save(step, FakePolicy(), {"train/reward": step / 10}, {"total": step})
+
+
+def test_without_checkpointing_nothing_is_found_and_nothing_is_written(tmp_path):
+    run_to(tmp_path, 2)
+    checkpoints, said = opened(tmp_path, "checkpointing.enabled=false")
+    policy = FakePolicy()
+    assert checkpoints.restore(policy) == {}
+    assert (checkpoints.resumed_step, checkpoints.due(7), policy.loaded, said) == (None, False, [], [])
+
+
+def test_checkpoints_are_due_every_period_and_at_the_end(tmp_path):
+    checkpoints, _ = opened(tmp_path, "checkpointing.save_period=3")
+    assert [step for step in range(1, 8) if checkpoints.due(step)] == [3, 6, 7]
+
+
+def test_a_run_goes_on_after_the_latest_with_its_counters(tmp_path):
+    run_to(tmp_path, 2, 4)
+    checkpoints, said = opened(tmp_path)
+    policy = FakePolicy()
+    assert checkpoints.resumed_step == 4
+    assert checkpoints.restore(policy) == {"total": 4}
+    assert policy.loaded == [str(tmp_path / "step_4" / "policy")]
+    assert said == [f"resuming after step 4 from {tmp_path / 'step_4'}"]
+
+
+def test_the_saved_recipe_is_the_one_that_ran(tmp_path):
+    run_to(tmp_path, 1, overrides=("grpo.max_num_steps=9",))
+    again = load_config(tmp_path / "step_1" / "config.yaml")
+    assert again == configure(tmp_path, "grpo.max_num_steps=9")
+
+
+def test_never_and_a_folder_set_later_checkpoints_aside(tmp_path):
+    run_to(tmp_path, 2, 4)
+    checkpoints, said = opened(tmp_path, f"checkpointing.resume={tmp_path / 'step_2'}")
+    assert checkpoints.resumed_step == 2
+    assert said[1:] == [f"set aside: {tmp_path / 'aside_step_4'}"]
+    checkpoints, said = opened(tmp_path, "checkpointing.resume=never")
+    assert (checkpoints.resumed_step, said) == (None, [f"set aside: {tmp_path / 'aside_step_2'}"])
+
+
+@pytest.mark.parametrize("key", ["checkpointing.resume", "policy.init_checkpoint"])
+def test_a_folder_that_is_no_checkpoint_stops_the_run(tmp_path, key):
+    with pytest.raises(RunStoppedError, match=f"{key}: .* is no whole checkpoint"):
+        opened(tmp_path, f"++{key}={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("policy.megatron_cfg.optimizer.lr=0.5",), "policy.megatron_cfg.optimizer.lr: 0.5 (was 0.001)"),
+        (("cluster.cpu_workers_per_node=1",), "cluster.cpu_workers_per_node: 1 (was 2)"),
+        (("policy.model.init_method_std=0.3",), "policy.model.init_method_std: 0.3 (was 0.05)"),
+    ],
+)
+def test_what_has_changed_is_told_in_one_line(tmp_path, overrides, told):
+    run_to(tmp_path, 1)
+    _, said = opened(tmp_path, *overrides)
+    assert said == [f"resuming after step 1 from {tmp_path / 'step_1'}, with changes: {told}"]
+
+
+@pytest.mark.parametrize("override", ["logger.log_dir=elsewhere", "checkpointing.save_period=3"])
+def test_what_changes_no_result_is_not_told(tmp_path, override):
+    run_to(tmp_path, 1)
+    _, said = opened(tmp_path, override)
+    assert said == [f"resuming after step 1 from {tmp_path / 'step_1'}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["policy.model.num_layers=3"], "policy.model.num_layers: 3 (was 2)"),
+        (["policy.model.tie_word_embeddings=true"], "policy.model.tie_word_embeddings: true (was false)"),
+        (["policy.precision=bfloat16"], "policy.precision: bfloat16 (was float32)"),
+        (
+            [
+                "policy.megatron_cfg.optimizer.optimizer=sgd",
+                "policy.megatron_cfg.optimizer.use_distributed_optimizer=false",
+            ],
+            "policy.megatron_cfg.optimizer.optimizer: sgd (was adam)",
+        ),
+    ],
+)
+def test_another_policy_stops_the_run_and_leaves_the_checkpoints(tmp_path, overrides, told):
+    run_to(tmp_path, 1)
+    with pytest.raises(RunStoppedError) as stopped:
+        opened(tmp_path, *overrides)
+    assert f"was saved under another policy: {told}; set it back" in str(stopped.value)
+    assert opened(tmp_path)[0].resumed_step == 1
+
+
+def test_sizes_that_were_implied_may_be_written_out(tmp_path):
+    run_to(tmp_path, 1)
+    _, said = opened(tmp_path, "+policy.model.num_query_groups=4")
+    assert "num_query_groups: 4 (was null)" in said[0]
+
+
+def test_a_recipe_that_cannot_be_read_stops_the_run(tmp_path):
+    run_to(tmp_path, 1)
+    (tmp_path / "step_1" / "config.yaml").write_bytes(
+        b"\xff" * (tmp_path / "step_1/config.yaml").stat().st_size
+    )
+    with pytest.raises(RunStoppedError, match=r"config\.yaml cannot be read"):
+        opened(tmp_path)
+
+
+def test_the_best_by_the_metric_stay(tmp_path):
+    overrides = ("checkpointing.metric_name=train:reward", "checkpointing.keep_top_k=1")
+    checkpoints, _ = opened(tmp_path, *overrides)
+    for step, reward in ((1, 0.9), (2, 0.5), (3, 0.7)):
+        checkpoints.save(step, FakePolicy(), {"train/reward": reward}, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_3"]
+    assert yaml.safe_load((tmp_path / "step_1/config.yaml").read_text())["checkpointing"]["keep_top_k"] == 1

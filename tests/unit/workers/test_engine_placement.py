@@ -1,0 +1,54 @@
+import pytest
+from ray.util.placement_group import PlacementGroup
+
+from nemo_rl_mcore.config import ClusterConfig, GenerationConfig
+from nemo_rl_mcore.workers.cluster import Placement, RayCluster
+from nemo_rl_mcore.workers.engine_placement import place_engines, transport_of
+
+GPUS = tuple(f"GPU-{number}" for number in range(8))
+
+
+def generation(**keys):
+    return GenerationConfig.model_validate({"backend": "vllm", "max_new_tokens": 4, **keys})
+
+
+APART = {"colocated": {"enabled": False, "resources": {"gpus_per_node": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "keys", "transport"),
+    [
+        ({}, {}, "shared_memory"),
+        ({}, APART, "shared_memory"),
+        ({"num_nodes": 2}, {}, "ray"),
+        ({}, {"refit_transport": "ray"}, "ray"),
+        ({"gpus_per_node": 4}, {}, "cuda_ipc"),
+        ({"gpus_per_node": 4}, APART, "nccl"),
+        ({"gpus_per_node": 4}, {"refit_transport": "nccl"}, "nccl"),
+    ],
+)
+def test_the_transport_follows_the_machines(cluster, keys, transport):
+    assert transport_of(ClusterConfig.model_validate(cluster), generation(**keys)) == transport
+
+
+def test_engines_on_cpu_are_processes_of_their_own(monkeypatch):
+    monkeypatch.setenv("WORKERS_TEST_TOKEN", "hunter2")
+    cluster = RayCluster(ClusterConfig())
+    placed = place_engines(cluster, generation(vllm_cfg={"cpu_engines": 2}), Placement(()), [])
+    assert [slot.rank for slot in placed.slots] == [0, 1]
+    for slot in placed.slots:
+        assert slot.options["num_gpus"] == 0
+        assert slot.environment["GLOO_SOCKET_IFNAME"] == "lo"
+        assert "WORKERS_TEST_TOKEN" not in slot.environment
+
+
+def test_colocated_engines_see_the_gpus_of_consecutive_ranks_of_one_machine():
+    cluster = RayCluster(ClusterConfig(num_nodes=2, gpus_per_node=4))
+    ranks = Placement((), PlacementGroup.empty())
+    placed = place_engines(cluster, generation(vllm_cfg={"tensor_parallel_size": 2}), ranks, GPUS)
+    seen = [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in placed.slots]
+    assert seen == ["GPU-0,GPU-1", "GPU-2,GPU-3", "GPU-4,GPU-5", "GPU-6,GPU-7"]
+    nodes = [slot.options["scheduling_strategy"].placement_group_bundle_index for slot in placed.slots]
+    assert nodes == [0, 0, 1, 1]
+    assert {slot.options["num_gpus"] for slot in placed.slots} == {0}, "Ray has given them to the ranks"
+    assert placed.group is None, "the ranks give their GPUs back themselves"

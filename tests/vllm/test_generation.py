@@ -1,0 +1,243 @@
+"""Engines and training ranks as a run has them, in processes of Ray: equal log-probabilities, and engines that die."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from processes import ProcessWatch
+
+from nemo_rl_mcore.config import ClippedPGLossConfig, ClusterConfig, PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import ClippedPGLossFn
+from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.failures import WorkerError
+from nemo_rl_mcore.workers.policy import Policy
+
+LOGPROBS = 1e-4
+STOP = 7
+
+
+def policy_config(**generation):
+    return PolicyConfig.model_validate(
+        {
+            "model": {
+                "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "ffn_hidden_size": 128,
+                "vocab_size": 32, "max_position_embeddings": 256, "init_method_std": 0.2, "qk_layernorm": True,
+                "tie_word_embeddings": True,
+            },
+            "tokenizer": {"name": "char"},
+            "train_global_batch_size": 8,
+            "train_micro_batch_size": 8,
+            "max_total_sequence_length": 256,
+            "megatron_cfg": {"tensor_model_parallel_size": 2, "optimizer": {"lr": 3e-2, "weight_decay": 0.0}},
+            "generation": {
+                "backend": "vllm", "max_new_tokens": 12, "temperature": 0.7, "refit_bucket_bytes": 40_000, **generation,
+            },
+        }
+    )  # fmt: skip
+
+
+class Run:
+    """Two tensor-parallel ranks, to which engines are added."""
+
+    def __init__(self, cluster, folder, watch):
+        self.cluster, self.folder, self.watch = cluster, folder, watch
+        self.policy = Policy(policy_config(), cluster, seed=3, init_reference_model=False)
+
+    def engines(self, source=None, **generation):
+        from nemo_rl_mcore.workers.vllm_generation import VllmGeneration
+
+        return VllmGeneration(
+            policy_config(**generation),
+            self.cluster,
+            source or self.policy,
+            folder=self.folder,
+            stop_ids=(STOP,),
+            seed=3,
+        )
+
+    def pids(self, title):
+        return [pid for pid, shown in self.watch.alive().items() if title in shown]
+
+    def largest_error(self, asked, answered):
+        """Between the engines' log-probabilities and those of the training ranks."""
+        rows, longest = asked["input_ids"].shape
+        whole = torch.zeros(rows, longest + answered["tokens"].shape[1], dtype=torch.long)
+        for row in range(rows):
+            prompt, new = int(asked["input_lengths"][row]), int(answered["lengths"][row])
+            whole[row, :prompt] = asked["input_ids"][row, :prompt]
+            whole[row, prompt : prompt + new] = answered["tokens"][row, :new]
+        lengths = asked["input_lengths"] + answered["lengths"]
+        logprobs = self.policy.get_logprobs(BatchedDataDict(input_ids=whole, input_lengths=lengths))[
+            "logprobs"
+        ]
+        errors = []
+        for row in range(rows):
+            prompt, new = int(asked["input_lengths"][row]), int(answered["lengths"][row])
+            expected = logprobs[row, prompt : prompt + new]
+            errors.append(float((answered["logprobs"][row, :new] - expected).abs().max()))
+        return max(errors)
+
+    def train(self):
+        """A step that moves every weight."""
+        generator = torch.Generator().manual_seed(1)
+        uniform = torch.full((8, 10), -3.0)
+        batch = BatchedDataDict(
+            input_ids=torch.randint(0, 32, (8, 10), generator=generator),
+            input_lengths=torch.full((8,), 10),
+            token_mask=torch.ones(8, 10),
+            sample_mask=torch.ones(8),
+            advantages=torch.randn(8, 10, generator=generator),
+            prev_logprobs=uniform,
+            generation_logprobs=uniform,
+        )
+        config = ClippedPGLossConfig.model_validate(
+            {"reference_policy_kl_penalty": 0.0, "force_on_policy_ratio": True}
+        )
+        self.policy.train(batch, ClippedPGLossFn(config))
+
+
+def prompts(lengths=(3, 5, 150, 5, 8)):
+    generator = torch.Generator().manual_seed(0)
+    rows = len(lengths)
+    return BatchedDataDict(
+        input_ids=torch.randint(0, 32, (rows, max(lengths)), generator=generator),
+        input_lengths=torch.tensor(lengths),
+        prompt_index=torch.arange(rows),
+        sample_index=torch.zeros(rows, dtype=torch.long),
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    watch = ProcessWatch()
+    os.environ.update(watch.environment)
+    try:
+        with RayCluster(ClusterConfig(cpu_workers_per_node=2)) as cluster:
+            started = Run(cluster, tmp_path_factory.mktemp("run"), watch)
+            with started.policy:
+                yield started
+        assert watch.all_gone(within_s=20), watch.alive()
+    finally:
+        for name in watch.environment:
+            del os.environ[name]
+
+
+@pytest.mark.parametrize(("engines", "transport"), [(2, "shared_memory"), (1, "ray")])
+def test_engines_and_ranks_agree_on_the_logprobs_before_and_after_training(run, engines, transport):
+    asked = prompts()
+    with run.engines(refit_transport=transport, vllm_cfg={"cpu_engines": engines}) as generation:
+        generation.update_weights(0)
+        first = generation.generate(asked, step=1)
+        assert first["tokens"].shape == (5, 12)
+        assert run.largest_error(asked, first) < LOGPROBS
+        assert generation.generate(asked, step=1)["tokens"].tolist() == first["tokens"].tolist()
+        assert generation.generate(asked, step=2)["tokens"].tolist() != first["tokens"].tolist()
+
+        run.train()
+        stale = generation.generate(asked, step=1)
+        assert stale["tokens"].tolist() == first["tokens"].tolist()
+        assert run.largest_error(asked, stale) > 0.1, (
+            "training has moved the weights, and the engines' are old"
+        )
+        generation.update_weights(1)
+        fresh = generation.generate(asked, step=1)
+        assert run.largest_error(asked, fresh) < LOGPROBS
+        assert set(fresh["min_weight_version"].tolist()) == {1}
+
+        ended = [
+            STOP in row[:length]
+            for row, length in zip(fresh["tokens"].tolist(), fresh["lengths"].tolist(), strict=True)
+        ]
+        assert fresh["finished"].tolist() == ended
+
+        greedy = generation.generate(asked, step=1, greedy=True)
+        embedded = run.policy.generate(asked, step=1, stop_ids=[STOP], greedy=True)
+        for key in ("tokens", "lengths", "finished"):
+            assert greedy[key].tolist() == embedded[key].tolist()
+
+
+class BreaksOff:
+    """A source of weights that stops in the middle of a refit when it is told to."""
+
+    def __init__(self, policy):
+        self._policy, self.before_sending = policy, None
+
+    def __getattr__(self, name):
+        return getattr(self._policy, name)
+
+    def send_weights(self):
+        if self.before_sending is not None:
+            break_off, self.before_sending = self.before_sending, None
+            break_off()
+        return self._policy.send_weights()
+
+
+def kill_soon(pid):
+    """Freeze a process now, and kill it while its caller waits for it."""
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+
+
+def test_a_lost_engine_is_replaced_as_often_as_allowed_then_ends_the_run(run, capsys):
+    source, asked = BreaksOff(run.policy), prompts()
+    with run.engines(source, vllm_cfg={"max_restarts": 2}) as generation:
+        generation.update_weights(0)
+        expected = generation.generate(asked, step=4)["tokens"].tolist()
+
+        # A refit that fails while the engine lives: what it left is not used, the weights are sent again.
+        def fail():
+            raise RuntimeError("broke off")
+
+        source.before_sending = fail
+        with pytest.raises(RuntimeError, match="broke off"):
+            generation.update_weights(1)
+        assert run.largest_error(asked, generation.generate(asked, step=4)) < LOGPROBS
+
+        [pid] = run.pids("VllmWorker")
+        source.before_sending = lambda: kill_soon(pid)
+        generation.update_weights(2)
+        assert generation.generate(asked, step=4)["tokens"].tolist() == expected
+        assert "vLLM engines start anew, 1 restarts left" in capsys.readouterr().err
+
+        kill_soon(*run.pids("VllmWorker"))
+        assert generation.generate(asked, step=4)["tokens"].tolist() == expected
+        assert "vLLM engines start anew, 0 restarts left" in capsys.readouterr().err
+
+        [pid] = run.pids("VllmWorker")
+        kill_soon(pid)
+        with pytest.raises(WorkerError, match=rf"^vLLM engine 0 .*pid {pid}\) died in generate \(step 4\)"):
+            generation.generate(asked, step=4)
+    assert until(lambda: not run.pids("VllmWorker"))
+    # The ranks are well.
+    run.train()
+
+
+def test_an_asynchronous_engine_ends_with_its_actor_and_its_death_is_noticed(run, capsys):
+    asked = prompts()
+    with run.engines(vllm_cfg={"async_engine": True, "max_restarts": 1}) as generation:
+        generation.update_weights(0)
+        answered = generation.generate(asked, step=4)
+        assert run.largest_error(asked, answered) < LOGPROBS
+
+        [core] = run.pids("EngineCore")
+        os.kill(core, signal.SIGKILL)
+        assert generation.generate(asked, step=4)["tokens"].tolist() == answered["tokens"].tolist()
+        assert "vLLM engines start anew, 0 restarts left" in capsys.readouterr().err
+
+        kill_soon(*run.pids("VllmWorker"))
+        with pytest.raises(WorkerError, match=r"^vLLM engine 0 .* died in generate \(step 5\)"):
+            generation.generate(asked, step=5)
+        assert until(lambda: not run.pids("EngineCore")), "vLLM's own process went with the actor"
+
+
+def until(condition, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
