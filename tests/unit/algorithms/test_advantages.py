@@ -325,6 +325,54 @@ def test_gae_with_lambda_one_is_the_reward_to_go_less_the_value():
     torch.testing.assert_close(returns, x["rewards"][:, None].expand(3, 5))
 
 
+def all_tokens(seed: int) -> dict[str, torch.Tensor]:
+    x = example(3, 5, seed=seed)
+    x["mask"][:] = 1
+    return x
+
+
+def test_gae_with_lambda_zero_is_the_error_of_one_step():
+    x = all_tokens(seed=5)
+    advantages, returns = estimator(
+        "gae", gae_lambda=0.0, gae_gamma=0.9, normalize_advantages=False
+    ).compute_advantage(prompt_ids=None, rewards=x["rewards"], mask=x["mask"], values=x["values"])
+    targets = torch.cat([0.9 * x["values"][:, 1:], x["rewards"][:, None]], dim=1)
+    torch.testing.assert_close(advantages, targets - x["values"])
+    torch.testing.assert_close(returns, targets)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_gae_with_gamma_zero_sees_only_the_token_itself(lam: float):
+    x = all_tokens(seed=6)
+    advantages, returns = estimator(
+        "gae", gae_lambda=lam, gae_gamma=0.0, normalize_advantages=False
+    ).compute_advantage(prompt_ids=None, rewards=x["rewards"], mask=x["mask"], values=x["values"])
+    own = torch.zeros(3, 5, dtype=torch.float64)
+    own[:, -1] = x["rewards"]
+    torch.testing.assert_close(advantages, own - x["values"])
+    torch.testing.assert_close(returns, own)
+
+
+def test_gae_with_lambda_one_discounts_the_reward_by_its_distance():
+    x = all_tokens(seed=7)
+    _, returns = estimator("gae", gae_lambda=1.0, gae_gamma=0.5).compute_advantage(
+        prompt_ids=None, rewards=x["rewards"], mask=x["mask"], values=x["values"]
+    )
+    distance = torch.arange(4, -1, -1)
+    torch.testing.assert_close(returns, x["rewards"][:, None] * 0.5**distance)
+
+
+def test_gae_of_a_critic_that_is_right_is_zero():
+    """Without discount and with one reward at the end, the value of every state is that reward."""
+    x = all_tokens(seed=8)
+    values = x["rewards"][:, None].expand(3, 5)
+    advantages, returns = estimator("gae", normalize_advantages=False).compute_advantage(
+        prompt_ids=None, rewards=x["rewards"], mask=x["mask"], values=values
+    )
+    torch.testing.assert_close(advantages, torch.zeros(3, 5, dtype=torch.float64))
+    torch.testing.assert_close(returns, values)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
 def test_the_form_of_the_mask_does_not_matter(dtype: torch.dtype):
     x = example(3, 5, seed=2)

@@ -7,7 +7,7 @@ import torch
 from algorithm_fakes import FakePolicy, Notes, collector, recipe, source
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
-from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
+from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
 
 
@@ -17,9 +17,9 @@ def master(grpo=None, loss_fn=None, **top):
     return recipe("grpo", policy, grpo=grpo or {}, loss_fn=loss_fn or {}, **top)
 
 
-def run(config, policy=None, checkpoints=RunCheckpoints()):  # noqa: B008 - it is frozen
+def run(config, policy=None, **options):
     policy, notes = policy or FakePolicy(), Notes()
-    GRPO(config, policy, collector(config, policy), source(config), notes, checkpoints).run()
+    GRPO(config, policy, collector(config, policy), source(config), notes, **options).run()
     return policy, notes
 
 
@@ -117,6 +117,16 @@ def test_reward_scaling_feeds_training_while_the_report_keeps_the_reward():
     assert notes.steps[1]["train/reward"] == plain.steps[1]["train/reward"]
     batch = policy.batches[0]
     assert torch.allclose(batch["rewards"], 2 * batch["environment_rewards"] - 1)
+
+
+def test_reward_shaping_takes_the_penalty_off_long_answers_only_in_training():
+    shaping = {"enabled": True, "max_response_length": 3, "overlong_buffer_length": 1}
+    policy, notes = run(master(grpo={"num_prompts_per_step": 12, "reward_shaping": shaping}))
+    batch = policy.batches[0]
+    long = batch["token_mask"].sum(1) == 3
+    assert 0 < long.sum() < 36
+    assert torch.equal(batch["rewards"], batch["environment_rewards"] - long.float())
+    assert notes.steps[1]["train/reward"] == pytest.approx(float(batch["environment_rewards"].mean()))
 
 
 def test_validation_runs_at_start_by_period_and_at_end_on_held_out_prompts():

@@ -43,14 +43,14 @@ def opened(root, *overrides):
 def run_to(root, *steps, overrides=()):
     checkpoints, _ = opened(root, *overrides)
     for step in steps:
-        checkpoints.save(step, FakePolicy(), {"train/reward": step / 10}, {"total": step})
+        checkpoints.save(step, {"policy": FakePolicy()}, {"train/reward": step / 10}, {"total": step})
 
 
 def test_without_checkpointing_nothing_is_found_and_nothing_is_written(tmp_path):
     run_to(tmp_path, 2)
     checkpoints, said = opened(tmp_path, "checkpointing.enabled=false")
     policy = FakePolicy()
-    assert checkpoints.restore(policy) == {}
+    assert checkpoints.restore({"policy": policy}) == {}
     assert (checkpoints.resumed_step, checkpoints.due(7), policy.loaded, said) == (None, False, [], [])
 
 
@@ -64,7 +64,7 @@ def test_a_run_goes_on_after_the_latest_with_its_counters(tmp_path):
     checkpoints, said = opened(tmp_path)
     policy = FakePolicy()
     assert checkpoints.resumed_step == 4
-    assert checkpoints.restore(policy) == {"total": 4}
+    assert checkpoints.restore({"policy": policy}) == {"total": 4}
     assert policy.loaded == [str(tmp_path / "step_4" / "policy")]
     assert said == [f"resuming after step 4 from {tmp_path / 'step_4'}"]
 
@@ -153,6 +153,6 @@ def test_the_best_by_the_metric_stay(tmp_path):
     overrides = ("checkpointing.metric_name=train:reward", "checkpointing.keep_top_k=1")
     checkpoints, _ = opened(tmp_path, *overrides)
     for step, reward in ((1, 0.9), (2, 0.5), (3, 0.7)):
-        checkpoints.save(step, FakePolicy(), {"train/reward": reward}, {})
+        checkpoints.save(step, {"policy": FakePolicy()}, {"train/reward": reward}, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_3"]
     assert yaml.safe_load((tmp_path / "step_1/config.yaml").read_text())["checkpointing"]["keep_top_k"] == 1

@@ -1,0 +1,149 @@
+"""Every loss is a sum over rows: however a batch is cut, the parts add up to the whole, metrics and gradients too."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nemo_rl_mcore.config import DistillationLossConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import (
+    ClippedPGLossFn,
+    DistillationLossFn,
+    DistillationOutputs,
+    DPOLossFn,
+    LossFunction,
+    MetricKind,
+    MseValueLossFn,
+    NLLLossFn,
+    TokenOutputs,
+    TopKLogprobs,
+    ValueOutputs,
+)
+
+BatchMaker = Callable[..., tuple[Tensor, BatchedDataDict]]
+ROWS, VOCABULARY, K = 8, 9, 4
+
+CORRECTED = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.2}
+BOUNDED = CORRECTED | {"truncated_importance_sampling_ratio_min": 0.8}
+PER_ROW = {"token_level_loss": False}
+CLIPPED: dict[str, dict[str, Any]] = {
+    "GRPO": {},
+    "GRPO by rows": PER_ROW,
+    "DAPO": {"ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0.0},
+    "dual clip": {"ratio_clip_c": 1.1},
+    "GSPO, corrected": PER_ROW
+    | CORRECTED
+    | {"sequence_level_importance_ratios": True, "truncated_importance_sampling_type": "tis"},
+    "CISPO": {"use_cispo": True},
+    "REINFORCE": {"disable_ppo_ratio": True},
+    "on policy, with entropy": {"force_on_policy_ratio": True, "entropy_coef": 0.1},
+    "icepop": BOUNDED | {"truncated_importance_sampling_type": "icepop"},
+    "seq-mask-tis by rows": PER_ROW | BOUNDED | {"truncated_importance_sampling_type": "seq-mask-tis"},
+}
+LOSSES: dict[str, LossFunction] = {
+    **{name: ClippedPGLossFn(keys) for name, keys in CLIPPED.items()},
+    "NLL": NLLLossFn(),
+    "DPO": DPOLossFn({"sft_loss_weight": 0.3}),
+    "DPO, means": DPOLossFn(
+        {"preference_average_log_probs": True, "sft_loss_weight": 0.3, "sft_average_log_probs": True}
+    ),
+    "critic": MseValueLossFn({"cliprange": 0.2}),
+    **{
+        f"distillation, {kind}": DistillationLossFn(DistillationLossConfig.model_validate({"kl_type": kind}))
+        for kind in ("forward", "reverse", "mixed", "jsd")
+    },
+    "distillation, no tail": DistillationLossFn(DistillationLossConfig(tail_mass=False)),
+    "distillation, with policy gradient": DistillationLossFn(DistillationLossConfig(rl_weight=0.5)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch with everything that any loss reads; `leaves` are what gradients are taken for."""
+
+    data: BatchedDataDict
+    outputs: Any
+    leaves: list[Tensor]
+
+
+def case_of(loss_fn: LossFunction, make_batch: BatchMaker, seed: int) -> Case:
+    current, data = make_batch(rows=ROWS, columns=5, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    data["values"], data["returns"] = normal(ROWS, 5), normal(ROWS, 5)
+    entropy = data["entropy"][:, 1:].clone().requires_grad_()
+    tokens = TokenOutputs(current, entropy)
+    if isinstance(loss_fn, MseValueLossFn):
+        values = (data["values"] + 0.3 * normal(ROWS, 5)).requires_grad_()
+        return Case(data, ValueOutputs(values), [values])
+    if isinstance(loss_fn, DistillationLossFn):
+        student, teacher = (normal(ROWS, 4, VOCABULARY).requires_grad_() for _ in range(2))
+        said = [TopKLogprobs(logits.log_softmax(-1)[..., :K]) for logits in (student, teacher)]
+        return Case(data, DistillationOutputs(*said, tokens), [student, current])
+    if isinstance(loss_fn, DPOLossFn):  # a pair is kept or dropped as one
+        data["sample_mask"] = data["sample_mask"][::2].repeat_interleave(2)
+    return Case(data, tokens, [current, entropy])
+
+
+def rows_of(outputs: Any, rows: list[int]) -> Any:
+    """The same outputs for some rows."""
+    if is_dataclass(outputs):
+        return type(outputs)(*(rows_of(getattr(outputs, field.name), rows) for field in fields(outputs)))
+    return outputs if outputs is None else outputs[rows]
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> list[list[int]]:
+    """The samples 0..n-1 in any order, cut anywhere; parts may be empty of valid tokens, not of rows."""
+    order = draw(st.permutations(range(ROWS)))
+    cuts = sorted(draw(st.sets(st.integers(1, ROWS - 1))))
+    return [list(order[a:b]) for a, b in zip([0, *cuts], [*cuts, ROWS], strict=True)]
+
+
+def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    found = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=15, deadline=None)
+@given(partition=partitions(), seed=st.integers(0, 999))
+def test_the_parts_make_the_whole(name: str, partition: list[list[int]], seed: int, make_batch: BatchMaker):
+    loss_fn = LOSSES[name]
+    case = case_of(loss_fn, make_batch, seed)
+    size = loss_fn.rows_per_sample
+    whole = loss_fn.sums(case.outputs, case.data)
+    parts = []
+    for samples in partition:
+        # Of pairs, half as many samples: those that a permutation has too many are left out.
+        rows = [size * sample + i for sample in samples if sample < ROWS // size for i in range(size)]
+        if rows:
+            parts.append(loss_fn.sums(rows_of(case.outputs, rows), case.data.select_indices(rows)))
+    total = torch.stack([part.loss for part in parts]).sum()
+    torch.testing.assert_close(total, whole.loss)
+    for found, expected in zip(
+        gradients(total, case.leaves), gradients(whole.loss, case.leaves), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+    combine = {MetricKind.MIN: min, MetricKind.MAX: max}
+    for metric, value in whole.metrics.items():
+        pieces = [part.metrics[metric].value.item() for part in parts]
+        assert combine.get(value.kind, sum)(pieces) == pytest.approx(value.value.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_case_has_a_loss_and_a_gradient_to_lose(name: str, make_batch: BatchMaker):
+    loss_fn = LOSSES[name]
+    case = case_of(loss_fn, make_batch, seed=1)
+    loss = loss_fn.sums(case.outputs, case.data).loss
+    assert abs(loss.item()) > 1e-3
+    assert any(gradient.abs().max() > 1e-3 for gradient in gradients(loss, case.leaves))
