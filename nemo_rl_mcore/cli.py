@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = _parse(arguments)
     try:
         config = _load(options, overrides)
-        plan = preflight(config)
+        plan = preflight(config, elsewhere=options.command == "check")
     except (ConfigError, NotACheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG_ERROR

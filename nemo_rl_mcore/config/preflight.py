@@ -71,12 +71,17 @@ class Plan:
     steps: int
     reference_policy: bool
     log_dir: str
+    missing: tuple[Problem, ...] = ()
 
 
-def preflight(config: RunConfig) -> Plan:
-    """Resolve a run on paper; raises ConfigError for files and packages that are missing."""
+def preflight(config: RunConfig, *, elsewhere: bool = False) -> Plan:
+    """Resolve a run on paper; raises ConfigError for files and packages that are missing.
+
+    `elsewhere` says that it is to run on other machines: packages that lack on this one are then the plan's `missing`.
+    """
     data, of_data = examine_data(config)
-    problems = (*_environment_problems(config), *of_data)
+    missing = tuple(_missing_packages(config))
+    problems = (*_environment_problems(config), *of_data, *(() if elsewhere else missing))
     if problems:
         raise ConfigError(problems)
     return Plan(
@@ -90,6 +95,7 @@ def preflight(config: RunConfig) -> Plan:
         steps=config.loop.max_num_steps if data is None else data.steps,
         reference_policy=config.needs_reference,
         log_dir=config.logger.log_dir,
+        missing=missing,
     )
 
 
@@ -142,6 +148,14 @@ def _batch(config: RunConfig) -> BatchArithmetic:
 def _environment_problems(config: RunConfig) -> Iterator[Problem]:
     policy = config.policy
     yield from tokenizer_problems(policy.tokenizer.name, policy.model.vocab_size, policy.model_name)
+    yield from init_checkpoint_problems(policy)
+    for key, path in config.import_paths.items():
+        yield from import_problems(path, key)
+    yield from _folder_problems(Path(config.logger.log_dir))
+    yield from warm_start_problems(config)
+
+
+def _missing_packages(config: RunConfig) -> Iterator[Problem]:
     packages = (
         ("logger.wandb_enabled", config.logger.wandb_enabled, "wandb", "the extra wandb"),
         ("logger.tensorboard_enabled", config.logger.tensorboard_enabled, "tensorboard", "the package"),
@@ -159,14 +173,9 @@ def _environment_problems(config: RunConfig) -> Iterator[Problem]:
         ),
         ("env.math", config.env.math is not None, "math_verify", "the extra math"),
     )
-    yield from init_checkpoint_problems(policy)
     for key, wanted, package, source in packages:
         if wanted and not _installed(package):
             yield Problem(key, f"needs the Python package {package}", f"install {source}, or turn it off")
-    for key, path in config.import_paths.items():
-        yield from import_problems(path, key)
-    yield from _folder_problems(Path(config.logger.log_dir))
-    yield from warm_start_problems(config)
 
 
 def _folder_problems(folder: Path) -> Iterator[Problem]:

@@ -24,15 +24,20 @@ OF_TRAINING = frozenset(
 """Fields of policy.model that the weights say nothing about."""
 
 
-def fill_from_model_name(policy: Mapping[str, object]) -> tuple[Section, list[Problem]]:
-    """Complete a policy section by what its `model_name` says; paths of problems are relative to the section."""
+def fill_from_model_name(
+    policy: Mapping[str, object], *, tokenizer: bool = True
+) -> tuple[Section, list[Problem]]:
+    """Complete a policy section by what its `model_name` says; paths of problems are relative to the section.
+
+    tokenizer: whether the section has one, which then is the model's where it names none.
+    """
     section = dict(policy)
     name = section.get(MODEL_NAME)
     if not isinstance(name, str):
         return section, []
-    tokenizer = section.get("tokenizer", {})
-    if isinstance(tokenizer, Mapping):
-        section["tokenizer"] = {"name": name, **cast("Section", tokenizer)}
+    named = section.get("tokenizer", {})
+    if tokenizer and isinstance(named, Mapping):
+        section["tokenizer"] = {"name": name, **cast("Section", named)}
     given = section.get("model")
     try:
         derived = pretrained_model(name)

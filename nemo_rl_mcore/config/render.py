@@ -70,6 +70,8 @@ def _run_rows(plan: Plan) -> Iterator[Row]:
     yield "steps", str(plan.steps)
     yield "reference policy", "yes" if plan.reference_policy else "no (its KL penalty is 0)"
     yield "log_dir", plan.log_dir
+    for problem in plan.missing:
+        yield "not on this machine", str(problem)
 
 
 def _guardrail_rows(plan: Plan) -> Iterator[Row]:

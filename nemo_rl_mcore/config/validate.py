@@ -46,12 +46,14 @@ _MODEL = "policy.model"
 
 
 def _with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
-    """The recipe completed by what policy.model_name says."""
-    policy = tree.get("policy")
-    if not isinstance(policy, dict):
-        return tree, []
-    filled, problems = fill_from_model_name(cast("Tree", policy))
-    return {**tree, "policy": filled}, [problem.below("policy") for problem in problems]
+    """The recipe completed by what model_name says, of the policy and of a teacher."""
+    filled, problems = dict(tree), list[Problem]()
+    for name in ("policy", "teacher"):
+        section = tree.get(name)
+        if isinstance(section, dict):
+            filled[name], unread = fill_from_model_name(cast("Tree", section), tokenizer=name == "policy")
+            problems += [problem.below(name) for problem in unread]
+    return filled, problems
 
 
 def _translate(details: ErrorDetails, kind: Kind) -> Problem:

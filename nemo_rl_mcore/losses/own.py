@@ -38,11 +38,11 @@ def make_loss(
     if cfg.type is None:
         return standard(cfg, use_fused_linear_logprobs)
     key = f"{section}.type"
-    loss = build(
-        cfg.type, key, cfg.args, cfg, use_fused_linear_logprobs, needs=("sums", "loss_type", "input_type")
-    )
+    loss = build(cfg.type, key, cfg.args, cfg, use_fused_linear_logprobs, needs=("sums",))
     if not isinstance(loss, LossFunction):
         raise ValueError(f"{key}: {cfg.type} is no subclass of nemo_rl_mcore.losses.LossFunction")
+    if lacking := [name for name in ("loss_type", "input_type") if not hasattr(loss, name)]:
+        raise ValueError(f"{key}: {cfg.type} does not say its {' and '.join(lacking)}")
     if loss.input_type is not inputs:
         raise ValueError(f"{key}: {cfg.type} reads {loss.input_type.name}, and is given {inputs.name} here")
     return loss

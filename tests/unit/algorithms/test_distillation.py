@@ -118,7 +118,11 @@ def test_its_penalty_asks_the_reference():
             RL,
             r"loss_fn\.rl_weight: 0\.5 needs answers of the student, and distillation\.on_policy is false",
         ),
-        ({"topk_logits_k": 33}, {}, r"distillation\.topk_logits_k: 33 is above policy\.model\.vocab_size: 32"),
+        (
+            {"topk_logits_k": 33},
+            {},
+            r"distillation\.topk_logits_k: 33 is above policy\.model\.vocab_size: 32",
+        ),
         (
             {},
             {"rl_weight": 1.0, "rl": {"use_kl_in_reward": True}},

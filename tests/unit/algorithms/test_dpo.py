@@ -58,7 +58,11 @@ def test_the_loss_is_that_of_the_recipe(fused):
     assert isinstance(loss_fn, DPOLossFn)
     assert loss_fn.use_fused_linear_logprobs is fused
     cfg = loss_fn.cfg
-    assert (cfg.reference_policy_kl_penalty, cfg.sft_loss_weight, cfg.sft_average_log_probs) == (0.3, 0.1, True)
+    assert (cfg.reference_policy_kl_penalty, cfg.sft_loss_weight, cfg.sft_average_log_probs) == (
+        0.3,
+        0.1,
+        True,
+    )
     assert notes.steps[1]["train/total_num_tokens"] == policy.batches[0]["input_lengths"].sum()
 
 

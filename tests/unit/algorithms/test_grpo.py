@@ -165,19 +165,11 @@ def test_reinforce_whitens_over_the_samples_that_are_kept():
     assert advantages.std(unbiased=False) == pytest.approx(1.0, abs=1e-3)
 
 
-class SavingPolicy(FakePolicy):
-    def save_checkpoint(self, folder):
-        self.calls.append("save")
-
-    def load_checkpoint(self, folder, *, weights_only=False):
-        self.calls.append("load")
-
-
 def run_with_checkpoints(folder, last_step, skips=99, **grpo):
     section = {"enabled": True, "checkpoint_dir": str(folder), "save_period": 2}
     grpo = {"max_num_steps": last_step, "max_val_samples": 4, **grpo}
     config = master(grpo, checkpointing=section, max_consecutive_skips=skips)
-    policy = SavingPolicy(reasons=["the loss is nan"] * 2)
+    policy = FakePolicy(reasons=["the loss is nan"] * 2)
     return run(config, policy, checkpoints=open_checkpoints(config, lambda line: None))
 
 
@@ -186,7 +178,15 @@ def test_a_resumed_run_is_the_rest_of_the_run(tmp_path):
     first, before = run_with_checkpoints(tmp_path / "cut", 3, val_at_start=True)
     assert first.calls.count("save") == 2, "after step 2 and after the last one"
     second, after = run_with_checkpoints(tmp_path / "cut", 4, val_at_start=True)
-    assert second.calls == ["load", "generate", "logprobs", "train", "save"]
+    assert second.calls == [
+        "load",
+        "update_weights",
+        "generate",
+        "logprobs",
+        "train",
+        "update_weights",
+        "save",
+    ]
     assert before.steps | after.steps == whole.steps
     assert after.steps[4]["train/skipped_steps"] == 8, "the skipped steps before count"
 
@@ -194,7 +194,7 @@ def test_a_resumed_run_is_the_rest_of_the_run(tmp_path):
 def test_a_run_that_had_ended_does_nothing_more(tmp_path):
     run_with_checkpoints(tmp_path, 2)
     policy, notes = run_with_checkpoints(tmp_path, 2)
-    assert (policy.calls, notes.steps) == (["load"], {})
+    assert (policy.calls, notes.steps) == (["load", "update_weights"], {})
 
 
 def test_skipped_steps_in_a_row_are_counted_across_a_resume(tmp_path):

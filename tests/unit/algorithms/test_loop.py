@@ -80,7 +80,9 @@ def test_validations_see_the_weights_of_their_step_and_happen_once(loop, validat
         assert calls[calls.index(f"validate {step}") - 1] == f"weights {step}"
         assert notes.steps[step]["validation/number"] == step
     assert sorted(notes.steps) == sorted({*validated, 1, 2, 3})
-    assert all(("validation/number" in metrics) == (step in validated) for step, metrics in notes.steps.items())
+    assert all(
+        ("validation/number" in metrics) == (step in validated) for step, metrics in notes.steps.items()
+    )
 
 
 def checkpoints(tmp_path, **keys):

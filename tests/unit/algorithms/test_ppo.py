@@ -146,7 +146,7 @@ def test_skipped_steps_of_either_model_are_counted():
 
 @pytest.mark.parametrize("broken", ["policy_reasons", "critic_reasons"])
 def test_one_model_that_never_steps_ends_the_run_though_the_other_does(broken):
-    with pytest.raises(TooManySkippedStepsError, match="step 2: .*skipped 4 times in a row"):
+    with pytest.raises(TooManySkippedStepsError, match=r"step 2: .*skipped 4 times in a row"):
         run({"max_num_steps": 9}, max_consecutive_skips=3, **{broken: NAN})
 
 

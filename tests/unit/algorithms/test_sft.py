@@ -32,7 +32,9 @@ def test_a_step_trains_on_other_prompts_with_their_answers():
 def test_the_answer_and_its_end_are_trained_on_and_the_prompt_is_not():
     policy, notes, _ = run()
     for batch in policy.batches:
-        assert batch["token_mask"].tolist() == [[0, 0, 0, 1, 1, 1]] * 4, "three tokens of prompt, two and the end"
+        assert batch["token_mask"].tolist() == [[0, 0, 0, 1, 1, 1]] * 4, (
+            "three tokens of prompt, two and the end"
+        )
         assert batch["sample_mask"].tolist() == [1] * 4
     assert notes.steps[1]["train/total_num_tokens"] == 24
     assert notes.steps[1]["train/loss"] == 0.75

@@ -36,7 +36,11 @@ def test_results_are_joined_in_order_as_if_one_call_had_made_all_steps():
 
 @pytest.mark.parametrize(
     ("kind", "there", "expected"),
-    [(MetricKind.MIN, [4.0, 2.0], 2.0), (MetricKind.MAX, [4.0, 2.0], 4.0), (MetricKind.NONE, [4.0, 2.0], 6.0)],
+    [
+        (MetricKind.MIN, [4.0, 2.0], 2.0),
+        (MetricKind.MAX, [4.0, 2.0], 4.0),
+        (MetricKind.NONE, [4.0, 2.0], 6.0),
+    ],
 )
 @pytest.mark.parametrize("missing_first", [True, False])
 def test_a_metric_that_one_result_lacks_changes_nothing_there(kind, there, expected, missing_first):

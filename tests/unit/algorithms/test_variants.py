@@ -40,7 +40,10 @@ def x():
     old = current + 0.3 * normal(ROWS, LONGEST)
     rewards = torch.tensor([1.0, 0.25, 0, 0.5, 0, 1, 1, 0.75, 0.5, 0.5, 0.5, 0.5], dtype=torch.float64)
     return SimpleNamespace(
-        current=current.requires_grad_(), old=old, reference=old + 0.2 * normal(ROWS, LONGEST), rewards=rewards
+        current=current.requires_grad_(),
+        old=old,
+        reference=old + 0.2 * normal(ROWS, LONGEST),
+        rewards=rewards,
     )
 
 
@@ -156,16 +159,14 @@ def rloo(x):
 
 
 def reinforce_plus_plus(x):
-    """The reward less beta times the k1 estimate of the token's divergence, whitened over all tokens, and PPO's clip."""
+    """The reward less beta times the k1 estimate of the token's divergence, whitened over all tokens; PPO's clip."""
     raw = {at: x.rewards[at[0]].item() - 0.01 * (x.old[at] - x.reference[at]).item() for at in ALL_TOKENS}
     mean, std = statistics.fmean(raw.values()), statistics.pstdev(raw.values())
     total = sum(ppo(token_ratio(x, at), (raw[at] - mean) / std, 0.8, 1.2) for at in ALL_TOKENS)
     return -total / len(ALL_TOKENS)
 
 
-FORMULAS = {
-    formula.__name__: formula for formula in (dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus)
-}
+FORMULAS = {formula.__name__: formula for formula in (dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus)}
 
 
 def test_every_variant_has_a_recipe():

@@ -87,7 +87,9 @@ def test_a_grandchild_may_write_the_section_anew(tmp_path):
     config = load_config(write(tmp_path, "grandchild.yaml", text))
     parents = load_config(EXEMPLAR_OF["grpo"]).logger
     assert config.logger.log_dir == "results/grandchild"
-    assert config.logger.num_val_samples_to_print != parents.num_val_samples_to_print, "it starts from the defaults"
+    assert config.logger.num_val_samples_to_print != parents.num_val_samples_to_print, (
+        "it starts from the defaults"
+    )
 
 
 @pytest.mark.parametrize("algorithm", RUN_CONFIGS)
@@ -95,7 +97,9 @@ def test_the_command_of_another_algorithm_is_refused_by_name(algorithm, capsys):
     other = "sft" if algorithm != "sft" else "grpo"
     assert cli.main([other, "--config", str(EXEMPLAR_OF[algorithm])]) == cli.EXIT_CONFIG_ERROR
     said = capsys.readouterr().err
-    assert f"this is a recipe of {algorithm}, and the command is {other}; call nemo-rl-mcore {algorithm}" in said
+    assert (
+        f"this is a recipe of {algorithm}, and the command is {other}; call nemo-rl-mcore {algorithm}" in said
+    )
 
 
 # --- what each one holds ------------------------------------------------------------------------------------
@@ -105,7 +109,9 @@ def test_the_command_of_another_algorithm_is_refused_by_name(algorithm, capsys):
 def test_the_seed_may_stand_in_the_section_of_any_algorithm(algorithm, tmp_path):
     own = f"+{algorithm}.seed=7"
     assert load_config(EXEMPLAR_OF[algorithm], ["~seed", own]).seed == 7
-    assert any(f"{algorithm}.seed: 7 contradicts seed: 42" in text for text in refused(EXEMPLAR_OF[algorithm], own))
+    assert any(
+        f"{algorithm}.seed: 7 contradicts seed: 42" in text for text in refused(EXEMPLAR_OF[algorithm], own)
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +170,11 @@ def test_the_teacher_has_its_own_weights_and_maybe_architecture():
 @pytest.mark.parametrize(
     ("algorithm", "overrides", "message"),
     [
-        ("ppo", ["ppo.adv_estimator.name=grpo"], "ppo.adv_estimator.name: grpo leaves the critic of PPO without use"),
+        (
+            "ppo",
+            ["ppo.adv_estimator.name=grpo"],
+            "ppo.adv_estimator.name: grpo leaves the critic of PPO without use",
+        ),
         ("ppo", ["+ppo.critic_warmup_steps=60"], "ppo.critic_warmup_steps: 60 leaves the policy none"),
         (
             "ppo",
@@ -177,8 +187,16 @@ def test_the_teacher_has_its_own_weights_and_maybe_architecture():
             "loss_fn.force_on_policy_ratio: true needs one optimizer step per rollout, and ppo.ppo_epochs: 2",
         ),
         ("ppo", ["+value.model={}"], "value.model: unknown key"),
-        ("dpo", ["~dpo.num_generations_per_prompt"], "num_generations_per_prompt: null with online: true makes no pair"),
-        ("dpo", ["dpo.num_generations_per_prompt=1"], "num_generations_per_prompt: 1 with online: true makes no pair"),
+        (
+            "dpo",
+            ["~dpo.num_generations_per_prompt"],
+            "num_generations_per_prompt: null with online: true makes no pair",
+        ),
+        (
+            "dpo",
+            ["dpo.num_generations_per_prompt=1"],
+            "num_generations_per_prompt: 1 with online: true makes no pair",
+        ),
         ("dpo", ["dpo.online=false"], "dpo.num_generations_per_prompt: 4 does nothing with online: false"),
         (
             "dpo",
@@ -191,9 +209,17 @@ def test_the_teacher_has_its_own_weights_and_maybe_architecture():
             ["data.num_digits=1", "sft.val_period=0", "sft.val_at_end=false"],
             "policy.train_global_batch_size: 64 is above the 8 different training prompts of data.num_digits: 1",
         ),
-        ("sft", ["sft.val_batches=15"], "sft.val_batches: 15 times policy.train_global_batch_size: 64 is above"),
+        (
+            "sft",
+            ["sft.val_batches=15"],
+            "sft.val_batches: 15 times policy.train_global_batch_size: 64 is above",
+        ),
         ("sft", ["+sft.num_prompts_per_step=3"], "sft.num_prompts_per_step: unknown key"),
-        ("distillation", ["distillation.topk_logits_k=40"], "topk_logits_k: 40 is above policy.model.vocab_size: 32"),
+        (
+            "distillation",
+            ["distillation.topk_logits_k=40"],
+            "topk_logits_k: 40 is above policy.model.vocab_size: 32",
+        ),
         (
             "distillation",
             ["+distillation.on_policy=false"],
@@ -205,7 +231,11 @@ def test_the_teacher_has_its_own_weights_and_maybe_architecture():
             "distillation.adv_estimator.name: gae needs a critic",
         ),
         ("distillation", ["~teacher"], "teacher: missing"),
-        ("distillation", ["~teacher.warm_start", "+teacher.model=null"], "one source of weights, and none is given"),
+        (
+            "distillation",
+            ["~teacher.warm_start", "+teacher.model=null"],
+            "one source of weights, and none is given",
+        ),
         (
             "distillation",
             ["+teacher.init_checkpoint=there"],
@@ -258,7 +288,9 @@ def test_the_path_of_a_warm_start_starts_at_its_file_and_holds_wherever_the_reci
     assert config.warm_start == str(sft)
     grandchild = tmp_path / "below"
     grandchild.mkdir()
-    assert load_config(write(grandchild, "third.yaml", "defaults: ../second.yaml\n")).warm_start.endswith("first.yaml")
+    assert load_config(write(grandchild, "third.yaml", "defaults: ../second.yaml\n")).warm_start.endswith(
+        "first.yaml"
+    )
     monkeypatch.chdir(tmp_path)
     relative = load_config("second.yaml")
     saved = write(grandchild, "config.yaml", recipe_text(relative))
@@ -268,7 +300,9 @@ def test_the_path_of_a_warm_start_starts_at_its_file_and_holds_wherever_the_reci
 @pytest.mark.parametrize("algorithm", RUN_CONFIGS)
 def test_the_recipe_in_a_checkpoint_runs_nothing_first(algorithm, tmp_path):
     config = load_config(EXEMPLAR_OF[algorithm])
-    gone = recipe_text(config).replace("sft_cpu.yaml", "gone.yaml").replace("sft_teacher_cpu.yaml", "gone.yaml")
+    gone = (
+        recipe_text(config).replace("sft_cpu.yaml", "gone.yaml").replace("sft_teacher_cpu.yaml", "gone.yaml")
+    )
     write(tmp_path, "config.yaml", gone)
     loaded = load_recipe_of(tmp_path)
     assert loaded.warm_start is None
@@ -312,7 +346,9 @@ def test_problems_of_the_first_recipe_name_its_file(tmp_path, sft):
 
 def test_a_warm_start_of_a_warm_start_is_looked_at_too(tmp_path, sft):
     sft.write_text(f"{sft.read_text()}warm_start: nowhere.yaml\n")
-    assert any("nowhere.yaml: no such file" in text for text in refused(after(tmp_path, "warm_start: first.yaml")))
+    assert any(
+        "nowhere.yaml: no such file" in text for text in refused(after(tmp_path, "warm_start: first.yaml"))
+    )
 
 
 def test_recipes_that_run_each_other_first_are_refused(tmp_path, sft):
@@ -327,10 +363,15 @@ def test_a_teacher_is_compared_with_the_teachers_model(tmp_path, sft):
     model = load_config(sft).policy.model.model_dump_json(exclude_none=True)
     larger = model.replace('"num_layers":2', '"num_layers":4')
     other = write(tmp_path, "other.yaml", f"{lines}  model: {larger}\n")
-    assert any("first.yaml trains another model: policy.model.num_layers: 4 (was 2)" in text for text in refused(other))
+    assert any(
+        "first.yaml trains another model: policy.model.num_layers: 4 (was 2)" in text
+        for text in refused(other)
+    )
 
 
-def test_the_first_recipe_runs_in_its_own_folder_with_the_seed_of_the_run_and_keeps_its_last_weights(tmp_path, sft):
+def test_the_first_recipe_runs_in_its_own_folder_with_the_seed_of_the_run_and_keeps_its_last_weights(
+    tmp_path, sft
+):
     config = load_config(after(tmp_path, "warm_start: first.yaml", "seed: 5"))
     first = warm_start_recipe(config.warm_start, config, tmp_path / "run/warm_start")
     assert (first.algorithm, first.seed) == ("sft", 5)

@@ -191,7 +191,12 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "PPO's clip": ({"loss_type": "dapo", "epsilon_high": 0.2}, {"ratio_clip_max": 0.2}),
     "dual clip": ({"loss_type": "dapo", "delta": 1.4}, {"ratio_clip_c": 1.4}),
     "GSPO": (
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.06},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 0.05,
+            "epsilon_high": 0.06,
+        },
         PER_ROW | {"sequence_level_importance_ratios": True, "ratio_clip_min": 0.05, "ratio_clip_max": 0.06},
     ),
     # TRL's bound is the ratio itself, and there is none below.

@@ -1,0 +1,131 @@
+import pytest
+from chat_tokenizer import FORGETFUL, VOCABULARY, chat_tokenizer
+
+from nemo_rl_mcore.config.jsonl import Message
+from nemo_rl_mcore.data.answers import given_answers
+from nemo_rl_mcore.data.chat import conversation_row, with_template
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.preference import Preference, preference_rows
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
+
+TURNS = (Message("system", "Be brief."), Message("user", "2+2?"), Message("assistant", "4"), Message("user", "+1?"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def shown(tokenizer, ids, kept):
+    """The text of the tokens that are kept, with a mark between runs."""
+    text, before = "", False
+    for token, keep in zip(ids, kept, strict=True):
+        if keep:
+            text += ("" if before or not text else " ... ") + tokenizer._tokenizer.decode([token])
+        before = bool(keep)
+    return text
+
+
+def test_the_fixture_reads_what_it_writes(tokenizer):
+    text = "<turn>user\n  Hi!<end>\n"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text) - len("<turn>") - len("<end>") + 2
+    assert tokenizer._tokenizer.decode(ids) == text
+    assert tokenizer.vocab_size == VOCABULARY
+
+
+def test_a_prompt_is_shown_up_to_where_the_answer_begins(tokenizer):
+    prompt = with_template(Prompt(0, "", "5", context=TURNS), tokenizer)
+    assert prompt.text == (
+        "<turn>system\nBe brief.<end>\n<turn>user\n2+2?<end>\n<turn>assistant\n4<end>\n<turn>user\n+1?<end>\n"
+        "<turn>assistant\n"
+    )
+    assert prompt.context == TURNS
+
+
+def test_a_plain_text_is_a_users_message(tokenizer):
+    prompt = with_template(Prompt(3, "2+2?", "4", rejected="5"), tokenizer)
+    assert prompt == Prompt(
+        3, "<turn>user\n2+2?<end>\n<turn>assistant\n", "4", "5", (Message("user", "2+2?"),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("imitate_all", "trained"), [(True, "4<end> ... five<end>"), (False, "five<end>")], ids=["all", "last"]
+)
+def test_the_assistants_tokens_alone_are_trained_on(tokenizer, imitate_all, trained):
+    row = conversation_row(TURNS, "five", tokenizer, imitate_all=imitate_all)
+    whole = [*TURNS, Message("assistant", "five")]
+    assert list(row.ids) == tokenizer.encode(tokenizer.render_chat(whole, add_generation_prompt=False))
+    assert shown(tokenizer, row.ids, row.trained) == trained
+
+
+def test_what_the_model_sees_before_a_trained_token_is_the_prompt_it_answers(tokenizer):
+    row = conversation_row(TURNS, "five", tokenizer, imitate_all=False)
+    first = row.trained.index(True)
+    assert list(row.ids[:first]) == tokenizer.encode(with_template(Prompt(0, "", "", context=TURNS), tokenizer).text)
+
+
+def test_a_turn_is_trained_on_to_its_end_where_the_template_writes_no_end_of_sequence(tmp_path):
+    template = (
+        "{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }}.{% endfor %}"
+        "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+    )
+    tokenizer = chat_tokenizer(tmp_path, template)
+    row = conversation_row(TURNS, "five", tokenizer, imitate_all=True)
+    assert shown(tokenizer, row.ids, row.trained) == "4. ... five."
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    tokenizer = chat_tokenizer(tmp_path, FORGETFUL)
+    turns = (Message("user", "2+2?"), Message("assistant", "sum|4"), Message("user", "+1?"))
+    with pytest.raises(ValueError, match=r"data\.apply_chat_template: .* first 2 messages"):
+        conversation_row(turns, "one more|5", tokenizer, imitate_all=True)
+    # The last answer alone is shown as it will be asked for.
+    row = conversation_row(turns, "one more|5", tokenizer, imitate_all=False)
+    assert shown(tokenizer, row.ids, row.trained) == "one more|5<end>"
+
+
+def test_a_template_whose_generation_prompt_is_not_how_a_turn_begins_is_refused(tmp_path):
+    template = "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}<end>{% endfor %}" + (
+        "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+    )
+    with pytest.raises(ValueError, match="first 1 messages"):
+        conversation_row(TURNS[1:2], "4", chat_tokenizer(tmp_path, template), imitate_all=False)
+
+
+def test_a_tokenizer_without_a_template_and_a_template_that_refuses_say_so(tmp_path):
+    messages = [Message("user", "2+2?")]
+    with pytest.raises(ValueError, match="character tokenizer has no chat template"):
+        load_tokenizer("char").render_chat(messages, add_generation_prompt=True)
+    bare = chat_tokenizer(tmp_path / "bare", None)
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        bare.render_chat(messages, add_generation_prompt=True)
+    strict = chat_tokenizer(tmp_path / "strict", "{{ raise_exception('no system turn') }}")
+    with pytest.raises(ValueError, match="refuses it: no system turn"):
+        strict.render_chat(messages, add_generation_prompt=True)
+
+
+def test_given_answers_are_conversations_where_there_is_a_context_and_plain_where_not(tokenizer):
+    talk = Prompt(7, "", "five", context=TURNS, imitate_all=True)
+    plain = Prompt(8, "2+2=", "4")
+    batch = given_answers([talk, plain], tokenizer)
+    texts = [
+        shown(tokenizer, row[:length], mask[:length])
+        for row, length, mask in zip(
+            batch["input_ids"].tolist(), batch["input_lengths"].tolist(), batch["token_mask"].tolist(), strict=True
+        )
+    ]
+    assert texts == ["4<end> ... five<end>", "4<end>"]
+    assert batch["prompt_index"].tolist() == [7, 8]
+    assert batch["input_ids"][1].tolist()[6:] == [tokenizer.pad_token_id] * (batch["input_ids"].shape[1] - 6)
+    assert not batch["token_mask"][1, 6:].any()
+
+
+def test_a_pair_of_a_conversation_trains_on_its_two_last_answers(tokenizer):
+    batch = preference_rows([Preference(0, "", "five", "six", TURNS)], tokenizer)
+    texts = [
+        shown(tokenizer, row, mask)
+        for row, mask in zip(batch["input_ids"].tolist(), batch["token_mask"].tolist(), strict=True)
+    ]
+    assert texts == ["five<end>", "six<end>"]
