@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = _parse(arguments)
     try:
         config = _load(options, overrides)
-        plan = preflight(config, elsewhere=options.command == "check")
+        of_a_run = options.command not in ("generate", "export")
+        plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run)
     except (ConfigError, NotACheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG_ERROR

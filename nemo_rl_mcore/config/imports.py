@@ -35,16 +35,17 @@ Arguments = dict[str, Any]
 """Keyword arguments of such a class, as YAML gives them."""
 
 
-def import_problems(path: str, key: str) -> Iterator[Problem]:
-    """Yield a package that is not there; its modules are not looked into, for that would import it."""
-    package = path.partition(":")[0].partition(".")[0]
+def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield packages that are not there, of paths by their key; to look into one would import it."""
     _see_working_directory()
-    if importlib.util.find_spec(package) is None:
-        yield Problem(
-            key,
-            f"{path}: there is no module {package} in {os.getcwd()}, on PYTHONPATH or installed",
-            "start the command where it lies, or put its folder on PYTHONPATH",
-        )
+    for key, path in paths.items():
+        package = path.partition(":")[0].partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            yield Problem(
+                key,
+                f"{path}: there is no module {package} in {os.getcwd()}, on PYTHONPATH or installed",
+                "start the command where it lies, or put its folder on PYTHONPATH",
+            )
 
 
 def build(
@@ -58,7 +59,7 @@ def build(
     kind, arguments = _imported(path, key), arguments or {}
     abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
     if lacking := [name for name in needs if not hasattr(kind, name) or name in abstract]:
-        raise ValueError(f"{key}: {path} has no {', '.join(lacking)}, which is what it is called for")
+        raise ValueError(f"{key}: {path} lacks {', '.join(lacking)}; such a class has {', '.join(needs)}")
     try:
         inspect.signature(kind).bind(*positional, **arguments)
     except TypeError as error:

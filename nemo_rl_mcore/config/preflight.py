@@ -74,14 +74,16 @@ class Plan:
     missing: tuple[Problem, ...] = ()
 
 
-def preflight(config: RunConfig, *, elsewhere: bool = False) -> Plan:
+def preflight(config: RunConfig, *, elsewhere: bool = False, of_a_run: bool = True) -> Plan:
     """Resolve a run on paper; raises ConfigError for files and packages that are missing.
 
     `elsewhere` says that it is to run on other machines: packages that lack on this one are then the plan's `missing`.
+    Without `of_a_run`, which is for a checkpoint, the data set and the classes of the user's own are not looked for.
     """
-    data, of_data = examine_data(config)
+    data, of_data = examine_data(config) if of_a_run else (None, [])
+    of_classes = import_problems(config.import_paths) if of_a_run else ()
     missing = tuple(_missing_packages(config))
-    problems = (*_environment_problems(config), *of_data, *(() if elsewhere else missing))
+    problems = (*_environment_problems(config), *of_data, *of_classes, *(() if elsewhere else missing))
     if problems:
         raise ConfigError(problems)
     return Plan(
@@ -149,8 +151,6 @@ def _environment_problems(config: RunConfig) -> Iterator[Problem]:
     policy = config.policy
     yield from tokenizer_problems(policy.tokenizer.name, policy.model.vocab_size, policy.model_name)
     yield from init_checkpoint_problems(policy)
-    for key, path in config.import_paths.items():
-        yield from import_problems(path, key)
     yield from _folder_problems(Path(config.logger.log_dir))
     yield from warm_start_problems(config)
 

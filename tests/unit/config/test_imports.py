@@ -1,0 +1,76 @@
+import subprocess
+import sys
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_rl_mcore.config.imports import ImportPath, build, import_problems
+
+KEY = "env.custom.type"
+
+
+@pytest.mark.parametrize("path", ["mod:Name", "my_pkg.my_mod:MyLossFn", "a.b.c:_D1", "paquet.größe:Größe"])
+def test_paths(path):
+    assert TypeAdapter(ImportPath).validate_python(path) == path
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["mod", "mod.Name", "mod:", ":Name", "mod:Outer.Inner", "mod:Name()", "mod:a:b", "../mod:Name"]
+    + ["1mod:Name", "mod :Name", "mod:Name\n", ".mod:Name", "a..b:Name", "os:system('x')", ""],
+)
+def test_what_is_no_path(path):
+    with pytest.raises(ValidationError, match=r"write package\.module:Name"):
+        TypeAdapter(ImportPath).validate_python(path)
+
+
+def test_a_package_that_is_not_there_is_known_without_importing(monkeypatch, tmp_path):
+    (tmp_path / "there.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    problems = [*import_problems({"data.type": "there:Name", KEY: "gone.mod:Name"})]
+    assert [problem.path for problem in problems] == [KEY]
+    assert "no module gone in" in problems[0].what
+    assert "there" not in sys.modules
+
+
+def test_the_working_directory_is_searched_after_what_is_installed(tmp_path):
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    (tmp_path / "mine.py").write_text("class Mine: pass")
+    code = (
+        "import sys; sys.path = [entry for entry in sys.path if entry]\n"
+        "from nemo_rl_mcore.config.imports import build\n"
+        "assert type(build('mine:Mine', 'key.type', None, needs=())).__name__ == 'Mine'\n"
+        "build('json:JSONDecoder', 'key.type', None, needs=())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+def test_a_class_is_called_with_its_arguments():
+    built = build("own_parts:LengthReward", KEY, {"wanted": 3}, needs=("score",))
+    assert built.wanted == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "message"),
+    [
+        ("gone.mod:Name", {}, r"^env\.custom\.type: gone\.mod:Name cannot be imported: No module named 'gone'"),
+        ("own_parts:Gone", {}, r"^env\.custom\.type: own_parts:Gone: the module own_parts has no Gone"),
+        ("own_parts:NOT_A_CLASS", {}, r"holds something else than a class under the name NOT_A_CLASS"),
+        ("own_parts:Counting", {"seed": 1}, r"^env\.custom\.type: own_parts:Counting lacks score"),
+        ("own_parts:LengthReward", {"length": 3}, r"^env\.custom\.args: .* \(length\): got an unexpected keyword"),
+        ("own_parts:BadReward", {}, r"^env\.custom\.args: .* \(none\): missing a required argument: 'scores'"),
+        ("own_parts:Unfinished", {}, r"lacks sums"),
+    ],
+)
+def test_what_does_not_serve_names_its_key(path, arguments, message):
+    needs = ("sums",) if "Unfinished" in path else ("score",)
+    with pytest.raises(ValueError, match=message):
+        build(path, KEY, arguments, needs=needs)
+
+
+def test_a_module_that_fails_while_it_is_imported_names_the_key(monkeypatch, tmp_path):
+    (tmp_path / "fails_inside.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"env\.custom\.type: .*No module named 'no_such_library'"):
+        build("fails_inside:Name", KEY, {}, needs=())

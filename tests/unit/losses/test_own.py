@@ -1,0 +1,81 @@
+import pytest
+import torch
+from own_parts import FromScratch, ScaledNLL
+
+from nemo_rl_mcore.config import (
+    ClippedPGLossConfig,
+    ConfigError,
+    DistillationLossConfig,
+    MseValueLossConfig,
+    NLLLossConfig,
+)
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import (
+    ClippedPGLossFn,
+    DistillationLossFn,
+    MseValueLossFn,
+    NLLLossFn,
+    make_loss,
+)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "kind"),
+    [
+        (ClippedPGLossConfig(ratio_clip_max=0.3), ClippedPGLossFn),
+        (NLLLossConfig(), NLLLossFn),
+        (DistillationLossConfig(kl_type="reverse"), DistillationLossFn),
+        (MseValueLossConfig(scale=2.0), MseValueLossFn),
+    ],
+)
+def test_a_section_without_a_type_is_the_loss_that_it_is_named_for(cfg, kind):
+    loss = make_loss(cfg, True)
+    assert type(loss) is kind
+    assert loss.cfg is cfg
+    assert loss.use_fused_linear_logprobs
+
+
+def test_a_class_of_ones_own_gets_the_section_the_flag_and_its_arguments():
+    cfg = NLLLossConfig(type="own_parts:ScaledNLL", args={"scale": 3.0})
+    loss = make_loss(cfg, True)
+    assert isinstance(loss, ScaledNLL)
+    assert loss.cfg is cfg
+    assert loss.use_fused_linear_logprobs
+    batch = BatchedDataDict(token_mask=torch.ones(1, 3), sample_mask=torch.ones(1))
+    value, _ = loss(torch.tensor([[-1.0, -2.0]]), batch, 1, 2)
+    assert float(value) == pytest.approx(4.5)
+    assert isinstance(make_loss(ClippedPGLossConfig(type="own_parts:FromScratch")), FromScratch)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("own_parts:Stranger", r"loss_fn\.type: own_parts:Stranger is no subclass of nemo_rl_mcore\.losses"),
+        ("own_parts:OfValues", r"loss_fn\.type: own_parts:OfValues reads VALUE, and is given LOGPROB here"),
+        ("own_parts:OfNoType", r"loss_fn\.type: own_parts:OfNoType does not say its loss_type"),
+        ("own_parts:Unfinished", r"loss_fn\.type: own_parts:Unfinished lacks sums"),
+        ("own_parts:ScaledNLL", r"loss_fn\.args: .* missing a required (keyword-only )?argument: 'scale'"),
+    ],
+)
+def test_what_is_no_such_loss_names_its_key(path, message):
+    with pytest.raises(ValueError, match=message):
+        make_loss(ClippedPGLossConfig(type=path))
+
+
+def test_the_key_is_that_of_the_section():
+    assert make_loss(MseValueLossConfig(type="own_parts:OfValues"), section="value_loss_fn")
+    with pytest.raises(ValueError, match=r"^value_loss_fn\.type: .* reads LOGPROB"):
+        make_loss(MseValueLossConfig(type="own_parts:FromScratch"), section="value_loss_fn")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        (NLLLossConfig, {"args": {"scale": 1}}, "args: does nothing with type: null"),
+        (ClippedPGLossConfig, {"type": "own_parts.ScaledNLL"}, "no import path"),
+        (DistillationLossConfig, {"rl_weight": 1.0, "rl": {"type": "own_parts:FromScratch"}}, "no place beside"),
+    ],
+)
+def test_a_section_refuses(kind, given, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        kind.model_validate(given)
