@@ -153,7 +153,9 @@ def _algorithm(
         case GRPOMasterConfig():
             return GRPO(config, policy, collector, prompts, recorder, checkpoints)
         case PPOMasterConfig():
-            critic = stack.enter_context(start(config.value.as_policy(config.policy), role=Role.VALUE))
+            critic = stack.enter_context(
+                start(config.value.as_policy(config.policy), role=Role.VALUE, beside=policy)
+            )
             return PPO(config, policy, critic, collector, prompts, recorder, checkpoints)
         case DPOMasterConfig():
             pairs = None if config.dpo.online else open_pairs(config, prompts, tokenizer)
@@ -162,14 +164,17 @@ def _algorithm(
             return SFT(config, policy, collector, prompts, recorder, checkpoints)
         case DistillationMasterConfig():
             assert teacher is not None
-            frozen = stack.enter_context(start(teacher))
+            frozen = stack.enter_context(start(teacher, beside=policy))
             return Distillation(config, policy, frozen, collector, prompts, recorder, checkpoints)
         case _:
             raise NotImplementedError(config.algorithm)
 
 
 def _teacher(config: DistillationMasterConfig) -> PolicyConfig:
+    """The configuration of the teacher, whose weights then are on this machine."""
     teacher = config.teacher.as_policy(config.policy)
+    if teacher.model_name is not None:
+        tokenizer_of(teacher)
     if config.teacher.warm_start is None:
         return teacher
     return _starting_from(_weights_of(config.teacher.warm_start, config, "teacher"), teacher)

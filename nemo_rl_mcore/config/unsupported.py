@@ -122,7 +122,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     # loss_fn
     "loss_fn.positive_example_nll_weight": _only(0.0, 0, remedy="set it to 0"),
     # policy
-    "policy.tokenizer.chat_template_kwargs": _only(None, {}, remedy="set it to null; prompts are plain text"),
+    "policy.tokenizer.chat_template_kwargs": _only(
+        None, {}, remedy="set it to null; templates get no variables"
+    ),
     "policy.tokenizer.use_fastokens": _only(False, remedy="set it to false"),
     "policy.hf_config_overrides": _only(None, {}, remedy=_ARCHITECTURE),
     "policy.logprob_chunk_size": _only(

@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -103,10 +103,29 @@ class RayCluster:
         """Choose the rendezvous of one worker group and a slot for each of its ranks."""
         config = self.config
         group = None if config.on_cpu else self.reserve_gpus(config.gpus_per_node, config.num_nodes)
+        return Placement(self._slots(group), group)
+
+    def place_beside(self, ranks: Placement, gpus: Sequence[str]) -> Placement:
+        """A further worker group on the machines of another one and, where these have some, on its GPUs, by rank."""
+        if self.config.on_cpu:
+            return self.place_ranks()
+        slots = self._slots(ranks.group)
+        shared = {"num_cpus": 0, "num_gpus": 0}  # Ray has given the GPUs to the other group
+        return Placement(
+            tuple(
+                RankSlot(
+                    slot.rank,
+                    {**slot.environment, "CUDA_VISIBLE_DEVICES": gpu},
+                    {**slot.options, **shared},
+                )
+                for slot, gpu in zip(slots, gpus, strict=True)
+            )
+        )
+
+    def _slots(self, group: PlacementGroup | None) -> tuple[RankSlot, ...]:
         address = _LOOPBACK if self._is_local else _first_node_address(group)
         rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), **self.local_network()}
-        slots = (self._slot(rank, rendezvous, group) for rank in range(self.config.world_size))
-        return Placement(tuple(slots), group)
+        return tuple(self._slot(rank, rendezvous, group) for rank in range(self.config.world_size))
 
     def local_network(self) -> dict[str, str]:
         """Environment that keeps process groups inside this machine, when the session is."""

@@ -23,6 +23,8 @@ from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 class Policy:
     """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
 
+    beside: another one, whose machines and GPUs this one shares.
+
     Raises WorkerError, naming the rank, when a rank fails or dies.
     """
 
@@ -34,6 +36,7 @@ class Policy:
         seed: int,
         init_reference_model: bool = False,
         role: Role = Role.POLICY,
+        beside: Policy | None = None,
     ) -> None:
         if config.init_checkpoint is not None:
             # The ranks may run in another folder than the driver.
@@ -45,6 +48,7 @@ class Policy:
             cluster,
             (config,),
             {"seed": seed, "init_reference_model": init_reference_model, "role": role},
+            placement=None if beside is None else cluster.place_beside(beside.placement, beside.gpus()),
         )
         # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
         self._shard_of_rank: list[int] = self._workers.run_all(

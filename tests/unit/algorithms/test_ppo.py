@@ -54,6 +54,10 @@ def test_advantages_and_returns_are_those_of_the_old_values():
     policy, _, _ = run({"adv_estimator": estimator})
     batch = policy.batches[0]
     trained = batch["token_mask"] != 0
+    columns = batch["values"].shape[1]
+    assert torch.equal(batch["values"], torch.arange(columns).div(10).expand(batch.size, columns)), (
+        "the critic's"
+    )
     rewards = batch["rewards"][:, None].expand_as(trained)
     # With lambda and gamma 1 the returns are the rewards, and the advantages what the critic did not expect.
     torch.testing.assert_close(batch["returns"][trained], rewards[trained])

@@ -16,8 +16,10 @@ def test_paths(path):
 
 @pytest.mark.parametrize(
     "path",
-    ["mod", "mod.Name", "mod:", ":Name", "mod:Outer.Inner", "mod:Name()", "mod:a:b", "../mod:Name"]
-    + ["1mod:Name", "mod :Name", "mod:Name\n", ".mod:Name", "a..b:Name", "os:system('x')", ""],
+    [
+        *("mod", "mod.Name", "mod:", ":Name", "mod:Outer.Inner", "mod:Name()", "mod:a:b", "../mod:Name"),
+        *("1mod:Name", "mod :Name", "mod:Name\n", ".mod:Name", "a..b:Name", "os:system('x')", ""),
+    ],
 )
 def test_what_is_no_path(path):
     with pytest.raises(ValidationError, match=r"write package\.module:Name"):
@@ -54,12 +56,24 @@ def test_a_class_is_called_with_its_arguments():
 @pytest.mark.parametrize(
     ("path", "arguments", "message"),
     [
-        ("gone.mod:Name", {}, r"^env\.custom\.type: gone\.mod:Name cannot be imported: No module named 'gone'"),
+        (
+            "gone.mod:Name",
+            {},
+            r"^env\.custom\.type: gone\.mod:Name cannot be imported: No module named 'gone'",
+        ),
         ("own_parts:Gone", {}, r"^env\.custom\.type: own_parts:Gone: the module own_parts has no Gone"),
         ("own_parts:NOT_A_CLASS", {}, r"holds something else than a class under the name NOT_A_CLASS"),
         ("own_parts:Counting", {"seed": 1}, r"^env\.custom\.type: own_parts:Counting lacks score"),
-        ("own_parts:LengthReward", {"length": 3}, r"^env\.custom\.args: .* \(length\): got an unexpected keyword"),
-        ("own_parts:BadReward", {}, r"^env\.custom\.args: .* \(none\): missing a required argument: 'scores'"),
+        (
+            "own_parts:LengthReward",
+            {"length": 3},
+            r"^env\.custom\.args: .* \(length\): got an unexpected keyword",
+        ),
+        (
+            "own_parts:BadReward",
+            {},
+            r"^env\.custom\.args: .* \(none\): missing a required argument: 'scores'",
+        ),
         ("own_parts:Unfinished", {}, r"lacks sums"),
     ],
 )

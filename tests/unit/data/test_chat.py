@@ -8,7 +8,12 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.preference import Preference, preference_rows
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 
-TURNS = (Message("system", "Be brief."), Message("user", "2+2?"), Message("assistant", "4"), Message("user", "+1?"))
+TURNS = (
+    Message("system", "Be brief."),
+    Message("user", "2+2?"),
+    Message("assistant", "4"),
+    Message("user", "+1?"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +68,9 @@ def test_the_assistants_tokens_alone_are_trained_on(tokenizer, imitate_all, trai
 def test_what_the_model_sees_before_a_trained_token_is_the_prompt_it_answers(tokenizer):
     row = conversation_row(TURNS, "five", tokenizer, imitate_all=False)
     first = row.trained.index(True)
-    assert list(row.ids[:first]) == tokenizer.encode(with_template(Prompt(0, "", "", context=TURNS), tokenizer).text)
+    assert list(row.ids[:first]) == tokenizer.encode(
+        with_template(Prompt(0, "", "", context=TURNS), tokenizer).text
+    )
 
 
 def test_a_turn_is_trained_on_to_its_end_where_the_template_writes_no_end_of_sequence(tmp_path):
@@ -113,7 +120,10 @@ def test_given_answers_are_conversations_where_there_is_a_context_and_plain_wher
     texts = [
         shown(tokenizer, row[:length], mask[:length])
         for row, length, mask in zip(
-            batch["input_ids"].tolist(), batch["input_lengths"].tolist(), batch["token_mask"].tolist(), strict=True
+            batch["input_ids"].tolist(),
+            batch["input_lengths"].tolist(),
+            batch["token_mask"].tolist(),
+            strict=True,
         )
     ]
     assert texts == ["4<end> ... five<end>", "4<end>"]

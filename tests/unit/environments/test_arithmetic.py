@@ -1,7 +1,6 @@
 import pytest
 
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.environments import make_environment
 from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment, character_score
 
 
@@ -32,9 +31,3 @@ def test_scores_keep_the_order_of_the_responses() -> None:
 def test_a_missing_response_is_an_error() -> None:
     with pytest.raises(ValueError, match="shorter"):
         ArithmeticEnvironment().score([Prompt(1, "1>", "1"), Prompt(2, "2>", "2")], ["1"], [True])
-
-
-def test_environments_are_made_by_name() -> None:
-    assert make_environment("arithmetic").score([Prompt(7, "7>", "7")], ["7"], [True]) == [1.0]
-    with pytest.raises(ValueError, match="env: unknown environment 'math'; known: arithmetic"):
-        make_environment("math")

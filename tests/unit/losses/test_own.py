@@ -73,7 +73,11 @@ def test_the_key_is_that_of_the_section():
     [
         (NLLLossConfig, {"args": {"scale": 1}}, "args: does nothing with type: null"),
         (ClippedPGLossConfig, {"type": "own_parts.ScaledNLL"}, "no import path"),
-        (DistillationLossConfig, {"rl_weight": 1.0, "rl": {"type": "own_parts:FromScratch"}}, "no place beside"),
+        (
+            DistillationLossConfig,
+            {"rl_weight": 1.0, "rl": {"type": "own_parts:FromScratch"}},
+            "no place beside",
+        ),
     ],
 )
 def test_a_section_refuses(kind, given, message):

@@ -52,3 +52,13 @@ def test_colocated_engines_see_the_gpus_of_consecutive_ranks_of_one_machine():
     assert nodes == [0, 0, 1, 1]
     assert {slot.options["num_gpus"] for slot in placed.slots} == {0}, "Ray has given them to the ranks"
     assert placed.group is None, "the ranks give their GPUs back themselves"
+
+
+def test_a_second_model_shares_the_gpus_of_the_first_rank_by_rank():
+    cluster = RayCluster(ClusterConfig(gpus_per_node=4))
+    first = Placement((), PlacementGroup.empty())
+    placed = cluster.place_beside(first, GPUS[:4])
+    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in placed.slots] == [*GPUS[:4]]
+    assert {slot.options["num_gpus"] for slot in placed.slots} == {0}
+    assert [slot.environment["RANK"] for slot in placed.slots] == ["0", "1", "2", "3"]
+    assert placed.group is None  # the GPUs are the first group's to give back

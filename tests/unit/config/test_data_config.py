@@ -1,0 +1,170 @@
+import json
+
+import pytest
+import yaml
+from chat_tokenizer import VOCABULARY, save_chat_tokenizer
+
+from nemo_rl_mcore.config import ConfigError, DataConfig, EnvConfig, load_config
+from nemo_rl_mcore.config.jsonl import RowKind
+from nemo_rl_mcore.config.preflight import preflight
+
+
+def refused(kind, given):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        kind.model_validate(given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dataset_name": "jsonl"}, "train: missing with dataset_name: jsonl"),
+        ({"dataset_name": "custom"}, "type: missing with dataset_name: custom"),
+        (
+            {"dataset_name": "copy", "train": {"data_path": "a"}},
+            "train: does nothing with dataset_name: copy",
+        ),
+        ({"dataset_name": "copy", "validation": {"data_path": "a"}}, "validation: does nothing"),
+        ({"dataset_name": "copy", "type": "a:B"}, "type: does nothing with dataset_name: copy"),
+        ({"type": "a:B", "train": {"data_path": "a"}}, "train: does nothing with dataset_name: custom"),
+        ({"dataset_name": "sort", "args": {"a": 1}}, "args: does nothing with dataset_name: sort"),
+        ({"dataset_name": "sort", "apply_chat_template": True}, "apply_chat_template: true does not go with"),
+        ({"dataset_name": "jsonl", "train": {"data_path": "a", "split_validation_size": 1.0}}, "less than 1"),
+    ],
+)
+def test_refusals(given, message):
+    assert message in refused(DataConfig, given)
+
+
+def test_a_type_is_a_custom_data_set():
+    assert DataConfig.model_validate({"type": "a.b:C", "args": {"n": 1}}).dataset_name == "custom"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"arithmetic": {}, "math": {}},
+            "math: a run has one environment, and arithmetic and math are given",
+        ),
+        ({"math": {}, "custom": {"type": "a:B"}}, "set math: null"),
+        ({"custom": {"type": "a.B"}}, "no import path"),
+    ],
+)
+def test_one_environment(given, message):
+    assert message in refused(EnvConfig, given)
+    assert EnvConfig.model_validate({"arithmetic": None, "math": {}}).math is not None
+
+
+# On paper: what a file means for a run
+
+
+@pytest.fixture
+def plan(tmp_path, exemplar):
+    """The plan of the exemplar over a file of rows, with changes to its tree."""
+
+    def planner(rows, **changes):
+        tree = yaml.safe_load(exemplar.read_text())
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+        tree["data"] = {"dataset_name": "jsonl", "train": {"data_path": str(path)}}
+        tree["grpo"] |= {"val_period": 0, "val_at_end": False}
+        for key, value in changes.items():
+            tree[key] = {**(tree.get(key) or {}), **value} if isinstance(value, dict) else value
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(yaml.safe_dump(tree))
+        return preflight(load_config(recipe))
+
+    return planner
+
+
+def rows(count):
+    return [{"input": f"{number}>", "output": number} for number in range(count)]
+
+
+def problems(plan, *arguments, **changes):
+    with pytest.raises(ConfigError) as caught:
+        plan(*arguments, **changes)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_passes_over_the_rows_end_the_run(plan):
+    made = plan(rows(100), grpo={"max_num_epochs": 2})
+    assert made.data.rows + made.data.held_out == 100
+    assert made.data.steps_per_epoch == made.data.rows / 16
+    assert made.steps == made.data.steps == 2 * made.data.rows // 16
+    assert made.batch.longest_prompt == 4
+    assert plan(rows(100), grpo={"max_num_steps": 3, "max_num_epochs": 2}).steps == 3
+
+
+def test_an_embedded_task_does_not_end(exemplar):
+    made = preflight(load_config(exemplar))
+    assert (made.data, made.steps) == (None, 300)
+
+
+def test_too_few_rows_for_a_step(plan):
+    (problem,) = problems(plan, rows(12))
+    assert problem.startswith("grpo.num_prompts_per_step: the 16 rows of a step are more than the ")
+    (problem,) = problems(plan, rows(100), grpo={"use_dynamic_sampling": True})
+    assert "the 160 rows that dynamic sampling may take in a step" in problem
+
+
+def test_too_few_held_out_rows(plan):
+    (problem,) = problems(plan, rows(100), grpo={"val_at_end": True})
+    assert problem.startswith("grpo.max_val_samples: a validation takes 64 rows, and ")
+    sft = {"max_num_steps": 5, "val_at_end": True, "max_val_samples": 2, "val_batches": 1}
+    (problem,) = problems(plan, rows(400), grpo=None, loss_fn=None, sft=sft)
+    assert problem.startswith("sft.val_batches: a validation takes 256 rows")
+
+
+def test_bad_lines_and_missing_files_are_problems_of_the_recipe(plan, tmp_path):
+    (problem,) = problems(plan, [{"input": "1>"}])
+    assert problem.startswith(f"data.train.data_path: {tmp_path / 'rows.jsonl'}:1: no key 'output'")
+    data = {"data_path": "gone.jsonl"}
+    (problem,) = problems(plan, [], data={"train": data})
+    assert problem.startswith("data.train.data_path: 'gone.jsonl' cannot be read")
+
+
+def test_a_template_is_needed_where_it_is_to_be_applied(plan, tmp_path):
+    (problem,) = problems(plan, rows(100), data={"apply_chat_template": True})
+    assert problem.startswith(
+        "data.apply_chat_template: true needs a chat template, and policy.tokenizer.name: char"
+    )
+    for name, template in (("bare", None), ("chat", "{{ messages }}")):
+        save_chat_tokenizer(tmp_path / name, template)
+    tree = yaml.safe_load((tmp_path / "recipe.yaml").read_text())["policy"]
+    policy = {"model": tree["model"] | {"vocab_size": VOCABULARY}}
+    chat = {"data": {"apply_chat_template": True}}
+    (problem,) = problems(
+        plan, rows(100), policy=policy | {"tokenizer": {"name": str(tmp_path / "bare")}}, **chat
+    )
+    assert "bare has none" in problem
+    assert plan(rows(100), policy=policy | {"tokenizer": {"name": str(tmp_path / "chat")}}, **chat)
+
+
+def test_classes_that_are_not_there(plan):
+    found = problems(
+        plan,
+        rows(100),
+        env={"arithmetic": None, "custom": {"type": "gone.env:Env"}},
+        loss_fn={"type": "gone.loss:Loss"},
+    )
+    assert [problem.partition(":")[0] for problem in found] == ["loss_fn.type", "env.custom.type"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "kind"),
+    [
+        ("grpo", {}, RowKind.PROMPTS),
+        ("sft", {}, RowKind.ANSWERS),
+        ("dpo", {}, RowKind.PAIRS),
+        ("dpo", {"online": True, "num_generations_per_prompt": 2}, RowKind.PROMPTS),
+    ],
+)
+def test_what_an_algorithm_reads_of_a_row(tmp_path, exemplar, algorithm, given, kind):
+    tree = yaml.safe_load(exemplar.read_text())
+    if algorithm != "grpo":
+        del tree["grpo"], tree["loss_fn"]
+        tree[algorithm] = {"max_num_steps": 5, **given}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    assert load_config(tmp_path / "recipe.yaml").row_kind is kind

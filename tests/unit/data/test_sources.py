@@ -1,0 +1,202 @@
+import json
+
+import pytest
+import yaml
+from chat_tokenizer import VOCABULARY, save_chat_tokenizer
+
+from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
+from nemo_rl_mcore.data.preference import GivenPairs, WrongAnswerPairs
+from nemo_rl_mcore.data.sources import open_pairs, open_prompts
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
+
+EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
+CHAR = load_tokenizer("char")
+
+
+@pytest.fixture
+def recipe(tmp_path, request):
+    """A recipe over the exemplar; `rows` become the file to train on."""
+
+    def make(rows=None, algorithm="grpo", section=None, data=None, policy=None):
+        tree = yaml.safe_load((request.config.rootpath / EXEMPLAR).read_text())
+        if rows is not None:
+            path = tmp_path / "rows.jsonl"
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), "utf-8")
+            tree["data"] = {"dataset_name": "jsonl", "train": {"data_path": str(path)}}
+        tree["data"] |= data or {}
+        tree["policy"] |= policy or {}
+        loop = {"val_period": 0, "val_at_end": False, **(section or {})}
+        if algorithm == "grpo":
+            tree["grpo"] |= loop
+        else:
+            del tree["grpo"], tree["loss_fn"]
+            tree[algorithm] = {"max_num_steps": 5, **loop}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+        return load_config(tmp_path / "recipe.yaml")
+
+    return make
+
+
+def rows(count, prompt="{}>"):
+    return [{"input": prompt.format(number), "output": number} for number in range(count)]
+
+
+# Embedded tasks
+
+
+def test_an_embedded_task_draws_as_ever(recipe):
+    config = recipe()
+    source = open_prompts(config, CHAR)
+    assert source.train_batch(3, 16) == DigitTaskSource("copy", 3, config.seed).train_batch(3, 16)
+    assert type(open_pairs(config, source, CHAR)) is WrongAnswerPairs
+
+
+# Files
+
+
+def test_rows_become_prompts_and_a_step_takes_as_many_as_it_asks_for(recipe):
+    source = open_prompts(recipe(rows(100)), CHAR)
+    batch = source.train_batch(1, 16)
+    assert len({prompt.index for prompt in batch}) == 16
+    assert all(prompt == Prompt(prompt.index, f"{prompt.index}>", str(prompt.index)) for prompt in batch)
+    seen = {prompt.index for prompt in batch + source.train_batch(2, 16)}
+    assert len(seen) == 32
+    assert seen.isdisjoint(prompt.index for prompt in source.held_out)
+
+
+@pytest.mark.parametrize(
+    ("data", "prompt", "fits"),
+    [
+        ({}, "123>", True),  # 8 tokens, of which 4 are for the response
+        ({}, "1234>", False),
+        ({"max_input_seq_length": 3}, "123>", False),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_named(recipe, tmp_path, data, prompt, fits):
+    config = recipe([*rows(50, "{}>"), {"input": prompt, "output": "1"}], data=data | {"overlong": "error"})
+    if fits:
+        assert open_prompts(config, CHAR)
+        return
+    place = (
+        rf"rows\.jsonl:51: the prompt has {len(prompt)} tokens, and {data.get('max_input_seq_length', 4)} are"
+    )
+    with pytest.raises(ValueError, match=place + r" allowed: raise data\.max_input_seq_length"):
+        open_prompts(config, CHAR)
+
+
+def test_rows_that_are_too_long_are_dropped_where_that_is_asked_for(recipe):
+    config = recipe([{"input": "12345>", "output": "1"}, *rows(50)], data={"overlong": "drop"})
+    source = open_prompts(config, CHAR)
+    assert len(source.train) + len(source.held_out) == 50
+    assert 0 not in {prompt.index for prompt in [*source.train, *source.held_out]}
+
+
+def test_too_few_rows_that_fit(recipe):
+    with pytest.raises(
+        ValueError, match=r"data\.overlong: drop leaves \d rows to train on, and a step takes 16"
+    ):
+        open_prompts(recipe(rows(40, "1111{}>") + rows(9), data={"overlong": "drop"}), CHAR)
+
+
+def test_a_row_that_cannot_be_encoded_is_named(recipe):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:51: the character tokenizer cannot encode \['é'\]"):
+        open_prompts(recipe([*rows(50), {"input": "é", "output": "1"}]), CHAR)
+
+
+def test_bad_lines_are_problems(recipe):
+    with pytest.raises(ValueError, match=r"^data\.train\.data_path: .*rows\.jsonl:1: no key 'output'"):
+        open_prompts(recipe([{"input": "a"}]), CHAR)
+
+
+SMALL = {"train_global_batch_size": 4, "train_micro_batch_size": 2}
+
+
+def test_an_answer_to_imitate_counts_with_its_prompt_and_its_end(recipe):
+    fitting = [{"input": "123>", "output": "456"}] * 20
+    config = recipe(fitting, "sft", policy=SMALL)
+    assert open_prompts(config, CHAR)  # 4 + 3 + 1 tokens of 8
+    # A prompt that nobody answers may leave less room than a response takes.
+    assert open_prompts(recipe([{"input": "12345>", "output": "4"}] * 20, "sft", policy=SMALL), CHAR)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:21: the row has 9 tokens: raise policy\.max_total"):
+        open_prompts(recipe([*fitting, {"input": "123>", "output": "4567"}], "sft", policy=SMALL), CHAR)
+
+
+def test_held_out_prompts_that_are_answered_are_held_to_the_length_of_prompts(recipe):
+    section = {"val_at_end": True, "max_val_samples": 1}
+    given = [{"input": f"{number:04d}>", "output": "4"} for number in range(40)]
+    config = recipe(given, "sft", section, policy=SMALL)
+    with pytest.raises(ValueError, match="the prompt has 5 tokens, and 4 are allowed"):
+        open_prompts(config, CHAR)
+
+
+def test_given_pairs_are_those_of_the_rows(recipe):
+    given = [{"prompt": f"{number}>", "chosen": "12", "rejected": "3"} for number in range(40)]
+    config = recipe(given, "dpo", policy=SMALL)
+    source = open_prompts(config, CHAR)
+    pairs = open_pairs(config, source, CHAR)
+    assert type(pairs) is GivenPairs
+    batch = pairs.train_batch(1, 4)
+    asked = source.train_batch(1, 4)
+    rows_of_ids = zip(batch["input_ids"].tolist(), batch["input_lengths"].tolist(), strict=True)
+    texts = [CHAR.decode(ids[:length]) for ids, length in rows_of_ids]
+    assert texts == [prompt.text + answer for prompt in asked for answer in ("12", "3")]
+    assert batch["prompt_index"].tolist() == [prompt.index for prompt in asked for _ in range(2)]
+    assert batch["token_mask"].sum(1).tolist() == [3, 2] * 4
+    long = [*given, {"prompt": "1>", "chosen": "1", "rejected": "123456"}]
+    with pytest.raises(ValueError, match=r"rows\.jsonl:41: the row has 9 tokens"):
+        open_prompts(recipe(long, "dpo", policy=SMALL), CHAR)
+
+
+def test_a_prompt_without_a_rejected_answer_makes_no_pair(recipe):
+    with pytest.raises(ValueError, match="prompt 4 has no rejected answer"):
+        GivenPairs(open_prompts(recipe(), CHAR), CHAR).pair(Prompt(4, "4>", "4"))
+
+
+def test_the_chat_template_is_applied_to_texts_and_conversations(recipe, tmp_path):
+    folder = save_chat_tokenizer(tmp_path / "tokenizer")
+    model = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": VOCABULARY}
+    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    given = [{"input": f"{number}?", "output": "yes"} for number in range(40)] + [{"messages": talk}]
+    train = {"data_path": str(tmp_path / "rows.jsonl"), "split_validation_size": 0.0}
+    config = recipe(
+        given,
+        "sft",
+        data={"apply_chat_template": True, "train": train},
+        policy={"tokenizer": {"name": folder}, "max_total_sequence_length": 64, "model": model, **SMALL},
+    )
+    source = open_prompts(config, load_tokenizer(folder))
+    texts = {prompt.index: prompt.text for prompt in source.train}
+    assert texts[0] == "<turn>user\n0?<end>\n<turn>assistant\n"
+    assert texts[40] == "<turn>user\nhello<end>\n<turn>assistant\n"
+
+
+# A class of the user's own
+
+
+def test_a_class_is_called_with_the_seed_and_its_arguments(recipe):
+    config = recipe(data={"dataset_name": "custom", "type": "own_parts:Counting", "args": {"start": 5}})
+    source = open_prompts(config, CHAR)
+    assert [prompt.index for prompt in source.train_batch(1, 3)] == [42005, 42006, 42007]
+    with pytest.raises(
+        ValueError, match=r"data\.type: own_parts:Counting: validation\(2\) gave 2 prompts with 1 diff"
+    ):
+        source.validation(2)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"type": "own_parts:LengthReward"},
+            r"data\.type: own_parts:LengthReward lacks train_batch, validation",
+        ),
+        (
+            {"type": "own_parts:Counting", "args": {"begin": 5}},
+            r"data\.args: .* unexpected keyword argument 'begin'",
+        ),
+    ],
+)
+def test_a_class_that_does_not_serve_names_its_key(recipe, data, message):
+    with pytest.raises(ValueError, match=message):
+        open_prompts(recipe(data={"dataset_name": "custom", **data}), CHAR)
