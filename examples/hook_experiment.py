@@ -57,7 +57,9 @@ def hook_path(worker: MegatronPolicyWorker, ids: torch.Tensor, labels: torch.Ten
         targets_SB=labels.t().contiguous(), mask_SB=torch.ones_like(labels.t(), dtype=torch.bool)
     )
     logprobs_SB = worker.backend.chunks[0](
-        *_inputs(ids), output_processor=worker.backend.forward.passes.token_processor, output_processor_context=selection
+        *_inputs(ids),
+        output_processor=worker.backend.forward.passes.token_processor,
+        output_processor_context=selection,
     )
     return -logprobs_SB.t()
 

@@ -4,6 +4,7 @@ import torch
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.losses import (
+    ClippedPGLossFn,
     LossFunction,
     LossInputType,
     LossSums,
@@ -13,6 +14,7 @@ from nemo_rl_mcore.losses import (
     NLLLossFn,
     TokenLossFunction,
 )
+from nemo_rl_mcore.losses.base import Masks
 
 
 class ScaledNLL(NLLLossFn):
@@ -23,6 +25,17 @@ class ScaledNLL(NLLLossFn):
     def sums(self, outputs, data):
         whole = super().sums(outputs, data)
         return LossSums(whole.loss * self.scale, whole.metrics)
+
+
+class CountedPG(ClippedPGLossFn):
+    def __init__(self, cfg, use_fused_linear_logprobs=False, *, weight):
+        super().__init__(cfg, use_fused_linear_logprobs)
+        self.weight = weight
+
+    def sums(self, outputs, data):
+        whole = super().sums(outputs, data)
+        weight = self.weight * Masks.of(data).valid.sum()
+        return LossSums(whole.loss, whole.metrics | {"own_weight": MetricSum(weight, MetricKind.TOKENS)})
 
 
 class FromScratch(TokenLossFunction):

@@ -39,6 +39,8 @@ class DPO:
     pairs: PreferenceSource | None
     observer: StepObserver
     checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
+    _reference: dict[bytes, torch.Tensor] = field(default_factory=dict[bytes, torch.Tensor])
+    """The reference's log-probabilities of given answers by their tokens: they are asked for once."""
 
     def run(self) -> None:
         """See `TrainingLoop.run`."""
@@ -85,9 +87,27 @@ class DPO:
         )
 
     def _add_reference(self, batch: BatchedDataDict) -> None:
-        reference = self.policy.get_reference_policy_logprobs(model_inputs(batch))["reference_logprobs"]
+        reference = self._cached_reference(batch) if self.pairs is not None else self._ask_reference(batch)
         # DPO's convention: column i is log p of token i + 1.
         batch["reference_policy_logprobs"] = reference.roll(-1, dims=1)
+
+    def _ask_reference(self, batch: BatchedDataDict) -> torch.Tensor:
+        return self.policy.get_reference_policy_logprobs(model_inputs(batch))["reference_logprobs"]
+
+    def _cached_reference(self, batch: BatchedDataDict) -> torch.Tensor:
+        """[B, S]; given answers come again with every pass over the data set, and the reference never changes."""
+        tokens = zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
+        keys = [row[:length].numpy().tobytes() for row, length in tokens]
+        new = [row for row, key in enumerate(keys) if key not in self._reference]
+        if new:
+            asked = batch.select_indices(new)
+            for row, logprobs in zip(new, self._ask_reference(asked), strict=True):
+                self._reference[keys[row]] = logprobs[: int(batch["input_lengths"][row])].clone()
+        cached = torch.zeros(batch["input_ids"].shape)
+        for row, key in enumerate(keys):
+            known = self._reference[key]
+            cached[row, : len(known)] = known
+        return cached
 
     def _sample_pairs(self, step: int, count: int) -> tuple[BatchedDataDict, dict[str, float]]:
         answers = self.config.dpo.num_generations_per_prompt or 0

@@ -125,3 +125,12 @@ def test_ties_for_the_best_and_the_worst_still_make_a_pair():
     batch, _ = pairs_of([1.0, 0.0, 1.0, 0.0])
     assert batch["rewards"].tolist() == [1, 0]
     assert batch["sample_mask"].tolist() == [1, 1]
+
+
+def test_the_reference_of_given_answers_is_asked_for_once():
+    keys = {"val_batches": 1, "max_val_samples": 1, "val_at_start": True, "val_at_end": True}
+    policy, _, _ = run(**keys)
+    assert policy.calls.count("evaluate") == 2
+    assert policy.calls.count("reference") == 3, "two steps of new pairs, and the first validation"
+    first, last = (call.data["reference_policy_logprobs"] for call in policy.evaluated)
+    assert torch.equal(first, last)

@@ -4,10 +4,8 @@ B rows of P prompt and T answer tokens over V words. Both sides start from the s
 """
 
 import importlib.util
-import sys
 import warnings
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,18 +21,15 @@ pytestmark = pytest.mark.skipif(
     reason="needs the dependency group test-oracle: uv run --group test-oracle pytest",
 )
 
-TESTS = Path(__file__).parents[2]
 B, P, T, V = 6, 3, 5, 17
 CAP = 1.2
 
 
 @pytest.fixture(scope="module")
 def trl() -> Any:
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+    with warnings.catch_warnings():
         # What its dependencies warn about while they load is not ours.
         warnings.simplefilter("ignore")
-        # To TRL the folder tests/vllm looks like the package, of an unknown version.
-        patch.setattr(sys, "path", [path for path in sys.path if Path(path) != TESTS])
         import trl
 
         return SimpleNamespace(grpo=trl.GRPOTrainer, dpo=trl.DPOTrainer)
