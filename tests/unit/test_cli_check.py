@@ -84,7 +84,7 @@ def launched(monkeypatch):
     """Stand in for the launcher; gives the configs it was handed."""
     configs = []
     launch = types.ModuleType("nemo_rl_mcore.launch")
-    launch.run_grpo = lambda config: configs.append(config) or 7
+    launch.run = lambda config: configs.append(config) or 7
     monkeypatch.setitem(sys.modules, "nemo_rl_mcore.launch", launch)
     return configs
 

@@ -37,13 +37,13 @@ def test_a_package_that_is_not_there_is_known_without_importing(monkeypatch, tmp
 
 
 def test_the_working_directory_is_searched_after_what_is_installed(tmp_path):
-    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    (tmp_path / "sched.py").write_text("raise SystemExit('not that of the standard library')")
     (tmp_path / "mine.py").write_text("class Mine: pass")
     code = (
         "import sys; sys.path = [entry for entry in sys.path if entry]\n"
         "from nemo_rl_mcore.config.imports import build\n"
         "assert type(build('mine:Mine', 'key.type', None, needs=())).__name__ == 'Mine'\n"
-        "build('json:JSONDecoder', 'key.type', None, needs=())\n"
+        "build('sched:scheduler', 'key.type', None, needs=())\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 

@@ -171,11 +171,19 @@ def test_every_missing_thing_is_reported(load, tmp_path, monkeypatch):
     texts = refused(config)
     assert [text.partition(":")[0] for text in texts] == [
         "policy.tokenizer.name",
+        "logger.log_dir",
         "logger.wandb_enabled",
         "logger.tensorboard_enabled",
-        "logger.log_dir",
     ]
-    assert "needs the Python package wandb; install the extra wandb, or turn it off" in texts[1]
+    assert "needs the Python package wandb; install the extra wandb, or turn it off" in texts[2]
+
+
+def test_packages_of_other_machines_are_only_noted(load, monkeypatch):
+    monkeypatch.setattr("nemo_rl_mcore.config.preflight._installed", lambda package: package == "tensorboard")
+    plan = preflight(load("logger.wandb_enabled=true"), elsewhere=True)
+    assert [problem.path for problem in plan.missing] == ["logger.wandb_enabled"]
+    with pytest.raises(ConfigError, match="wandb"):
+        preflight(load("logger.wandb_enabled=true"))
 
 
 def test_transformer_engine_must_be_installed(load, monkeypatch):
