@@ -1,7 +1,8 @@
 """Mathematical answers, compared by `math-verify`: 1 for an equal expression, 0 for any other response."""
 
 # math-verify leaves parameters of its functions untyped.
-# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingImports=false, reportMissingTypeStubs=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 
