@@ -11,14 +11,6 @@ from nemo_rl_mcore.data.token_rows import TokenRow, plain_row, rows_as_batch
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 
 
-def answered_rows(
-    prompts: Sequence[str], answers: Sequence[str], indices: Sequence[int], tokenizer: Tokenizer
-) -> BatchedDataDict:
-    """Rows of prompt, answer and end of sequence, see `rows_as_batch`; the answer and the end are trained on."""
-    rows = [plain_row(prompt, answer, tokenizer) for prompt, answer in zip(prompts, answers, strict=True)]
-    return rows_as_batch(rows, indices, tokenizer.pad_token_id)
-
-
 def given_answers(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> BatchedDataDict:
     """Rows of prompts with the answers that they have, see `rows_as_batch`."""
     rows = [answer_row(prompt, tokenizer) for prompt in prompts]

@@ -1,11 +1,11 @@
 """Rows of prompts with given answers, token by token."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_mcore.data.answers import answered_rows
+from nemo_rl_mcore.data.answers import given_answers
+from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer("char")
@@ -13,7 +13,7 @@ EOS, PAD = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
 
 
 def test_rows_by_hand():
-    rows = answered_rows(["12>", "3>"], ["21", "3"], [7, 9], TOKENIZER)
+    rows = given_answers([Prompt(7, "12>", "21"), Prompt(9, "3>", "3")], TOKENIZER)
     assert rows["input_ids"].tolist() == [[1, 2, 12, 2, 1, EOS], [3, 12, 3, EOS, PAD, PAD]]
     assert rows["input_lengths"].tolist() == [6, 4]
     assert rows["token_mask"].tolist() == [[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0]]
@@ -22,7 +22,7 @@ def test_rows_by_hand():
 
 
 def test_kinds_of_tensors_are_those_of_the_batch():
-    rows = answered_rows(["1>"], ["1"], [0], TOKENIZER)
+    rows = given_answers([Prompt(0, "1>", "1")], TOKENIZER)
     assert rows["input_ids"].dtype is rows["prompt_index"].dtype is torch.int64
     assert not rows["input_lengths"].is_floating_point()
     assert rows["sample_mask"].is_floating_point()
@@ -33,7 +33,7 @@ TEXTS = st.text("0123456789+=>", min_size=1, max_size=8)
 
 @given(texts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=6))
 def test_what_is_trained_on_decodes_to_the_answer_and_the_rest_to_the_prompt(texts):
-    rows = answered_rows([p for p, _ in texts], [a for _, a in texts], range(len(texts)), TOKENIZER)
+    rows = given_answers([Prompt(i, *text) for i, text in enumerate(texts)], TOKENIZER)
     for row, (prompt, answer) in enumerate(texts):
         ids, length = rows["input_ids"][row], int(rows["input_lengths"][row])
         trained = rows["token_mask"][row] != 0
@@ -41,8 +41,3 @@ def test_what_is_trained_on_decodes_to_the_answer_and_the_rest_to_the_prompt(tex
         assert TOKENIZER.decode(ids[:length][~trained[:length]].tolist()) == prompt
         assert (ids[length:] == PAD).all()
         assert not trained[length:].any()
-
-
-def test_the_number_of_answers_is_that_of_the_prompts():
-    with pytest.raises(ValueError, match="zip"):
-        answered_rows(["1>", "2>"], ["1"], [0, 1], TOKENIZER)
