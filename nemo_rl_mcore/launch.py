@@ -28,6 +28,7 @@ from nemo_rl_mcore.config import (
     SFTMasterConfig,
 )
 from nemo_rl_mcore.config.data_files import steps_of_epochs
+from nemo_rl_mcore.config.saved_run import changes_since, read_recipe_of
 from nemo_rl_mcore.config.warm_start import warm_start_recipe
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
@@ -115,10 +116,17 @@ def _run(parts: _Parts) -> None:
 
 
 def _weights_of(recipe: str, config: RunConfig, name: str) -> str:
-    """The last checkpoint of a recipe that is run first, in a folder of this run; it is not run twice."""
+    """The last checkpoint of a recipe that is run first, in a folder of this run; it is not run twice.
+
+    One that another seed or recipe left there is set aside.
+    """
     first = _open_parts(warm_start_recipe(recipe, config, Path(config.logger.log_dir) / name))
     store = CheckpointStore(Path(first.config.checkpointing.checkpoint_dir))
-    if (last := store.latest()) is None or last.step < first.config.loop.max_num_steps:
+    last = store.latest()
+    if last is not None and changes_since(read_recipe_of(last.folder), first.config):
+        anew = first.config.checkpointing.model_copy(update={"resume": "never"})
+        first, last = replace(first, config=first.config.model_copy(update={"checkpointing": anew})), None
+    if last is None or last.step < first.config.loop.max_num_steps:
         print_line(sys.stdout, f"{name}: running {recipe}")
         _run(first)
         last = store.latest()
