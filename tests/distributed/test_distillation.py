@@ -98,9 +98,11 @@ def test_the_loss_is_the_divergence_of_the_full_distributions(ranks, taught):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_the_student_as_one_does(ranks, taught, single_rank, layout):
     metrics, weights, _, logprobs, _ = single_rank
+    first = metrics[0]["kl"][0]
     for own_metrics, _, _, own_logprobs, _ in ranks(2).run(
         student, LAYOUTS[layout], weights, taught[0], SETTINGS
     ):
+        assert own_metrics[0]["kl"][0] == pytest.approx(first, abs=1e-6)
         for own, reference in zip(own_metrics, metrics, strict=True):
             assert own.keys() == reference.keys()
             for name in reference:
