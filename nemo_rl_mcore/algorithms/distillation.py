@@ -8,10 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
-from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
-from nemo_rl_mcore.algorithms.grpo import add_logprobs, model_inputs
+from nemo_rl_mcore.algorithms.grpo import add_group_advantages, add_logprobs, model_inputs
 from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
@@ -73,7 +70,8 @@ class Distillation:
         if self.config.loss_fn.rl_weight:
             with self.observer.phase("logprobs"):
                 add_logprobs(rollout.batch, self.policy, self.config.loss_fn.rl)
-            self._add_advantages(rollout.batch)
+            distillation, loss = self.config.distillation, self.config.loss_fn
+            add_group_advantages(rollout.batch, distillation.adv_estimator, loss.rl)
         return rollout.batch, metrics | rollout_metrics(rollout)
 
     def _given(self, step: int) -> BatchedDataDict:
@@ -85,15 +83,3 @@ class Distillation:
         said = self.teacher.get_topk_logits(model_inputs(batch), k)
         for name, value in said.items():
             batch[f"teacher_{name}"] = value
-
-    def _add_advantages(self, batch: BatchedDataDict) -> None:
-        estimator = make_advantage_estimator(self.config.distillation.adv_estimator, self.config.loss_fn.rl)
-        advantages = estimator.compute_advantage(
-            prompt_ids=batch["prompt_index"],
-            rewards=batch["rewards"],
-            mask=batch["token_mask"] * batch["sample_mask"].unsqueeze(1),
-            logprobs_policy=batch["prev_logprobs"],
-            logprobs_reference=batch.get("reference_policy_logprobs"),
-        )
-        assert isinstance(advantages, torch.Tensor)  # the config refuses estimators with a critic
-        batch["advantages"] = advantages

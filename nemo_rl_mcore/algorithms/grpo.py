@@ -17,7 +17,7 @@ from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.algorithms.sampling import Evaluation, Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
-from nemo_rl_mcore.config import ClippedPGLossConfig, GRPOMasterConfig
+from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig, GRPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.interfaces import PolicyInterface
@@ -51,7 +51,7 @@ class GRPO:
         metrics |= check_mismatch(
             step, batch, self.config.policy.generation.mismatch, self.config.loss_fn.reference_policy_kl_type
         )
-        self._add_advantages(batch)
+        add_group_advantages(batch, self.config.grpo.adv_estimator, self.config.loss_fn)
         with self.observer.phase("train"):
             result = self.policy.train(batch, self._loss_fn)
         self.observer.add_samples(rollout.one_sample_a_prompt(step))
@@ -70,18 +70,6 @@ class GRPO:
     def _loss_fn(self) -> LossFunction:
         return make_loss(self.config.loss_fn, self.config.policy.megatron_cfg.use_fused_linear_logprobs)
 
-    def _add_advantages(self, batch: BatchedDataDict) -> None:
-        estimator = make_advantage_estimator(self.config.grpo.adv_estimator, self.config.loss_fn)
-        advantages = estimator.compute_advantage(
-            prompt_ids=batch["prompt_index"],
-            rewards=batch["rewards"],
-            mask=batch["token_mask"] * batch["sample_mask"].unsqueeze(1),
-            logprobs_policy=batch["prev_logprobs"],
-            logprobs_reference=batch.get("reference_policy_logprobs"),
-        )
-        assert isinstance(advantages, torch.Tensor)  # the config refuses estimators with a critic
-        batch["advantages"] = advantages
-
 
 def add_logprobs(batch: BatchedDataDict, policy: PolicyInterface, loss: ClippedPGLossConfig) -> None:
     """Add prev_logprobs and, where a KL penalty needs them, reference_policy_logprobs."""
@@ -90,6 +78,21 @@ def add_logprobs(batch: BatchedDataDict, policy: PolicyInterface, loss: ClippedP
     if loss.reference_policy_kl_penalty != 0:
         reference = policy.get_reference_policy_logprobs(inputs)
         batch["reference_policy_logprobs"] = reference["reference_logprobs"]
+
+
+def add_group_advantages(
+    batch: BatchedDataDict, config: AdvantageEstimatorConfig, loss: ClippedPGLossConfig
+) -> None:
+    """Add advantages [B, S] by an estimator that compares the answers to a prompt."""
+    advantages = make_advantage_estimator(config, loss).compute_advantage(
+        prompt_ids=batch["prompt_index"],
+        rewards=batch["rewards"],
+        mask=batch["token_mask"] * batch["sample_mask"].unsqueeze(1),
+        logprobs_policy=batch["prev_logprobs"],
+        logprobs_reference=batch.get("reference_policy_logprobs"),
+    )
+    assert isinstance(advantages, torch.Tensor)  # the config refuses estimators with a critic
+    batch["advantages"] = advantages
 
 
 def model_inputs(batch: BatchedDataDict) -> BatchedDataDict:
