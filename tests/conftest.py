@@ -1,9 +1,13 @@
 import os
+import signal
 import sys
 from pathlib import Path
 
 # Before torch is imported. On some CPUs a matrix product by several threads does not give the same bits twice, and a
 # backward pass that computes logits again must find those of its forward pass. Ranks have one thread each as well.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell starts what runs in its background with Ctrl-C ignored, which processes inherit; tests of Ctrl-C send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))
