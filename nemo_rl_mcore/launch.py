@@ -182,7 +182,10 @@ def _teacher(config: DistillationMasterConfig) -> PolicyConfig:
     """The configuration of the teacher, whose weights then are on this machine."""
     teacher = config.teacher.as_policy(config.policy)
     if teacher.model_name is not None:
-        tokenizer_of(teacher)
+        try:
+            fetched_folder(teacher.model_name)
+        except ValueError as error:
+            raise RunStoppedError(str(error)) from error
     if config.teacher.warm_start is None:
         return teacher
     return _starting_from(_weights_of(config.teacher.warm_start, config, "teacher"), teacher)
