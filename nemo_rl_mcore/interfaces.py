@@ -37,16 +37,27 @@ class TrainedModel(Protocol):
     ) -> dict[str, Any]:
         """Optimizer steps over the batch; the keys are those of `MegatronPolicyWorker.finish_train_step`.
 
-        gbs, mbs: rows of an optimizer step and of a microbatch, if they are not the config's.
+        gbs, mbs: rows of an optimizer step and of a microbatch, whole samples of the loss; None is the config's, which
+        counts samples.
         """
         ...
 
-    def begin_train_step(self, loss_fn: LossFunction, *, step_id: str | None = None) -> None:
-        """Open one optimizer step, to which chunks are then added; a `step_id` that was committed is refused."""
+    def begin_train_step(
+        self,
+        loss_fn: LossFunction,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        step_id: str | None = None,
+    ) -> None:
+        """Open one optimizer step, to which chunks are then added; a `step_id` that was committed is refused.
+
+        gbs, mbs: see `train`; the scheduler advances by the samples of `gbs` rows, whatever the chunks hold.
+        """
         ...
 
     def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
-        """Add a chunk of any number of rows to the open step; a `chunk_id` that was added is refused."""
+        """Add a chunk of any number of whole samples to the open step; a `chunk_id` that was added is refused."""
         ...
 
     def finish_train_step(self) -> dict[str, Any]:

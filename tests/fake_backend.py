@@ -22,6 +22,7 @@ class SumOfRewards:
     """A stand-in for a loss: only what the state machine reads."""
 
     loss_type: LossType = LossType.TOKEN_LEVEL
+    rows_per_sample: int = 1
 
 
 class FakeBackend:

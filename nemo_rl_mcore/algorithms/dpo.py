@@ -76,15 +76,8 @@ class DPO:
         return judged | {f"validation/{new}": held_out[f"validation/{old}"] for old, new in of_pairs.items()}
 
     def _train(self, batch: BatchedDataDict, *, eval_mode: bool = False) -> Mapping[str, Any]:
-        policy = self.config.policy
-        loss_fn = DPOLossFn(self.config.dpo.loss, policy.megatron_cfg.use_fused_linear_logprobs)
-        return self.policy.train(
-            batch,
-            loss_fn,
-            eval_mode=eval_mode,
-            gbs=_ROWS_PER_PAIR * policy.train_global_batch_size,
-            mbs=_ROWS_PER_PAIR * policy.train_micro_batch_size,
-        )
+        fused = self.config.policy.megatron_cfg.use_fused_linear_logprobs
+        return self.policy.train(batch, DPOLossFn(self.config.dpo.loss, fused), eval_mode=eval_mode)
 
     def _add_reference(self, batch: BatchedDataDict) -> None:
         reference = self._cached_reference(batch) if self.pairs is not None else self._ask_reference(batch)

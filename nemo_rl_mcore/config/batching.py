@@ -21,7 +21,7 @@ class TokenBudgetConfig(StrictModel):
     enabled: bool = False
     """Whether microbatches are sized this way; train_micro_batch_size and logprob_batch_size then cut nothing."""
     train_mb_tokens: PositiveInt | None = None
-    """Tokens of a training microbatch; null is max_total_sequence_length * train_micro_batch_size."""
+    """Tokens of a training microbatch; null is max_total_sequence_length times the rows of train_micro_batch_size."""
     logprob_mb_tokens: PositiveInt | None = None
     """Tokens of a log-probability microbatch; null is max_total_sequence_length * logprob_batch_size."""
     sequence_length_round: PositiveInt = 64
@@ -45,7 +45,8 @@ class DynamicBatchingConfig(TokenBudgetConfig):
 class TokenBudgets:
     """The token budgets of a policy: the section they come from, and their values.
 
-    packed: whether samples share rows; else every sample has a row of its own.
+    packed: whether rows of the batch share rows of the model; else each has a row of its own.
+    train_by_rows: whether `train` was left out of the section, and is that of samples of one row.
     """
 
     section: str
@@ -53,6 +54,11 @@ class TokenBudgets:
     train: int
     logprob: int
     length_round: int
+    train_by_rows: bool = False
+
+    def of_training(self, rows_per_sample: int) -> int:
+        """The tokens of a training microbatch for a loss whose samples have so many rows."""
+        return self.train * rows_per_sample if self.train_by_rows else self.train
 
 
 def token_budgets(policy: PolicyConfig) -> TokenBudgets | None:
@@ -68,6 +74,7 @@ def token_budgets(policy: PolicyConfig) -> TokenBudgets | None:
         train=section.train_mb_tokens or longest * policy.train_micro_batch_size,
         logprob=section.logprob_mb_tokens or longest * policy.logprob_batch_size,
         length_round=section.sequence_length_round,
+        train_by_rows=section.train_mb_tokens is None,
     )
 
 

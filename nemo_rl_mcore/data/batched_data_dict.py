@@ -93,16 +93,31 @@ class BatchedDataDict(dict[str, Any]):
             lambda value: [item for item in value for _ in range(num_repeats)],
         )
 
-    def shard_by_batch_size(self, shards: int, batch_size: int | None = None) -> list[Self]:
-        """Split the rows into `shards` equal batches, in order.
+    def samples(self, rows_per_sample: int = 1) -> list[range]:
+        """Return the rows of each sample, in order: of what a loss compares, such as two answers to a prompt.
+
+        Raises ValueError when the rows are no whole number of samples.
+        """
+        if rows_per_sample < 1 or self.size % rows_per_sample:
+            raise ValueError(f"{self.size} rows are no whole samples of {rows_per_sample} rows each")
+        return [range(row, row + rows_per_sample) for row in range(0, self.size, rows_per_sample)]
+
+    def shard_by_batch_size(
+        self, shards: int, batch_size: int | None = None, rows_per_sample: int = 1
+    ) -> list[Self]:
+        """Split the rows into `shards` equal batches of whole samples, in order.
 
         With `batch_size` (the rows of one optimizer step) each run of that many rows is split on its own, so
         that step k takes the same rows of the batch whatever the number of shards.
-        Raises ValueError when a division has a remainder: rows are never dropped.
+        Raises ValueError when a division has a remainder: rows are never dropped, and samples never parted.
         """
         batch_size = self.size if batch_size is None else batch_size
         if shards < 1 or batch_size < 0 or batch_size % shards:
             raise ValueError(f"{batch_size} rows do not split into {shards} equal shards")
+        if rows_per_sample < 1 or batch_size // shards % rows_per_sample:
+            raise ValueError(
+                f"{batch_size} rows, {rows_per_sample} a sample, do not split into {shards} equal shards"
+            )
         if batch_size and self.size % batch_size:
             raise ValueError(f"{self.size} rows do not split into batches of {batch_size}")
         per_shard = batch_size // shards
@@ -117,13 +132,12 @@ class BatchedDataDict(dict[str, Any]):
 
         Raises ValueError when the rows are no whole number of samples.
         """
-        if shards < 1 or rows_per_sample < 1 or self.size % rows_per_sample:
-            raise ValueError(
-                f"{self.size} rows, {rows_per_sample} a sample, do not split into {shards} batches"
-            )
-        samples = self.size // rows_per_sample
-        bounds = [samples * shard // shards * rows_per_sample for shard in range(shards + 1)]
-        return [self.slice(start, stop) for start, stop in pairwise(bounds)]
+        if shards < 1:
+            raise ValueError(f"{self.size} rows do not split into {shards} batches")
+        samples = self.samples(rows_per_sample)
+        bounds = [len(samples) * shard // shards for shard in range(shards + 1)]
+        parts = (samples[start:stop] for start, stop in pairwise(bounds))
+        return [self.select_indices([row for sample in part for row in sample]) for part in parts]
 
     @classmethod
     def from_batches(

@@ -54,31 +54,40 @@ class Microbatch:
 
 
 class Cut(Protocol):
-    """A way to cut a batch: which rows go together, and how they are laid out."""
+    """A way to cut a batch: which rows go together, and how they are laid out. No cut parts a sample."""
 
     def groups(self, data: BatchedDataDict) -> Groups:
         """Return the rows of each microbatch; every row is in exactly one."""
         ...
 
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
-        """Return a microbatch for each group; one for an empty group is filling alone."""
+        """Return a microbatch for each group; one for an empty group is filling alone, a sample of it at least."""
         ...
 
 
 @dataclass(frozen=True)
 class FixedRows:
-    """Microbatches of `row_count` rows in the batch's order, the last one filled up.
+    """Microbatches of `row_count` rows in the batch's order, filled up where the next sample does not fit.
 
     All have the batch's columns, rounded up to a multiple of `column_multiple`.
     """
 
     row_count: int
     column_multiple: int = 1
+    rows_per_sample: int = 1
 
     def groups(self, data: BatchedDataDict) -> Groups:
-        """See `Cut.groups`."""
-        rows = range(data.size)
-        return [list(rows[first : first + self.row_count]) for first in rows[:: self.row_count]]
+        """See `Cut.groups`. Raises ValueError when a microbatch has fewer rows than a sample."""
+        if self.row_count < self.rows_per_sample:
+            raise ValueError(
+                f"a microbatch of {self.row_count} rows has no room for a sample of {self.rows_per_sample}"
+            )
+        groups: Groups = []
+        for sample in data.samples(self.rows_per_sample):
+            if not groups or len(groups[-1]) + len(sample) > self.row_count:
+                groups.append([])
+            groups[-1].extend(sample)
+        return groups
 
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
         """See `Cut.build`."""

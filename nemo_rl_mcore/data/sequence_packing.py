@@ -90,19 +90,27 @@ class PackedMicrobatch(Microbatch):
 class PackedRows:
     """Microbatches of one row each, packed by first-fit decreasing up to the budget.
 
+    A sample of several rows that is above the budget by itself raises the budget of its batch.
     equal_columns: pad all packed rows of a batch to the longest of them, as pipeline stages need it.
     """
 
     budget: TokenBudget
     equal_columns: bool = False
+    rows_per_sample: int = 1
 
     def groups(self, data: BatchedDataDict) -> Groups:
         """See `Cut.groups`."""
-        return first_fit_decreasing(self.budget.row_lengths(data), self.budget.tokens)
+        lengths = self.budget.row_lengths(data)
+        samples = data.samples(self.rows_per_sample)
+        tokens = [sum(lengths[row] for row in sample) for sample in samples]
+        bins = first_fit_decreasing(tokens, max(self.budget.tokens, *tokens, 0))
+        return [[row for sample in packed for row in samples[sample]] for packed in bins]
 
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
         """See `Cut.build`."""
-        lengths = [tuple(data["input_lengths"][group].tolist()) for group in groups]
+        # An empty group is a sample of filling, for losses to have something to read.
+        filling = (0,) * self.rows_per_sample
+        lengths = [tuple(data["input_lengths"][group].tolist()) or filling for group in groups]
         columns = [self.budget.padded(sum(of_group)) for of_group in lengths]
         if self.equal_columns:
             columns = [max(columns)] * len(columns)
@@ -110,8 +118,6 @@ class PackedRows:
 
 
 def _packed(data: BatchedDataDict, group: list[int], lengths: tuple[int, ...], columns: int) -> Microbatch:
-    # An empty group is a row of filling, for losses to have something to read.
-    lengths = lengths or (0,)
     row_columns = max(*lengths, 1)
     real = torch.arange(row_columns) < torch.tensor(lengths).unsqueeze(1)
     return PackedMicrobatch(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
-from nemo_rl_mcore.data.microbatch import round_up
+from nemo_rl_mcore.data.microbatch import Groups, round_up
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,12 @@ class TokenBudget:
     column_multiple: int = 1
 
     def padded(self, length: int, *, at_most: int | None = None) -> int:
-        """Return what `length` tokens are padded to; not beyond `at_most`, if that is below the budget."""
+        """Return what `length` tokens are padded to; not beyond `at_most`, or the budget if that is less.
+
+        What is above the budget, as a sample of several rows may be, is not rounded up.
+        """
         limit = self.tokens if at_most is None else min(self.tokens, at_most)
-        rounded = min(round_up(max(length, 1), self.length_round), limit)
+        rounded = min(round_up(max(length, 1), self.length_round), max(limit, length))
         return round_up(rounded, self.column_multiple)
 
     def row_lengths(self, data: BatchedDataDict) -> list[int]:
@@ -61,19 +64,25 @@ class TokenBudget:
             )
 
 
-def balanced_order(lengths: Sequence[int], shards: int) -> list[int]:
-    """Return the rows in an order whose `shards` equal runs hold about equally many tokens.
+def balanced(lengths: Sequence[int], shards: int) -> Groups:
+    """Return the samples of each shard: about equally many tokens, and as many samples but for one.
 
-    The longest row that is left goes to the run with the fewest tokens that is not full.
-    Raises ValueError when the rows do not split into equal runs.
+    lengths: tokens of each sample. The longest that is left goes to the shard with the fewest tokens that is not full.
     """
-    if shards < 1 or len(lengths) % shards:
-        raise ValueError(f"{len(lengths)} rows do not split into {shards} equal shards")
-    runs: list[list[int]] = [[] for _ in range(shards)]
+    least, more = divmod(len(lengths), shards)
+    room = [least + (shard < more) for shard in range(shards)]
+    dealt: Groups = [[] for _ in room]
     tokens = [0] * shards
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        open_runs = (run for run in range(shards) if len(runs[run]) < len(lengths) // shards)
-        emptiest = min(open_runs, key=lambda run: tokens[run])
-        runs[emptiest].append(row)
-        tokens[emptiest] += lengths[row]
-    return [row for run in runs for row in run]
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        open_shards = (shard for shard in range(shards) if len(dealt[shard]) < room[shard])
+        emptiest = min(open_shards, key=lambda shard: tokens[shard])
+        dealt[emptiest].append(sample)
+        tokens[emptiest] += lengths[sample]
+    return dealt
+
+
+def deal_balanced(data: BatchedDataDict, shards: int, rows_per_sample: int = 1) -> list[BatchedDataDict]:
+    """As `BatchedDataDict.deal`, but so that the shards hold about equally many tokens."""
+    samples, lengths = data.samples(rows_per_sample), data["input_lengths"].tolist()
+    dealt = balanced([sum(lengths[row] for row in sample) for sample in samples], shards)
+    return [data.select_indices([row for sample in shard for row in samples[sample]]) for shard in dealt]

@@ -231,7 +231,8 @@ class LossFunction(ABC):
     input_type: LossInputType
     use_fused_linear_logprobs: bool = False
     rows_per_sample: int = 1
-    """Rows that belong together, such as the chosen and the rejected answer: no microbatch parts them."""
+    """Rows that stand one after the other and belong together, such as the chosen and the rejected answer: no shard,
+    cut or filling parts them."""
 
     @property
     def needs_entropy(self) -> bool:

@@ -41,11 +41,7 @@ class DPOLossFn(TokenLossFunction):
 
     def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
         """Return the un-normalised loss and metrics; ValueError for an odd number of rows."""
-        masks = Masks.of(data, outputs.logprobs.dtype)
-        if len(masks.samples) % _ROWS_PER_PAIR:
-            raise ValueError(
-                f"DPO reads rows as (chosen, rejected) pairs, and the batch has {len(masks.samples)} rows"
-            )
+        masks = Masks.of(_masked_by_pair(data), outputs.logprobs.dtype)
         logprobs = masks.keep(outputs.logprobs, "logprobs")
         reference = masks.keep(
             require(data, "reference_policy_logprobs", "DPO")[:, :-1], "reference_policy_logprobs"
@@ -74,6 +70,14 @@ class DPOLossFn(TokenLossFunction):
             return logprobs.new_zeros(())
         likelihood_B = _of_rows(-logprobs, masks, mean=self.cfg.sft_average_log_probs)
         return _over_pairs(likelihood_B[::2], masks.samples[::2])
+
+
+def _masked_by_pair(data: BatchedDataDict) -> BatchedDataDict:
+    """The batch with the chosen row's sample_mask on both rows of each pair; ValueError for an odd number of rows."""
+    kept = require(data, "sample_mask", "every loss")
+    if len(kept) % _ROWS_PER_PAIR:
+        raise ValueError(f"DPO reads rows as (chosen, rejected) pairs, and the batch has {len(kept)} rows")
+    return BatchedDataDict(data, sample_mask=kept[::_ROWS_PER_PAIR].repeat_interleave(_ROWS_PER_PAIR))
 
 
 def _of_rows(values: Tensor, masks: Masks, *, mean: bool) -> Tensor:

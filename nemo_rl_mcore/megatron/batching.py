@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -25,47 +25,40 @@ class Batching:
     """How this rank's rows become microbatches, on the CPU.
 
     column_multiple: padded lengths are multiples of this.
-    train, logprob: what microbatches are sized by; None for a fixed number of rows.
-    packed: whether rows share the budget of one row.
+    budgets: what microbatches are sized by; None for a fixed number of rows.
     """
 
     config: TransformerConfig
     column_multiple: int
-    train: TokenBudget | None = None
-    logprob: TokenBudget | None = None
-    packed: bool = False
+    budgets: TokenBudgets | None = None
 
-    @classmethod
-    def of(cls, config: TransformerConfig, column_multiple: int, budgets: TokenBudgets | None) -> Self:
-        """The batching of a policy with those token budgets, or with none."""
-        if budgets is None:
-            return cls(config, column_multiple)
-
-        def budget(key: str, tokens: int) -> TokenBudget:
-            return TokenBudget(tokens, f"{budgets.section}.{key}", budgets.length_round, column_multiple)
-
-        return cls(
-            config,
-            column_multiple,
-            train=budget("train_mb_tokens", budgets.train),
-            logprob=budget("logprob_mb_tokens", budgets.logprob),
-            packed=budgets.packed,
-        )
-
-    def for_training(self, data: BatchedDataDict, micro_batch_size: int) -> list[Microbatch]:
+    def for_training(
+        self, data: BatchedDataDict, micro_batch_size: int, rows_per_sample: int
+    ) -> list[Microbatch]:
         """The microbatches of one schedule call that trains or evaluates; a token budget overrules the size."""
-        return self._cut(data, self._way(self.train, micro_batch_size))
+        if self.budgets is None:
+            return self._cut(data, FixedRows(micro_batch_size, self.column_multiple, rows_per_sample))
+        budget = self._budget("train_mb_tokens", self.budgets.of_training(rows_per_sample))
+        return self._cut(data, self._by_tokens(budget, self.budgets.packed, rows_per_sample))
 
     def for_logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> list[Microbatch]:
-        """The microbatches of one schedule call for log-probabilities; a token budget overrules the size."""
-        return self._cut(data, self._way(self.logprob, micro_batch_size))
+        """The microbatches of one schedule call without a loss, row by row; a token budget overrules the size."""
+        if self.budgets is None:
+            return self._cut(data, FixedRows(micro_batch_size, self.column_multiple))
+        budget = self._budget("logprob_mb_tokens", self.budgets.logprob)
+        return self._cut(data, self._by_tokens(budget, self.budgets.packed))
 
-    def _way(self, budget: TokenBudget | None, micro_batch_size: int) -> Cut:
-        if budget is None:
-            return FixedRows(micro_batch_size, self.column_multiple)
-        if self.packed:
-            return PackedRows(budget, equal_columns=self.config.pipeline_model_parallel_size > 1)
-        return DynamicRows(budget)
+    def _budget(self, key: str, tokens: int) -> TokenBudget:
+        assert self.budgets is not None
+        return TokenBudget(
+            tokens, f"{self.budgets.section}.{key}", self.budgets.length_round, self.column_multiple
+        )
+
+    def _by_tokens(self, budget: TokenBudget, packed: bool, rows_per_sample: int = 1) -> Cut:
+        if not packed:
+            return DynamicRows(budget, rows_per_sample)
+        stages = self.config.pipeline_model_parallel_size
+        return PackedRows(budget, equal_columns=stages > 1, rows_per_sample=rows_per_sample)
 
     def _cut(self, data: BatchedDataDict, cut: Cut) -> list[Microbatch]:
         groups = cut.groups(data)

@@ -62,7 +62,7 @@ class ForwardBackward:
     @cached_property
     def batching(self) -> Batching:
         """How rows become microbatches."""
-        return Batching.of(self.config, self.sequence_multiple, self.token_budgets)
+        return Batching(self.config, self.sequence_multiple, self.token_budgets)
 
     @cached_property
     def auxiliary(self) -> AuxiliaryLosses:
@@ -98,7 +98,7 @@ class ForwardBackward:
         Unless `forward_only`, the gradients of the un-normalised loss are added to the local gradient buckets.
         """
         parts = self._run(
-            self.batching.for_training(data, micro_batch_size),
+            self.batching.for_training(data, micro_batch_size, loss_fn.rows_per_sample),
             self.passes.loss(loss_fn),
             trained_by=None if forward_only else loss_fn.loss_type,
         )

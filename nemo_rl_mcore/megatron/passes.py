@@ -101,7 +101,8 @@ class Passes:
             case LossInputType.DISTILLATION:
                 context = partial(self._select_at_ids, loss_fn)
                 processor, read = student_processor(self.linear_options), _distillation_outputs
-        return ModelPass(processor, tokens_to_train, context, partial(_collect_sums, loss_fn, read))
+        wanted = partial(tokens_to_train, rows_per_sample=loss_fn.rows_per_sample)
+        return ModelPass(processor, wanted, context, partial(_collect_sums, loss_fn, read))
 
     def _select_tokens(
         self, _microbatch: Microbatch, ids_BS: torch.Tensor, mask_BS: torch.Tensor, with_entropy: bool = False
@@ -132,10 +133,13 @@ def real_next_tokens(rows: BatchedDataDict) -> torch.Tensor:
     return positions < (rows["input_lengths"] - 1).unsqueeze(1)
 
 
-def tokens_to_train(rows: BatchedDataDict) -> torch.Tensor:
-    """[B, S], true at each position whose next token enters the loss."""
-    mask = rows["token_mask"].bool() & rows["sample_mask"].bool().unsqueeze(1)
-    return torch.nn.functional.pad(mask[:, 1:], (0, 1))
+def tokens_to_train(rows: BatchedDataDict, rows_per_sample: int = 1) -> torch.Tensor:
+    """[B, S], true at each position whose next token enters the loss.
+
+    A sample counts where any of its rows does: which of them decides is the loss's to say.
+    """
+    kept = rows["sample_mask"].bool().view(-1, rows_per_sample).any(dim=1).repeat_interleave(rows_per_sample)
+    return torch.nn.functional.pad((rows["token_mask"].bool() & kept.unsqueeze(1))[:, 1:], (0, 1))
 
 
 def _by_position(values_BS: torch.Tensor) -> torch.Tensor:

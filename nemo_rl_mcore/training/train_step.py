@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import EPSILON, LossFunction
+from nemo_rl_mcore.training.batch_sizes import require_whole_samples
 from nemo_rl_mcore.training.step_sums import LocalSums, StepTotals
 
 EMPTY_STEP = "no valid sample in the step"
@@ -115,6 +116,11 @@ class _OpenStep:
     chunk_ids: set[str] = field(default_factory=set[str])
     optimizer_began: bool = False
 
+    @property
+    def samples(self) -> int:
+        """What the scheduler advances by: recipes count samples, whatever rows a loss makes of them."""
+        return self.gbs // self.loss_fn.rows_per_sample
+
 
 class TrainStep:
     """One step at a time: IDLE -> begin -> OPEN -> finish -> IDLE; an exception leaves FAILED, whose exit is abort.
@@ -136,8 +142,9 @@ class TrainStep:
         return self._phase
 
     def begin(self, loss_fn: LossFunction, *, gbs: int, mbs: int, step_id: str | None = None) -> None:
-        """Open a step with cleared gradients. `gbs` samples are what the scheduler advances by; `mbs` rows run at once.
+        """Open a step with cleared gradients; `mbs` rows run at once.
 
+        The scheduler will advance by the samples of `gbs` rows.
         Raises TrainStepError when a step is open, or when `step_id` is one that was already committed.
         """
         self._require(Phase.IDLE, "begin_train_step")
@@ -153,8 +160,13 @@ class TrainStep:
         self._phase = Phase.OPEN
 
     def microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
-        """Add the gradients and sums of a chunk of rows. A repeated `chunk_id` is a TrainStepError and adds nothing."""
+        """Add the gradients and sums of a chunk of rows.
+
+        A repeated `chunk_id` is a TrainStepError, and rows that are no whole samples of the loss are a ValueError: both
+        add nothing and leave the step open.
+        """
         step = self._require(Phase.OPEN, "train_microbatch")
+        require_whole_samples(data, step.loss_fn)
         if chunk_id is not None and chunk_id in step.chunk_ids:
             raise TrainStepError(
                 f"chunk_id {chunk_id!r} was already added to this step; send each chunk once"
@@ -219,7 +231,7 @@ class TrainStep:
         if not math.isfinite(grad_norm):
             return replace(kept, skip_reason=f"the gradient norm is {grad_norm}")
         step.optimizer_began = True
-        return replace(kept, update_successful=backend.optimizer_step(step.gbs))
+        return replace(kept, update_successful=backend.optimizer_step(step.samples))
 
     def _require(self, phase: Phase, call: str) -> _OpenStep:
         if self._phase is not phase:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import ray
-
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.token_budget import balanced_order
+from nemo_rl_mcore.data.token_budget import deal_balanced
 from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.training.batch_sizes import BatchSizes, require_whole_samples, split_into_steps
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster, free_port
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 from nemo_rl_mcore.workers.weight_sync import BroadcastMeeting, RefitSettings
-from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
+from nemo_rl_mcore.workers.worker_group import RayWorkerGroup, WorkerGroup
 
 
 class Policy:
     """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
 
     beside: another one, whose machines and GPUs this one shares.
+    group: what makes the ranks, from the arguments of `RayWorkerGroup`.
 
     Raises WorkerError, naming the rank, when a rank fails or dies.
     """
@@ -37,13 +37,14 @@ class Policy:
         init_reference_model: bool = False,
         role: Role = Role.POLICY,
         beside: Policy | None = None,
+        group: Callable[..., WorkerGroup] = RayWorkerGroup,
     ) -> None:
         if config.init_checkpoint is not None:
             # The ranks may run in another folder than the driver.
             absolute = str(Path(config.init_checkpoint).absolute())
             config = config.model_copy(update={"init_checkpoint": absolute})
         self._config = config
-        self._workers = RayWorkerGroup(
+        self._workers = group(
             MegatronPolicyWorker,
             cluster,
             (config,),
@@ -56,7 +57,7 @@ class Policy:
         )
         self._shards = max(self._shard_of_rank) + 1
         self._calls: dict[str, int] = {}
-        self._rows_per_sample = 1  # of the open step's loss
+        self._open_loss: LossFunction | None = None  # of the step begun last
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_logprobs`."""
@@ -90,26 +91,41 @@ class Policy:
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """See `interfaces.TrainedModel.train`; the totals are equal on every rank."""
-        step = gbs or self._config.train_global_batch_size
-        if self._config.token_budgets is not None and data.size % step == 0:
-            # Sums do not depend on who adds what, and ranks with equally many tokens wait less for each other.
-            data = BatchedDataDict.from_batches(
-                [self._balanced(data.slice(first, first + step)) for first in range(0, data.size, step)]
-            )
-        shards = data.shard_by_batch_size(self._shards, step)
-        return self._run("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=step, mbs=mbs)[0]
+        sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
+        sizes.of_shard(self._shards)
+        dealt = [self._deal(step, loss_fn) for step in split_into_steps(data, sizes.gbs)]
+        shards = [BatchedDataDict.from_batches(steps) for steps in zip(*dealt, strict=True)]
+        return self._run("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=sizes.gbs, mbs=sizes.mbs)[
+            0
+        ]
 
-    def _balanced(self, batch: BatchedDataDict) -> BatchedDataDict:
-        return batch.select_indices(balanced_order(batch["input_lengths"].tolist(), self._shards))
-
-    def begin_train_step(self, loss_fn: LossFunction, *, step_id: str | None = None) -> None:
+    def begin_train_step(
+        self,
+        loss_fn: LossFunction,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+        step_id: str | None = None,
+    ) -> None:
         """See `interfaces.PolicyInterface.begin_train_step`."""
-        self._run_all("begin_train_step", loss_fn=loss_fn, step_id=step_id)
-        self._rows_per_sample = loss_fn.rows_per_sample
+        sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
+        self._run_all("begin_train_step", loss_fn=loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id)
+        self._open_loss = loss_fn
 
     def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
         """See `interfaces.PolicyInterface.train_microbatch`."""
-        self._run("train_microbatch", data.deal(self._shards, self._rows_per_sample), chunk_id=chunk_id)
+        self._run("train_microbatch", self._deal(data, self._open_loss), chunk_id=chunk_id)
+
+    def _deal(self, data: BatchedDataDict, loss_fn: LossFunction | None) -> list[BatchedDataDict]:
+        """The whole samples of a step or of a chunk for each shard. Without an open step the ranks refuse them."""
+        rows_per_sample = 1
+        if loss_fn is not None:
+            require_whole_samples(data, loss_fn)
+            rows_per_sample = loss_fn.rows_per_sample
+        if self._config.token_budgets is None:
+            return data.deal(self._shards, rows_per_sample)
+        # Sums do not depend on who adds what, and ranks with equally many tokens wait less for each other.
+        return deal_balanced(data, self._shards, rows_per_sample)
 
     def finish_train_step(self) -> dict[str, Any]:
         """See `interfaces.PolicyInterface.finish_train_step`; the totals are equal on every rank."""
@@ -182,7 +198,7 @@ class Policy:
 
     def _run(self, method: str, shards: Sequence[BatchedDataDict], **kwargs: Any) -> list[Any]:
         # One object for all the ranks of a shard.
-        refs = [ray.put(shard) for shard in shards]
+        refs = [self._workers.share(shard) for shard in shards]
         per_rank: list[Mapping[str, Any]] = [{"data": refs[shard]} for shard in self._shard_of_rank]
         return self._workers.run_each(
             method, per_rank_kwargs=per_rank, context=self._next_call(method), **kwargs

@@ -21,6 +21,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
+from nemo_rl_mcore.training.batch_sizes import BatchSizes, split_into_steps
 from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
 from nemo_rl_mcore.training.metrics import neutral_value
 from nemo_rl_mcore.training.train_step import OptimizerOutcome, Phase, StepResult, TrainStep, TrainStepError
@@ -167,18 +168,19 @@ class MegatronPolicyWorker:
     ) -> dict[str, Any]:
         """One optimizer step for each `gbs` rows of all data-parallel ranks together: begin, one chunk, finish.
 
+        gbs, mbs: rows, of whole samples of the loss; None is the config's, whose samples the loss makes rows of.
         Returns what `finish_train_step` returns, with one entry a step in each list. Under `eval_mode` nothing is
         updated. Raises ValueError when the rows are no multiple of the step's.
         """
-        gbs, mbs = self._batch_sizes(gbs, mbs)
-        batches = self._split_into_steps(data, gbs)
+        sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
+        batches = split_into_steps(data, sizes.of_shard(self._groups.data_parallel_size()))
         if eval_mode:
-            return _as_result([self._evaluate(batch, loss_fn, mbs) for batch in batches])
+            return _as_result([self._evaluate(batch, loss_fn, sizes.mbs) for batch in batches])
         results: list[StepResult] = []
         for batch in batches:
             opens_a_step = self.train_step.phase is Phase.IDLE
             try:
-                self.train_step.begin(loss_fn, gbs=gbs, mbs=mbs)
+                self.train_step.begin(loss_fn, gbs=sizes.gbs, mbs=sizes.mbs)
                 self.train_step.microbatch(batch)
                 results.append(self.train_step.finish())
             except Exception as error:
@@ -194,12 +196,12 @@ class MegatronPolicyWorker:
         mbs: int | None = None,
         step_id: str | None = None,
     ) -> None:
-        """Open a train step. `gbs` is what the scheduler advances by; see `training.train_step.TrainStep`."""
-        gbs, mbs = self._batch_sizes(gbs, mbs)
-        self.train_step.begin(loss_fn, gbs=gbs, mbs=mbs, step_id=step_id)
+        """Open a train step; the scheduler advances by the samples of `gbs` rows. gbs, mbs: see `train`."""
+        sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
+        self.train_step.begin(loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id)
 
     def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
-        """Add the gradients of this rank's rows of a chunk to the open step."""
+        """Add the gradients of this rank's rows of a chunk, whole samples, to the open step."""
         self.train_step.microbatch(data, chunk_id)
 
     def finish_train_step(self) -> dict[str, Any]:
@@ -225,25 +227,6 @@ class MegatronPolicyWorker:
             update_successful=False, grad_norm=0.0, lr=lr, wd=wd, skip_reason="eval_mode"
         )
         return StepResult(totals, outcome, time.monotonic() - started)
-
-    def _batch_sizes(self, gbs: int | None, mbs: int | None) -> tuple[int, int]:
-        gbs = self.policy.train_global_batch_size if gbs is None else gbs
-        mbs = self.policy.train_micro_batch_size if mbs is None else mbs
-        if gbs < 1 or mbs < 1:
-            raise ValueError(f"gbs and mbs must be at least 1, got gbs={gbs}, mbs={mbs}")
-        return gbs, mbs
-
-    def _split_into_steps(self, data: BatchedDataDict, gbs: int) -> list[BatchedDataDict]:
-        ranks = self._groups.data_parallel_size()
-        if gbs % ranks:
-            raise ValueError(f"gbs {gbs} does not divide into {ranks} data-parallel ranks")
-        rows = gbs // ranks
-        if not data.size or data.size % rows:
-            raise ValueError(
-                f"{data.size} rows on this rank are no multiple of the {rows} that one step takes "
-                f"(gbs {gbs} over {ranks} data-parallel ranks)"
-            )
-        return [data.slice(start, start + rows) for start in range(0, data.size, rows)]
 
     def _abort_after(self, error: Exception) -> None:
         try:

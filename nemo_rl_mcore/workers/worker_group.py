@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import ray
 from ray.exceptions import RayError
@@ -25,6 +25,38 @@ from nemo_rl_mcore.workers.tensor_transport import use_arrays_for_tensors
 
 _GRACE_S = 5.0
 _KILL_WAIT_S = 2.0
+
+
+class WorkerGroup(Protocol):
+    """What `Policy` asks of its ranks; see `RayWorkerGroup`, which is the one that runs."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the ranks run."""
+        ...
+
+    @property
+    def identities(self) -> Mapping[int, RankIdentity]:
+        """Host and process of each rank."""
+        ...
+
+    def share(self, value: Any) -> Any:
+        """What to give a call in place of a large value that several ranks get."""
+        ...
+
+    def run_all(self, method: str, *, context: str = "", **kwargs: Any) -> list[Any]:
+        """Call a method on every rank with the same arguments."""
+        ...
+
+    def run_each(
+        self, method: str, *, per_rank_kwargs: Sequence[Mapping[str, Any]], context: str = "", **kwargs: Any
+    ) -> list[Any]:
+        """Call a method with each rank's own arguments."""
+        ...
+
+    def shutdown(self) -> None:
+        """End every rank."""
+        ...
 
 
 class RayWorkerGroup:
@@ -103,6 +135,10 @@ class RayWorkerGroup:
     def identities(self) -> Mapping[int, RankIdentity]:
         """Host and process of each rank."""
         return self._identities
+
+    def share(self, value: Any) -> Any:
+        """Put a value into the object store once, for the calls of several ranks."""
+        return ray.put(value)
 
     def run_all(
         self, method: str, *args: Any, timeout_s: float | None = None, context: str = "", **kwargs: Any

@@ -226,5 +226,13 @@ def test_deal_keeps_the_rows_of_a_sample_together():
     data = BatchedDataDict(row=torch.arange(12))
     parts = data.deal(4, rows_per_sample=2)
     assert [part["row"].tolist() for part in parts] == [[0, 1], [2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
-    with pytest.raises(ValueError, match="11 rows, 2 a sample"):
+    with pytest.raises(ValueError, match="11 rows are no whole samples of 2 rows"):
         data.slice(0, 11).deal(4, rows_per_sample=2)
+
+
+def test_shards_never_part_a_sample():
+    data = BatchedDataDict(row=torch.arange(12))
+    shards = data.shard_by_batch_size(3, rows_per_sample=2)
+    assert [shard["row"].tolist() for shard in shards] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    with pytest.raises(ValueError, match="12 rows, 2 a sample, do not split into 4 equal shards"):
+        data.shard_by_batch_size(4, rows_per_sample=2)

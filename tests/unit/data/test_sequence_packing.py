@@ -76,3 +76,22 @@ def test_pipelines_get_rows_of_one_length():
     parts = made(cut, batch([7, 3, 2]), empty=1)
     assert {part.model_rows["input_ids"].shape for part in parts} == {(1, 8)}
     assert parts[-1].borders == (0, 8)
+
+
+def test_a_pair_is_packed_whole():
+    # Tokens of the pairs: 9, 10, 5.
+    cut = PackedRows(TokenBudget(15, "key"), rows_per_sample=2)
+    assert cut.groups(batch([7, 2, 3, 7, 2, 3])) == [[2, 3, 4, 5], [0, 1]]
+
+
+def test_a_pair_above_the_budget_raises_the_budget_of_its_batch():
+    cut = PackedRows(TokenBudget(8, "key"), rows_per_sample=2)
+    packed = made(cut, batch([7, 6, 2, 1, 3, 4]))
+    assert [part.places.tolist() for part in packed] == [[0, 1], [4, 5, 2, 3]]
+    assert [part.model_rows["input_ids"].shape[1] for part in packed] == [13, 10]
+
+
+def test_filling_of_a_packed_row_is_a_whole_sample():
+    parts = made(PackedRows(TokenBudget(20, "key"), rows_per_sample=2), batch([4, 1]), empty=1)
+    assert [part.rows.size for part in parts] == [2, 2]
+    assert not parts[1].rows["sample_mask"].any()

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.token_budget import TokenBudget, balanced_order
+from nemo_rl_mcore.data.token_budget import TokenBudget, balanced, deal_balanced
 
 KEY = "policy.dynamic_batching.train_mb_tokens"
 
@@ -44,17 +44,22 @@ def test_a_mask_within_the_lengths_is_accepted():
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 50), max_size=24))
-def test_balancing_keeps_every_row_once(shards: int, lengths: list[int]):
-    rows = lengths[: len(lengths) // shards * shards]
-    assert sorted(balanced_order(rows, shards)) == list(range(len(rows)))
+def test_balancing_keeps_every_sample_once_and_the_shards_as_even_as_can_be(shards: int, lengths: list[int]):
+    dealt = balanced(lengths, shards)
+    assert sorted(sample for shard in dealt for sample in shard) == list(range(len(lengths)))
+    sizes = [len(shard) for shard in dealt]
+    assert max(sizes) - min(sizes) == (1 if len(lengths) % shards else 0)
 
 
-def test_balancing_spreads_long_rows():
+def test_balancing_spreads_long_samples():
     lengths = [9, 8, 7, 1, 1, 1]
-    order = balanced_order(lengths, 2)
-    assert (order[:3], order[3:]) == ([0, 3, 4], [1, 2, 5])  # 11 and 16 tokens; in the batch's order 24 and 3
+    assert balanced(lengths, 2) == [[0, 3, 4], [1, 2, 5]]  # 11 and 16 tokens; in the batch's order 24 and 3
 
 
-def test_rows_that_do_not_split_are_refused():
-    with pytest.raises(ValueError, match="5 rows do not split into 2"):
-        balanced_order([1] * 5, 2)
+def test_pairs_are_balanced_whole():
+    # Tokens of the pairs: 7, 6, 2, 9.
+    data = rows([1, 6, 3, 3, 1, 1, 5, 4])
+    shards = deal_balanced(data, 2, rows_per_sample=2)
+    assert [shard["input_lengths"].tolist() for shard in shards] == [[5, 4, 1, 1], [1, 6, 3, 3]]
+    with pytest.raises(ValueError, match="7 rows are no whole samples of 2 rows"):
+        deal_balanced(data.slice(0, 7), 2, rows_per_sample=2)

@@ -140,3 +140,17 @@ def test_what_it_says_of_itself(pairs: tuple[torch.Tensor, BatchedDataDict]):
 def test_settings_that_make_no_sense(given: dict[str, Any], message: str):
     with pytest.raises((ConfigError, ValueError), match=message):
         DPOLossConfig(**given)
+
+
+@pytest.mark.parametrize("masked", [0, 1])
+def test_a_pair_with_one_row_masked_follows_its_chosen_row(
+    masked: int, pairs: tuple[torch.Tensor, BatchedDataDict]
+):
+    c, data = pairs
+    sample_mask = torch.ones_like(data["sample_mask"])
+    sample_mask[2 + masked] = 0.0
+    half = BatchedDataDict(data, sample_mask=sample_mask)
+    both = BatchedDataDict(data, sample_mask=torch.ones_like(sample_mask))
+    if masked == 0:
+        both["sample_mask"][2:4] = 0.0
+    assert DPOLossFn({})(c, half, 4, 23)[1] == DPOLossFn({})(c, both, 4, 23)[1]

@@ -1,0 +1,60 @@
+"""The rows of an optimizer step and of a microbatch; recipes count samples, which a loss may make of several rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.base import LossFunction
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Rows of an optimizer step over all data-parallel ranks, and of a microbatch; whole samples both."""
+
+    gbs: int
+    mbs: int
+    rows_per_sample: int
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, loss_fn: LossFunction, gbs: int | None, mbs: int | None) -> BatchSizes:
+        """Return the sizes given in rows, or those of the config, which are in samples.
+
+        Raises ValueError for a size that is no positive multiple of the rows of a sample.
+        """
+        rows = loss_fn.rows_per_sample
+        gbs = policy.train_global_batch_size * rows if gbs is None else gbs
+        mbs = policy.train_micro_batch_size * rows if mbs is None else mbs
+        for name, size in (("gbs", gbs), ("mbs", mbs)):
+            if size < 1 or size % rows:
+                raise ValueError(
+                    f"{name} {size} is no positive multiple of the {rows} rows of a sample of "
+                    f"{type(loss_fn).__name__}"
+                )
+        return cls(gbs, mbs, rows)
+
+    def of_shard(self, shards: int) -> int:
+        """Return a step's rows in each of so many equal shards; ValueError when that would part a sample."""
+        if self.gbs % (shards * self.rows_per_sample):
+            raise ValueError(
+                f"gbs {self.gbs} does not divide into {shards} data-parallel ranks, {self.rows_per_sample} "
+                "rows a sample"
+            )
+        return self.gbs // shards
+
+
+def split_into_steps(data: BatchedDataDict, rows: int) -> list[BatchedDataDict]:
+    """Return each `rows` of a batch; ValueError when that leaves some, or there is none."""
+    if not data.size or data.size % rows:
+        raise ValueError(f"{data.size} rows are no multiple of the {rows} that one step takes here")
+    return [data.slice(start, start + rows) for start in range(0, data.size, rows)]
+
+
+def require_whole_samples(data: BatchedDataDict, loss_fn: LossFunction) -> None:
+    """Raise ValueError when the rows of a batch are no whole number of the loss's samples."""
+    if data.size % loss_fn.rows_per_sample:
+        raise ValueError(
+            f"{data.size} rows are no whole samples: {type(loss_fn).__name__} reads "
+            f"{loss_fn.rows_per_sample} rows together"
+        )

@@ -1,0 +1,198 @@
+"""A sample of several rows stays whole: DPO under every batching and layout, against a computation by hand."""
+
+import pytest
+from tolerances import METRICS, REORDERED
+
+LAYOUTS = {
+    "one-rank": (1, {}),
+    "dp2": (2, {}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+}
+
+
+def by_tokens(section, budget=None):
+    return {
+        section: {
+            "enabled": True, "sequence_length_round": 4, "train_mb_tokens": budget, "logprob_mb_tokens": budget,
+        }
+    }  # fmt: skip
+
+
+WAYS = {
+    "rows-1": {"train_micro_batch_size": 1},
+    "rows-3": {"train_micro_batch_size": 3},
+    "dynamic": by_tokens("dynamic_batching"),
+    "dynamic-30": by_tokens("dynamic_batching", 30),
+    "dynamic-below-a-pair": by_tokens("dynamic_batching", 13),
+    "packing": by_tokens("sequence_packing"),
+    "packing-39": by_tokens("sequence_packing", 39),
+    "packing-below-a-pair": by_tokens("sequence_packing", 16),
+}
+LENGTHS = [13, 12, 13, 4, 12, 12, 6, 7]
+BETA = 1.0
+
+
+def pairs(seed=0):
+    """Four pairs of uneven rows; of the last pair the rejected row is masked, which its chosen row overrules."""
+    import tiny
+    import torch
+
+    batch = tiny.grpo_batch(rows=8, length=13, seed=seed)
+    lengths = torch.tensor(LENGTHS)
+    real = torch.arange(13) < lengths.unsqueeze(1)
+    batch["input_lengths"] = lengths
+    batch["input_ids"] = batch["input_ids"].clamp(min=1) * real
+    batch["token_mask"] = (real & (torch.arange(13) >= 2)).float()
+    batch["sample_mask"] = torch.tensor([1.0, 1, 1, 1, 0, 0, 1, 0])
+    return batch
+
+
+def config(way, megatron):
+    import tiny
+
+    optimizer = {"lr": 1e-2, "weight_decay": 0.0, "adam_eps": 1e-3, "use_distributed_optimizer": False}
+    sections = {"train_micro_batch_size": 2} | way
+    return tiny.policy_config(
+        megatron={"optimizer": optimizer, "scheduler": {"lr_warmup_iters": 4}} | megatron,
+        train_global_batch_size=4,  # pairs
+        max_total_sequence_length=13,
+        **sections,
+    )
+
+
+def dealt(worker_config, batch):
+    """This rank's pairs, as the driver deals them."""
+    from nemo_rl_mcore.data.token_budget import deal_balanced
+    from nemo_rl_mcore.megatron import parallel_groups
+
+    ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()
+    if worker_config.token_budgets is None:
+        return batch.deal(ranks, 2)[rank]
+    return deal_balanced(batch, ranks, 2)[rank]
+
+
+def steps(way, megatron):
+    """One step by train and one in two chunks: metrics, weights; with the loss and the accuracy by hand before each."""
+    import tiny
+
+    from nemo_rl_mcore.losses import DPOLossFn
+
+    given = config(way, megatron)
+    worker, loss_fn = tiny.worker(given), DPOLossFn({"reference_policy_kl_penalty": BETA})
+    by_hand = [by_formula(worker, pairs())]
+    results = [worker.train(dealt(given, pairs()), loss_fn)]
+    by_hand.append(by_formula(worker, pairs(1)))
+    worker.begin_train_step(loss_fn)
+    for rows in ((0, 2), (2, 8)):
+        worker.train_microbatch(dealt(given, pairs(1).slice(*rows)))
+    results.append(worker.finish_train_step())
+    return (
+        by_hand,
+        [step["all_mb_metrics"] | {"norm": step["grad_norm"].tolist()} for step in results],
+        {name: value.numpy() for name, value in tiny.parameters(worker).items()},
+        worker.backend.scheduler.num_steps,
+    )
+
+
+def by_formula(worker, batch):
+    """(loss, accuracy) from the log-probabilities that the worker gives: conventions' sums over chosen rows."""
+    import torch
+
+    logprobs = worker.get_logprobs(data=batch)["logprobs"].double()[:, 1:]
+    reference = batch["reference_policy_logprobs"].double()[:, :-1]
+    rewards = ((logprobs - reference) * batch["token_mask"][:, 1:]).sum(1)
+    chosen, rejected, kept = rewards[::2], rewards[1::2], batch["sample_mask"][::2]
+    loss = -torch.nn.functional.logsigmoid(BETA * (chosen - rejected))
+    count = batch["sample_mask"].sum() / 2
+    return float((loss * kept).sum() / count), float(((chosen > rejected) * kept).sum() / count)
+
+
+@pytest.fixture(scope="module")
+def reference(ranks):
+    known = {}
+
+    def of(layout):
+        if layout not in known:
+            world_size, megatron = LAYOUTS[layout]
+            known[layout] = ranks(world_size).run(steps, {"train_micro_batch_size": 4}, megatron)
+        return known[layout]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [("one-rank", way) for way in WAYS]
+    + [
+        (layout, way) for layout in ("dp2", "tp2-sp", "pp2") for way in ("rows-1", "dynamic-30", "packing-39")
+    ],
+)
+def test_pairs_stay_whole_in_every_microbatch(ranks, reference, layout, way):
+    world_size, megatron = LAYOUTS[layout]
+    for found, wanted in zip(
+        ranks(world_size).run(steps, WAYS[way], megatron), reference(layout), strict=True
+    ):
+        by_hand, metrics, weights, samples = found
+        for (loss, accuracy), step in zip(by_hand, metrics, strict=True):
+            assert step["loss"][0] == pytest.approx(loss, rel=1e-5)
+            assert step["accuracy"][0] == pytest.approx(accuracy, abs=1e-6)
+        for step, whole in zip(metrics, wanted[1], strict=True):
+            assert step.keys() == whole.keys()
+            for name in whole:
+                assert step[name] == pytest.approx(whole[name], **METRICS), name
+        for name, weight in wanted[2].items():
+            assert weights[name] == pytest.approx(weight, abs=REORDERED), name
+        assert samples == 8  # two steps of four pairs
+
+
+def learning_rates():
+    """Of DPO and of a loss of single rows, over the same recipe."""
+    import tiny
+
+    from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
+
+    found = []
+    for loss_fn, rows in ((DPOLossFn({}), 8), (NLLLossFn(), 4)):
+        worker = tiny.worker(config({}, {}))
+        batch = pairs().slice(0, rows)
+        found.append([worker.train(batch, loss_fn)["all_mb_metrics"]["lr"][0] for _ in range(6)])
+    return found
+
+
+def test_the_schedule_of_pairs_counts_optimizer_steps(ranks):
+    of_pairs, of_rows = ranks(1).run(learning_rates)[0]
+    assert of_pairs == of_rows
+    assert of_pairs == pytest.approx([0.0, 0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+def refusals():
+    import tiny
+
+    from nemo_rl_mcore.losses import DPOLossFn
+
+    worker, loss_fn = tiny.worker(config({}, {})), DPOLossFn({})
+    messages = []
+    for rows, sizes in ((3, {"gbs": 3}), (4, {"gbs": 4, "mbs": 1}), (6, {"gbs": 4})):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are the test's
+            worker.train(pairs().slice(0, rows), loss_fn, **sizes)
+        messages.append(str(caught.value))
+    whole = worker.train(pairs(), loss_fn)
+    again = tiny.worker(config({}, {}))
+    again.begin_train_step(loss_fn)
+    again.train_microbatch(pairs().slice(0, 4))
+    with pytest.raises(ValueError, match="3 rows are no whole samples"):
+        again.train_microbatch(pairs().slice(4, 7))
+    again.train_microbatch(pairs().slice(4, 8))
+    streamed = again.finish_train_step()
+    return messages, float(whole["global_loss"]), float(streamed["global_loss"])
+
+
+def test_half_a_pair_is_refused_and_leaves_an_open_step_open(ranks):
+    messages, whole, streamed = ranks(1).run(refusals)[0]
+    assert messages == [
+        "gbs 3 is no positive multiple of the 2 rows of a sample of DPOLossFn",
+        "mbs 1 is no positive multiple of the 2 rows of a sample of DPOLossFn",
+        "6 rows are no multiple of the 4 that one step takes here",
+    ]
+    assert streamed == pytest.approx(whole, rel=1e-6)

@@ -1,0 +1,85 @@
+"""Rows and samples: what a recipe counts, what the worker's API counts, and what is no whole sample."""
+
+import pytest
+import torch
+from fake_backend import FakeBackend, SumOfRewards, rows
+
+from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
+from nemo_rl_mcore.training.batch_sizes import BatchSizes, split_into_steps
+from nemo_rl_mcore.training.train_step import Phase, TrainStep
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """64 samples in a step, 32 in a microbatch."""
+    return load_config("examples/configs/dpo_cpu.yaml").policy
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "given", "wanted"),
+    [
+        (NLLLossFn(), (None, None), (64, 32)),
+        (DPOLossFn({}), (None, None), (128, 64)),
+        (DPOLossFn({}), (8, None), (8, 64)),
+        (DPOLossFn({}), (None, 2), (128, 2)),
+        (NLLLossFn(), (7, 3), (7, 3)),
+    ],
+)
+def test_the_config_counts_samples_and_the_api_rows(policy, loss_fn, given, wanted):
+    sizes = BatchSizes.of(policy, loss_fn, *given)
+    assert (sizes.gbs, sizes.mbs) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "name"), [((3, 2), "gbs 3"), ((4, 1), "mbs 1"), ((0, 2), "gbs 0"), ((4, -2), "mbs -2")]
+)
+def test_sizes_that_part_a_pair_are_refused(policy, given, name):
+    with pytest.raises(
+        ValueError, match=f"{name} is no positive multiple of the 2 rows of a sample of DPOLossFn"
+    ):
+        BatchSizes.of(policy, DPOLossFn({}), *given)
+
+
+def test_a_shard_holds_whole_pairs(policy):
+    sizes = BatchSizes.of(policy, DPOLossFn({}), 12, 2)
+    assert sizes.of_shard(3) == 4
+    with pytest.raises(
+        ValueError, match="gbs 12 does not divide into 4 data-parallel ranks, 2 rows a sample"
+    ):
+        sizes.of_shard(4)
+
+
+def test_steps_take_every_row():
+    data = BatchedDataDict(row=torch.arange(6))
+    assert [step["row"].tolist() for step in split_into_steps(data, 3)] == [[0, 1, 2], [3, 4, 5]]
+    for size in (0, 5):
+        with pytest.raises(ValueError, match=f"{size} rows are no multiple of the 3"):
+            split_into_steps(data.slice(0, size), 3)
+
+
+def open_step(rows_per_sample):
+    backend = FakeBackend()
+    step = TrainStep(backend)
+    step.begin(SumOfRewards(rows_per_sample=rows_per_sample), gbs=8, mbs=2)
+    return step, backend
+
+
+@pytest.mark.parametrize(("rows_per_sample", "samples"), [(1, 8), (2, 4), (4, 2)])
+def test_the_schedule_advances_by_samples(rows_per_sample, samples):
+    step, backend = open_step(rows_per_sample)
+    step.microbatch(rows([1.0] * 8))
+    step.finish()
+    assert backend.samples == samples
+
+
+def test_half_a_sample_is_refused_and_leaves_the_step_as_it_was():
+    step, backend = open_step(rows_per_sample=2)
+    step.microbatch(rows([1.0, 2.0]))
+    with pytest.raises(ValueError, match="3 rows are no whole samples: SumOfRewards reads 2 rows together"):
+        step.microbatch(rows([5.0, 6.0, 7.0]), chunk_id="odd")
+    assert step.phase is Phase.OPEN
+    step.microbatch(rows([3.0, 4.0]), chunk_id="odd")
+    step.finish()
+    assert backend.updates == [[1.0, 2.0, 3.0, 4.0]]

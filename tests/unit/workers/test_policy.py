@@ -1,0 +1,160 @@
+"""The driver's handle of a model: what each rank is sent, and what becomes of the answers. The ranks are a fake."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
+from nemo_rl_mcore.workers.policy import Policy
+
+BUDGET = ("policy.dynamic_batching.enabled=true",)
+
+
+class Ranks:
+    """Writes down each rank's calls; `shards` is the data-parallel rank of each."""
+
+    def __init__(self, shards: list[int]) -> None:
+        self.shards = shards
+        self.shared = 0
+        self.calls: list[tuple[str, list[dict[str, Any]]]] = []
+
+    def __call__(self, *_args: Any, **_options: Any) -> "Ranks":
+        return self
+
+    def share(self, value: Any) -> Any:
+        self.shared += 1
+        return value
+
+    def run_all(self, method: str, *, context: str = "", **kwargs: Any) -> list[Any]:
+        if method == "data_parallel_rank":
+            return self.shards
+        self.calls.append((method, [kwargs] * len(self.shards)))
+        return [f"{method} of rank {rank}" for rank in range(len(self.shards))]
+
+    def run_each(
+        self, method: str, *, per_rank_kwargs: list[dict[str, Any]], context: str = "", **kwargs: Any
+    ) -> list[Any]:
+        self.calls.append((method, [kwargs | own for own in per_rank_kwargs]))
+        if method in ("train", "train_microbatch"):
+            return [f"{method} of rank {rank}" for rank in range(len(self.shards))]
+        # Every rank answers; only the first of a shard is asked for.
+        return [
+            BatchedDataDict(logprobs=own["data"]["row"].float() + 1000 * self.shards[:rank].count(shard))
+            for rank, (shard, own) in enumerate(zip(self.shards, per_rank_kwargs, strict=True))
+        ]
+
+    def shutdown(self) -> None: ...
+
+
+def policy_over(shards: list[int], *overrides: str) -> tuple[Policy, Ranks]:
+    ranks = Ranks(shards)
+    config = load_config("examples/configs/dpo_cpu.yaml", overrides).policy
+    return Policy(config, None, seed=0, group=ranks), ranks  # type: ignore[arg-type]
+
+
+def numbered(rows: int, lengths: list[int] | None = None) -> BatchedDataDict:
+    given = torch.tensor(lengths or [4] * rows)
+    return BatchedDataDict(row=torch.arange(rows), input_ids=torch.ones(rows, 9), input_lengths=given)
+
+
+def rows_of(call: tuple[str, list[dict[str, Any]]]) -> list[list[int]]:
+    return [own["data"]["row"].tolist() for own in call[1]]
+
+
+def test_ranks_of_one_shard_get_the_same_rows_once_and_one_of_them_answers():
+    policy, ranks = policy_over([0, 0, 1, 1])
+    said = policy.get_logprobs(numbered(6))
+    assert rows_of(ranks.calls[0]) == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+    assert ranks.shared == 2
+    assert said["logprobs"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 7])
+def test_rows_that_do_not_divide_are_made_up_and_the_answers_cut(rows):
+    policy, ranks = policy_over([0, 1, 2])
+    assert policy.get_logprobs(numbered(rows))["logprobs"].tolist() == list(range(rows))
+    sent = rows_of(ranks.calls[0])
+    assert len({len(shard) for shard in sent}) == 1
+    assert [row for shard in sent for row in shard] == [*range(rows), *[rows - 1] * (-rows % 3)]
+
+
+@pytest.mark.parametrize("overrides", [(), BUDGET], ids=["fixed", "dynamic"])
+def test_training_sends_whole_pairs_step_by_step_and_sizes_in_rows(overrides):
+    policy, ranks = policy_over([0, 1], *overrides)
+    lengths = [9, 4, 8, 5, 9, 3, 7, 6, 2, 2, 3, 3, 4, 4, 5, 5]
+    said = policy.train(numbered(16, lengths), DPOLossFn({}), gbs=8, mbs=2)
+    assert said == "train of rank 0"
+    for shard in rows_of(ranks.calls[0]):
+        assert [row // 8 for row in shard] == [0, 0, 0, 0, 1, 1, 1, 1]
+        assert all(chosen % 2 == 0 and rejected == chosen + 1 for chosen, rejected in _pairs(shard))
+    assert {(own["gbs"], own["mbs"]) for own in ranks.calls[0][1]} == {(8, 2)}
+
+
+def test_sizes_left_out_are_the_configs_in_rows_of_the_loss():
+    policy, ranks = policy_over([0, 1], "policy.train_global_batch_size=8", "policy.train_micro_batch_size=2")
+    policy.train(numbered(16), DPOLossFn({}))
+    policy.begin_train_step(DPOLossFn({}))
+    policy.begin_train_step(NLLLossFn(), gbs=10, mbs=5, step_id="a")
+    sizes = [{(own["gbs"], own["mbs"]) for own in call[1]} for call in ranks.calls]
+    assert sizes == [{(16, 4)}, {(16, 4)}, {(10, 5)}]
+    assert ranks.calls[2][1][0]["step_id"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "message"),
+    [
+        (8, {"gbs": 6, "mbs": 2}, "gbs 6 does not divide into 2 data-parallel ranks, 2 rows a sample"),
+        (6, {"gbs": 4, "mbs": 2}, "6 rows are no multiple of the 4"),
+        (8, {"gbs": 4, "mbs": 1}, "mbs 1 is no positive multiple of the 2 rows"),
+    ],
+)
+def test_what_would_part_a_pair_or_drop_a_row_is_refused_before_it_is_sent(rows, sizes, message):
+    policy, ranks = policy_over([0, 1])
+    with pytest.raises(ValueError, match=message):
+        policy.train(numbered(rows), DPOLossFn({}), **sizes)
+    assert not ranks.calls
+
+
+@pytest.mark.parametrize("overrides", [(), BUDGET], ids=["fixed", "dynamic"])
+@pytest.mark.parametrize("rows", [0, 2, 6, 10])
+def test_chunks_are_dealt_as_whole_pairs_however_few(overrides, rows):
+    policy, ranks = policy_over([0, 1], *overrides)
+    policy.begin_train_step(DPOLossFn({}))
+    policy.train_microbatch(numbered(rows, [9, 4, 8, 5, 9, 3, 7, 6, 2, 2][:rows]), chunk_id="a")
+    sent = rows_of(ranks.calls[1])
+    assert Counter(row for shard in sent for row in shard) == Counter(range(rows))
+    assert abs(len(sent[0]) - len(sent[1])) <= 2
+    for shard in sent:
+        assert all(chosen % 2 == 0 and rejected == chosen + 1 for chosen, rejected in _pairs(shard))
+
+
+def test_half_a_pair_in_a_chunk_is_refused_before_it_is_sent():
+    policy, ranks = policy_over([0, 1])
+    policy.begin_train_step(DPOLossFn({}))
+    with pytest.raises(ValueError, match="3 rows are no whole samples: DPOLossFn reads 2 rows together"):
+        policy.train_microbatch(numbered(3))
+    assert [method for method, _ in ranks.calls] == ["begin_train_step"]
+
+
+def test_train_and_chunks_balance_tokens_alike():
+    policy, ranks = policy_over([0, 1], *BUDGET)
+    lengths = [9, 9, 9, 9, 1, 1, 1, 1]
+    policy.train(numbered(8, lengths), NLLLossFn(), gbs=8, mbs=2)
+    policy.begin_train_step(NLLLossFn())
+    policy.train_microbatch(numbered(8, lengths))
+    whole, chunk = rows_of(ranks.calls[0]), rows_of(ranks.calls[2])
+    assert whole == chunk
+    assert [sum(lengths[row] for row in shard) for shard in whole] == [20, 20]
+
+
+def test_totals_of_a_finished_step_are_those_of_the_first_rank():
+    policy, _ = policy_over([0, 0, 1, 1])
+    assert policy.finish_train_step() == "finish_train_step of rank 0"
+
+
+def _pairs(shard: list[int]) -> list[tuple[int, int]]:
+    return list(zip(shard[::2], shard[1::2], strict=True))
