@@ -144,7 +144,8 @@ def _algorithm(
     """The algorithm over its parts, which end with the stack."""
     config, tokenizer, prompts = parts.config, parts.tokenizer, parts.prompts
     stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
-    start = partial(Policy, cluster=cluster, seed=config.seed)
+    # One temperature for all of a run's models: their log-probabilities are compared with each other.
+    start = partial(Policy, cluster=cluster, seed=config.seed, temperature=config.logprob_temperature)
     teacher = _teacher(config) if isinstance(config, DistillationMasterConfig) else None
     policy = stack.enter_context(start(config.policy, init_reference_model=config.needs_reference))
     recorder = stack.enter_context(

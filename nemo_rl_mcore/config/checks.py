@@ -151,6 +151,20 @@ def given_rows_problems(config: "RunConfig", held_out_batches: int) -> Iterator[
         )
 
 
+def sample_budget_problems(config: "RunConfig") -> Iterator[Problem]:
+    """Yield a token budget of training with room for the longest row and none for a sample of several."""
+    budgets, rows = config.policy.token_budgets, config.rows_per_sample
+    longest = config.policy.max_total_sequence_length
+    if budgets is not None and longest <= budgets.of_training(rows) < rows * longest:
+        yield Problem(
+            f"{budgets.section}.train_mb_tokens",
+            f"{budgets.train} is below {rows} times policy.max_total_sequence_length: {longest}, which one sample of "
+            f"{rows} rows may take",
+            f"set it to {rows * longest} or more, or lower max_total_sequence_length",
+            ("policy.max_total_sequence_length",),
+        )
+
+
 def _layout_problems(config: "RunConfig") -> Iterator[Problem]:
     world, needed = config.cluster.world_size, config.policy.megatron_cfg.model_parallel_size
     ranks = "cpu_workers_per_node" if config.cluster.on_cpu else "gpus_per_node"

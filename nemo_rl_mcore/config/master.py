@@ -20,6 +20,7 @@ from nemo_rl_mcore.config.checks import (
     ppo_problems,
     rollout_problems,
     run_problems,
+    sample_budget_problems,
 )
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig
@@ -115,6 +116,24 @@ class RunConfig(StrictModel):
         return False
 
     @property
+    def learns_from_samples(self) -> bool:
+        """Whether the answers that are trained on were sampled by the policy; else the data set gives them."""
+        return True
+
+    @property
+    def logprob_temperature(self) -> float:
+        """What divides the logits in every pass of the run: policy, reference, teacher, loss.
+
+        Where the policy sampled the answers it is the sampling temperature, since they are from that distribution.
+        """
+        return self.policy.generation.temperature if self.learns_from_samples else 1.0
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows of a batch that make a sample, which is what batch sizes count."""
+        return 1
+
+    @property
     def data_parallel_size(self) -> int:
         """Copies of the model."""
         return max(1, self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size)
@@ -197,6 +216,11 @@ class DistillationMasterConfig(RunConfig):
     """The model to learn from."""
 
     @property
+    def learns_from_samples(self) -> bool:
+        """Off policy the answers are those of the data set."""
+        return self.distillation.on_policy
+
+    @property
     def row_kind(self) -> RowKind:
         """Off policy the answers are those of the data set."""
         return RowKind.PROMPTS if self.distillation.on_policy else RowKind.ANSWERS
@@ -224,6 +248,11 @@ class SFTMasterConfig(RunConfig):
     """The loss."""
 
     @property
+    def learns_from_samples(self) -> bool:
+        """The answers are given."""
+        return False
+
+    @property
     def row_kind(self) -> RowKind:
         """The answers are imitated."""
         return RowKind.ANSWERS
@@ -243,6 +272,16 @@ class DPOMasterConfig(RunConfig):
     """The loop, and the loss."""
 
     @property
+    def learns_from_samples(self) -> bool:
+        """Offline the pairs are those of the data set."""
+        return self.dpo.online
+
+    @property
+    def rows_per_sample(self) -> int:
+        """A sample is a pair: the chosen answer and the rejected one."""
+        return 2
+
+    @property
     def row_kind(self) -> RowKind:
         """Offline the pairs are those of the data set."""
         return RowKind.PROMPTS if self.dpo.online else RowKind.PAIRS
@@ -256,6 +295,7 @@ class DPOMasterConfig(RunConfig):
         """Yield what does not go together between sections."""
         yield from super().problems()
         yield from given_rows_problems(self, 0 if self.dpo.online else self.dpo.val_batches)
+        yield from sample_budget_problems(self)
 
 
 RUN_CONFIGS: dict[str, type[RunConfig]] = {

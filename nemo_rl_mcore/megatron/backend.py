@@ -47,9 +47,10 @@ class MegatronBackend:
     """Implements `training.train_step.TrainStepBackend` for one rank. Its process groups must be initialised.
 
     role: a policy says how probable tokens are, a critic how much is to be expected of a state.
+    temperature: of every log-probability; None is that of sampling.
     """
 
-    def __init__(self, policy: PolicyConfig, role: Role = Role.POLICY):
+    def __init__(self, policy: PolicyConfig, role: Role = Role.POLICY, temperature: float | None = None):
         require_hook()
         self.config, models = build_model(policy)
         if policy.model_name is not None:
@@ -63,7 +64,9 @@ class MegatronBackend:
         self.forward = ForwardBackward(
             self.config,
             self.chunks,
-            _passes(policy, self.chunks),
+            _passes(
+                policy, self.chunks, policy.generation.temperature if temperature is None else temperature
+            ),
             _sequence_multiple(policy),
             policy.token_budgets,
         )
@@ -154,7 +157,7 @@ def _rng_tracker() -> CudaRNGStatesTracker:
     return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
 
 
-def _passes(policy: PolicyConfig, chunks: list[DistributedDataParallel]) -> Passes:
+def _passes(policy: PolicyConfig, chunks: list[DistributedDataParallel], temperature: float) -> Passes:
     config, vocab_size = policy.megatron_cfg, policy.model.vocab_size
     options = LinearLogprobsOptions(
         chunk_size=config.fused_linear_logprobs_chunk_size,
@@ -166,7 +169,7 @@ def _passes(policy: PolicyConfig, chunks: list[DistributedDataParallel]) -> Pass
     fused = config.use_fused_linear_logprobs
     return Passes(
         token_processor=fused_processor(options) if fused else unfused_processor(vocab_size),
-        temperature=policy.generation.temperature,
+        temperature=temperature,
         linear_options=options,
         value_head=value_head_of(chunks[-1]),
     )

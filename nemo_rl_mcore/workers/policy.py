@@ -12,7 +12,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.token_budget import deal_balanced
 from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
-from nemo_rl_mcore.training.batch_sizes import BatchSizes, require_whole_samples, split_into_steps
+from nemo_rl_mcore.training.batch_sizes import BatchSizes, require_whole_samples
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster, free_port
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 from nemo_rl_mcore.workers.weight_sync import BroadcastMeeting, RefitSettings
@@ -23,6 +23,7 @@ class Policy:
     """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
 
     beside: another one, whose machines and GPUs this one shares.
+    temperature: of every log-probability, see `MegatronPolicyWorker`.
     group: what makes the ranks, from the arguments of `RayWorkerGroup`.
 
     Raises WorkerError, naming the rank, when a rank fails or dies.
@@ -37,6 +38,7 @@ class Policy:
         init_reference_model: bool = False,
         role: Role = Role.POLICY,
         beside: Policy | None = None,
+        temperature: float | None = None,
         group: Callable[..., WorkerGroup] = RayWorkerGroup,
     ) -> None:
         if config.init_checkpoint is not None:
@@ -48,7 +50,12 @@ class Policy:
             MegatronPolicyWorker,
             cluster,
             (config,),
-            {"seed": seed, "init_reference_model": init_reference_model, "role": role},
+            {
+                "seed": seed,
+                "init_reference_model": init_reference_model,
+                "role": role,
+                "temperature": temperature,
+            },
             placement=None if beside is None else cluster.place_beside(beside.placement, beside.gpus()),
         )
         # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
@@ -93,7 +100,7 @@ class Policy:
         """See `interfaces.TrainedModel.train`; the totals are equal on every rank."""
         sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
         sizes.of_shard(self._shards)
-        dealt = [self._deal(step, loss_fn) for step in split_into_steps(data, sizes.gbs)]
+        dealt = [self._deal(step, loss_fn) for step in sizes.steps(data)]
         shards = [BatchedDataDict.from_batches(steps) for steps in zip(*dealt, strict=True)]
         return self._run("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=sizes.gbs, mbs=sizes.mbs)[
             0

@@ -21,7 +21,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
-from nemo_rl_mcore.training.batch_sizes import BatchSizes, split_into_steps
+from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
 from nemo_rl_mcore.training.metrics import neutral_value
 from nemo_rl_mcore.training.train_step import OptimizerOutcome, Phase, StepResult, TrainStep, TrainStepError
@@ -42,6 +42,8 @@ class MegatronPolicyWorker:
         seed: of the random initialisation and of dropout.
         init_reference_model: keep a copy of the initial weights for `get_reference_policy_logprobs`.
         role: "policy", or "value" for a critic: the same model with a value head in place of the output layer.
+        temperature: divides the logits in every log-probability, also those of the reference policy and of losses; None
+            is generation.temperature, at which the policy's own samples were drawn.
 
     """
 
@@ -52,6 +54,7 @@ class MegatronPolicyWorker:
         seed: int = 42,
         init_reference_model: bool = True,
         role: str | Role = Role.POLICY,
+        temperature: float | None = None,
     ) -> None:
         self.role = Role(role)
         self.policy = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(config)
@@ -65,7 +68,7 @@ class MegatronPolicyWorker:
         self._groups = parallel_groups
         self._checkpoint = checkpoint
         self._seed = seed
-        self.backend = MegatronBackend(self.policy, self.role)
+        self.backend = MegatronBackend(self.policy, self.role, temperature)
         if self.policy.init_checkpoint is not None:
             folder = Path(self.policy.init_checkpoint) / POLICY_FOLDER
             self._load_weights(folder, of_a_policy=self.role is Role.VALUE)
@@ -80,7 +83,7 @@ class MegatronPolicyWorker:
     def get_logprobs(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """{"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
 
-        data: input_ids [B, S], input_lengths [B]. Evaluation mode; the sampling temperature divides the logits.
+        data: input_ids [B, S], input_lengths [B]. Evaluation mode; the worker's temperature divides the logits.
         """
         return BatchedDataDict(logprobs=self._logprobs(data, micro_batch_size))
 
@@ -173,7 +176,7 @@ class MegatronPolicyWorker:
         updated. Raises ValueError when the rows are no multiple of the step's.
         """
         sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
-        batches = split_into_steps(data, sizes.of_shard(self._groups.data_parallel_size()))
+        batches = sizes.steps(data, self._groups.data_parallel_size())
         if eval_mode:
             return _as_result([self._evaluate(batch, loss_fn, sizes.mbs) for batch in batches])
         results: list[StepResult] = []

@@ -193,6 +193,6 @@ def test_half_a_pair_is_refused_and_leaves_an_open_step_open(ranks):
     assert messages == [
         "gbs 3 is no positive multiple of the 2 rows of a sample of DPOLossFn",
         "mbs 1 is no positive multiple of the 2 rows of a sample of DPOLossFn",
-        "6 rows are no multiple of the 4 that one step takes here",
+        "6 rows are no multiple of the 4 that one step takes (gbs 4 over 1 data-parallel ranks)",
     ]
     assert streamed == pytest.approx(whole, rel=1e-6)

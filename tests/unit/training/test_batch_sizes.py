@@ -7,7 +7,7 @@ from fake_backend import FakeBackend, SumOfRewards, rows
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
-from nemo_rl_mcore.training.batch_sizes import BatchSizes, split_into_steps
+from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.train_step import Phase, TrainStep
 
 
@@ -51,12 +51,12 @@ def test_a_shard_holds_whole_pairs(policy):
         sizes.of_shard(4)
 
 
-def test_steps_take_every_row():
-    data = BatchedDataDict(row=torch.arange(6))
-    assert [step["row"].tolist() for step in split_into_steps(data, 3)] == [[0, 1, 2], [3, 4, 5]]
+def test_steps_take_every_row(policy):
+    data, sizes = BatchedDataDict(row=torch.arange(6)), BatchSizes.of(policy, NLLLossFn(), 6, 1)
+    assert [step["row"].tolist() for step in sizes.steps(data, 2)] == [[0, 1, 2], [3, 4, 5]]
     for size in (0, 5):
-        with pytest.raises(ValueError, match=f"{size} rows are no multiple of the 3"):
-            split_into_steps(data.slice(0, size), 3)
+        with pytest.raises(ValueError, match=rf"{size} rows are no multiple of the 3 .* \(gbs 6 over 2"):
+            sizes.steps(data.slice(0, size), 2)
 
 
 def open_step(rows_per_sample):
