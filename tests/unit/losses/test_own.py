@@ -92,7 +92,7 @@ def test_a_section_refuses(kind, given, message):
     [
         (
             "grpo_copy_cpu",
-            ["policy.train_global_batch_size=128", "loss_fn.force_on_policy_ratio=false"],
+            ["policy.train_global_batch_size=128", "policy.train_micro_batch_size=64"],
             None,
         ),
         (
