@@ -9,10 +9,9 @@ from typing import Any, Self
 
 import ray
 
-from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.token_budget import balanced_order
-from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster, free_port
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
@@ -23,7 +22,7 @@ from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 class Policy:
     """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
 
-    beside: another one, whose machines and GPUs this one shares.
+    trained: see `MegatronPolicyWorker`. beside: another one, whose machines and GPUs this one shares.
 
     Raises WorkerError, naming the rank, when a rank fails or dies.
     """
@@ -36,6 +35,7 @@ class Policy:
         seed: int,
         init_reference_model: bool = False,
         role: Role = Role.POLICY,
+        trained: bool = True,
         beside: Policy | None = None,
     ) -> None:
         if config.init_checkpoint is not None:
@@ -47,7 +47,7 @@ class Policy:
             MegatronPolicyWorker,
             cluster,
             (config,),
-            {"seed": seed, "init_reference_model": init_reference_model, "role": role},
+            {"seed": seed, "init_reference_model": init_reference_model, "role": role, "trained": trained},
             placement=None if beside is None else cluster.place_beside(beside.placement, beside.gpus()),
         )
         # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
