@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Problem, collect_problems
 from nemo_rl_mcore.config.vllm import vllm_problems
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         PPOMasterConfig,
         RunConfig,
     )
+    from nemo_rl_mcore.config.policy import PolicyConfig
+    from nemo_rl_mcore.config.run_models import ModelPlan
 
 MEGATRON = "policy.megatron_cfg"
 LAYOUT = (
@@ -34,6 +36,8 @@ def run_problems(config: "RunConfig") -> Iterator[Problem]:
     yield from _length_problems(config)
     yield from _validation_problems(config)
     yield from _checkpoint_problems(config)
+    for plan in config.models.values():
+        yield from _second_model_problems(config, plan)
     yield from vllm_problems(config)
     name, loop = config.algorithm, config.loop
     if loop.seed is not None and loop.seed != config.seed:
@@ -163,6 +167,23 @@ def sample_budget_problems(config: "RunConfig") -> Iterator[Problem]:
             f"set it to {rows * longest} or more, or lower max_total_sequence_length",
             ("policy.max_total_sequence_length",),
         )
+
+
+def _second_model_problems(config: "RunConfig", plan: "ModelPlan") -> Iterator[Problem]:
+    """Yield the rules of a policy that a model beside it breaks, unless the recipe's own walk tells of them."""
+    if plan.policy is config.policy:
+        return
+    of_policy = set(collect_problems(config.policy, "policy"))
+    of_section = set(collect_problems(getattr(config, plan.name), plan.name))
+    if plan.trained:
+        problems = collect_problems(plan.policy, "policy")
+    else:
+        problems = (problem.below("policy") for problem in plan.policy.problems_of_any_model())
+    for problem in problems:
+        told = plan.in_recipe(problem)
+        shared = told.path == problem.path and problem in of_policy
+        if not shared and told not in of_section:
+            yield told
 
 
 def _layout_problems(config: "RunConfig") -> Iterator[Problem]:
@@ -339,7 +360,13 @@ def _checkpoint_problems(config: "RunConfig") -> Iterator[Problem]:
             "change one of the two, or rank by a train: metric",
             ("checkpointing.save_period", f"{config.algorithm}.val_period"),
         )
-    optimizer = config.policy.megatron_cfg.optimizer
+    for plan in config.models.values():
+        if plan.trained:
+            yield from map(plan.in_recipe, _saving_problems(plan.policy))
+
+
+def _saving_problems(policy: "PolicyConfig") -> Iterator[Problem]:
+    optimizer = policy.megatron_cfg.optimizer
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
         yield Problem(
             f"{MEGATRON}.optimizer.use_distributed_optimizer",

@@ -34,6 +34,7 @@ from nemo_rl_mcore.config.loss import (
 )
 from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
 
 
@@ -66,6 +67,11 @@ class RunConfig(StrictModel):
     def loop(self) -> LoopConfig:
         """The algorithm's section."""
         return getattr(self, self.algorithm)
+
+    @property
+    def models(self) -> dict[str, ModelPlan]:
+        """The models of the run by name, the policy first."""
+        return {"policy": ModelPlan("policy", self.policy, reference=self.needs_reference)}
 
     @property
     def samples_per_step(self) -> int:
@@ -192,6 +198,11 @@ class PPOMasterConfig(RunConfig):
     """The critic's loss."""
 
     @property
+    def models(self) -> dict[str, ModelPlan]:
+        """The policy and the critic."""
+        return {**super().models, "value": self.value.plan(self.policy)}
+
+    @property
     def needs_reference(self) -> bool:
         """Whether there is a KL penalty."""
         return self.loss_fn.reference_policy_kl_penalty != 0
@@ -219,6 +230,11 @@ class DistillationMasterConfig(RunConfig):
     def learns_from_samples(self) -> bool:
         """Off policy the answers are those of the data set."""
         return self.distillation.on_policy
+
+    @property
+    def models(self) -> dict[str, ModelPlan]:
+        """The policy and its teacher."""
+        return {**super().models, "teacher": self.teacher.plan(self.policy)}
 
     @property
     def row_kind(self) -> RowKind:

@@ -15,19 +15,39 @@ SEQUENCE = "megatron_cfg.sequence_parallel"
 OVERLAP = "megatron_cfg.overlap_moe_expert_parallel_comm"
 
 
-def parallel_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
-    """Yield what the layout cannot cut evenly, and combinations that train wrongly."""
+def cut_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+    """Yield what the layout cannot cut evenly, and what no model runs under."""
     yield from _tensor_problems(model, megatron)
     yield from _pipeline_problems(model, megatron)
     yield from _expert_problems(model, megatron)
-    if megatron.overlap_moe_expert_parallel_comm:
-        yield from _overlap_problems(model, megatron)
     if megatron.context_parallel_size > 1:
         yield Problem(
             "megatron_cfg.context_parallel_size",
             f"{megatron.context_parallel_size}: context parallelism is not supported yet",
             "set context_parallel_size: 1",
         )
+
+
+def training_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+    """Yield layouts under which a model is not trained, or that say nothing of it."""
+    if model.num_moe_experts is None and megatron.expert_model_parallel_size > 1:
+        yield Problem(
+            EXPERT,
+            f"{megatron.expert_model_parallel_size} needs a model with experts, and policy.model.num_moe_experts "
+            "is null",
+            "set expert_model_parallel_size: 1",
+            ("model.num_moe_experts",),
+        )
+    split = megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel
+    if model.num_moe_experts is not None and split:
+        yield Problem(
+            SEQUENCE,
+            f"false does not go with experts and policy.{TENSOR}: {megatron.tensor_model_parallel_size}",
+            "set sequence_parallel: true, or tensor_model_parallel_size: 1",
+            (TENSOR, "model.num_moe_experts"),
+        )
+    if megatron.overlap_moe_expert_parallel_comm:
+        yield from _overlap_problems(model, megatron)
 
 
 def _tensor_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
@@ -83,13 +103,6 @@ def _pipeline_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator
 def _expert_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
     experts, ranks = model.num_moe_experts, megatron.expert_model_parallel_size
     if experts is None:
-        if ranks > 1:
-            yield Problem(
-                EXPERT,
-                f"{ranks} needs a model with experts, and policy.model.num_moe_experts is null",
-                "set expert_model_parallel_size: 1",
-                ("model.num_moe_experts",),
-            )
         return
     if experts % ranks:
         yield Problem(
@@ -97,13 +110,6 @@ def _expert_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[P
             f"{experts} is not divisible by policy.{EXPERT}: {ranks}",
             f"set it to {-(-experts // ranks) * ranks}, or lower expert_model_parallel_size",
             (EXPERT,),
-        )
-    if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
-        yield Problem(
-            SEQUENCE,
-            f"false does not go with experts and policy.{TENSOR}: {megatron.tensor_model_parallel_size}",
-            "set sequence_parallel: true, or tensor_model_parallel_size: 1",
-            (TENSOR, "model.num_moe_experts"),
         )
     if megatron.expert_tensor_parallel_size > 1:
         yield Problem(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.load import load_config
-from nemo_rl_mcore.config.master import DistillationMasterConfig, RunConfig
-from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.config.saved_run import does_not_fit
 
 
@@ -39,6 +39,7 @@ def warm_start_problems(config: RunConfig, chain: tuple[Path, ...] = ()) -> Iter
 
     chain: the recipes for which this one is run first.
     """
+    models = config.models
     if config.warm_start is not None:
         if config.policy.init_checkpoint is not None or config.policy.model_name is not None:
             yield Problem(
@@ -47,13 +48,13 @@ def warm_start_problems(config: RunConfig, chain: tuple[Path, ...] = ()) -> Iter
                 "remove one of the two",
                 ("policy.init_checkpoint", "policy.model_name"),
             )
-        yield from _problems_of("warm_start", config.warm_start, config.policy, chain)
-    if isinstance(config, DistillationMasterConfig) and config.teacher.warm_start is not None:
-        teacher = config.teacher.as_policy(config.policy)
-        yield from _problems_of("teacher.warm_start", config.teacher.warm_start, teacher, chain)
+        yield from _problems_of("warm_start", config.warm_start, models["policy"], chain)
+    for name, plan in models.items():
+        if plan.warm_start is not None:
+            yield from _problems_of(f"{name}.warm_start", plan.warm_start, plan, chain)
 
 
-def _problems_of(key: str, path: str, policy: PolicyConfig, chain: tuple[Path, ...]) -> Iterator[Problem]:
+def _problems_of(key: str, path: str, plan: ModelPlan, chain: tuple[Path, ...]) -> Iterator[Problem]:
     file = Path(path).resolve()
     if file in chain:
         yield Problem(key, f"{path} is to run before itself", "remove the cycle")
@@ -66,5 +67,5 @@ def _problems_of(key: str, path: str, policy: PolicyConfig, chain: tuple[Path, .
         return
     for problem in warm_start_problems(recipe, (*chain, file)):
         yield Problem(key, f"in {path}: {problem}")
-    if differing := does_not_fit(recipe.model_dump(), policy):
+    if differing := does_not_fit(recipe.model_dump(), plan):
         yield Problem(key, f"{path} trains another model: {', '.join(differing)}", "make the two equal")

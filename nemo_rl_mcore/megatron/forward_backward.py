@@ -12,8 +12,8 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator
@@ -54,7 +54,7 @@ class ForwardBackward:
     """
 
     config: TransformerConfig
-    chunks: list[DistributedDataParallel]
+    chunks: list[MegatronModule]
     passes: Passes
     sequence_multiple: int
     token_budgets: TokenBudgets | None = None

@@ -7,10 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.token_budget import deal_balanced
-from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.training.batch_sizes import BatchSizes, require_whole_samples
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster, free_port
@@ -22,8 +21,8 @@ from nemo_rl_mcore.workers.worker_group import RayWorkerGroup, WorkerGroup
 class Policy:
     """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
 
+    trained, temperature: see `MegatronPolicyWorker`.
     beside: another one, whose machines and GPUs this one shares.
-    temperature: of every log-probability, see `MegatronPolicyWorker`.
     group: what makes the ranks, from the arguments of `RayWorkerGroup`.
 
     Raises WorkerError, naming the rank, when a rank fails or dies.
@@ -37,6 +36,7 @@ class Policy:
         seed: int,
         init_reference_model: bool = False,
         role: Role = Role.POLICY,
+        trained: bool = True,
         beside: Policy | None = None,
         temperature: float | None = None,
         group: Callable[..., WorkerGroup] = RayWorkerGroup,
@@ -54,6 +54,7 @@ class Policy:
                 "seed": seed,
                 "init_reference_model": init_reference_model,
                 "role": role,
+                "trained": trained,
                 "temperature": temperature,
             },
             placement=None if beside is None else cluster.place_beside(beside.placement, beside.gpus()),

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
@@ -44,6 +43,7 @@ class MegatronPolicyWorker:
         role: "policy", or "value" for a critic: the same model with a value head in place of the output layer.
         temperature: divides the logits in every log-probability, also those of the reference policy and of losses; None
             is generation.temperature, at which the policy's own samples were drawn.
+        trained: False builds neither gradient buffers nor an optimizer; what needs one is then a ValueError.
 
     """
 
@@ -55,6 +55,7 @@ class MegatronPolicyWorker:
         init_reference_model: bool = True,
         role: str | Role = Role.POLICY,
         temperature: float | None = None,
+        trained: bool = True,
     ) -> None:
         self.role = Role(role)
         self.policy = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(config)
@@ -68,7 +69,7 @@ class MegatronPolicyWorker:
         self._groups = parallel_groups
         self._checkpoint = checkpoint
         self._seed = seed
-        self.backend = MegatronBackend(self.policy, self.role, temperature)
+        self.backend = MegatronBackend(self.policy, self.role, trained=trained, temperature=temperature)
         if self.policy.init_checkpoint is not None:
             folder = Path(self.policy.init_checkpoint) / POLICY_FOLDER
             self._load_weights(folder, of_a_policy=self.role is Role.VALUE)
@@ -175,6 +176,7 @@ class MegatronPolicyWorker:
         Returns what `finish_train_step` returns, with one entry a step in each list. Under `eval_mode` nothing is
         updated. Raises ValueError when the rows are no multiple of the step's.
         """
+        self._require_trained("train")
         sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
         batches = sizes.steps(data, self._groups.data_parallel_size())
         if eval_mode:
@@ -200,11 +202,13 @@ class MegatronPolicyWorker:
         step_id: str | None = None,
     ) -> None:
         """Open a train step; the scheduler advances by the samples of `gbs` rows. gbs, mbs: see `train`."""
+        self._require_trained("begin_train_step")
         sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
         self.train_step.begin(loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id)
 
     def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
         """Add the gradients of this rank's rows of a chunk, whole samples, to the open step."""
+        self._require_trained("train_microbatch")
         self.train_step.microbatch(data, chunk_id)
 
     def finish_train_step(self) -> dict[str, Any]:
@@ -216,11 +220,18 @@ class MegatronPolicyWorker:
         moe_metrics and mtp_metrics are means over the steps: the load-balancing loss before its coefficient, and the
         cross-entropy of each prediction layer.
         """
+        self._require_trained("finish_train_step")
         return _as_result([self.train_step.finish()])
 
     def abort_train_step(self) -> None:
         """Drop the open step and restore what it changed; nothing to do when idle."""
         self.train_step.abort()
+
+    def _require_trained(self, call: str) -> None:
+        if not self.backend.trained:
+            raise ValueError(
+                f"{call} needs a worker that is trained, and this one was built with trained=False"
+            )
 
     def _evaluate(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> StepResult:
         started = time.monotonic()
@@ -244,6 +255,7 @@ class MegatronPolicyWorker:
 
         Raises TrainStepError while a step is open.
         """
+        self._require_trained("save_checkpoint")
         if self.train_step.phase is not Phase.IDLE:
             raise TrainStepError(
                 "save_checkpoint while a train step is open: call finish_train_step or abort_train_step first"
@@ -257,6 +269,8 @@ class MegatronPolicyWorker:
         step is dropped; so is one that failed inside the optimizer, for which this is the way out.
         Raises ValueError when the folder holds no checkpoint of this model.
         """
+        if not weights_only:
+            self._require_trained("load_checkpoint without weights_only=True")
         with suppress(TrainStepError):  # the weights that such a step may have half updated are replaced
             self.train_step.abort()
         if weights_only:
@@ -276,7 +290,7 @@ class MegatronPolicyWorker:
     def _load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
         weights = folder / self._checkpoint.WEIGHTS
         self._checkpoint.load_weights(self.backend.chunks, weights, of_a_policy=of_a_policy)
-        self.backend.optimizer.reload_model_params()
+        self.backend.weights_replaced()
 
     # Weight sync
 

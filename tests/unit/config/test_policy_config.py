@@ -143,7 +143,7 @@ def test_a_built_schedule_with_another_weight_decay_is_refused():
                 },
                 "optimizer": {"lr": 1e-3, "use_distributed_optimizer": False},
             },
-            "overlap_param_gather: true needs optimizer.use_distributed_optimizer: true",
+            "overlap_param_gather: true needs policy.megatron_cfg.optimizer.use_distributed_optimizer: true",
         ),
         (
             {"distributed_data_parallel_config": {"overlap_param_gather": True}},
