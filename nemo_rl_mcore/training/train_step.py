@@ -135,6 +135,11 @@ class TrainStep:
         """Where the step stands."""
         return self._phase
 
+    @property
+    def loss_fn(self) -> LossFunction | None:
+        """The loss of the open or failed step; None when idle."""
+        return None if self._step is None else self._step.loss_fn
+
     def begin(self, loss_fn: LossFunction, *, gbs: int, mbs: int, step_id: str | None = None) -> None:
         """Open a step with cleared gradients. `gbs` samples are what the scheduler advances by; `mbs` rows run at once.
 

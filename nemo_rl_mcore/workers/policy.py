@@ -11,7 +11,9 @@ import ray
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.columns import Column
 from nemo_rl_mcore.data.token_budget import balanced_order
+from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster, free_port
@@ -25,7 +27,8 @@ class Policy:
 
     beside: another one, whose machines and GPUs this one shares.
 
-    Raises WorkerError, naming the rank, when a rank fails or dies.
+    Raises WorkerError, naming the rank, when a rank fails or dies. A batch that the model or the loss cannot take is a
+    ValueError by key and row, and nothing of it is sent.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Policy:
             absolute = str(Path(config.init_checkpoint).absolute())
             config = config.model_copy(update={"init_checkpoint": absolute})
         self._config = config
+        self._check = BatchCheck.of(config)
         self._workers = RayWorkerGroup(
             MegatronPolicyWorker,
             cluster,
@@ -57,27 +61,33 @@ class Policy:
         self._shards = max(self._shard_of_rank) + 1
         self._calls: dict[str, int] = {}
         self._rows_per_sample = 1  # of the open step's loss
+        self._columns: tuple[Column, ...] = ()  # of the same
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_logprobs`."""
+        self._check.reading(data)
         return self._map("get_logprobs", data)
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_reference_policy_logprobs`."""
+        self._check.reading(data)
         return self._map("get_reference_policy_logprobs", data)
 
     def get_topk_logits(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_topk_logits`."""
+        self._check.reading(data, k=k)
         return self._map("get_topk_logits", data, k=k)
 
     def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
         """See `interfaces.ValueInterface.get_values`; for the role value."""
+        self._check.reading(data)
         return self._map("get_values", data)
 
     def generate(
         self, data: BatchedDataDict, *, step: int, stop_ids: Sequence[int], greedy: bool
     ) -> BatchedDataDict:
         """See `interfaces.GenerationInterface.generate`."""
+        self._check.prompts(data)
         return self._map("generate", data, step=step, stop_ids=list(stop_ids), greedy=greedy)
 
     def train(
@@ -90,6 +100,7 @@ class Policy:
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """See `interfaces.TrainedModel.train`; the totals are equal on every rank."""
+        self._check.training(data, loss_fn.columns, eval_mode=eval_mode)
         step = gbs or self._config.train_global_batch_size
         if self._config.token_budgets is not None and data.size % step == 0:
             # Sums do not depend on who adds what, and ranks with equally many tokens wait less for each other.
@@ -105,10 +116,11 @@ class Policy:
     def begin_train_step(self, loss_fn: LossFunction, *, step_id: str | None = None) -> None:
         """See `interfaces.PolicyInterface.begin_train_step`."""
         self._run_all("begin_train_step", loss_fn=loss_fn, step_id=step_id)
-        self._rows_per_sample = loss_fn.rows_per_sample
+        self._rows_per_sample, self._columns = loss_fn.rows_per_sample, loss_fn.columns
 
     def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
         """See `interfaces.PolicyInterface.train_microbatch`."""
+        self._check.training(data, self._columns)
         self._run("train_microbatch", data.deal(self._shards, self._rows_per_sample), chunk_id=chunk_id)
 
     def finish_train_step(self) -> dict[str, Any]:

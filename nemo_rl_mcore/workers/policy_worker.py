@@ -18,6 +18,7 @@ import torch
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
@@ -35,6 +36,8 @@ class MegatronPolicyWorker:
 
     The environment says which rank this is: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, on GPUs, LOCAL_RANK.
     Every rank is sent the rows of its data-parallel shard; tensor- and pipeline-parallel peers are sent the same rows.
+    A batch that the model or the loss cannot take is a ValueError by key and row, before the step's phase changes and
+    before any collective: those peers refuse it alike, data-parallel ranks see their own shard alone.
 
     Args:
         config: the policy section, as a `PolicyConfig` or the equal mapping.
@@ -54,6 +57,7 @@ class MegatronPolicyWorker:
     ) -> None:
         self.role = Role(role)
         self.policy = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(config)
+        self._check = BatchCheck.of(self.policy)
         accelerator.install(int(os.environ.get("LOCAL_RANK", "0")))
         # Megatron is imported after the device is prepared, and never by the driver, which imports this module too.
         from nemo_rl_mcore.megatron import checkpoint, parallel_groups
@@ -81,6 +85,7 @@ class MegatronPolicyWorker:
 
         data: input_ids [B, S], input_lengths [B]. Evaluation mode; the sampling temperature divides the logits.
         """
+        self._check.reading(data)
         return BatchedDataDict(logprobs=self._logprobs(data, micro_batch_size))
 
     def get_reference_policy_logprobs(
@@ -91,6 +96,7 @@ class MegatronPolicyWorker:
             raise ValueError(
                 "this worker was built with init_reference_model=False, so it has no reference policy"
             )
+        self._check.reading(data)
         with self._reference.swapped_in():
             return BatchedDataDict(reference_logprobs=self._logprobs(data, micro_batch_size))
 
@@ -107,6 +113,7 @@ class MegatronPolicyWorker:
         [B, S] over the whole vocabulary, "tail_logmass": fp32 [B, S], the log of the probability of all other ids}.
         Column i is about token i + 1; where that is not real, all is 0.
         """
+        self._check.reading(data, k=k)
         size = micro_batch_size or self.policy.logprob_batch_size
         names = ("topk_logits", "topk_indices", "logsumexp", "tail_logmass")
         local = self.backend.forward.best_tokens(data, k, size) or [None] * len(names)
@@ -122,6 +129,7 @@ class MegatronPolicyWorker:
         """
         if self.role is not Role.VALUE:
             raise ValueError('this worker is a policy and has no values; build it with role="value"')
+        self._check.reading(data)
         local = self.backend.forward.values(data, micro_batch_size or self.policy.logprob_batch_size)
         return BatchedDataDict(values=self._groups.broadcast_tensor_from_last_stage(local).cpu())
 
@@ -137,6 +145,7 @@ class MegatronPolicyWorker:
         """
         from nemo_rl_mcore.megatron.generation import GenerationRequest, generate
 
+        self._check.prompts(data)
         sampling = self.policy.generation
         prompts = [
             row[:length]
@@ -170,6 +179,7 @@ class MegatronPolicyWorker:
         Returns what `finish_train_step` returns, with one entry a step in each list. Under `eval_mode` nothing is
         updated. Raises ValueError when the rows are no multiple of the step's.
         """
+        self._check.training(data, loss_fn.columns, eval_mode=eval_mode)
         gbs, mbs = self._batch_sizes(gbs, mbs)
         batches = self._split_into_steps(data, gbs)
         if eval_mode:
@@ -199,7 +209,12 @@ class MegatronPolicyWorker:
         self.train_step.begin(loss_fn, gbs=gbs, mbs=mbs, step_id=step_id)
 
     def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
-        """Add the gradients of this rank's rows of a chunk to the open step."""
+        """Add the gradients of this rank's rows of a chunk to the open step.
+
+        Raises ValueError for rows that the loss cannot take, by key and row of this shard; the step stays as it is.
+        """
+        if (loss_fn := self.train_step.loss_fn) is not None:
+            self._check.training(data, loss_fn.columns)
         self.train_step.microbatch(data, chunk_id)
 
     def finish_train_step(self) -> dict[str, Any]:
