@@ -9,7 +9,7 @@ log-probabilities, A = advantages.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig, KLType
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.losses.base import (
     LossSums,
     LossType,
@@ -122,6 +123,23 @@ def surrogate_function(cfg: ClippedPGLossConfig) -> SurrogateFunction:
     return clipped_surrogate
 
 
+def policy_columns(cfg: ClippedPGLossConfig, kl_penalty: float) -> Iterator[Column]:
+    """Yield what a configuration reads of the batch; `kl_penalty` is that inside the loss."""
+    if not cfg.force_on_policy_ratio:
+        yield Column("prev_logprobs", "force_on_policy_ratio: false")
+    generation_is_needed_by = (
+        "the comparison of training with generation (token_mult_prob_error and its like)"
+    )
+    if cfg.use_importance_sampling_correction:
+        generation_is_needed_by = "use_importance_sampling_correction: true"
+    elif cfg.use_on_policy_kl_approximation:
+        generation_is_needed_by = "use_on_policy_kl_approximation: true"
+    yield Column("generation_logprobs", generation_is_needed_by)
+    yield Column("advantages", "the policy gradient", ColumnKind.NUMBERS)
+    if kl_penalty:
+        yield Column("reference_policy_logprobs", f"reference_policy_kl_penalty: {kl_penalty}")
+
+
 class ClippedPGLossFn(TokenLossFunction):
     """The clipped policy-gradient loss with KL penalty, importance correction and entropy bonus."""
 
@@ -137,6 +155,12 @@ class ClippedPGLossFn(TokenLossFunction):
         self._ratios = ratio_function(self.cfg)
         self._surrogate = surrogate_function(self.cfg)
         self._weights = weight_function(self.cfg)
+        self._columns = tuple(policy_columns(self.cfg, self.kl_penalty))
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Log-probabilities and advantages, as far as the configuration reads them."""
+        return (*super().columns, *self._columns)
 
     @property
     def needs_entropy(self) -> bool:
@@ -175,28 +199,16 @@ class ClippedPGLossFn(TokenLossFunction):
             raise ValueError(
                 f"entropy_coef: {self.cfg.entropy_coef} needs the entropy of the model's outputs"
             )
+        given = {column.key: masks.read(data, column.key, column.needed_by) for column in self._columns}
         return PolicyTokens(
             current=current,
-            previous=current.detach()
-            if self.cfg.force_on_policy_ratio
-            else masks.read(data, "prev_logprobs", "force_on_policy_ratio: false"),
-            generation=masks.read(data, "generation_logprobs", self._generation_is_needed_by()),
-            advantages=masks.read(data, "advantages", "the policy gradient"),
-            reference=masks.read(
-                data, "reference_policy_logprobs", f"reference_policy_kl_penalty: {self.kl_penalty}"
-            )
-            if self.kl_penalty
-            else None,
+            previous=current.detach() if self.cfg.force_on_policy_ratio else given["prev_logprobs"],
+            generation=given["generation_logprobs"],
+            advantages=given["advantages"],
+            reference=given.get("reference_policy_logprobs"),
             entropy=None if outputs.entropy is None else masks.keep(outputs.entropy, "entropy"),
             masks=masks,
         )
-
-    def _generation_is_needed_by(self) -> str:
-        if self.cfg.use_importance_sampling_correction:
-            return "use_importance_sampling_correction: true"
-        if self.cfg.use_on_policy_kl_approximation:
-            return "use_on_policy_kl_approximation: true"
-        return "the comparison of training with generation (token_mult_prob_error and its like)"
 
     def _kl_sum(self, tokens: PolicyTokens) -> Tensor:
         """Return the reduced KL before its coefficient; 0 when nothing is penalised."""

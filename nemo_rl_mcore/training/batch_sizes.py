@@ -55,12 +55,3 @@ class BatchSizes:
                 "data-parallel ranks)"
             )
         return [data.slice(start, start + rows) for start in range(0, data.size, rows)]
-
-
-def require_whole_samples(data: BatchedDataDict, loss_fn: LossFunction) -> None:
-    """Raise ValueError when the rows of a batch are no whole number of the loss's samples."""
-    if data.size % loss_fn.rows_per_sample:
-        raise ValueError(
-            f"{data.size} rows are no whole samples: {type(loss_fn).__name__} reads "
-            f"{loss_fn.rows_per_sample} rows together"
-        )

@@ -18,6 +18,7 @@ import torch
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
@@ -35,6 +36,8 @@ class MegatronPolicyWorker:
 
     The environment says which rank this is: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, on GPUs, LOCAL_RANK.
     Every rank is sent the rows of its data-parallel shard; tensor- and pipeline-parallel peers are sent the same rows.
+    A batch that the model or the loss cannot take is a ValueError by key and row, before the step's phase changes and
+    before any collective: those peers refuse it alike, data-parallel ranks see their own shard alone.
 
     Args:
         config: the policy section, as a `PolicyConfig` or the equal mapping.
@@ -59,6 +62,7 @@ class MegatronPolicyWorker:
     ) -> None:
         self.role = Role(role)
         self.policy = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(config)
+        self._check = BatchCheck.of(self.policy)
         accelerator.install(int(os.environ.get("LOCAL_RANK", "0")))
         # Megatron is imported after the device is prepared, and never by the driver, which imports this module too.
         from nemo_rl_mcore.megatron import checkpoint, parallel_groups
@@ -86,6 +90,7 @@ class MegatronPolicyWorker:
 
         data: input_ids [B, S], input_lengths [B]. Evaluation mode; the worker's temperature divides the logits.
         """
+        self._check.reading(data)
         return BatchedDataDict(logprobs=self._logprobs(data, micro_batch_size))
 
     def get_reference_policy_logprobs(
@@ -96,6 +101,7 @@ class MegatronPolicyWorker:
             raise ValueError(
                 "this worker was built with init_reference_model=False, so it has no reference policy"
             )
+        self._check.reading(data)
         with self._reference.swapped_in():
             return BatchedDataDict(reference_logprobs=self._logprobs(data, micro_batch_size))
 
@@ -112,6 +118,7 @@ class MegatronPolicyWorker:
         [B, S] over the whole vocabulary, "tail_logmass": fp32 [B, S], the log of the probability of all other ids}.
         Column i is about token i + 1; where that is not real, all is 0.
         """
+        self._check.reading(data, k=k)
         size = micro_batch_size or self.policy.logprob_batch_size
         names = ("topk_logits", "topk_indices", "logsumexp", "tail_logmass")
         local = self.backend.forward.best_tokens(data, k, size) or [None] * len(names)
@@ -127,6 +134,7 @@ class MegatronPolicyWorker:
         """
         if self.role is not Role.VALUE:
             raise ValueError('this worker is a policy and has no values; build it with role="value"')
+        self._check.reading(data)
         local = self.backend.forward.values(data, micro_batch_size or self.policy.logprob_batch_size)
         return BatchedDataDict(values=self._groups.broadcast_tensor_from_last_stage(local).cpu())
 
@@ -142,6 +150,7 @@ class MegatronPolicyWorker:
         """
         from nemo_rl_mcore.megatron.generation import GenerationRequest, generate
 
+        self._check.prompts(data)
         sampling = self.policy.generation
         prompts = [
             row[:length]
@@ -177,6 +186,7 @@ class MegatronPolicyWorker:
         updated. Raises ValueError when the rows are no multiple of the step's.
         """
         self._require_trained("train")
+        self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
         sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
         batches = sizes.steps(data, self._groups.data_parallel_size())
         if eval_mode:
@@ -207,8 +217,13 @@ class MegatronPolicyWorker:
         self.train_step.begin(loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id)
 
     def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
-        """Add the gradients of this rank's rows of a chunk, whole samples, to the open step."""
+        """Add the gradients of this rank's rows of a chunk, whole samples, to the open step.
+
+        Raises ValueError for rows that the loss cannot take, by key and row of this shard; the step stays as it is.
+        """
         self._require_trained("train_microbatch")
+        if (loss_fn := self.train_step.loss_fn) is not None:
+            self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample)
         self.train_step.microbatch(data, chunk_id)
 
     def finish_train_step(self) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def test_split_step_equals_train(ranks, chunk_rows, tolerance, fused):
 def step_after_abort(fail):
     import tiny
     import torch
+    from injection import InjectedError, Point, failing
 
     config = tiny.policy_config()
     loss_fn = tiny.grpo_loss()
@@ -121,10 +122,9 @@ def step_after_abort(fail):
     worker.train_microbatch(tiny.grpo_batch(seed=7))
     torch.rand(3)
     if fail:
-        broken = tiny.grpo_batch(seed=8)
-        del broken["advantages"]
-        with pytest.raises(ValueError, match="advantages"):
-            worker.train_microbatch(broken)
+        half_way = Point("forward_backward", "after the first backward pass")
+        with failing(worker, half_way), pytest.raises(InjectedError):
+            worker.train_microbatch(tiny.grpo_batch(seed=8))
         with pytest.raises(RuntimeError, match="abort_train_step"):
             worker.finish_train_step()
     worker.abort_train_step()
@@ -154,8 +154,14 @@ def reference_swap_that_fails():
     trained = tiny.parameters(worker)
     reference = worker.get_reference_policy_logprobs(data=batch)["reference_logprobs"]
     policy = worker.get_logprobs(data=batch)["logprobs"]
-    with pytest.raises(KeyError):
-        worker.get_reference_policy_logprobs(data=tiny.BatchedDataDict(input_ids=batch["input_ids"]))
+
+    def fails(*_args):
+        raise InterruptedError
+
+    handle = worker.backend.chunks[0].register_forward_pre_hook(fails)
+    with pytest.raises(InterruptedError):
+        worker.get_reference_policy_logprobs(data=batch)
+    handle.remove()
     restored = tiny.largest_difference(trained, tiny.parameters(worker)) == 0.0
     return (
         torch.equal(reference, at_start),

@@ -181,7 +181,7 @@ def refusals():
     again = tiny.worker(config({}, {}))
     again.begin_train_step(loss_fn)
     again.train_microbatch(pairs().slice(0, 4))
-    with pytest.raises(ValueError, match="3 rows are no whole samples"):
+    with pytest.raises(ValueError, match="3 rows; allowed: whole samples of 2 rows"):
         again.train_microbatch(pairs().slice(4, 7))
     again.train_microbatch(pairs().slice(4, 8))
     streamed = again.finish_train_step()

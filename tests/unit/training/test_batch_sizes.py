@@ -8,7 +8,7 @@ from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
-from nemo_rl_mcore.training.train_step import Phase, TrainStep
+from nemo_rl_mcore.training.train_step import TrainStep
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +72,3 @@ def test_the_schedule_advances_by_samples(rows_per_sample, samples):
     step.microbatch(rows([1.0] * 8))
     step.finish()
     assert backend.samples == samples
-
-
-def test_half_a_sample_is_refused_and_leaves_the_step_as_it_was():
-    step, backend = open_step(rows_per_sample=2)
-    step.microbatch(rows([1.0, 2.0]))
-    with pytest.raises(ValueError, match="3 rows are no whole samples: SumOfRewards reads 2 rows together"):
-        step.microbatch(rows([5.0, 6.0, 7.0]), chunk_id="odd")
-    assert step.phase is Phase.OPEN
-    step.microbatch(rows([3.0, 4.0]), chunk_id="odd")
-    step.finish()
-    assert backend.updates == [[1.0, 2.0, 3.0, 4.0]]
