@@ -96,7 +96,7 @@ class MathEnvironment:
             return _NOTHING, why
         answer = self._read(text)
         unread = answer.words is None and not answer.expressions
-        return answer, "holds no expression that math-verify reads" if unread else None
+        return answer, f"holds no expression that math-verify reads in {self.timeout_s} s" if unread else None
 
     def _why_unequal(self, given: str) -> str | None:
         """Why nothing, or not even itself, equals an answer of the data; None where all is well."""
