@@ -35,7 +35,7 @@ from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs, open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_rl_mcore.environments import make_environment
+from nemo_rl_mcore.environments import make_environment, require_golds, require_golds_run_first
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
 from nemo_rl_mcore.interfaces import EnvironmentInterface, GenerationInterface
@@ -95,6 +95,8 @@ def _open_parts(config: RunConfig) -> _Parts:
         check_losses(config)
         environment = make_environment(config.env)
         prompts = open_prompts(config, tokenizer)
+        require_golds(config, prompts)
+        require_golds_run_first(config)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error
     if isinstance(prompts, EpochSource):

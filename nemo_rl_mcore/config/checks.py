@@ -35,6 +35,7 @@ def run_problems(config: "RunConfig") -> Iterator[Problem]:
     yield from _batch_problems(config)
     yield from _length_problems(config)
     yield from _validation_problems(config)
+    yield from _answer_problems(config)
     yield from _checkpoint_problems(config)
     for plan in config.models.values():
         yield from _second_model_problems(config, plan)
@@ -60,6 +61,16 @@ def run_problems(config: "RunConfig") -> Iterator[Problem]:
             "transformer_engine needs GPUs, and cluster.gpus_per_node is 0",
             "set transformer_impl: auto or local",
             ("cluster.gpus_per_node",),
+        )
+
+
+def _answer_problems(config: "RunConfig") -> Iterator[Problem]:
+    if config.data.embedded and config.env.math is not None and config.env.math.gold is not None:
+        yield Problem(
+            "env.math.gold",
+            f"does not go with data.dataset_name: {config.data.dataset_name}, whose answers are digits and no more",
+            "set it to null",
+            ("data.dataset_name",),
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.data_files import answer_problems, scored_examples
 from nemo_rl_mcore.config.load import load_config
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.run_models import ModelPlan
@@ -32,6 +33,18 @@ def warm_start_recipe(path: str, config: RunConfig, folder: Path) -> RunConfig:
             "logger": own.logger.model_copy(update=logger),
         }
     )
+
+
+def recipes_run_first(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield the recipes that are run before this one, for the weights of its models, and those before them.
+
+    Raises ConfigError.
+    """
+    for path in (config.warm_start, *(plan.warm_start for plan in config.models.values())):
+        if path is not None:
+            recipe = load_config(path)
+            yield from recipes_run_first(recipe)
+            yield recipe
 
 
 def warm_start_problems(config: RunConfig, chain: tuple[Path, ...] = ()) -> Iterator[Problem]:
@@ -66,6 +79,8 @@ def _problems_of(key: str, path: str, plan: ModelPlan, chain: tuple[Path, ...]) 
             yield Problem(key, f"in {path}: {problem}")
         return
     for problem in warm_start_problems(recipe, (*chain, file)):
+        yield Problem(key, f"in {path}: {problem}")
+    for problem in answer_problems(recipe, scored_examples(recipe)):
         yield Problem(key, f"in {path}: {problem}")
     if differing := does_not_fit(recipe.model_dump(), plan):
         yield Problem(key, f"{path} trains another model: {', '.join(differing)}", "make the two equal")

@@ -30,6 +30,8 @@ class Prompt:
     """The conversation that the text is rendered from by a chat template; empty where the text is plain."""
     imitate_all: bool = False
     """Every assistant turn of the context is to be imitated, not the answer alone."""
+    place: str = ""
+    """Where the data source has it, such as a file and its line; empty where the index says as much."""
 
 
 class PromptSource(Protocol):

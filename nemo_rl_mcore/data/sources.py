@@ -126,7 +126,15 @@ class _Limits:
 
     def _prompt(self, example: Example) -> Prompt:
         text, context = (example.context, ()) if isinstance(example.context, str) else ("", example.context)
-        prompt = Prompt(example.index, text, example.answer, example.rejected, context, example.imitate_all)
+        prompt = Prompt(
+            example.index,
+            text,
+            example.answer,
+            example.rejected,
+            context,
+            example.imitate_all,
+            example.place,
+        )
         return with_template(prompt, self.tokenizer) if self.config.data.apply_chat_template else prompt
 
     def _excess(self, prompt: Prompt, *, sampled: bool) -> str | None:
