@@ -195,3 +195,9 @@ def test_explained_variance_by_hand(values, returns, expected):
 def test_explained_variance_of_less_than_two_tokens_is_zero():
     assert explained_variance(states([[1.0, 2.0]], [[1.0, 5.0]], [[0, 1]], [1])) == 0
     assert explained_variance(states([[1.0, 2.0]], [[1.0, 5.0]], [[1, 1]], [0])) == 0
+
+
+@pytest.mark.parametrize("tokens", [3, 7, 1000])
+def test_explained_variance_of_equal_decimal_returns_is_zero(tokens):
+    values = torch.linspace(-1, 1, tokens).tolist()
+    assert explained_variance(states([values], [[0.7] * tokens], [[1] * tokens], [1])) == 0
