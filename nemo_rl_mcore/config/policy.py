@@ -116,7 +116,8 @@ class PolicyConfig(StrictModel):
         for guardrail in fused_guardrails(self):
             if not guardrail.ok:
                 yield guardrail.problem()
-        yield from parallel_problems(self.model, self.megatron_cfg)
+        weights = [key for key in ("model_name", "init_checkpoint") if getattr(self, key) is not None]
+        yield from parallel_problems(self.model, self.megatron_cfg, weights=weights[0] if weights else None)
         yield from batching_problems(self)
         yield from self._weight_problems()
         yield from self._stop_problems()

@@ -325,6 +325,42 @@ def test_each_field_that_differs_from_the_weights_is_reported(recipe, tmp_path):
     assert "recipe.yaml:" in caught.value.problems[0].where
 
 
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (
+            {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+            "policy.megatron_cfg.tensor_model_parallel_size: 4 does not divide the num_query_groups: 2 of the weights "
+            "(policy.model_name); set it to 2",
+        ),
+        (
+            {"tensor_model_parallel_size": 3, "sequence_parallel": True},
+            "policy.megatron_cfg.tensor_model_parallel_size: 3 does not divide the num_attention_heads: 4 and "
+            "num_query_groups: 2 of the weights (policy.model_name); set it to 2",
+        ),
+        (
+            {"pipeline_model_parallel_size": 3},
+            "policy.megatron_cfg.pipeline_model_parallel_size: 3 does not divide the num_layers: 2 of the weights "
+            "(policy.model_name); use fewer stages",
+        ),
+        (
+            {"expert_model_parallel_size": 3},
+            "policy.megatron_cfg.expert_model_parallel_size: 3 does not divide the num_moe_experts: 4 of the weights "
+            "(policy.model_name); set it to 2",
+        ),
+    ],
+)
+def test_a_layout_that_the_weights_do_not_allow_is_what_must_change(recipe, tree, tmp_path, layout, expected):
+    folder = saved_model(tmp_path / "model", config_of("qwen3_moe", num_key_value_heads=2))
+    megatron = {**tree["policy"]["megatron_cfg"], **layout}
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe(folder, megatron_cfg=megatron))
+    (told,) = [problem for problem in caught.value.problems if "of the weights" in problem.what]
+    assert str(told).partition("  [")[0] == expected
+    assert "recipe.yaml:" in told.where
+    assert "policy.model." not in str(caught.value)
+
+
 def test_sizes_that_are_implied_agree_with_written_ones(recipe, tmp_path):
     folder = saved_model(tmp_path / "model", config_of("llama", head_dim=None))
     given = {
