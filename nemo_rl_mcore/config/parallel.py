@@ -1,5 +1,6 @@
 """Rules between the model's sizes and the parallel layout; paths are relative to `policy`."""
 
+import math
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
@@ -15,11 +16,17 @@ SEQUENCE = "megatron_cfg.sequence_parallel"
 OVERLAP = "megatron_cfg.overlap_moe_expert_parallel_comm"
 
 
-def cut_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
-    """Yield what the layout cannot cut evenly, and what no model runs under."""
-    yield from _tensor_problems(model, megatron)
-    yield from _pipeline_problems(model, megatron)
-    yield from _expert_problems(model, megatron)
+def cut_problems(
+    model: ModelConfig, megatron: MegatronConfig, *, weights: str | None = None
+) -> Iterator[Problem]:
+    """Yield what the layout cannot cut evenly, and what no model runs under.
+
+    weights: the key that names the weights to start from, if there is one: the model's sizes are theirs, so that the
+    layout is what must change.
+    """
+    yield from _tensor_problems(model, megatron, weights)
+    yield from _pipeline_problems(model, megatron, weights)
+    yield from _expert_problems(model, megatron, weights)
     if megatron.context_parallel_size > 1:
         yield Problem(
             "megatron_cfg.context_parallel_size",
@@ -50,7 +57,7 @@ def training_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[
         yield from _overlap_problems(model, megatron)
 
 
-def _tensor_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+def _tensor_problems(model: ModelConfig, megatron: MegatronConfig, weights: str | None) -> Iterator[Problem]:
     tensor = megatron.tensor_model_parallel_size
     if megatron.sequence_parallel and tensor == 1:
         yield Problem(
@@ -59,14 +66,26 @@ def _tensor_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[P
             "set sequence_parallel: false, or raise tensor_model_parallel_size",
             (TENSOR,),
         )
-    for key, size in _tensor_parallel_sizes(model):
-        if size % tensor:
-            yield Problem(
-                f"model.{key}",
-                f"{size} is not divisible by policy.{TENSOR}: {tensor}",
-                f"set it to {-(-size // tensor) * tensor}, or lower tensor_model_parallel_size",
-                (TENSOR, "model.num_attention_heads", "model.hidden_size"),
-            )
+    sizes = dict(_tensor_parallel_sizes(model))
+    uneven = {key: size for key, size in sizes.items() if size % tensor}
+    if uneven and weights:
+        yield _too_many_ranks(TENSOR, tensor, uneven, weights, fits=math.gcd(*sizes.values()))
+        return
+    for key, size in uneven.items():
+        yield Problem(
+            f"model.{key}",
+            f"{size} is not divisible by policy.{TENSOR}: {tensor}",
+            f"set it to {-(-size // tensor) * tensor}, or lower tensor_model_parallel_size",
+            (TENSOR, "model.num_attention_heads", "model.hidden_size"),
+        )
+
+
+def _too_many_ranks(layout: str, ranks: int, uneven: dict[str, int], weights: str, *, fits: int) -> Problem:
+    """A layout that loaded weights do not allow; it has to divide `fits`."""
+    sizes = " and ".join(f"{key}: {size}" for key, size in uneven.items())
+    largest = max(number for number in range(1, ranks) if fits % number == 0)
+    what = f"{ranks} does not divide the {sizes} of the weights (policy.{weights})"
+    return Problem(layout, what, f"set it to {largest}", (weights,))
 
 
 def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
@@ -79,10 +98,19 @@ def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
         yield "moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size
 
 
-def _pipeline_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+def _pipeline_problems(
+    model: ModelConfig, megatron: MegatronConfig, weights: str | None
+) -> Iterator[Problem]:
     stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
-    if model.num_layers % megatron.layer_divisor:
-        virtual = f" times policy.{VIRTUAL}: {chunks}" if chunks else ""
+    virtual = f" times policy.{VIRTUAL}: {chunks}" if chunks else ""
+    if model.num_layers % megatron.layer_divisor and weights:
+        yield Problem(
+            PIPELINE,
+            f"{stages}{virtual} does not divide the num_layers: {model.num_layers} of the weights (policy.{weights})",
+            "use fewer stages",
+            (VIRTUAL, weights),
+        )
+    elif model.num_layers % megatron.layer_divisor:
         yield Problem(
             "model.num_layers",
             f"{model.num_layers} is not divisible by policy.{PIPELINE}: {stages}{virtual}",
@@ -100,11 +128,13 @@ def _pipeline_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator
         )
 
 
-def _expert_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+def _expert_problems(model: ModelConfig, megatron: MegatronConfig, weights: str | None) -> Iterator[Problem]:
     experts, ranks = model.num_moe_experts, megatron.expert_model_parallel_size
     if experts is None:
         return
-    if experts % ranks:
+    if experts % ranks and weights:
+        yield _too_many_ranks(EXPERT, ranks, {"num_moe_experts": experts}, weights, fits=experts)
+    elif experts % ranks:
         yield Problem(
             "model.num_moe_experts",
             f"{experts} is not divisible by policy.{EXPERT}: {ranks}",

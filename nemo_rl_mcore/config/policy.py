@@ -126,7 +126,8 @@ class PolicyConfig(StrictModel):
 
     def problems_of_any_model(self) -> Iterator[Problem]:
         """Yield what stops a model that is neither trained nor asked for answers, too."""
-        yield from cut_problems(self.model, self.megatron_cfg)
+        weights = [key for key in ("model_name", "init_checkpoint") if getattr(self, key) is not None]
+        yield from cut_problems(self.model, self.megatron_cfg, weights=weights[0] if weights else None)
         yield from self._weight_problems()
         yield from self._length_problems()
 

@@ -54,30 +54,45 @@ class Ratios:
     clipped: Tensor
 
 
-RatioFunction = Callable[[PolicyTokens], Tensor]
+LogRatioFunction = Callable[[PolicyTokens], Tensor]
 SurrogateFunction = Callable[[Ratios, PolicyTokens], Tensor]
 
 
-def token_ratio(tokens: PolicyTokens) -> Tensor:
-    """Return exp(c - p)."""
-    return torch.exp(tokens.current - tokens.previous)
+def token_log_ratio(tokens: PolicyTokens) -> Tensor:
+    """Return c - p."""
+    return tokens.current - tokens.previous
 
 
-def sequence_ratio(tokens: PolicyTokens) -> Tensor:
-    """GSPO: return exp of the row's mean of c - p, repeated along the row."""
+def sequence_log_ratio(tokens: PolicyTokens) -> Tensor:
+    """GSPO: return the row's mean of c - p, repeated along the row."""
     mean = tokens.masks.row_mean(tokens.current - tokens.previous)
-    return torch.exp(mean)[:, None].expand_as(tokens.current)
+    return mean[:, None].expand_as(tokens.current)
 
 
-def on_policy_ratio(tokens: PolicyTokens) -> Tensor:
-    """Return 1, with the gradient of c."""
-    return torch.exp(tokens.current - tokens.current.detach())
+def on_policy_log_ratio(tokens: PolicyTokens) -> Tensor:
+    """Return 0, with the gradient of c."""
+    return tokens.current - tokens.current.detach()
 
 
-def clipped_ratios(tokens: PolicyTokens, *, ratio: RatioFunction, lower: float, upper: float) -> Ratios:
-    """Return a ratio and the same clamped to [lower, upper]."""
-    raw = ratio(tokens)
+def clipped_ratios(
+    tokens: PolicyTokens, *, log_ratio: LogRatioFunction, lower: float, upper: float, dual: float | None
+) -> Ratios:
+    """Return a ratio and the same clamped to [lower, upper].
+
+    Where the surrogate clips it from above, at `upper` or (A < 0) at `dual`, it is held at what exp can hold: the
+    gradient there is zero times the ratio, which must not be infinite. Where A < 0 without a dual clip, -A * ratio
+    counts however large it is, and an infinite one rightly skips the step.
+    """
+    exponent = log_ratio(tokens)
+    held = exponent.clamp(max=_beyond(upper))
+    held_below = exponent if dual is None else exponent.clamp(max=_beyond(dual))
+    raw = torch.exp(torch.where(tokens.advantages < 0, held_below, held))
     return Ratios(raw, raw.clamp(lower, upper))
+
+
+def _beyond(bound: float) -> float:
+    """An exponent whose exp exceeds the bound; 80, which fp32 holds with room for advantages, for any usual one."""
+    return max(80.0, math.log(bound) + 1)
 
 
 def logprob_ratios(tokens: PolicyTokens) -> Ratios:
@@ -106,12 +121,18 @@ def ratio_function(cfg: ClippedPGLossConfig) -> Callable[[PolicyTokens], Ratios]
     """Return the ratio of a configuration; force_on_policy_ratio goes before disable_ppo_ratio."""
     if cfg.disable_ppo_ratio and not cfg.force_on_policy_ratio:
         return logprob_ratios
-    ratio = token_ratio
+    log_ratio = token_log_ratio
     if cfg.force_on_policy_ratio:
-        ratio = on_policy_ratio
+        log_ratio = on_policy_log_ratio
     elif cfg.sequence_level_importance_ratios:
-        ratio = sequence_ratio
-    return partial(clipped_ratios, ratio=ratio, lower=1 - cfg.ratio_clip_min, upper=1 + cfg.ratio_clip_max)
+        log_ratio = sequence_log_ratio
+    return partial(
+        clipped_ratios,
+        log_ratio=log_ratio,
+        lower=1 - cfg.ratio_clip_min,
+        upper=1 + cfg.ratio_clip_max,
+        dual=cfg.ratio_clip_c,
+    )
 
 
 def surrogate_function(cfg: ClippedPGLossConfig) -> SurrogateFunction:

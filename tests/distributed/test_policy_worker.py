@@ -203,6 +203,26 @@ def test_a_step_that_is_not_finite_or_empty_is_skipped_and_reported(ranks):
     assert samples == 8
 
 
+def step_with_a_token_that_had_no_probability(previous, fused):
+    import tiny
+    import torch
+
+    worker = tiny.worker(tiny.policy_config(megatron={"use_fused_linear_logprobs": fused}))
+    batch = tiny.grpo_batch()
+    row, column = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)).nonzero()[0].tolist()
+    batch["prev_logprobs"][row, column] = previous
+    batch["advantages"][row, column] = 1.0
+    result = worker.train(batch, tiny.grpo_loss(fused=fused))
+    gradients = all(bool(gradient.isfinite().all()) for gradient in tiny.gradients(worker).values())
+    return result["skip_reasons"], gradients, torch.isfinite(result["grad_norm"]).all().item()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("previous", [-200.0, -float("inf")])
+def test_one_clipped_token_does_not_cost_the_step(ranks, previous, fused):
+    assert run(ranks, step_with_a_token_that_had_no_probability, previous, fused) == ([None], True, True)
+
+
 def evaluation():
     import tiny
 

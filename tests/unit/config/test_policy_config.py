@@ -322,6 +322,14 @@ def test_experts_are_whole_on_their_rank_but_the_shared_expert_is_split(policy):
         PolicyConfig.model_validate(with_values(policy, **layout, **experts, **odd))
 
 
+def test_the_sizes_of_a_checkpoint_are_those_of_its_weights(policy):
+    values = {"megatron_cfg__tensor_model_parallel_size": 3, "init_checkpoint": "runs/step_4"}
+    with pytest.raises(
+        ValueError, match=r"size: 3 does not divide the .* \(policy.init_checkpoint\); set it to 2"
+    ):
+        PolicyConfig.model_validate(with_values(policy, **values))
+
+
 def test_tensor_parallel_layouts_that_fit(policy):
     values = {"megatron_cfg__tensor_model_parallel_size": 2, "megatron_cfg__sequence_parallel": True}
     config = PolicyConfig.model_validate(with_values(policy, **values))
