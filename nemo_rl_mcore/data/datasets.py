@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -30,8 +30,8 @@ class Prompt:
     """The conversation that the text is rendered from by a chat template; empty where the text is plain."""
     imitate_all: bool = False
     """Every assistant turn of the context is to be imitated, not the answer alone."""
-    place: str = ""
-    """Where the data source has it, such as a file and its line; empty where the index says as much."""
+    place: str = field(default="", compare=False)
+    """Where the data source has it, such as a file and its line, for messages alone."""
 
 
 class PromptSource(Protocol):

@@ -83,6 +83,7 @@ def test_rows_become_prompts_and_a_step_takes_as_many_as_it_asks_for(recipe):
     batch = source.train_batch(1, 16)
     assert len({prompt.index for prompt in batch}) == 16
     assert all(prompt == Prompt(prompt.index, f"{prompt.index}>", str(prompt.index)) for prompt in batch)
+    assert all(prompt.place.endswith(f"rows.jsonl:{prompt.index + 1}") for prompt in batch)
     seen = {prompt.index for prompt in batch + source.train_batch(2, 16)}
     assert len(seen) == 32
     assert seen.isdisjoint(prompt.index for prompt in source.held_out)
