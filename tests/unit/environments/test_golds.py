@@ -61,7 +61,9 @@ def told(config):
     try:
         preflight(config, elsewhere=True)
     except ConfigError as error:
-        return [str(problem) for problem in error.problems]
+        # A teacher's weights are elsewhere.
+        problems = [problem for problem in error.problems if problem.path != "teacher.init_checkpoint"]
+        return [str(problem) for problem in problems]
     return []
 
 
