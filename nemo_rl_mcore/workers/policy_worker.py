@@ -18,6 +18,7 @@ import torch
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.generation.lengths import check_lengths
 from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
@@ -134,7 +135,9 @@ class MegatronPolicyWorker:
 
         data: input_ids [B, P], input_lengths [B], and prompt_index, sample_index int64 [B], which with the seed and
         `step` key the noise of each row.
+        Raises ValueError when a prompt and a whole response are longer than `max_total_sequence_length`.
         """
+        check_lengths(data["input_lengths"], self.policy)
         from nemo_rl_mcore.megatron.generation import GenerationRequest, generate
 
         sampling = self.policy.generation
