@@ -19,6 +19,7 @@ from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.validation import BatchCheck
+from nemo_rl_mcore.generation.lengths import check_lengths
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
@@ -147,10 +148,12 @@ class MegatronPolicyWorker:
 
         data: input_ids [B, P], input_lengths [B], and prompt_index, sample_index int64 [B], which with the seed and
         `step` key the noise of each row.
+        Raises ValueError when a prompt and a whole response are longer than `max_total_sequence_length`.
         """
         from nemo_rl_mcore.megatron.generation import GenerationRequest, generate
 
         self._check.prompts(data)
+        check_lengths(data["input_lengths"], self.policy)
         sampling = self.policy.generation
         prompts = [
             row[:length]

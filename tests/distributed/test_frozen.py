@@ -1,8 +1,4 @@
-<<<<<<< ours
-"""A model that is never trained: it says what a trained one says, without gradient buffers and optimizer."""
-=======
 """A model that is never trained: it says what the trained one says, and has neither gradient buffers nor optimizer."""
->>>>>>> theirs
 
 import pytest
 import tolerances

@@ -1,0 +1,21 @@
+"""What every engine asks of its prompts."""
+
+from torch import Tensor
+
+from nemo_rl_mcore.config import PolicyConfig
+
+
+def check_lengths(input_lengths: Tensor, policy: PolicyConfig) -> None:
+    """Refuse prompts that leave no room for a whole response: training, and an engine's cache, end there.
+
+    input_lengths: tokens of each prompt [B].
+    Raises ValueError, naming row, lengths and keys.
+    """
+    new, longest = policy.generation.max_new_tokens, policy.max_total_sequence_length
+    for row, length in enumerate(input_lengths.tolist()):  # pyright: ignore[reportUnknownMemberType]
+        if length + new > longest:
+            raise ValueError(
+                f"row {row} has a prompt of {length} tokens, which policy.generation.max_new_tokens: {new} takes to "
+                f"{length + new}, past policy.max_total_sequence_length: {longest}; shorten the prompt or change "
+                "one of the two"
+            )
