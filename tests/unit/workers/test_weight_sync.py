@@ -10,7 +10,8 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from nemo_rl_mcore.generation.vllm.buckets import Bucket, Packer
 from nemo_rl_mcore.generation.vllm.transports import SharedMemoryReceiver, SharedMemorySender
-from nemo_rl_mcore.workers.weight_sync import EngineLostError, RayObjectRelay, RefitSettings, open_sender
+from nemo_rl_mcore.workers.ray_engines import RayEngines, RayObjectRelay
+from nemo_rl_mcore.workers.weight_sync import EngineLostError, RefitSettings, open_sender
 
 BUCKET = 4096
 
@@ -90,7 +91,7 @@ def tensors(count=TENSORS):
 
 def sender(engines, transport="shared_memory", timeout_s=60.0):
     settings = RefitSettings(transport, BUCKET, timeout_s)
-    return open_sender(settings, engines, torch.device("cpu"), None)
+    return open_sender(settings, RayEngines(engines), torch.device("cpu"), None)
 
 
 def as_received(exported):
