@@ -26,9 +26,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SCALE = 0.7
 
 # What is allowed, by dtype and, where they round differently, by device.
-STATISTICS = (
-    2e-6  # of log-sum-exp, target's logit and entropy, relative to 1 + their size, whatever the logits are
-)
+# Of log-sum-exp, target's logit and entropy, relative to 1 + their size.
+STATISTICS = 2e-6
 # Of the logits' gradient, relative to 1 + its size; half a unit of bfloat16, which the interpreter cuts off whole.
 GRADIENT = {
     "cuda": {"float32": 2e-5, "bfloat16": 3e-3},
@@ -59,9 +58,9 @@ def run(report: Report, device: str) -> None:
         from nemo_rl_mcore.ops import _triton_kernels as kernels
 
         check_passes(report, kernels, device)
-        with _passes_of(kernels):
+        with _passes_of(kernels, device):
             check_functions(report, device, "Triton")
-    with _passes_of(None):
+    with _passes_of(None, device):
         check_functions(report, device, "eager")
     if device == "cuda":
         measure_costs(report)
@@ -153,10 +152,17 @@ def _relative_to_one(found: Tensor, expected: Tensor) -> float:
 
 
 @contextmanager
-def _passes_of(kernels: Any) -> Iterator[None]:
-    """Let the functions use these kernels, or the eager passes for None, on any device."""
+def _passes_of(kernels: Any, device: str) -> Iterator[None]:
+    """Let the functions use these kernels, or the eager passes for None; on CUDA they choose the kernels themselves."""
     chosen = _elementwise._kernels_for
-    _elementwise._kernels_for = lambda logits: None if logits.dtype == torch.float64 else kernels
+    if kernels is None:
+        _elementwise._kernels_for = lambda logits: None
+    elif device == "cpu":
+        _elementwise._kernels_for = lambda logits: (
+            kernels if logits.stride(1) == 1 and logits.dtype != torch.float64 else None
+        )
+    else:
+        assert chosen(torch.empty(1, 1, device=device)) is kernels
     try:
         yield
     finally:

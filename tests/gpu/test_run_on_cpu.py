@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 from costs import cost_row
 from fused_linear_logprobs import Problem
 from report import Report
+from run import DEADLINES_S
 from table import is_ok, markdown
+from worker_part import TOLERANCES
 
 HERE = Path(__file__).parent
 # What the machine of a GPU run need not have.
@@ -20,7 +23,7 @@ NOT_NEEDED = (
 )
 
 
-def run(folder, *arguments):
+def run_script(folder, *arguments):
     """run.sh in a process whose interpreter lacks those packages: the finished process, and the parts' findings."""
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({NOT_NEEDED!r})\n")
     environment = {"PYTHON": sys.executable, "OUT": str(folder), "PYTHONPATH": str(folder)}
@@ -32,7 +35,7 @@ def run(folder, *arguments):
 
 
 def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
-    process, found = run(tmp_path, "all", "--deadline", "200")
+    process, found = run_script(tmp_path, "all", "--deadline", "200")
     assert process.returncode == 0, process.stdout + process.stderr[-5000:]
     assert found.keys() == {"kernels", "worker", "refit"}
     assert all(is_ok(content) for content in found.values())
@@ -66,7 +69,7 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
 
 
 def test_a_part_that_is_not_done_in_time_says_what_it_waited_for(tmp_path):
-    process, found = run(tmp_path, "refit", "--deadline", "0.5")
+    process, found = run_script(tmp_path, "refit", "--deadline", "0.5")
     assert process.returncode == 1
     assert "it was not done after 0.5 s, waiting for: " in process.stdout
     assert not is_ok(found["refit"])
@@ -122,3 +125,14 @@ def test_the_costs_are_ratios_to_the_fused_kernel():
     assert (row["time ratio"], row["memory ratio"], row["peak GB"]) == (2.5, 3.0, 3.0)
     assert row["share of the products' speed"] == pytest.approx(0.5)
     assert cost_row("fused, half masked", size, fused, fused, 3.2e6)["share of the products' speed"] is None
+
+
+def test_the_page_shows_the_tolerances_and_deadlines():
+    page = (HERE.parents[1] / "docs/support.md").read_text()
+    columns = [TOLERANCES[precision] for precision in ("float32", "bfloat16", "float32 in TF32")]
+    for name in columns[0]:
+        (row,) = re.findall(rf"^\| {name} \| (.*) \|$", page, re.MULTILINE)
+        assert [float(cell) for cell in row.split(" | ")] == [column[name] for column in columns]
+    for part, deadline in DEADLINES_S.items():
+        assert re.search(rf"^\| `{part}` \| .* \| {deadline} s \|$", page, re.MULTILINE)
+    assert sum(DEADLINES_S.values()) < 600

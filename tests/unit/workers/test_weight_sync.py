@@ -115,6 +115,24 @@ def test_every_engine_gets_every_tensor_bit_for_bit_also_when_it_is_slow(engine,
     sending.close()
 
 
+class Rank:
+    """A training rank, which is handed the engines by the driver."""
+
+    def send(self, engines, exported):
+        return open_sender(
+            RefitSettings("shared_memory", BUCKET, 60.0), engines, torch.device("cpu"), None
+        ).send(exported)
+
+
+def test_engines_that_the_driver_hands_to_a_rank_are_reached_from_there(engine):
+    actor = engine()
+    rank = ray.remote(Rank).options(num_cpus=0.1).remote()
+    assert ray.get(rank.send.remote(RayEngines([actor]), [*tensors()]), timeout=120) == TENSORS
+    received, _ = ray.get(actor.received.remote())
+    ray.kill(rank)
+    assert received == as_received(tensors())
+
+
 def test_nothing_is_sent_when_nothing_is_to_send(engine):
     actor = engine()
     assert sender([actor]).send([]) == 0
