@@ -16,6 +16,7 @@ from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.train_step import TrainStepError
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster, free_port
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+from nemo_rl_mcore.workers.ray_engines import RayEngines
 from nemo_rl_mcore.workers.weight_sync import BroadcastMeeting, RefitSettings
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup, WorkerGroup
 
@@ -178,7 +179,7 @@ class Policy:
         if settings.transport == "nccl":
             host = self._workers.identities[0].host
             meeting = BroadcastMeeting(host, free_port(), 1 + settings.receivers)
-        self._run_all("connect_engines", engines=list(engines), settings=settings, meeting=meeting)
+        self._run_all("connect_engines", engines=RayEngines(engines), settings=settings, meeting=meeting)
         return meeting
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +26,13 @@ from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
 from nemo_rl_mcore.training.metrics import neutral_value
 from nemo_rl_mcore.training.train_step import OptimizerOutcome, Phase, StepResult, TrainStep, TrainStepError
-from nemo_rl_mcore.workers.weight_sync import BroadcastMeeting, RefitSettings, WeightSender, open_sender
+from nemo_rl_mcore.workers.weight_sync import (
+    BroadcastMeeting,
+    Engines,
+    RefitSettings,
+    WeightSender,
+    open_sender,
+)
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
@@ -313,9 +319,9 @@ class MegatronPolicyWorker:
     # Weight sync
 
     def connect_engines(
-        self, engines: Sequence[Any], settings: RefitSettings, meeting: BroadcastMeeting | None = None
+        self, engines: Engines, settings: RefitSettings, meeting: BroadcastMeeting | None = None
     ) -> None:
-        """Send weights to these actors from now on; see `weight_sync.WeightSender`."""
+        """Send weights to these engines from now on; see `weight_sync.WeightSender`."""
         self._stop_sending()
         self._sender = open_sender(settings, engines, accelerator.device(), meeting)
 

@@ -19,7 +19,7 @@ from nemo_rl_mcore.generation.vllm.engine import (
     Sampling,
     SyncEngine,
 )
-from nemo_rl_mcore.workers.weight_sync import RayObjectRelay
+from nemo_rl_mcore.workers.ray_engines import RayObjectRelay
 
 
 class VllmWorker:

@@ -6,23 +6,19 @@ held but these two and the tensor that is being exported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
-import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import GetTimeoutError, RayActorError
 
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.vllm.buckets import Bucket, Packer
 from nemo_rl_mcore.generation.vllm.transports import (
-    SLOTS,
     BroadcastSender,
     CudaIpcSender,
-    Location,
     SendingEnd,
     SharedMemorySender,
     join_broadcast_group,
@@ -33,6 +29,21 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 class EngineLostError(RunStoppedError):
     """An engine died, or did not acknowledge a bucket in time."""
+
+
+class Engines(Protocol):
+    """The engines as a sender reaches them, in whatever process they are; `ray_engines.RayEngines` are Ray actors."""
+
+    def load_bucket(self, message: dict[str, Any]) -> Any:
+        """Have all of them load a bucket, without waiting for it; returns what `wait` takes."""
+        ...
+
+    def wait(self, loading: Any, timeout_s: float) -> None:
+        """Wait until all of them have loaded it.
+
+        Raises EngineLostError, naming the engine, or what loading raised there.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -60,15 +71,15 @@ class BroadcastMeeting:
 class WeightSender:
     """One rank's side of every refit of a run.
 
-    Every rank takes part in exporting each tensor; the first one sends to the engines, which are Ray actors with a
-    method `load_bucket`. Other ranks fill buffers only where the transport has them do so.
+    Every rank takes part in exporting each tensor; the first one sends to the engines. Other ranks fill buffers only
+    where the transport has them do so.
     """
 
-    def __init__(self, settings: RefitSettings, engines: Sequence[Any], transport: SendingEnd | None) -> None:
+    def __init__(self, settings: RefitSettings, engines: Engines, transport: SendingEnd | None) -> None:
         self._settings, self._engines, self._transport = settings, engines, transport
         self._is_first = not dist.is_initialized() or dist.get_rank() == 0
         self._packers = [Packer(slot) for slot in transport.slots] if transport else []
-        self._unacknowledged: list[list[Any]] = [[] for _ in self._packers]
+        self._loading: list[Any] = [None] * len(self._packers)
         self._slot = 0
 
     def send(self, tensors: NamedTensors) -> int:
@@ -81,7 +92,7 @@ class WeightSender:
         try:
             return self._send(rest)
         finally:
-            self._unacknowledged = [[] for _ in self._packers]
+            self._loading = [None] * len(self._packers)
             for packer in self._packers:
                 packer.clear()
             for _ in rest:
@@ -117,9 +128,7 @@ class WeightSender:
         location = self._transport.locate(self._slot, packer.used)
         if self._is_first:
             message = Bucket(location, tuple(packer.tensors)).to_message()
-            self._unacknowledged[self._slot] = [
-                engine.load_bucket.remote(message) for engine in self._engines
-            ]
+            self._loading[self._slot] = self._engines.load_bucket(message)
             self._transport.transmit(self._slot, packer.used)
         self._slot = (self._slot + 1) % len(self._packers)
         self._wait_for_engines(self._slot)
@@ -127,26 +136,14 @@ class WeightSender:
 
     def _wait_for_engines(self, slot: int) -> None:
         assert self._transport is not None
-        for engine, acknowledgement in enumerate(self._unacknowledged[slot]):
-            _wait(acknowledgement, engine, self._settings.timeout_s)
-        self._unacknowledged[slot] = []
+        if self._loading[slot] is not None:
+            self._engines.wait(self._loading[slot], self._settings.timeout_s)
+        self._loading[slot] = None
         self._transport.reclaim(slot)
 
 
-def _wait(acknowledgement: Any, engine: int, timeout_s: float) -> None:
-    try:
-        ray.get(acknowledgement, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise EngineLostError(
-            f"vLLM engine {engine} did not acknowledge a bucket of weights within {timeout_s:g} s "
-            "(policy.generation.vllm_cfg.call_timeout_s)"
-        ) from error
-    except RayActorError as error:
-        raise EngineLostError(f"vLLM engine {engine} died during a refit") from error
-
-
 def open_sender(
-    settings: RefitSettings, engines: Sequence[Any], device: torch.device, meeting: BroadcastMeeting | None
+    settings: RefitSettings, engines: Engines, device: torch.device, meeting: BroadcastMeeting | None
 ) -> WeightSender:
     """Open the sender of this rank; all ranks open theirs together."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -164,6 +161,9 @@ def _open_transport(
         case "shared_memory":
             return SharedMemorySender(settings.bucket_bytes)
         case "ray":
+            # Its driver and engines need Ray, the ways above and below do not.
+            from nemo_rl_mcore.workers.ray_engines import RayObjectSender
+
             return RayObjectSender(settings.bucket_bytes)
         case "nccl":
             assert meeting is not None
@@ -174,50 +174,3 @@ def _open_transport(
             return BroadcastSender(settings.bucket_bytes, device, group)
         case _:
             raise ValueError(f"refit_transport: {settings.transport!r} is not known")
-
-
-class RayObjectSender:
-    """Slots whose bytes travel as objects of Ray's store, to any machine."""
-
-    def __init__(self, slot_bytes: int) -> None:
-        self.slots: Sequence[torch.Tensor] = [
-            torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)
-        ]
-
-    def locate(self, slot: int, used: int) -> Location:
-        """See `SendingEnd.locate`."""
-        return {"kind": "ray", "object": ray.put(self.slots[slot][:used].numpy())}
-
-    def transmit(self, slot: int, used: int) -> None:
-        """Nothing to do: Ray sends the object to who asks for it."""
-
-    def reclaim(self, slot: int) -> None:
-        """Nothing to do: one rank sends."""
-
-    def close(self) -> None:
-        """See `SendingEnd.close`."""
-        self.slots = ()
-
-
-class RayObjectRelay:
-    """Puts buckets that came as Ray objects into shared memory, from where vLLM's own processes read them."""
-
-    def __init__(self) -> None:
-        self._memory: SharedMemorySender | None = None
-
-    def relay(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The same bucket, to be found in shared memory; the one before it must have been loaded."""
-        if message["location"]["kind"] != "ray":
-            return message
-        data = torch.from_numpy(ray.get(message["location"]["object"]).copy())
-        if self._memory is None or self._memory.slots[0].numel() < data.numel():
-            self.close()
-            self._memory = SharedMemorySender(data.numel(), slots=1)
-        self._memory.slots[0][: data.numel()].copy_(data)
-        return {**message, "location": self._memory.locate(0, data.numel())}
-
-    def close(self) -> None:
-        """Free the memory."""
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None

@@ -34,6 +34,7 @@ NOT_IN_REPOSITORY = {
     SAMPLES_FILE,
     "tensorboard/",
     "results/grpo_copy_cpu/",
+    "results/gpu/",
     "worker.py",
     "policy/",  # of a checkpoint
 }

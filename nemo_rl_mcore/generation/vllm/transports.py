@@ -121,12 +121,17 @@ class CudaIpcSender:
     once, by GPU, and the first rank sends them all.
     """
 
+    _COUNTER = slice(11, 13)
+    """Where the arguments that rebuild a CUDA tensor name the counter of its receivers: a file and a place in it."""
+
     def __init__(self, slot_bytes: int, device: torch.device, slots: int = SLOTS) -> None:
         self.slots: Sequence[torch.Tensor] = [
             torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(slots)
         ]
+        arguments = [reduce_tensor(slot)[1] for slot in self.slots]
+        self._counters = [slot[self._COUNTER] for slot in arguments]
         # As bytes: a handle names classes, which not every serializer on the way to an engine takes.
-        own = {accelerator.device_uuid(device): [pickle.dumps(reduce_tensor(slot)[1]) for slot in self.slots]}
+        own = {accelerator.device_uuid(device): [pickle.dumps(slot) for slot in arguments]}
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
         self._handles: dict[str, list[bytes]] = {
@@ -148,8 +153,11 @@ class CudaIpcSender:
         dist.barrier()
 
     def close(self) -> None:
-        """See `SendingEnd.close`."""
-        self.slots = ()
+        """See `SendingEnd.close`; what an engine that died has opened, or no engine ever has, is freed too."""
+        # torch counts one receiver from the start, and keeps the memory until the count is 0 or less.
+        for counter in self._counters:
+            torch.TypedStorage._release_ipc_counter(*counter, device=accelerator.device())
+        self.slots, self._counters = (), []
         accelerator.free_shared_memory()
 
 

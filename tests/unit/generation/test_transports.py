@@ -1,13 +1,21 @@
-"""The broadcast of weights, over gloo; NCCL differs in its backend alone."""
+"""The broadcast of weights, over gloo; NCCL differs in its backend alone. CUDA IPC runs in tests/gpu/."""
 
+import inspect
 import socket
 import threading
 from datetime import timedelta
 
 import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from nemo_rl_mcore.generation.vllm.buckets import Bucket, Packer
-from nemo_rl_mcore.generation.vllm.transports import BroadcastReceiver, BroadcastSender, join_broadcast_group
+from nemo_rl_mcore.generation.vllm.transports import (
+    BroadcastReceiver,
+    BroadcastSender,
+    CudaIpcReceiver,
+    CudaIpcSender,
+    join_broadcast_group,
+)
 
 CPU = torch.device("cpu")
 
@@ -48,3 +56,9 @@ def in_threads(function, ranks):
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_torch_names_device_and_counter_of_a_shared_tensor_where_we_read_them():
+    names = [*inspect.signature(rebuild_cuda_tensor).parameters]
+    assert names[CudaIpcReceiver._DEVICE_INDEX] == "storage_device"
+    assert names[CudaIpcSender._COUNTER] == ["ref_counter_handle", "ref_counter_offset"]

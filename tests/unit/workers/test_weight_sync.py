@@ -10,7 +10,8 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from nemo_rl_mcore.generation.vllm.buckets import Bucket, Packer
 from nemo_rl_mcore.generation.vllm.transports import SharedMemoryReceiver, SharedMemorySender
-from nemo_rl_mcore.workers.weight_sync import EngineLostError, RayObjectRelay, RefitSettings, open_sender
+from nemo_rl_mcore.workers.ray_engines import RayEngines, RayObjectRelay
+from nemo_rl_mcore.workers.weight_sync import EngineLostError, RefitSettings, open_sender
 
 BUCKET = 4096
 
@@ -90,7 +91,7 @@ def tensors(count=TENSORS):
 
 def sender(engines, transport="shared_memory", timeout_s=60.0):
     settings = RefitSettings(transport, BUCKET, timeout_s)
-    return open_sender(settings, engines, torch.device("cpu"), None)
+    return open_sender(settings, RayEngines(engines), torch.device("cpu"), None)
 
 
 def as_received(exported):
@@ -112,6 +113,24 @@ def test_every_engine_gets_every_tensor_bit_for_bit_also_when_it_is_slow(engine,
         assert len(sizes) >= 12, "many more buckets than slots"
         assert max(sizes) > 1, "small tensors share a bucket"
     sending.close()
+
+
+class Rank:
+    """A training rank, which is handed the engines by the driver."""
+
+    def send(self, engines, exported):
+        return open_sender(
+            RefitSettings("shared_memory", BUCKET, 60.0), engines, torch.device("cpu"), None
+        ).send(exported)
+
+
+def test_engines_that_the_driver_hands_to_a_rank_are_reached_from_there(engine):
+    actor = engine()
+    rank = ray.remote(Rank).options(num_cpus=0.1).remote()
+    assert ray.get(rank.send.remote(RayEngines([actor]), [*tensors()]), timeout=120) == TENSORS
+    received, _ = ray.get(actor.received.remote())
+    ray.kill(rank)
+    assert received == as_received(tensors())
 
 
 def test_nothing_is_sent_when_nothing_is_to_send(engine):

@@ -1,0 +1,5 @@
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.parents[1] / "benchmarks")]

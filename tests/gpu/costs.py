@@ -1,0 +1,74 @@
+"""What the fused kernel costs beside the unfused path and what others offer, at the sizes of real models.
+
+The methods and the measuring are those of `benchmarks/fused_linear_logprobs.py`, here in one process to save time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import fused_linear_logprobs as benchmark
+from report import Report
+
+OWN = ("fused", "fused+main_grad", "fused+cache", benchmark.HALF_MASKED, "unfused")
+PEERS = ("liger", "cce", "trl")
+TABLE = "bf16, V 152k, 16k tokens"
+TOKENS, VOCABULARY = 16_384, 152_064
+HIDDEN = (2048, 4096, 8192)
+
+
+def measure_costs(report: Report) -> None:
+    """Time and peak memory of forward and backward; peers come last, where breaking the device harms no one."""
+    sizes = [benchmark.Problem(TOKENS, hidden, VOCABULARY, "bfloat16", "cuda") for hidden in HIDDEN]
+    fused: dict[int, Mapping[str, float]] = {}
+    ceilings: dict[int, float] = {}
+    for size in sizes:
+        with report.attempt("speed of the matrix products", f"H {size.hidden}"):
+            ceilings[size.hidden] = benchmark.matmul_ceiling(size)
+    for method in (*OWN, *PEERS):
+        if not benchmark.importable(method):
+            report.figure("left out", {"": method, "why": "not installed"})
+            continue
+        for size in sizes:
+            cost = _cost(report, method, size)
+            if cost is not None:
+                base = fused.setdefault(size.hidden, cost)
+                report.figure(TABLE, cost_row(method, size, cost, base, ceilings.get(size.hidden)))
+
+
+def _cost(report: Report, method: str, size: benchmark.Problem) -> Mapping[str, float] | None:
+    case = f"{method}, H {size.hidden}"
+    report.doing(f"cost of {case}")
+    try:
+        cost = benchmark.measure(method, size)
+    except Exception as error:  # noqa: BLE001 - the others are measured all the same
+        if method in OWN:
+            report.failed("cost is measured", case, f"{type(error).__name__}: {error}")
+        else:
+            report.figure("left out", {"": case, "why": type(error).__name__})
+        return None
+    if method in OWN:
+        report.compared("cost is measured", case, 0.0, 0.0)
+    return cost
+
+
+def cost_row(
+    method: str,
+    size: benchmark.Problem,
+    cost: Mapping[str, float],
+    fused: Mapping[str, float],
+    ceiling: float | None,
+) -> dict[str, str | float | None]:
+    """A line of the table; ratios are to the fused kernel. Half masked does half of the work, and has no rate."""
+    rate = 8 * size.tokens * size.hidden * size.vocab / cost["both"]
+    return {
+        "": f"H {size.hidden}, {method}",
+        "forward ms": 1e3 * cost["forward"],
+        "forward + backward ms": 1e3 * cost["both"],
+        "peak GB": cost["peak"] / 1e9,
+        "time ratio": cost["both"] / fused["both"],
+        "memory ratio": cost["peak"] / fused["peak"],
+        "share of the products' speed": rate / ceiling
+        if ceiling and method != benchmark.HALF_MASKED
+        else None,
+    }

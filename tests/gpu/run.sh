@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# What one GPU can show: bash tests/gpu/run.sh [kernels|worker|refit|all] [--device cuda|cpu]
+# The interpreter is $PYTHON (python3); the findings go to $OUT (results/gpu) as JSON, the table to standard output.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "${PYTHON:-python3}" tests/gpu/run.py "$@"
