@@ -64,6 +64,7 @@ def resume_against_going_on(folder, model, megatron, policy):
     return [name for name in worker_state.differences(wanted, found) if name != "config"]
 
 
+@pytest.mark.quick_cases("adam", "dp2-bf16", "pp2-tied", "ep2")
 @pytest.mark.parametrize(
     ("ranks_needed", "model", "megatron", "policy"),
     [
@@ -163,6 +164,7 @@ DP2, TP2_SP, PP2 = LAYOUTS["dp2"], LAYOUTS["tp2-sp"], LAYOUTS["pp2"]
 ONE = (1, {}, {})
 
 
+@pytest.mark.quick_cases("dp2-tp2", "tp2pp2-dp2-bf16", "ep2-dp2")
 @pytest.mark.parametrize(
     ("saved", "loaded", "changed"),
     [

@@ -51,6 +51,7 @@ def fused_and_unfused(megatron, tied):
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_same_losses_and_parameters_after_five_steps(ranks, layout, tied):

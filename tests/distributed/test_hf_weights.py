@@ -66,12 +66,14 @@ def test_one_rank_computes_what_transformers_computes(ranks, saved, name):
     assert_loads(ranks, 1, {}, folder, logprobs)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", TWO_RANKS)
 @pytest.mark.parametrize("name", DENSE)
 def test_layouts_of_dense_models(ranks, saved, name, layout):
     assert_loads(ranks, 2, TWO_RANKS[layout], *saved(name))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", TWO_RANKS_OF_EXPERTS)
 @pytest.mark.parametrize("name", MOE)
 def test_layouts_of_models_with_experts(ranks, saved, name, layout):

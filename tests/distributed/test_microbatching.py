@@ -117,6 +117,7 @@ def reference(ranks):
     return of
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("layout", "way"),
     [("one-rank", way) for way in WAYS]
@@ -188,6 +189,7 @@ def step_with_all_rows_on_one_rank(way, megatron, model, weights):
     return start, step["all_mb_metrics"], end, logprobs.numpy()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", ["rows-1", "dynamic-17", "packing-16"])
 @pytest.mark.parametrize(
     ("megatron", "model"),

@@ -230,6 +230,7 @@ def switch_loss(groups, topk=2):
 STEPS = [("aux_loss", 8, (8,)), ("aux_loss", 1, (8,)), ("aux_loss", 2, (3, 5)), ("seq_aux_loss", 2, (3, 5))]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("token_level", [True, False], ids=["token-level", "sequence-level"])
 @pytest.mark.parametrize(("kind", "mbs", "chunk_rows"), STEPS, ids=str)
 def test_the_router_gets_the_coefficient_times_the_mean_loss(ranks, kind, token_level, mbs, chunk_rows):

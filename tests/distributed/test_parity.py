@@ -13,6 +13,7 @@ def test_the_selection_holds_every_pair():
         assert len(pairs) == len(parity.FACTORS[first]) * len(parity.FACTORS[second])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", parity.pairwise(), ids=parity.name_of)
 def test_split_step_equals_train(ranks, case):
     for rank in ranks(parity.LAYOUTS[case["layout"]][0]).run(parity.differences, case):

@@ -87,6 +87,7 @@ def split_against_whole(chunk_rows, fused):
     return tiny.largest_difference(weights, tiny.parameters(split))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize(
     ("chunk_rows", "tolerance"),

@@ -121,6 +121,7 @@ def reference(ranks):
     return of
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("layout", "way"),
     [("one-rank", way) for way in WAYS]

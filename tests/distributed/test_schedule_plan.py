@@ -62,6 +62,7 @@ def test_overlap_changes_no_bit_of_an_interleaved_pipeline(ranks):
         assert rank == (True, True, True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01], ids=["logprobs", "logprobs-and-entropy"])
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 def test_overlap_changes_no_bit(ranks, fused, entropy_coef):

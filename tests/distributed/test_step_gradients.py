@@ -62,6 +62,7 @@ def gradient_errors(megatron, token_level, cuts):
     return worst, abs(found_norm / norm - 1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("token_level", [True, False], ids=["token-level", "sequence-level"])
 @pytest.mark.parametrize("cuts", [(), (3,), (1, 1, 2)], ids=str)

@@ -275,6 +275,7 @@ def random_sequences_of_calls():
     return WorkerMachine.commits, WorkerMachine.aborts, WorkerMachine.refusals
 
 
+@pytest.mark.exhaustive
 def test_no_sequence_of_calls_breaks_a_worker(ranks):
     commits, aborts, refusals = ranks(1).run(random_sequences_of_calls)[0]
     assert sum(chunks > 1 for chunks in commits) >= 5, "the sequences reach what they are to test"

