@@ -235,7 +235,7 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         sizes = {
             "train_mb_tokens": 2 * (PROMPT + RESPONSE),
             "logprob_mb_tokens": 30,
-            "sequence_length_round": 4,
+            "sequence_length_round": 6,
         }
         values |= {f"{section}.{key}": value for key, value in ({"enabled": True} | sizes).items()}
     return values | _kl(case, algorithm)

@@ -83,7 +83,8 @@ def mistake(ranks, name, world_size):
     ("name", "own", "noticed"),
     [
         ("rows_sorted_singly", {"batching": "dynamic"}, "train/loss"),
-        ("rows_sorted_singly", {"batching": "packed"}, "train/loss"),
+        # A packed row holds half a pair more often than not, which the loss itself refuses.
+        ("rows_sorted_singly", {"batching": "packed"}, "invalid for input of size"),
         ("rows_sorted_singly", {"batching": "dynamic", "layout": "dp2"}, "train/loss"),
         ("schedule_counts_rows", {}, "train/lr"),
     ],
