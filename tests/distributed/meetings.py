@@ -54,6 +54,7 @@ class Matrix:
     folder: Path
     steps: int = 2
     _plain: dict[str, Outcome] = field(default_factory=dict)
+    _made: set[Path] = field(default_factory=set)
     _former: int = 1
     _runs: int = 0
 
@@ -134,13 +135,13 @@ class Matrix:
     def _make_weights(self, case: Case) -> None:
         """Run SFT for the weights that policy and teacher start from, and GRPO for the checkpoint that SFT refuses."""
         weights = self._material.weights(case)
-        if weights.exists():
+        if weights in self._made:
             return
-        weights.mkdir()
         plain = plain_sibling(case) | {"state": "resumed", "kl": False, "temperature": 1.0}
         for name, folder in (("sft", weights), ("grpo", weights.with_name(f"{weights.name} by rewards"))):
             config = load(plain | {"algorithm": name}, self._material, folder, policy__init_checkpoint=None)
             run(config, self._pool(1), lambda *_: None)
+        self._made.add(weights)
 
     def _pool(self, ranks: int) -> RankPool:
         if self._former not in (1, ranks):
