@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import DeviceContext, _device_constructors
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -140,7 +141,7 @@ def _with_cpu_device_keyword(function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _with_cpu_device_anywhere(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``.to``: its device is positional or a keyword."""
+    """For methods whose device is positional or a keyword."""
     keyword_checked = _with_cpu_device_keyword(method)
 
     @functools.wraps(method)
@@ -157,6 +158,10 @@ def _replace(owner: Any, **attributes: Any) -> None:
 
 
 def _wrap_device_arguments() -> None:
+    # A device context knows constructors by identity, from a list that is made once: it must hold the plain ones, which
+    # the wrappers call.
+    _device_constructors()
+    _replace(DeviceContext, __init__=_with_cpu_device_anywhere(DeviceContext.__init__))
     # Wrapping each function once costs nothing measurable and also acts inside threads and backward passes, which a
     # TorchFunctionMode does not.
     _replace(torch, **{name: _with_cpu_device_keyword(getattr(torch, name)) for name in _FACTORIES})

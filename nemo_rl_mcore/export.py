@@ -28,7 +28,7 @@ def _export(config: RunConfig, output: Path) -> None:
     origin = _origin(config.policy, output)
     with (
         RayCluster(config.cluster) as cluster,
-        Policy(config.policy, cluster, seed=config.seed, init_reference_model=False) as policy,
+        Policy(config.policy, cluster, seed=config.seed, trained=False) as policy,
     ):
         policy.export_hf(str(output), origin=origin, timeout_s=_EXPORT_TIMEOUT_S)
     print_line(sys.stdout, f"the weights are in {output}")

@@ -33,7 +33,7 @@ def _generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> None:
     stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
     with (
         RayCluster(config.cluster) as cluster,
-        Policy(config.policy, cluster, seed=config.seed, init_reference_model=False) as policy,
+        Policy(config.policy, cluster, seed=config.seed, trained=False) as policy,
     ):
         collector = RolloutCollector(
             EmbeddedGeneration(policy, stop_ids),

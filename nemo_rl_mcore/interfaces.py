@@ -6,7 +6,6 @@ B rows, P prompt length, S sequence length, T new tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl_mcore.data import BatchedDataDict
@@ -14,13 +13,6 @@ from nemo_rl_mcore.data.datasets import Prompt
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.losses.base import LossFunction
-
-
-class Role(Enum):
-    """What the model of a worker is for: to say how probable tokens are, or how much is to be expected of a state."""
-
-    POLICY = "policy"
-    VALUE = "value"
 
 
 class TrainedModel(Protocol):

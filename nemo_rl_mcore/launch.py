@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -22,6 +21,7 @@ from nemo_rl_mcore.config import (
     DistillationMasterConfig,
     DPOMasterConfig,
     GRPOMasterConfig,
+    ModelPlan,
     PolicyConfig,
     PPOMasterConfig,
     RunConfig,
@@ -35,10 +35,10 @@ from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs, open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_rl_mcore.environments import make_environment
+from nemo_rl_mcore.environments import make_environment, require_golds, require_golds_run_first
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
-from nemo_rl_mcore.interfaces import EnvironmentInterface, GenerationInterface, Role
+from nemo_rl_mcore.interfaces import EnvironmentInterface, GenerationInterface
 from nemo_rl_mcore.losses import check_losses
 from nemo_rl_mcore.observability import RunRecorder
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
@@ -95,6 +95,8 @@ def _open_parts(config: RunConfig) -> _Parts:
         check_losses(config)
         environment = make_environment(config.env)
         prompts = open_prompts(config, tokenizer)
+        require_golds(config, prompts)
+        require_golds_run_first(config)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error
     if isinstance(prompts, EpochSource):
@@ -144,9 +146,8 @@ def _algorithm(
     """The algorithm over its parts, which end with the stack."""
     config, tokenizer, prompts = parts.config, parts.tokenizer, parts.prompts
     stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
-    start = partial(Policy, cluster=cluster, seed=config.seed)
-    teacher = _teacher(config) if isinstance(config, DistillationMasterConfig) else None
-    policy = stack.enter_context(start(config.policy, init_reference_model=config.needs_reference))
+    of_policy, *others = [_with_weights(plan, config) for plan in config.models.values()]
+    policy = stack.enter_context(_start(of_policy, config, cluster))
     recorder = stack.enter_context(
         RunRecorder(
             config.logger,
@@ -157,38 +158,47 @@ def _algorithm(
     )
     generation = stack.enter_context(_generation(config, policy, cluster, stop_ids))
     collector = RolloutCollector(generation, parts.environment, tokenizer, config.max_prompt_length)
+    beside = {plan.name: stack.enter_context(_start(plan, config, cluster, beside=policy)) for plan in others}
     match config:
         case GRPOMasterConfig():
             return GRPO(config, policy, collector, prompts, recorder, checkpoints)
         case PPOMasterConfig():
-            critic = stack.enter_context(
-                start(config.value.as_policy(config.policy), role=Role.VALUE, beside=policy)
-            )
-            return PPO(config, policy, critic, collector, prompts, recorder, checkpoints)
+            return PPO(config, policy, beside["value"], collector, prompts, recorder, checkpoints)
         case DPOMasterConfig():
             pairs = None if config.dpo.online else open_pairs(config, prompts, tokenizer)
             return DPO(config, policy, collector, prompts, pairs, recorder, checkpoints)
         case SFTMasterConfig():
             return SFT(config, policy, collector, prompts, recorder, checkpoints)
         case DistillationMasterConfig():
-            assert teacher is not None
-            frozen = stack.enter_context(start(teacher, beside=policy))
-            return Distillation(config, policy, frozen, collector, prompts, recorder, checkpoints)
+            return Distillation(config, policy, beside["teacher"], collector, prompts, recorder, checkpoints)
         case _:
             raise NotImplementedError(config.algorithm)
 
 
-def _teacher(config: DistillationMasterConfig) -> PolicyConfig:
-    """The configuration of the teacher, whose weights then are on this machine."""
-    teacher = config.teacher.as_policy(config.policy)
-    if teacher.model_name is not None:
+def _with_weights(plan: ModelPlan, config: RunConfig) -> ModelPlan:
+    """A model of the run, whose start weights then are on this machine."""
+    if plan.policy.model_name is not None:
         try:
-            fetched_folder(teacher.model_name)
+            fetched_folder(plan.policy.model_name)
         except ValueError as error:
             raise RunStoppedError(str(error)) from error
-    if config.teacher.warm_start is None:
-        return teacher
-    return _starting_from(_weights_of(config.teacher.warm_start, config, "teacher"), teacher)
+    if plan.warm_start is None:
+        return plan
+    return replace(plan, policy=_starting_from(_weights_of(plan.warm_start, config, plan.name), plan.policy))
+
+
+def _start(plan: ModelPlan, config: RunConfig, cluster: RayCluster, beside: Policy | None = None) -> Policy:
+    return Policy(
+        plan.policy,
+        cluster,
+        seed=config.seed,
+        # One for all models of the run: their log-probabilities are compared with each other.
+        temperature=config.logprob_temperature,
+        init_reference_model=plan.reference,
+        role=plan.role,
+        trained=plan.trained,
+        beside=beside,
+    )
 
 
 @contextmanager

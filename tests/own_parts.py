@@ -50,6 +50,10 @@ class FromScratch(TokenLossFunction):
         return LossSums(loss, {"loss": MetricSum(loss.detach(), MetricKind.TOKENS)})
 
 
+class OfPairs(FromScratch):
+    rows_per_sample = 2
+
+
 class Unfinished(FromScratch):
     sums = TokenLossFunction.sums
 

@@ -114,15 +114,18 @@ class GeneralizedAdvantageEstimator:
         Raises ValueError when use_kl_in_reward needs log-probabilities that are not given.
         """
         penalty = kl_penalty(self.loss_cfg, logprobs=logprobs, reference_logprobs=reference_logprobs)
-        token_rewards = _token_rewards(rewards, mask, penalty)
+        dtype = values.dtype
+        # The sum of errors telescopes: in fp32, returns that do not vary would vary by its rounding.
+        values = values.to(torch.float64)
+        token_rewards = _token_rewards(rewards.to(torch.float64), mask, penalty)
         value_lambda = self.cfg.gae_lambda if self.cfg.gae_lambda_value is None else self.cfg.gae_lambda_value
         gamma = self.cfg.gae_gamma
         returns = values + discounted_errors(token_rewards, values, mask, gamma=gamma, lam=value_lambda)
-        policy_lambda = self._policy_lambda(mask.sum(dim=1).to(rewards.dtype))
+        policy_lambda = self._policy_lambda(mask.sum(dim=1).to(torch.float64))
         advantages = discounted_errors(token_rewards, values, mask, gamma=gamma, lam=policy_lambda)
         if self.cfg.normalize_advantages:
             advantages = whiten(advantages, mask, unbiased=True)
-        return torch.where(mask != 0, advantages, 0.0), returns
+        return torch.where(mask != 0, advantages, 0.0).to(dtype), returns.to(dtype)
 
     def _policy_lambda(self, lengths: Tensor) -> float | Tensor:
         alpha = self.cfg.length_adaptive_alpha
@@ -152,13 +155,16 @@ def discounted_errors(
 
 
 def whiten(values: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
-    """Return (values - mean) / std on every column; the statistics are those of the mask tokens."""
-    counts = (mask != 0).to(values.dtype)
-    total = counts.sum()
-    mean = torch.where(mask != 0, values, 0.0).sum() / total.clamp(min=1)
-    squares = torch.where(mask != 0, (values - mean).square(), 0.0).sum()
+    """Return (values - mean) / std on every column; the statistics are those of the mask tokens.
+
+    In fp64: the floor of the variance multiplies an error of the mean by 10,000.
+    """
+    wide, counted = values.to(torch.float64), mask != 0
+    total = counted.sum()
+    mean = torch.where(counted, wide, 0.0).sum() / total.clamp(min=1)
+    squares = torch.where(counted, (wide - mean).square(), 0.0).sum()
     variance = squares / (total - 1 if unbiased else total).clamp(min=1)
-    return (values - mean) * variance.clamp(min=VARIANCE_FLOOR).rsqrt()
+    return ((wide - mean) * variance.clamp(min=VARIANCE_FLOOR).rsqrt()).to(values.dtype)
 
 
 def kl_penalty(loss_cfg: ClippedPGLossConfig, **logprobs: Tensor | None) -> Tensor | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from nemo_rl_mcore.algorithms.grpo import add_group_advantages, add_logprobs, model_inputs
+from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
@@ -72,6 +73,7 @@ class Distillation:
                 add_logprobs(rollout.batch, self.policy, self.config.loss_fn.rl)
             distillation, loss = self.config.distillation, self.config.loss_fn
             add_group_advantages(rollout.batch, distillation.adv_estimator, loss.rl)
+            warn_of_large_advantages(step, rollout)
         return rollout.batch, metrics | rollout_metrics(rollout)
 
     def _given(self, step: int) -> BatchedDataDict:

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
+from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
@@ -52,6 +53,7 @@ class GRPO:
             step, batch, self.config.policy.generation.mismatch, self.config.loss_fn.reference_policy_kl_type
         )
         add_group_advantages(batch, self.config.grpo.adv_estimator, self.config.loss_fn)
+        warn_of_large_advantages(step, rollout)
         with self.observer.phase("train"):
             result = self.policy.train(batch, self._loss_fn)
         self.observer.add_samples(rollout.one_sample_a_prompt(step))

@@ -14,6 +14,7 @@ import torch
 
 from nemo_rl_mcore.algorithms.advantages import GeneralizedAdvantageEstimator
 from nemo_rl_mcore.algorithms.grpo import add_logprobs, model_inputs
+from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
@@ -59,6 +60,7 @@ class PPO:
         with self.observer.phase("values"):
             batch["values"] = self.critic.get_values(model_inputs(batch))["values"]
         self._add_advantages(batch)
+        warn_of_large_advantages(step, rollout)
         with self.observer.phase("train"):
             of_policy, of_critic = self._train(step, batch)
         self.observer.add_samples(rollout.one_sample_a_prompt(step))
@@ -128,6 +130,7 @@ def explained_variance(batch: BatchedDataDict) -> float:
     """
     counts = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) != 0
     returns, values = batch["returns"][counts].double(), batch["values"][counts].double()
-    if returns.numel() < 2 or not (total := float(returns.var())):
+    # The variance of equal numbers need not come out as 0.
+    if bool((returns == returns[:1]).all()):
         return 0.0
-    return 1 - float((returns - values).var()) / total
+    return 1 - float((returns - values).var() / returns.var())

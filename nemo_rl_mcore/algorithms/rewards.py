@@ -1,8 +1,9 @@
 """Rewards before they become advantages: scaling, length penalties, and the statistics of groups.
 
-A group is the rows with equal prompt ids; prompt ids are [B] numbers or [B,P] token rows.
+A group is the rows with equal prompt ids; prompt ids are [B] numbers or [B,P] token rows. G groups have N rows each.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -56,19 +57,19 @@ def group_numbers(prompt_ids: Tensor) -> Tensor:
 def group_statistics(prompt_ids: Tensor, rewards: Tensor, *, leave_one_out: bool) -> GroupStatistics:
     """Return the statistics of each row's group, without the row itself when `leave_one_out`.
 
-    A group of one has its own reward as baseline; a deviation that is not defined is 0. Computed in fp64,
-    where the sums of a group of equal fp32 rewards are exact and their deviation is exactly 0.
+    A group of one has its own reward as baseline; a deviation that is not defined is 0. Computed in fp64 from what the
+    row is compared with alone: sums of the group less the row's share would cancel, and leave a deviation of rounding
+    errors to divide by where the others are equal.
     """
     rewards = rewards.to(torch.float64)
-    groups = group_numbers(prompt_ids)
-    own = torch.ones_like(rewards) if leave_one_out else torch.zeros_like(rewards)
-    count = _group_sum(torch.ones_like(rewards), groups) - own
-    divisor = count.clamp(min=1)
-    mean = (_group_sum(rewards, groups) - own * rewards) / divisor
-    mean_of_squares = (_group_sum(rewards.square(), groups) - own * rewards.square()) / divisor
-    variance = (mean_of_squares - mean.square()).clamp(min=0) * count / (count - 1).clamp(min=1)
-    std = torch.where(count > 1, variance.sqrt(), 0.0)
-    return GroupStatistics(baseline=torch.where(count > 0, mean, rewards), std=std)
+    baseline, std = rewards.clone(), torch.zeros_like(rewards)
+    for rows_GN in _groups_by_size(group_numbers(prompt_ids)):
+        compared_GN = rewards[rows_GN]
+        compared = _without_each(compared_GN) if leave_one_out else compared_GN.unsqueeze(1)
+        if compared.shape[-1]:
+            mean, deviation = _mean_and_std(compared)
+            baseline[rows_GN], std[rows_GN] = mean.expand_as(rows_GN), deviation.expand_as(rows_GN)
+    return GroupStatistics(baseline, std)
 
 
 def rows_with_signal(prompt_ids: Tensor, rewards: Tensor) -> Tensor:
@@ -80,5 +81,25 @@ def rows_with_signal(prompt_ids: Tensor, rewards: Tensor) -> Tensor:
     return (largest != smallest)[groups]
 
 
-def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
-    return torch.zeros_like(values).index_add(0, groups, values)[groups]
+def _groups_by_size(groups: Tensor) -> Iterator[Tensor]:
+    """The row numbers [G,N] of all groups of N rows, for each N that there is."""
+    order = groups.argsort(stable=True)
+    sizes = groups.bincount()[groups[order]]
+    for size in sorted(set(cast("list[int]", sizes.tolist()))):  # pyright: ignore[reportUnknownMemberType]
+        yield order[sizes == size].view(-1, size)
+
+
+def _without_each(values_GN: Tensor) -> Tensor:
+    """Return [G,N,N-1]: for each member of a group the others."""
+    members = torch.arange(values_GN.shape[1], device=values_GN.device)
+    others = members[:-1] + (members[:-1] >= members.unsqueeze(1))  # [N,N-1]: those before, and those behind
+    return values_GN[:, others]
+
+
+def _mean_and_std(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased deviation over the last dimension, the latter 0 for one value and exactly so for equal ones."""
+    first = values[..., :1]
+    shifted = values - first  # exactly 0 where all are equal, whatever the rounding of their sum
+    mean = shifted.mean(-1, keepdim=True)
+    squares = (shifted - mean).square().sum(-1)
+    return (first + mean).squeeze(-1), (squares / max(values.shape[-1] - 1, 1)).sqrt()

@@ -79,8 +79,9 @@ def open_checkpoints(config: RunConfig, say: Say) -> RunCheckpoints:
 
     Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is none or of another model.
     """
-    if config.policy.init_checkpoint is not None:
-        _require(config.policy.init_checkpoint, "policy.init_checkpoint")
+    for plan in config.models.values():
+        if plan.policy.init_checkpoint is not None:
+            _require(plan.policy.init_checkpoint, plan.key("policy.init_checkpoint"))
     section = config.checkpointing
     if not section.enabled:
         return RunCheckpoints()
@@ -110,16 +111,13 @@ def _require(folder: str, key: str) -> Checkpoint:
 
 
 def _compare(start: Checkpoint, config: RunConfig, say: Say) -> None:
-    """Refuse a checkpoint whose state has no place in this policy; tell what else has changed."""
+    """Refuse a checkpoint of another algorithm, or whose state has no place in the models; tell what has changed."""
     try:
         saved = read_recipe_of(start.folder)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error
-    if misfits := cannot_resume(saved, config):
-        raise RunStoppedError(
-            f"checkpointing.resume: {start.folder} was saved under another policy: {', '.join(misfits)}; set it back, "
-            "or name another checkpointing.checkpoint_dir"
-        )
+    if reason := cannot_resume(saved, config):
+        raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}")
     changes = [str(change) for change in changes_since(saved, config)]
     say(
         f"resuming after step {start.step} from {start.folder}"

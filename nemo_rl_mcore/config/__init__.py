@@ -44,6 +44,7 @@ from nemo_rl_mcore.config.policy import (
     SequencePackingConfig,
     TokenizerConfig,
 )
+from nemo_rl_mcore.config.run_models import ModelPlan, Role
 from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "LoopConfig",
     "MegatronConfig",
     "ModelConfig",
+    "ModelPlan",
     "MseValueLossConfig",
     "NLLLossConfig",
     "OptimizerConfig",
@@ -79,6 +81,7 @@ __all__ = [
     "Problem",
     "RewardScalingConfig",
     "RewardShapingConfig",
+    "Role",
     "RolloutConfig",
     "RunConfig",
     "SFTConfig",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Problem, collect_problems
 from nemo_rl_mcore.config.vllm import vllm_problems
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         PPOMasterConfig,
         RunConfig,
     )
+    from nemo_rl_mcore.config.policy import PolicyConfig
+    from nemo_rl_mcore.config.run_models import ModelPlan
 
 MEGATRON = "policy.megatron_cfg"
 LAYOUT = (
@@ -33,7 +35,10 @@ def run_problems(config: "RunConfig") -> Iterator[Problem]:
     yield from _batch_problems(config)
     yield from _length_problems(config)
     yield from _validation_problems(config)
+    yield from _answer_problems(config)
     yield from _checkpoint_problems(config)
+    for plan in config.models.values():
+        yield from _second_model_problems(config, plan)
     yield from vllm_problems(config)
     name, loop = config.algorithm, config.loop
     if loop.seed is not None and loop.seed != config.seed:
@@ -56,6 +61,16 @@ def run_problems(config: "RunConfig") -> Iterator[Problem]:
             "transformer_engine needs GPUs, and cluster.gpus_per_node is 0",
             "set transformer_impl: auto or local",
             ("cluster.gpus_per_node",),
+        )
+
+
+def _answer_problems(config: "RunConfig") -> Iterator[Problem]:
+    if config.data.embedded and config.env.math is not None and config.env.math.gold is not None:
+        yield Problem(
+            "env.math.gold",
+            f"does not go with data.dataset_name: {config.data.dataset_name}, whose answers are digits and no more",
+            "set it to null",
+            ("data.dataset_name",),
         )
 
 
@@ -149,6 +164,37 @@ def given_rows_problems(config: "RunConfig", held_out_batches: int) -> Iterator[
             "lower one of the two, or raise data.num_digits",
             ("data.num_digits", "policy.train_global_batch_size"),
         )
+
+
+def sample_budget_problems(config: "RunConfig") -> Iterator[Problem]:
+    """Yield a token budget of training with room for the longest row and none for a sample of several."""
+    budgets, rows = config.policy.token_budgets, config.rows_per_sample
+    longest = config.policy.max_total_sequence_length
+    if budgets is not None and longest <= budgets.of_training(rows) < rows * longest:
+        yield Problem(
+            f"{budgets.section}.train_mb_tokens",
+            f"{budgets.train} is below {rows} times policy.max_total_sequence_length: {longest}, which one sample of "
+            f"{rows} rows may take",
+            f"set it to {rows * longest} or more, or lower max_total_sequence_length",
+            ("policy.max_total_sequence_length",),
+        )
+
+
+def _second_model_problems(config: "RunConfig", plan: "ModelPlan") -> Iterator[Problem]:
+    """Yield the rules of a policy that a model beside it breaks, unless the recipe's own walk tells of them."""
+    if plan.policy is config.policy:
+        return
+    of_policy = set(collect_problems(config.policy, "policy"))
+    of_section = set(collect_problems(getattr(config, plan.name), plan.name))
+    if plan.trained:
+        problems = collect_problems(plan.policy, "policy")
+    else:
+        problems = (problem.below("policy") for problem in plan.policy.problems_of_any_model())
+    for problem in problems:
+        told = plan.in_recipe(problem)
+        shared = told.path == problem.path and problem in of_policy
+        if not shared and told not in of_section:
+            yield told
 
 
 def _layout_problems(config: "RunConfig") -> Iterator[Problem]:
@@ -325,7 +371,13 @@ def _checkpoint_problems(config: "RunConfig") -> Iterator[Problem]:
             "change one of the two, or rank by a train: metric",
             ("checkpointing.save_period", f"{config.algorithm}.val_period"),
         )
-    optimizer = config.policy.megatron_cfg.optimizer
+    for plan in config.models.values():
+        if plan.trained:
+            yield from map(plan.in_recipe, _saving_problems(plan.policy))
+
+
+def _saving_problems(policy: "PolicyConfig") -> Iterator[Problem]:
+    optimizer = policy.megatron_cfg.optimizer
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
         yield Problem(
             f"{MEGATRON}.optimizer.use_distributed_optimizer",

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, cast
 
 from pydantic import Field, model_validator
 
+from nemo_rl_mcore.config.answers import AnswerConfig
 from nemo_rl_mcore.config.base import Float, PositiveInt, Problem, StrictModel
 from nemo_rl_mcore.config.imports import Arguments, ImportPath
 
@@ -151,8 +152,12 @@ class ArithmeticEnvConfig(StrictModel):
 
 
 class MathEnvConfig(StrictModel):
-    """1 for a response whose final expression equals the answer, as `math-verify` judges it, else 0."""
+    """1 for a response whose final answer equals the one of the data, as `math-verify` judges it, else 0."""
 
+    gold: AnswerConfig | None = None
+    """Where the data's answer states what is scored against; null takes all of it (ours)."""
+    response: AnswerConfig | None = None
+    """Where a response states its answer; null has math-verify look for it, a box before all else (ours)."""
     timeout_s: PositiveInt = 5
     """Seconds to read an expression, and to compare two, after which the response is wrong (ours)."""
 

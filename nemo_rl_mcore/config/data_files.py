@@ -1,15 +1,16 @@
 """What the data set of a run tells on paper: rows, steps, and what is wrong with its files or its class."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
+from nemo_rl_mcore.config.answer_kinds import gold_answer, gold_problems, wrong_answer
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.hub import local_folder
-from nemo_rl_mcore.config.jsonl import Examples, RowKind, read_examples
+from nemo_rl_mcore.config.jsonl import Example, Examples, RowKind, read_examples
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
 
@@ -41,6 +42,7 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
     if not wrong:
         problems += _train_problems(config, examples)
         problems += _held_out_problems(config, examples)
+        problems += answer_problems(config, _scored(config, examples))
     per_step, rows = config.prompts_per_step, len(examples.train)
     steps = steps_of_epochs(config, rows)
     return DataPlan(rows, len(examples.held_out), per_step, steps), problems
@@ -82,6 +84,32 @@ def _held_out_problems(config: RunConfig, examples: Examples) -> Iterator[Proble
                 f"a validation takes {rows} rows, and {len(examples.held_out)} are held out",
                 "lower it, give data.validation or a larger data.train.split_validation_size, or turn validation off",
             )
+
+
+def scored_examples(config: RunConfig) -> list[Example]:
+    """Read the rows of the data set's files that env.math scores against; none where the files cannot be read."""
+    if config.env.math is None or config.data.dataset_name != "jsonl":
+        return []
+    examples, wrong = read_examples(config.data, config.row_kind)
+    return [] if wrong else _scored(config, examples)
+
+
+def answer_problems(config: RunConfig, examples: Sequence[Example]) -> Iterator[Problem]:
+    """Yield answers that env.math cannot score against, as far as their text tells."""
+    if config.env.math is None:
+        return
+    wrong: list[str] = []
+    for example in examples:
+        _, why = gold_answer(example.answer, config.env.math.gold)
+        if why is not None:
+            wrong.append(wrong_answer(example.place, example.answer, why))
+    yield from gold_problems(wrong)
+
+
+def _scored(config: RunConfig, examples: Examples) -> list[Example]:
+    """The rows whose prompts the policy answers."""
+    train = examples.train if config.row_kind is RowKind.PROMPTS else []
+    return train + (examples.held_out[: config.loop.max_val_samples] if config.loop.validates else [])
 
 
 def _template_problems(config: RunConfig) -> Iterator[Problem]:

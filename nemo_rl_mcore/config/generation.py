@@ -29,7 +29,10 @@ class GenerationConfig(StrictModel):
     max_new_tokens: PositiveInt
     """Tokens of a response at most, end-of-sequence included."""
     temperature: PositiveFloat = 1.0
-    """Divides the logits, in sampling and in every log-probability of training."""
+    """Divides the logits, in sampling and in every log-probability of answers that were sampled so.
+
+    Given answers (SFT, offline DPO, distillation off policy) are read at temperature 1.
+    """
     top_p: Annotated[Float, Field(gt=0, le=1)] = 1.0
     """Sample from the smallest set of tokens with this probability mass; 1 keeps all."""
     top_k: PositiveInt | None = None

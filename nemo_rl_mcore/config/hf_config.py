@@ -140,7 +140,12 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
     if "num_local_experts" in values:
         values.setdefault("num_experts", values["num_local_experts"])
     rope = _rope(values)
-    problems = [*_feature_problems(family, values), *_rope_problems(family, rope), *_missing(family, values)]
+    problems = [
+        *_feature_problems(family, values),
+        *_rope_problems(family, rope),
+        *_router_problems(family, values),
+        *_missing(family, values),
+    ]
     if problems:
         raise ConfigError(problems)
     return _model_config(family, values, rope)
@@ -181,6 +186,17 @@ def _rope_problems(family: Family, rope: HFConfig) -> Iterator[Problem]:
         for key in _ROPE_SCALING:
             if key not in rope:
                 yield Problem(f"rope_scaling.{key}", "missing, and rope_type llama3 needs it")
+
+
+def _router_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
+    # ModelConfig refuses it too, in words for a model of one's own: here the architecture is that of the weights.
+    if family.experts and values.get("num_experts_per_tok") == 1 and values["norm_topk_prob"]:
+        yield Problem(
+            "num_experts_per_tok",
+            f"1 of a {family.model_type} model with norm_topk_prob: {values['norm_topk_prob']} gives every expert the "
+            "share 1, so that the router has no gradient",
+            "use a model with norm_topk_prob: false, or with more experts per token",
+        )
 
 
 def _missing(family: Family, values: HFConfig) -> Iterator[Problem]:
@@ -265,7 +281,8 @@ def hf_config_of(
 ) -> dict[str, object]:
     """The config.json of an architecture; ValueError where no family has it.
 
-    origin: the config.json that the architecture came from, if any; its family and its special tokens stay.
+    origin: the config.json that the architecture came from, if any; its family, its special tokens and what it says of
+    training stay.
     """
     origin = origin or {}
     family = FAMILIES.get(str(origin.get("model_type"))) or family_of(model)
@@ -282,7 +299,7 @@ def hf_config_of(
         "head_dim": model.head_dim,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        "initializer_range": model.init_method_std,
+        "initializer_range": origin.get("initializer_range", model.init_method_std),
         "rope_parameters": rope,
         # The same where transformers 4 looks for it: it would silently take the default.
         "rope_theta": model.rotary_base,
@@ -290,13 +307,13 @@ def hf_config_of(
         **{key: origin.get(key) for key in _TOKENS},
         **{refusal.key: refusal.allowed[0] for refusal in family.refusals},
     }
-    return config | (_expert_keys(model) if family.experts else {})
+    return config | (_expert_keys(model, origin) if family.experts else {})
 
 
-def _expert_keys(model: ModelConfig) -> dict[str, object]:
+def _expert_keys(model: ModelConfig, origin: HFConfig) -> dict[str, object]:
     return {
         **{key: getattr(model, name) for name, key in _EXPERT_SIZES.items()},
         "moe_intermediate_size": model.expert_ffn_size,
         "norm_topk_prob": not model.moe_router_pre_softmax,
-        "router_aux_loss_coef": model.moe_aux_loss_coeff,
+        "router_aux_loss_coef": origin.get("router_aux_loss_coef", model.moe_aux_loss_coeff),
     }

@@ -20,6 +20,7 @@ from nemo_rl_mcore.config.checks import (
     ppo_problems,
     rollout_problems,
     run_problems,
+    sample_budget_problems,
 )
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig
@@ -33,6 +34,7 @@ from nemo_rl_mcore.config.loss import (
 )
 from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
 
 
@@ -65,6 +67,11 @@ class RunConfig(StrictModel):
     def loop(self) -> LoopConfig:
         """The algorithm's section."""
         return getattr(self, self.algorithm)
+
+    @property
+    def models(self) -> dict[str, ModelPlan]:
+        """The models of the run by name, the policy first."""
+        return {"policy": ModelPlan("policy", self.policy, reference=self.needs_reference)}
 
     @property
     def samples_per_step(self) -> int:
@@ -113,6 +120,24 @@ class RunConfig(StrictModel):
     def needs_reference(self) -> bool:
         """Whether the log-probabilities of the weights at the start are needed."""
         return False
+
+    @property
+    def learns_from_samples(self) -> bool:
+        """Whether the answers that are trained on were sampled by the policy; else the data set gives them."""
+        return True
+
+    @property
+    def logprob_temperature(self) -> float:
+        """What divides the logits in every pass of the run: policy, reference, teacher, loss.
+
+        Where the policy sampled the answers it is the sampling temperature, since they are from that distribution.
+        """
+        return self.policy.generation.temperature if self.learns_from_samples else 1.0
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows of a batch that make a sample, which is what batch sizes count."""
+        return 1
 
     @property
     def data_parallel_size(self) -> int:
@@ -173,6 +198,11 @@ class PPOMasterConfig(RunConfig):
     """The critic's loss."""
 
     @property
+    def models(self) -> dict[str, ModelPlan]:
+        """The policy and the critic."""
+        return {**super().models, "value": self.value.plan(self.policy)}
+
+    @property
     def needs_reference(self) -> bool:
         """Whether there is a KL penalty."""
         return self.loss_fn.reference_policy_kl_penalty != 0
@@ -195,6 +225,16 @@ class DistillationMasterConfig(RunConfig):
     """The divergence, and what goes beside it."""
     teacher: TeacherConfig
     """The model to learn from."""
+
+    @property
+    def learns_from_samples(self) -> bool:
+        """Off policy the answers are those of the data set."""
+        return self.distillation.on_policy
+
+    @property
+    def models(self) -> dict[str, ModelPlan]:
+        """The policy and its teacher."""
+        return {**super().models, "teacher": self.teacher.plan(self.policy)}
 
     @property
     def row_kind(self) -> RowKind:
@@ -224,6 +264,11 @@ class SFTMasterConfig(RunConfig):
     """The loss."""
 
     @property
+    def learns_from_samples(self) -> bool:
+        """The answers are given."""
+        return False
+
+    @property
     def row_kind(self) -> RowKind:
         """The answers are imitated."""
         return RowKind.ANSWERS
@@ -243,6 +288,16 @@ class DPOMasterConfig(RunConfig):
     """The loop, and the loss."""
 
     @property
+    def learns_from_samples(self) -> bool:
+        """Offline the pairs are those of the data set."""
+        return self.dpo.online
+
+    @property
+    def rows_per_sample(self) -> int:
+        """A sample is a pair: the chosen answer and the rejected one."""
+        return 2
+
+    @property
     def row_kind(self) -> RowKind:
         """Offline the pairs are those of the data set."""
         return RowKind.PROMPTS if self.dpo.online else RowKind.PAIRS
@@ -256,6 +311,7 @@ class DPOMasterConfig(RunConfig):
         """Yield what does not go together between sections."""
         yield from super().problems()
         yield from given_rows_problems(self, 0 if self.dpo.online else self.dpo.val_batches)
+        yield from sample_budget_problems(self)
 
 
 RUN_CONFIGS: dict[str, type[RunConfig]] = {

@@ -94,6 +94,25 @@ class SchedulerConfig(StrictModel):
             )
 
 
+def fill_weight_decay(given: object) -> object:
+    """A section with an optimizer and a scheduler, which holds the optimizer's weight decay where it names none."""
+    if not isinstance(given, Mapping):
+        return given
+    section = dict(cast("Mapping[str, object]", given))
+    optimizer, scheduler = section.get("optimizer"), section.get("scheduler", {})
+    if isinstance(optimizer, OptimizerConfig):
+        decay: object = optimizer.weight_decay
+    elif isinstance(optimizer, Mapping):
+        default = OptimizerConfig.model_fields["weight_decay"].default
+        decay = cast("Mapping[str, object]", optimizer).get("weight_decay", default)
+    else:
+        return section
+    if isinstance(scheduler, Mapping):
+        ends = {"start_weight_decay": decay, "end_weight_decay": decay}
+        section["scheduler"] = ends | dict(cast("Mapping[str, object]", scheduler))
+    return section
+
+
 class DistributedDataParallelConfig(StrictModel):
     """Buckets and overlap of the gradient reduction."""
 
@@ -168,22 +187,7 @@ class MegatronConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_weight_decay(cls, given: object) -> object:
-        """The schedule holds the optimizer's weight decay where it names none."""
-        if not isinstance(given, Mapping):
-            return given
-        section = dict(cast("Mapping[str, object]", given))
-        optimizer, scheduler = section.get("optimizer"), section.get("scheduler", {})
-        if isinstance(optimizer, OptimizerConfig):
-            decay: object = optimizer.weight_decay
-        elif isinstance(optimizer, Mapping):
-            default = OptimizerConfig.model_fields["weight_decay"].default
-            decay = cast("Mapping[str, object]", optimizer).get("weight_decay", default)
-        else:
-            return section
-        if isinstance(scheduler, Mapping):
-            ends = {"start_weight_decay": decay, "end_weight_decay": decay}
-            section["scheduler"] = ends | dict(cast("Mapping[str, object]", scheduler))
-        return section
+        return fill_weight_decay(given)
 
     def problems(self) -> Iterator[Problem]:
         """Yield settings that Megatron cannot run together."""
@@ -217,7 +221,7 @@ class MegatronConfig(StrictModel):
         if ddp.overlap_param_gather and not self.optimizer.use_distributed_optimizer:
             yield Problem(
                 "distributed_data_parallel_config.overlap_param_gather",
-                "true needs optimizer.use_distributed_optimizer: true",
+                "true needs policy.megatron_cfg.optimizer.use_distributed_optimizer: true",
                 "set that, or overlap_param_gather: false",
                 ("optimizer.use_distributed_optimizer",),
             )

@@ -1,9 +1,11 @@
 """A rough estimate of what one rank keeps in memory; activations and the key-value cache come on top."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_models import ModelPlan, Role
 
 _FP32 = 4
 _CHUNK_COPIES = 2  # a chunk's logits and their gradient
@@ -12,8 +14,9 @@ _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the fullest rank, and the weights it holds."""
+    """Bytes that a model takes on its fullest rank; how many weights it has, in all and on that rank."""
 
+    parameters: int
     rank_parameters: int
     weights: int
     gradients: int
@@ -27,13 +30,44 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.reference + self.logits
 
 
-def estimate_memory(config: RunConfig) -> MemoryEstimate:
-    """Estimate the fullest rank: the pipeline stage with the embedding."""
-    policy, megatron = config.policy, config.policy.megatron_cfg
+@dataclass(frozen=True)
+class RunMemory:
+    """The estimates of a run's models by name; each has ranks of its own, which share the machines."""
+
+    models: Mapping[str, MemoryEstimate]
+
+    @property
+    def total(self) -> int:
+        """Bytes of one rank of every model."""
+        return sum(estimate.total for estimate in self.models.values())
+
+
+def estimate_memory(config: RunConfig) -> RunMemory:
+    """Estimate the fullest rank of every model: the pipeline stage with the embedding."""
+    return RunMemory({name: _estimate(config, plan) for name, plan in config.models.items()})
+
+
+def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
+    policy = plan.policy
     shared, experts = _rank_parameters(policy)
     parameters = shared + experts
     weights = parameters * _WEIGHT_BYTES[policy.precision]
-    in_fp32 = policy.precision == "float32" or megatron.distributed_data_parallel_config.grad_reduce_in_fp32
+    ddp = policy.megatron_cfg.distributed_data_parallel_config
+    in_fp32 = policy.precision == "float32" or ddp.grad_reduce_in_fp32
+    return MemoryEstimate(
+        parameters=policy.model.parameters,
+        rank_parameters=parameters,
+        weights=weights,
+        gradients=parameters * (_FP32 if in_fp32 else 2) if plan.trained else 0,
+        optimizer=_optimizer(config, policy, shared, experts) if plan.trained else 0,
+        reference=weights if plan.reference else 0,
+        logits=_logits(policy, config.rows_per_sample) if plan.role is Role.POLICY else 0,
+    )
+
+
+def _optimizer(config: RunConfig, policy: PolicyConfig, shared: int, experts: int) -> int:
+    """Bytes of the optimizer's state over so many weights of a rank."""
+    megatron = policy.megatron_cfg
     # Adam keeps two moments; under bf16 there are fp32 main parameters besides.
     moments = 2 if megatron.optimizer.optimizer == "adam" else 1
     states = _FP32 * (moments + (policy.precision != "float32"))
@@ -42,14 +76,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         stages = megatron.pipeline_model_parallel_size
         shards = config.data_parallel_size
         expert_shards = config.cluster.world_size // (stages * megatron.expert_model_parallel_size)
-    return MemoryEstimate(
-        rank_parameters=parameters,
-        weights=weights,
-        gradients=parameters * (_FP32 if in_fp32 else 2),
-        optimizer=-(-shared * states // shards) - (-experts * states // expert_shards),
-        reference=weights if config.needs_reference else 0,
-        logits=_logits(policy),
-    )
+    return -(-shared * states // shards) - (-experts * states // expert_shards)
 
 
 def _rank_parameters(policy: PolicyConfig) -> tuple[int, int]:
@@ -68,16 +95,15 @@ def _rank_parameters(policy: PolicyConfig) -> tuple[int, int]:
     return -(-(split + embeddings) // megatron.tensor_model_parallel_size) + model.hidden_size, experts
 
 
-def _logits(policy: PolicyConfig) -> int:
+def _logits(policy: PolicyConfig, rows_per_sample: int) -> int:
     megatron = policy.megatron_cfg
     row = -(-policy.model.vocab_size // megatron.tensor_model_parallel_size) * _FP32
     budgets = policy.token_budgets
     if budgets is None:
-        tokens = (
-            max(policy.train_micro_batch_size, policy.logprob_batch_size) * policy.max_total_sequence_length
-        )
+        rows = max(policy.train_micro_batch_size * rows_per_sample, policy.logprob_batch_size)
+        tokens = rows * policy.max_total_sequence_length
     else:
-        tokens = max(budgets.train, budgets.logprob)
+        tokens = max(budgets.of_training(rows_per_sample), budgets.logprob)
     full = tokens * row
     if not megatron.use_fused_linear_logprobs:
         return full * _CHUNK_COPIES

@@ -1,5 +1,6 @@
 """Rules between the model's sizes and the parallel layout; paths are relative to `policy`."""
 
+import math
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
@@ -15,13 +16,17 @@ SEQUENCE = "megatron_cfg.sequence_parallel"
 OVERLAP = "megatron_cfg.overlap_moe_expert_parallel_comm"
 
 
-def parallel_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
-    """Yield what the layout cannot cut evenly, and combinations that train wrongly."""
-    yield from _tensor_problems(model, megatron)
-    yield from _pipeline_problems(model, megatron)
-    yield from _expert_problems(model, megatron)
-    if megatron.overlap_moe_expert_parallel_comm:
-        yield from _overlap_problems(model, megatron)
+def cut_problems(
+    model: ModelConfig, megatron: MegatronConfig, *, weights: str | None = None
+) -> Iterator[Problem]:
+    """Yield what the layout cannot cut evenly, and what no model runs under.
+
+    weights: the key that names the weights to start from, if there is one: the model's sizes are theirs, so that the
+    layout is what must change.
+    """
+    yield from _tensor_problems(model, megatron, weights)
+    yield from _pipeline_problems(model, megatron, weights)
+    yield from _expert_problems(model, megatron, weights)
     if megatron.context_parallel_size > 1:
         yield Problem(
             "megatron_cfg.context_parallel_size",
@@ -30,7 +35,29 @@ def parallel_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[
         )
 
 
-def _tensor_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+def training_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+    """Yield layouts under which a model is not trained, or that say nothing of it."""
+    if model.num_moe_experts is None and megatron.expert_model_parallel_size > 1:
+        yield Problem(
+            EXPERT,
+            f"{megatron.expert_model_parallel_size} needs a model with experts, and policy.model.num_moe_experts "
+            "is null",
+            "set expert_model_parallel_size: 1",
+            ("model.num_moe_experts",),
+        )
+    split = megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel
+    if model.num_moe_experts is not None and split:
+        yield Problem(
+            SEQUENCE,
+            f"false does not go with experts and policy.{TENSOR}: {megatron.tensor_model_parallel_size}",
+            "set sequence_parallel: true, or tensor_model_parallel_size: 1",
+            (TENSOR, "model.num_moe_experts"),
+        )
+    if megatron.overlap_moe_expert_parallel_comm:
+        yield from _overlap_problems(model, megatron)
+
+
+def _tensor_problems(model: ModelConfig, megatron: MegatronConfig, weights: str | None) -> Iterator[Problem]:
     tensor = megatron.tensor_model_parallel_size
     if megatron.sequence_parallel and tensor == 1:
         yield Problem(
@@ -39,14 +66,26 @@ def _tensor_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[P
             "set sequence_parallel: false, or raise tensor_model_parallel_size",
             (TENSOR,),
         )
-    for key, size in _tensor_parallel_sizes(model):
-        if size % tensor:
-            yield Problem(
-                f"model.{key}",
-                f"{size} is not divisible by policy.{TENSOR}: {tensor}",
-                f"set it to {-(-size // tensor) * tensor}, or lower tensor_model_parallel_size",
-                (TENSOR, "model.num_attention_heads", "model.hidden_size"),
-            )
+    sizes = dict(_tensor_parallel_sizes(model))
+    uneven = {key: size for key, size in sizes.items() if size % tensor}
+    if uneven and weights:
+        yield _too_many_ranks(TENSOR, tensor, uneven, weights, fits=math.gcd(*sizes.values()))
+        return
+    for key, size in uneven.items():
+        yield Problem(
+            f"model.{key}",
+            f"{size} is not divisible by policy.{TENSOR}: {tensor}",
+            f"set it to {-(-size // tensor) * tensor}, or lower tensor_model_parallel_size",
+            (TENSOR, "model.num_attention_heads", "model.hidden_size"),
+        )
+
+
+def _too_many_ranks(layout: str, ranks: int, uneven: dict[str, int], weights: str, *, fits: int) -> Problem:
+    """A layout that loaded weights do not allow; it has to divide `fits`."""
+    sizes = " and ".join(f"{key}: {size}" for key, size in uneven.items())
+    largest = max(number for number in range(1, ranks) if fits % number == 0)
+    what = f"{ranks} does not divide the {sizes} of the weights (policy.{weights})"
+    return Problem(layout, what, f"set it to {largest}", (weights,))
 
 
 def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
@@ -59,10 +98,19 @@ def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
         yield "moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size
 
 
-def _pipeline_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+def _pipeline_problems(
+    model: ModelConfig, megatron: MegatronConfig, weights: str | None
+) -> Iterator[Problem]:
     stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
-    if model.num_layers % megatron.layer_divisor:
-        virtual = f" times policy.{VIRTUAL}: {chunks}" if chunks else ""
+    virtual = f" times policy.{VIRTUAL}: {chunks}" if chunks else ""
+    if model.num_layers % megatron.layer_divisor and weights:
+        yield Problem(
+            PIPELINE,
+            f"{stages}{virtual} does not divide the num_layers: {model.num_layers} of the weights (policy.{weights})",
+            "use fewer stages",
+            (VIRTUAL, weights),
+        )
+    elif model.num_layers % megatron.layer_divisor:
         yield Problem(
             "model.num_layers",
             f"{model.num_layers} is not divisible by policy.{PIPELINE}: {stages}{virtual}",
@@ -80,30 +128,18 @@ def _pipeline_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator
         )
 
 
-def _expert_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
+def _expert_problems(model: ModelConfig, megatron: MegatronConfig, weights: str | None) -> Iterator[Problem]:
     experts, ranks = model.num_moe_experts, megatron.expert_model_parallel_size
     if experts is None:
-        if ranks > 1:
-            yield Problem(
-                EXPERT,
-                f"{ranks} needs a model with experts, and policy.model.num_moe_experts is null",
-                "set expert_model_parallel_size: 1",
-                ("model.num_moe_experts",),
-            )
         return
-    if experts % ranks:
+    if experts % ranks and weights:
+        yield _too_many_ranks(EXPERT, ranks, {"num_moe_experts": experts}, weights, fits=experts)
+    elif experts % ranks:
         yield Problem(
             "model.num_moe_experts",
             f"{experts} is not divisible by policy.{EXPERT}: {ranks}",
             f"set it to {-(-experts // ranks) * ranks}, or lower expert_model_parallel_size",
             (EXPERT,),
-        )
-    if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
-        yield Problem(
-            SEQUENCE,
-            f"false does not go with experts and policy.{TENSOR}: {megatron.tensor_model_parallel_size}",
-            "set sequence_parallel: true, or tensor_model_parallel_size: 1",
-            (TENSOR, "model.num_moe_experts"),
         )
     if megatron.expert_tensor_parallel_size > 1:
         yield Problem(

@@ -25,7 +25,7 @@ from nemo_rl_mcore.config.guardrails import fused_guardrails
 from nemo_rl_mcore.config.hf_config import missing_family
 from nemo_rl_mcore.config.megatron import MegatronConfig
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.config.parallel import parallel_problems
+from nemo_rl_mcore.config.parallel import cut_problems, training_problems
 from nemo_rl_mcore.config.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.vllm import vllm_policy_problems
 
@@ -116,14 +116,20 @@ class PolicyConfig(StrictModel):
         for guardrail in fused_guardrails(self):
             if not guardrail.ok:
                 yield guardrail.problem()
-        yield from parallel_problems(self.model, self.megatron_cfg)
+        yield from self.problems_of_any_model()
+        yield from training_problems(self.model, self.megatron_cfg)
         yield from batching_problems(self)
-        yield from self._weight_problems()
         yield from self._stop_problems()
-        yield from self._length_problems()
         yield from self._copy_problems()
         if self.generation.backend == "vllm":
             yield from vllm_policy_problems(self)
+
+    def problems_of_any_model(self) -> Iterator[Problem]:
+        """Yield what stops a model that is neither trained nor asked for answers, too."""
+        weights = [key for key in ("model_name", "init_checkpoint") if getattr(self, key) is not None]
+        yield from cut_problems(self.model, self.megatron_cfg, weights=weights[0] if weights else None)
+        yield from self._weight_problems()
+        yield from self._length_problems()
 
     def _weight_problems(self) -> Iterator[Problem]:
         if self.model_name is not None and (reason := missing_family(self.model)):

@@ -13,7 +13,7 @@ from nemo_rl_mcore.config.data_files import DataPlan, examine_data
 from nemo_rl_mcore.config.guardrails import Guardrail, fused_guardrails
 from nemo_rl_mcore.config.imports import import_problems
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.config.memory import MemoryEstimate, estimate_memory
+from nemo_rl_mcore.config.memory import RunMemory, estimate_memory
 from nemo_rl_mcore.config.saved_run import init_checkpoint_problems
 from nemo_rl_mcore.config.tokenizer_folder import tokenizer_problems
 from nemo_rl_mcore.config.warm_start import warm_start_problems
@@ -47,6 +47,7 @@ class BatchArithmetic:
     prompts: int
     generations_per_prompt: int
     samples: int
+    rows_per_sample: int
     samples_per_rank: int
     optimizer_steps: int
     microbatches_per_optimizer_step: int
@@ -65,8 +66,7 @@ class Plan:
     batch: BatchArithmetic
     fused_logprobs: bool
     guardrails: tuple[Guardrail, ...]
-    parameters: int
-    memory: MemoryEstimate
+    memory: RunMemory
     data: DataPlan | None
     steps: int
     reference_policy: bool
@@ -83,7 +83,12 @@ def preflight(config: RunConfig, *, elsewhere: bool = False, of_a_run: bool = Tr
     data, of_data = examine_data(config) if of_a_run else (None, [])
     of_classes = import_problems(config.import_paths) if of_a_run else ()
     missing = tuple(_missing_packages(config))
-    problems = (*_environment_problems(config), *of_data, *of_classes, *(() if elsewhere else missing))
+    problems = (
+        *_environment_problems(config, of_a_run),
+        *of_data,
+        *of_classes,
+        *(() if elsewhere else missing),
+    )
     if problems:
         raise ConfigError(problems)
     return Plan(
@@ -91,7 +96,6 @@ def preflight(config: RunConfig, *, elsewhere: bool = False, of_a_run: bool = Tr
         batch=_batch(config),
         fused_logprobs=config.policy.megatron_cfg.use_fused_linear_logprobs,
         guardrails=tuple(fused_guardrails(config.policy)),
-        parameters=config.policy.model.parameters,
         memory=estimate_memory(config),
         data=data,
         steps=config.loop.max_num_steps if data is None else data.steps,
@@ -136,6 +140,7 @@ def _batch(config: RunConfig) -> BatchArithmetic:
         prompts=samples // generations,
         generations_per_prompt=generations,
         samples=samples,
+        rows_per_sample=config.rows_per_sample,
         samples_per_rank=per_rank,
         optimizer_steps=samples // policy.train_global_batch_size,
         microbatches_per_optimizer_step=policy.train_global_batch_size // per_pass,
@@ -147,10 +152,12 @@ def _batch(config: RunConfig) -> BatchArithmetic:
     )
 
 
-def _environment_problems(config: RunConfig) -> Iterator[Problem]:
+def _environment_problems(config: RunConfig, of_a_run: bool) -> Iterator[Problem]:
     policy = config.policy
     yield from tokenizer_problems(policy.tokenizer.name, policy.model.vocab_size, policy.model_name)
-    yield from init_checkpoint_problems(policy)
+    # Models that start from the same folder have the same problems with it.
+    started = [plan for plan in config.models.values() if of_a_run or plan.policy is policy]
+    yield from dict.fromkeys(problem for plan in started for problem in init_checkpoint_problems(plan))
     yield from _folder_problems(Path(config.logger.log_dir))
     yield from warm_start_problems(config)
 

@@ -1,10 +1,11 @@
 """The plan of a run as lines for the terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import Group
 from rich.text import Text
 
+from nemo_rl_mcore.config.memory import MemoryEstimate
 from nemo_rl_mcore.config.preflight import Plan
 
 Row = tuple[str, str]
@@ -21,12 +22,12 @@ def render(plan: Plan) -> Group:
         ("Batch arithmetic of a step", _batch_rows(plan)),
         ("Run", _run_rows(plan)),
         ("Fused log-probabilities", _guardrail_rows(plan)),
-        ("Memory per rank, without activations and key-value cache", _memory_rows(plan)),
+        *_memory_sections(plan),
     )
     return Group(*(line for title, rows in sections for line in (Text(title, style="bold"), *_lines(rows))))
 
 
-def _lines(rows: Iterator[Row]) -> Iterator[Text]:
+def _lines(rows: Iterable[Row]) -> Iterator[Text]:
     table = [*rows]
     width = max(_NAME_WIDTH, *(len(name) for name, _ in table))
     for name, value in table:
@@ -57,7 +58,7 @@ def _batch_rows(plan: Plan) -> Iterator[Row]:
         yield "log-probability passes", f"{batch.logprob_passes} per rank"
     else:
         kind = "packed" if budgets.packed else "of like length"
-        yield "microbatches", f"up to {budgets.train} tokens, samples {kind}"
+        yield "microbatches", f"up to {budgets.of_training(batch.rows_per_sample)} tokens, samples {kind}"
         yield "log-probability passes", f"up to {budgets.logprob} tokens, samples {kind}"
     used = f"{batch.longest_prompt} prompt + {batch.max_new_tokens} new"
     yield "tokens", f"{used} <= {batch.max_sequence}"
@@ -82,9 +83,18 @@ def _guardrail_rows(plan: Plan) -> Iterator[Row]:
         yield verdict, f"policy.{guardrail.other}: {guardrail.value}"
 
 
-def _memory_rows(plan: Plan) -> Iterator[Row]:
-    memory = plan.memory
-    yield "model", f"{plan.parameters:,} weights, {memory.rank_parameters:,} on the fullest rank"
+def _memory_sections(plan: Plan) -> Iterator[tuple[str, Iterable[Row]]]:
+    """One for each model, and one for all where there are several."""
+    models = plan.memory.models
+    for name, memory in models.items():
+        of_which = f" of the {name}" if len(models) > 1 else ""
+        yield f"Memory per rank{of_which}, without activations and key-value cache", _memory_rows(memory)
+    if len(models) > 1:
+        yield "Memory per rank of all models", [("total", _bytes(plan.memory.total))]
+
+
+def _memory_rows(memory: MemoryEstimate) -> Iterator[Row]:
+    yield "model", f"{memory.parameters:,} weights, {memory.rank_parameters:,} on the fullest rank"
     for name in ("weights", "gradients", "optimizer", "reference", "logits", "total"):
         yield name, _bytes(getattr(memory, name))
 

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from nemo_rl_mcore.config.base import DEFER, Problem, join_path
 from nemo_rl_mcore.config.load import load_config
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.pretrained import OF_TRAINING, explicit_fields
+from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.config.sources import read_recipe
 
 RECIPE_FILE = "config.yaml"
@@ -23,7 +23,12 @@ Tree = Mapping[str, object]
 _WITHOUT_EFFECT = ("checkpointing", "logger", "policy.init_checkpoint", "policy.model_name")
 """What a run leaves behind, and the weights that the checkpoint has replaced."""
 _OF_THE_STATE = ("policy.precision", "policy.megatron_cfg.optimizer.optimizer")
-"""What decides which tensors a checkpoint holds, besides the architecture."""
+"""What decides which tensors the checkpoint of a model holds, besides the architecture."""
+_ONLY_A_RUN_STARTS = {
+    "value": ("~value", "+value={optimizer: {lr: 1.0}}"),
+    "teacher": ("~teacher", "+teacher={init_checkpoint: none}"),
+}
+"""The models that a checkpoint's weights are used without, and what leaves nothing of their sections to be wrong."""
 _NOT_IN_WEIGHTS = OF_TRAINING | {"max_position_embeddings"}
 
 
@@ -48,8 +53,10 @@ def load_recipe_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The configuration of a run that starts from a checkpoint's weights, by its own recipe; raises ConfigError."""
     # What the run itself began with, or learned from, may be gone by now.
     without = ["policy.model_name=null", "warm_start=null"]
-    if "teacher" in read_recipe(folder / RECIPE_FILE).tree:
-        without += ["teacher.warm_start=null", "teacher.model_name=null", "teacher.init_checkpoint=none"]
+    sections = read_recipe(folder / RECIPE_FILE).tree
+    without += [
+        change for name, changes in _ONLY_A_RUN_STARTS.items() if name in sections for change in changes
+    ]
     config = load_config(folder / RECIPE_FILE, [*without, *overrides])
     policy = config.policy.model_copy(update={"init_checkpoint": str(folder.absolute())})
     return config.model_copy(update={"policy": policy})
@@ -78,43 +85,55 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
     ]
 
 
-def does_not_fit(saved: Tree, policy: PolicyConfig) -> list[str]:
-    """In which fields the architecture of a saved policy is not that of `policy`."""
+def does_not_fit(saved: Tree, plan: ModelPlan) -> list[str]:
+    """In which fields the architecture of a saved policy is not that of a model of the run."""
     section = saved.get("policy")
     model = cast("Tree", section).get("model") if isinstance(section, dict) else None
     try:
         theirs = explicit_fields(ModelConfig.model_validate(model, context=DEFER))
     except ValidationError as error:
         return [f"its policy.model cannot be read: {error.error_count()} wrong fields"]
-    ours = explicit_fields(policy.model)
+    ours = explicit_fields(plan.policy.model)
     return [
-        str(Change(f"policy.model.{key}", theirs[key], ours[key]))
+        str(Change(plan.key(f"policy.model.{key}"), theirs[key], ours[key]))
         for key in theirs
         if key not in _NOT_IN_WEIGHTS and ours[key] != theirs[key]
     ]
 
 
-def cannot_resume(saved: Tree, config: RunConfig) -> list[str]:
-    """What of the recipe would have to be as it was saved for the policy's state to be loaded."""
-    of_the_state = [
-        str(change) for change in changes_since(saved, config) if _below(change.path, _OF_THE_STATE)
-    ]
-    return does_not_fit(saved, config.policy) + of_the_state
+def cannot_resume(saved: Tree, config: RunConfig) -> str | None:
+    """Why a run cannot go on from what was saved under another recipe, and the way out; None where it can."""
+    before = kind_of(saved).algorithm
+    if before != config.algorithm:
+        return (
+            f"was saved by a run of {before}, and this is one of {config.algorithm}; name another "
+            "checkpointing.checkpoint_dir (policy.init_checkpoint takes the weights alone)"
+        )
+    trained = [plan for plan in config.models.values() if plan.trained]
+    of_the_state = tuple(plan.key(path) for plan in trained for path in _OF_THE_STATE)
+    misfits = [misfit for plan in trained for misfit in does_not_fit(saved, plan)]
+    misfits += [str(change) for change in changes_since(saved, config) if _below(change.path, of_the_state)]
+    if not misfits:
+        return None
+    return (
+        f"was saved under another policy: {', '.join(dict.fromkeys(misfits))}; set it back, or name another "
+        "checkpointing.checkpoint_dir"
+    )
 
 
-def init_checkpoint_problems(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield what stops policy.init_checkpoint from being loaded, as far as its recipe tells."""
-    if policy.init_checkpoint is None:
+def init_checkpoint_problems(plan: ModelPlan) -> Iterator[Problem]:
+    """Yield what stops a model's init_checkpoint from being loaded, as far as its recipe tells."""
+    folder = plan.policy.init_checkpoint
+    if folder is None:
         return
-    remedy = "name a folder step_N of a run with this architecture"
+    key, remedy = plan.key("policy.init_checkpoint"), "name a folder step_N of a run with this architecture"
     try:
-        differing = does_not_fit(read_recipe_of(Path(policy.init_checkpoint)), policy)
+        differing = does_not_fit(read_recipe_of(Path(folder)), plan)
     except ValueError as error:
-        yield Problem("policy.init_checkpoint", str(error), remedy)
+        yield Problem(key, str(error), remedy)
         return
     if differing:
-        what = f"{policy.init_checkpoint!r} holds another model: {', '.join(differing)}"
-        yield Problem("policy.init_checkpoint", what, remedy)
+        yield Problem(key, f"{folder!r} holds another model: {', '.join(differing)}", remedy)
 
 
 def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, object]]:

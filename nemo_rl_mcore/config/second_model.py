@@ -5,10 +5,13 @@ Both are cut and run as the policy is, on the same ranks; only what must differ 
 
 from collections.abc import Iterator
 
+from pydantic import model_validator
+
 from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveInt, Problem, StrictModel
-from nemo_rl_mcore.config.megatron import OptimizerConfig, SchedulerConfig
+from nemo_rl_mcore.config.megatron import OptimizerConfig, SchedulerConfig, fill_weight_decay
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_models import ModelPlan, Role
 
 
 class ValueConfig(StrictModel):
@@ -23,22 +26,27 @@ class ValueConfig(StrictModel):
     train_micro_batch_size: PositiveInt | None = None
     """Samples per forward and backward pass of one rank; null is policy.train_micro_batch_size."""
 
-    def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """The configuration of the critic's workers."""
-        schedule = self.scheduler.model_copy(
-            update={
-                "start_weight_decay": self.optimizer.weight_decay,
-                "end_weight_decay": self.optimizer.weight_decay,
-            }
-            if self.scheduler.weight_decay_incr_style == "constant"
-            else {}
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_weight_decay(cls, given: object) -> object:
+        return fill_weight_decay(given)
+
+    def plan(self, policy: PolicyConfig) -> ModelPlan:
+        """The critic beside a policy."""
+        of_megatron = {"optimizer": self.optimizer, "scheduler": self.scheduler}
+        own: dict[str, object] = {
+            key: getattr(self, key)
+            for key in ("max_grad_norm", "train_micro_batch_size")
+            if getattr(self, key) is not None
+        }
+        megatron = policy.megatron_cfg.model_copy(update=of_megatron)
+        return ModelPlan(
+            "value",
+            policy.model_copy(update={"megatron_cfg": megatron, **own}),
+            role=Role.VALUE,
+            own_keys={f"policy.megatron_cfg.{key}": f"value.{key}" for key in of_megatron}
+            | {f"policy.{key}": f"value.{key}" for key in own},
         )
-        megatron = policy.megatron_cfg.model_copy(update={"optimizer": self.optimizer, "scheduler": schedule})
-        update: dict[str, object] = {"megatron_cfg": megatron}
-        for key in ("max_grad_norm", "train_micro_batch_size"):
-            if (own := getattr(self, key)) is not None:
-                update[key] = own
-        return policy.model_copy(update=update)
 
 
 class TeacherConfig(StrictModel):
@@ -53,14 +61,19 @@ class TeacherConfig(StrictModel):
     warm_start: str | None = None
     """Its weights: a recipe that is run first (ours)."""
 
-    def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """The configuration of the teacher's workers."""
-        return policy.model_copy(
-            update={
-                "model": self.model or policy.model,
-                "model_name": self.model_name,
-                "init_checkpoint": self.init_checkpoint,
-            }
+    def plan(self, policy: PolicyConfig) -> ModelPlan:
+        """The teacher beside a policy."""
+        # There is no backward pass to overlap with, and Megatron asks more of a model that would have one.
+        megatron = policy.megatron_cfg.model_copy(update={"overlap_moe_expert_parallel_comm": False})
+        own: dict[str, object] = {"model_name": self.model_name, "init_checkpoint": self.init_checkpoint}
+        if self.model is not None:
+            own["model"] = self.model
+        return ModelPlan(
+            "teacher",
+            policy.model_copy(update={"megatron_cfg": megatron, **own}),
+            trained=False,
+            warm_start=self.warm_start,
+            own_keys={f"policy.{key}": f"teacher.{key}" for key in own},
         )
 
     def problems(self) -> Iterator[Problem]:

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.data_files import answer_problems, scored_examples
 from nemo_rl_mcore.config.load import load_config
-from nemo_rl_mcore.config.master import DistillationMasterConfig, RunConfig
-from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.config.saved_run import does_not_fit
 
 
@@ -34,11 +35,24 @@ def warm_start_recipe(path: str, config: RunConfig, folder: Path) -> RunConfig:
     )
 
 
+def recipes_run_first(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield the recipes that are run before this one, for the weights of its models, and those before them.
+
+    Raises ConfigError.
+    """
+    for path in (config.warm_start, *(plan.warm_start for plan in config.models.values())):
+        if path is not None:
+            recipe = load_config(path)
+            yield from recipes_run_first(recipe)
+            yield recipe
+
+
 def warm_start_problems(config: RunConfig, chain: tuple[Path, ...] = ()) -> Iterator[Problem]:
     """Yield what is wrong with the recipes that are run first; paths are those of the run's recipe.
 
     chain: the recipes for which this one is run first.
     """
+    models = config.models
     if config.warm_start is not None:
         if config.policy.init_checkpoint is not None or config.policy.model_name is not None:
             yield Problem(
@@ -47,13 +61,13 @@ def warm_start_problems(config: RunConfig, chain: tuple[Path, ...] = ()) -> Iter
                 "remove one of the two",
                 ("policy.init_checkpoint", "policy.model_name"),
             )
-        yield from _problems_of("warm_start", config.warm_start, config.policy, chain)
-    if isinstance(config, DistillationMasterConfig) and config.teacher.warm_start is not None:
-        teacher = config.teacher.as_policy(config.policy)
-        yield from _problems_of("teacher.warm_start", config.teacher.warm_start, teacher, chain)
+        yield from _problems_of("warm_start", config.warm_start, models["policy"], chain)
+    for name, plan in models.items():
+        if plan.warm_start is not None:
+            yield from _problems_of(f"{name}.warm_start", plan.warm_start, plan, chain)
 
 
-def _problems_of(key: str, path: str, policy: PolicyConfig, chain: tuple[Path, ...]) -> Iterator[Problem]:
+def _problems_of(key: str, path: str, plan: ModelPlan, chain: tuple[Path, ...]) -> Iterator[Problem]:
     file = Path(path).resolve()
     if file in chain:
         yield Problem(key, f"{path} is to run before itself", "remove the cycle")
@@ -66,5 +80,7 @@ def _problems_of(key: str, path: str, policy: PolicyConfig, chain: tuple[Path, .
         return
     for problem in warm_start_problems(recipe, (*chain, file)):
         yield Problem(key, f"in {path}: {problem}")
-    if differing := does_not_fit(recipe.model_dump(), policy):
+    for problem in answer_problems(recipe, scored_examples(recipe)):
+        yield Problem(key, f"in {path}: {problem}")
+    if differing := does_not_fit(recipe.model_dump(), plan):
         yield Problem(key, f"{path} trains another model: {', '.join(differing)}", "make the two equal")

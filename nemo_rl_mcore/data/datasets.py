@@ -30,6 +30,8 @@ class Prompt:
     """The conversation that the text is rendered from by a chat template; empty where the text is plain."""
     imitate_all: bool = False
     """Every assistant turn of the context is to be imitated, not the answer alone."""
+    place: str = ""
+    """Where the data source has it, such as a file and its line; empty where the index says as much."""
 
 
 class PromptSource(Protocol):
@@ -57,9 +59,13 @@ class DigitTaskSource:
 
     A tenth is held out by a hash of the digits, the same tenth for every task and seed, so that a model
     trained on one task and then another never sees a validation prompt.
+
+    count_keys: the keys that ask for the prompts of a step and of a validation, which an error names.
     """
 
-    def __init__(self, task: str, num_digits: int, seed: int) -> None:
+    def __init__(
+        self, task: str, num_digits: int, seed: int, count_keys: tuple[str, str] = ("count", "count")
+    ) -> None:
         if task not in DIGIT_TASKS:
             raise ValueError(f"unknown task {task!r}; known tasks: {', '.join(DIGIT_TASKS)}")
         if num_digits < 1:
@@ -67,16 +73,17 @@ class DigitTaskSource:
         self._answer = DIGIT_TASKS[task]
         self._num_digits = num_digits
         self._seed = seed
+        self._step_key, self._validation_key = count_keys
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
         """Draw without replacement within the step; ValueError when the pool is smaller than `count`."""
         order = shuffled(10**self._num_digits, key=f"train:{self._seed}:{step}")
-        return self._take(order, count, held_out=False, count_key="grpo.num_prompts_per_step")
+        return self._take(order, count, held_out=False, count_key=self._step_key)
 
     def validation(self, count: int) -> list[Prompt]:
         """Give the first `count` held-out prompts of one fixed order."""
         order = shuffled(10**self._num_digits, key="validation")
-        return self._take(order, count, held_out=True, count_key="grpo.max_val_samples")
+        return self._take(order, count, held_out=True, count_key=self._validation_key)
 
     def _take(self, order: Iterator[int], count: int, *, held_out: bool, count_key: str) -> list[Prompt]:
         candidates = (self._prompt(index) for index in order)

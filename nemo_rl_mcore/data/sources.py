@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.imports import build
 from nemo_rl_mcore.config.jsonl import Example, RowKind, read_examples
@@ -32,7 +33,15 @@ def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
         case "custom":
             return _open_class(config, tokenizer)
         case task:
-            return DigitTaskSource(task, config.data.num_digits, config.seed)
+            return DigitTaskSource(task, config.data.num_digits, config.seed, _count_keys(config))
+
+
+def _count_keys(config: RunConfig) -> tuple[str, str]:
+    """What says how many prompts a step of the algorithm takes, and a validation."""
+    name = config.algorithm
+    if isinstance(config.loop, RolloutConfig):
+        return f"{name}.num_prompts_per_step", f"{name}.max_val_samples"
+    return "policy.train_global_batch_size", f"{name}.max_val_samples or {name}.val_batches"
 
 
 def open_pairs(config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer) -> PreferenceSource:
@@ -117,7 +126,15 @@ class _Limits:
 
     def _prompt(self, example: Example) -> Prompt:
         text, context = (example.context, ()) if isinstance(example.context, str) else ("", example.context)
-        prompt = Prompt(example.index, text, example.answer, example.rejected, context, example.imitate_all)
+        prompt = Prompt(
+            example.index,
+            text,
+            example.answer,
+            example.rejected,
+            context,
+            example.imitate_all,
+            example.place,
+        )
         return with_template(prompt, self.tokenizer) if self.config.data.apply_chat_template else prompt
 
     def _excess(self, prompt: Prompt, *, sampled: bool) -> str | None:

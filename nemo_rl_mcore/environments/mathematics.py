@@ -10,19 +10,55 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_mcore.config.answer_kinds import (
+    as_quantity,
+    as_words,
+    bare,
+    gold_answer,
+    gold_problems,
+    has_unit,
+    is_plain_number,
+    wrong_answer,
+)
+from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
+from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.errors import RunStoppedError
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a text means: the letters of words, and what math-verify reads of it, the best reading first.
+
+    alone: the text is the answer and no more, so that other words are another answer.
+    """
+
+    words: str | None
+    readings: list[Any]
+    alone: bool = True
+
+    @property
+    def expressions(self) -> list[Any]:
+        """The readings without the text itself, which math-verify compares where it reads nothing better."""
+        return [reading for reading in self.readings if not isinstance(reading, str)]
+
+
+_NOTHING = _Answer(None, [])
 
 
 @dataclass(frozen=True)
 class MathEnvironment:
-    """Score = whether the last expression of the response equals the answer.
+    """Score = whether the final answer of the response equals the one that the data's answer states.
 
-    The answer is LaTeX or a plain expression; of the response, an expression in a box counts before any other.
+    Words are compared by their letters, all else as expressions. Without `response` math-verify looks for the
+    expression in the whole response, where one in a box counts before any other.
     timeout_s: seconds to read an expression, and to compare two, after which the response is wrong. It is kept by a
     signal, so that scores are computed in the main thread.
     """
 
     timeout_s: int
+    gold: AnswerConfig | None = None
+    response: AnswerConfig | None = None
 
     def __post_init__(self) -> None:
         _library()
@@ -30,14 +66,83 @@ class MathEnvironment:
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
-        """1 or 0 for each response, in their order."""
-        read, equal, boxed = _library()
-        scores: list[float] = []
-        for prompt, response in zip(prompts, responses, strict=True):
-            wanted = read(f"\\boxed{{{prompt.answer}}}", boxed, parsing_timeout=self.timeout_s)
-            given = read(response, parsing_timeout=self.timeout_s)
-            scores.append(float(equal(wanted, given, timeout_seconds=self.timeout_s)))
-        return scores
+        """1 or 0 for each response, in their order; RunStoppedError for an answer that nothing can equal."""
+        golds: dict[str, _Answer] = {}
+        for prompt in prompts:
+            if prompt.answer not in golds:
+                golds[prompt.answer], why = self._gold(prompt.answer)
+                if why is not None:
+                    raise RunStoppedError(
+                        f"env.math.gold: {wrong_answer(_place(prompt), prompt.answer, why)}"
+                    )
+        rows = zip(prompts, responses, strict=True)
+        return [float(self._equal(golds[prompt.answer], self._said(response))) for prompt, response in rows]
+
+    def require_answers(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ConfigError for answers that cannot be scored against, naming where the data has them."""
+        why = {answer: self._why_unequal(answer) for answer in {prompt.answer for prompt in prompts}}
+        wrong = [
+            wrong_answer(_place(prompt), prompt.answer, reason)
+            for prompt in prompts
+            if (reason := why[prompt.answer]) is not None
+        ]
+        if wrong:
+            raise ConfigError(gold_problems(wrong))
+
+    def _gold(self, given: str) -> tuple[_Answer, str | None]:
+        """What an answer of the data means, and why nothing can be compared with it, if so."""
+        text, why = gold_answer(given, self.gold)
+        if why is not None:
+            return _NOTHING, why
+        answer = self._read(text)
+        unread = answer.words is None and not answer.expressions
+        return answer, f"holds no expression that math-verify reads in {self.timeout_s} s" if unread else None
+
+    def _why_unequal(self, given: str) -> str | None:
+        """Why nothing, or not even itself, equals an answer of the data; None where all is well."""
+        text, why = gold_answer(given, self.gold)
+        if why is not None or is_plain_number(text):
+            return why
+        gold, why = self._gold(given)
+        if why is not None or gold.words is not None:
+            return why
+        again = self._said(f"\\boxed{{{bare(text)}}}") if self.response is None else self._read(text)
+        if self._equal(_Answer(None, gold.expressions), again):
+            return None
+        return f"does not equal itself, as math-verify compares it in {self.timeout_s} s"
+
+    def _said(self, response: str) -> _Answer:
+        """The answer that a response gives."""
+        if self.response is not None:
+            text = self.response.extract(response)
+            return _NOTHING if text is None else self._read(text)
+        boxed = last_boxed(response)
+        if boxed is not None and has_unit(boxed):
+            return self._read(boxed)  # of which math-verify would make a product
+        words = as_words(stated_answer(response))
+        return _Answer(words, self._parse(response), alone=boxed is not None)
+
+    def _read(self, text: str) -> _Answer:
+        """The answer that a text is."""
+        number = as_quantity(text)
+        if number is not None and number.endswith("%"):
+            return _Answer(None, self._parse(number))
+        _, _, boxed = _library()
+        return _Answer(as_words(text), self._parse(f"\\boxed{{{number or bare(text)}}}", boxed))
+
+    def _parse(self, text: str, *how: Any) -> list[Any]:
+        read, _, _ = _library()
+        return read(text, *how, parsing_timeout=self.timeout_s)
+
+    def _equal(self, gold: _Answer, said: _Answer) -> bool:
+        if gold.words is not None and said.words is not None and (said.alone or gold.words == said.words):
+            return gold.words == said.words
+        _, equal, _ = _library()
+        return equal(gold.readings, said.readings, timeout_seconds=self.timeout_s)
+
+
+def _place(prompt: Prompt) -> str:
+    return prompt.place or f"prompt {prompt.index}"
 
 
 def _library() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:

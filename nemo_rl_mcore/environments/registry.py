@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from nemo_rl_mcore.config import EnvConfig
+from nemo_rl_mcore.config.data import MathEnvConfig
 from nemo_rl_mcore.config.imports import build
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment
@@ -18,11 +19,16 @@ from nemo_rl_mcore.interfaces import EnvironmentInterface
 def make_environment(config: EnvConfig) -> EnvironmentInterface:
     """Build the environment of a recipe; ValueError names the key of one that cannot be."""
     if config.math is not None:
-        return MathEnvironment(config.math.timeout_s)
+        return math_environment(config.math)
     if (own := config.custom) is not None:
         environment = build(own.type, "env.custom.type", own.args, needs=("score",))
         return _OwnEnvironment(cast("EnvironmentInterface", environment), own.type)
     return ArithmeticEnvironment()
+
+
+def math_environment(config: MathEnvConfig) -> MathEnvironment:
+    """The environment of a section `env.math`; ValueError when the package is not there."""
+    return MathEnvironment(config.timeout_s, config.gold, config.response)
 
 
 @dataclass(frozen=True)

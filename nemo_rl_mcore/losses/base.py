@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.columns import Column, ColumnKind
 
 EPSILON = 1e-8
 Count = Tensor | float | int
@@ -33,6 +34,21 @@ class LossInputType(Enum):
     LOGPROB = "logprob"  # TokenOutputs
     VALUE = "value"  # ValueOutputs
     DISTILLATION = "distillation"  # DistillationOutputs
+
+
+# What a pass reads of the batch to make the outputs of a loss, whatever the loss is.
+_READ_BY_PASS: dict[LossInputType, tuple[Column, ...]] = {
+    LossInputType.DISTILLATION: tuple(
+        Column(key, "the comparison with the teacher", kind, shape, of_next_token=True, optional=optional)
+        for key, kind, shape, optional in (
+            ("teacher_topk_indices", ColumnKind.TOKEN_IDS, "BSK", False),
+            ("teacher_topk_logits", ColumnKind.BELOW_INFINITY, "BSK", False),
+            ("teacher_logsumexp", ColumnKind.FINITE, "BS", False),
+            # Of the whole vocabulary nothing is left over.
+            ("teacher_tail_logmass", ColumnKind.BELOW_INFINITY, "BS", True),
+        )
+    )
+}
 
 
 class MetricKind(Enum):
@@ -233,6 +249,14 @@ class LossFunction(ABC):
     rows_per_sample: int = 1
     """Rows that stand one after the other and belong together, such as the chosen and the rejected answer: no shard,
     cut or filling parts them."""
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """What is read of the batch beside the masks; a batch that lacks it is refused before anything is sent.
+
+        A loss that reads more adds to what it inherits: `(*super().columns, Column("key", "the term that reads it"))`.
+        """
+        return _READ_BY_PASS.get(self.input_type, ())
 
     @property
     def needs_entropy(self) -> bool:

@@ -9,7 +9,7 @@ log-probabilities, A = advantages.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig, KLType
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.losses.base import (
     LossSums,
     LossType,
@@ -53,30 +54,45 @@ class Ratios:
     clipped: Tensor
 
 
-RatioFunction = Callable[[PolicyTokens], Tensor]
+LogRatioFunction = Callable[[PolicyTokens], Tensor]
 SurrogateFunction = Callable[[Ratios, PolicyTokens], Tensor]
 
 
-def token_ratio(tokens: PolicyTokens) -> Tensor:
-    """Return exp(c - p)."""
-    return torch.exp(tokens.current - tokens.previous)
+def token_log_ratio(tokens: PolicyTokens) -> Tensor:
+    """Return c - p."""
+    return tokens.current - tokens.previous
 
 
-def sequence_ratio(tokens: PolicyTokens) -> Tensor:
-    """GSPO: return exp of the row's mean of c - p, repeated along the row."""
+def sequence_log_ratio(tokens: PolicyTokens) -> Tensor:
+    """GSPO: return the row's mean of c - p, repeated along the row."""
     mean = tokens.masks.row_mean(tokens.current - tokens.previous)
-    return torch.exp(mean)[:, None].expand_as(tokens.current)
+    return mean[:, None].expand_as(tokens.current)
 
 
-def on_policy_ratio(tokens: PolicyTokens) -> Tensor:
-    """Return 1, with the gradient of c."""
-    return torch.exp(tokens.current - tokens.current.detach())
+def on_policy_log_ratio(tokens: PolicyTokens) -> Tensor:
+    """Return 0, with the gradient of c."""
+    return tokens.current - tokens.current.detach()
 
 
-def clipped_ratios(tokens: PolicyTokens, *, ratio: RatioFunction, lower: float, upper: float) -> Ratios:
-    """Return a ratio and the same clamped to [lower, upper]."""
-    raw = ratio(tokens)
+def clipped_ratios(
+    tokens: PolicyTokens, *, log_ratio: LogRatioFunction, lower: float, upper: float, dual: float | None
+) -> Ratios:
+    """Return a ratio and the same clamped to [lower, upper].
+
+    Where the surrogate clips it from above, at `upper` or (A < 0) at `dual`, it is held at what exp can hold: the
+    gradient there is zero times the ratio, which must not be infinite. Where A < 0 without a dual clip, -A * ratio
+    counts however large it is, and an infinite one rightly skips the step.
+    """
+    exponent = log_ratio(tokens)
+    held = exponent.clamp(max=_beyond(upper))
+    held_below = exponent if dual is None else exponent.clamp(max=_beyond(dual))
+    raw = torch.exp(torch.where(tokens.advantages < 0, held_below, held))
     return Ratios(raw, raw.clamp(lower, upper))
+
+
+def _beyond(bound: float) -> float:
+    """An exponent whose exp exceeds the bound; 80, which fp32 holds with room for advantages, for any usual one."""
+    return max(80.0, math.log(bound) + 1)
 
 
 def logprob_ratios(tokens: PolicyTokens) -> Ratios:
@@ -105,12 +121,18 @@ def ratio_function(cfg: ClippedPGLossConfig) -> Callable[[PolicyTokens], Ratios]
     """Return the ratio of a configuration; force_on_policy_ratio goes before disable_ppo_ratio."""
     if cfg.disable_ppo_ratio and not cfg.force_on_policy_ratio:
         return logprob_ratios
-    ratio = token_ratio
+    log_ratio = token_log_ratio
     if cfg.force_on_policy_ratio:
-        ratio = on_policy_ratio
+        log_ratio = on_policy_log_ratio
     elif cfg.sequence_level_importance_ratios:
-        ratio = sequence_ratio
-    return partial(clipped_ratios, ratio=ratio, lower=1 - cfg.ratio_clip_min, upper=1 + cfg.ratio_clip_max)
+        log_ratio = sequence_log_ratio
+    return partial(
+        clipped_ratios,
+        log_ratio=log_ratio,
+        lower=1 - cfg.ratio_clip_min,
+        upper=1 + cfg.ratio_clip_max,
+        dual=cfg.ratio_clip_c,
+    )
 
 
 def surrogate_function(cfg: ClippedPGLossConfig) -> SurrogateFunction:
@@ -120,6 +142,23 @@ def surrogate_function(cfg: ClippedPGLossConfig) -> SurrogateFunction:
     if cfg.ratio_clip_c is not None:
         return partial(dual_clipped_surrogate, bound=cfg.ratio_clip_c)
     return clipped_surrogate
+
+
+def policy_columns(cfg: ClippedPGLossConfig, kl_penalty: float) -> Iterator[Column]:
+    """Yield what a configuration reads of the batch; `kl_penalty` is that inside the loss."""
+    if not cfg.force_on_policy_ratio:
+        yield Column("prev_logprobs", "force_on_policy_ratio: false")
+    generation_is_needed_by = (
+        "the comparison of training with generation (token_mult_prob_error and its like)"
+    )
+    if cfg.use_importance_sampling_correction:
+        generation_is_needed_by = "use_importance_sampling_correction: true"
+    elif cfg.use_on_policy_kl_approximation:
+        generation_is_needed_by = "use_on_policy_kl_approximation: true"
+    yield Column("generation_logprobs", generation_is_needed_by)
+    yield Column("advantages", "the policy gradient", ColumnKind.NUMBERS)
+    if kl_penalty:
+        yield Column("reference_policy_logprobs", f"reference_policy_kl_penalty: {kl_penalty}")
 
 
 class ClippedPGLossFn(TokenLossFunction):
@@ -137,6 +176,12 @@ class ClippedPGLossFn(TokenLossFunction):
         self._ratios = ratio_function(self.cfg)
         self._surrogate = surrogate_function(self.cfg)
         self._weights = weight_function(self.cfg)
+        self._columns = tuple(policy_columns(self.cfg, self.kl_penalty))
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Log-probabilities and advantages, as far as the configuration reads them."""
+        return (*super().columns, *self._columns)
 
     @property
     def needs_entropy(self) -> bool:
@@ -175,28 +220,16 @@ class ClippedPGLossFn(TokenLossFunction):
             raise ValueError(
                 f"entropy_coef: {self.cfg.entropy_coef} needs the entropy of the model's outputs"
             )
+        given = {column.key: masks.read(data, column.key, column.needed_by) for column in self._columns}
         return PolicyTokens(
             current=current,
-            previous=current.detach()
-            if self.cfg.force_on_policy_ratio
-            else masks.read(data, "prev_logprobs", "force_on_policy_ratio: false"),
-            generation=masks.read(data, "generation_logprobs", self._generation_is_needed_by()),
-            advantages=masks.read(data, "advantages", "the policy gradient"),
-            reference=masks.read(
-                data, "reference_policy_logprobs", f"reference_policy_kl_penalty: {self.kl_penalty}"
-            )
-            if self.kl_penalty
-            else None,
+            previous=current.detach() if self.cfg.force_on_policy_ratio else given["prev_logprobs"],
+            generation=given["generation_logprobs"],
+            advantages=given["advantages"],
+            reference=given.get("reference_policy_logprobs"),
             entropy=None if outputs.entropy is None else masks.keep(outputs.entropy, "entropy"),
             masks=masks,
         )
-
-    def _generation_is_needed_by(self) -> str:
-        if self.cfg.use_importance_sampling_correction:
-            return "use_importance_sampling_correction: true"
-        if self.cfg.use_on_policy_kl_approximation:
-            return "use_on_policy_kl_approximation: true"
-        return "the comparison of training with generation (token_mult_prob_error and its like)"
 
     def _kl_sum(self, tokens: PolicyTokens) -> Tensor:
         """Return the reduced KL before its coefficient; 0 when nothing is penalised."""

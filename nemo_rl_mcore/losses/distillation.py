@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nemo_rl_mcore.config.loss import DistillationLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.columns import Column
 from nemo_rl_mcore.losses.base import (
     Count,
     DistillationOutputs,
@@ -104,6 +105,12 @@ class DistillationLossFn(LossFunction):
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self._divergence = divergence(self.cfg)
         self._policy_gradient = ClippedPGLossFn(self.cfg.rl) if self.cfg.rl_weight else None
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """What the teacher said and, for a policy-gradient part, what that reads."""
+        of_tokens = () if self._policy_gradient is None else self._policy_gradient.columns
+        return (*super().columns, *of_tokens)
 
     @property
     def needs_entropy(self) -> bool:

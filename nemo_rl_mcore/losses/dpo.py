@@ -10,6 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from nemo_rl_mcore.config.loss import DPOLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.columns import Column
 from nemo_rl_mcore.losses.base import (
     LossSums,
     LossType,
@@ -22,6 +23,7 @@ from nemo_rl_mcore.losses.base import (
 )
 
 _ROWS_PER_PAIR = 2
+_REFERENCE = Column("reference_policy_logprobs", "DPO", of_next_token=True)
 
 
 class DPOLossFn(TokenLossFunction):
@@ -39,13 +41,16 @@ class DPOLossFn(TokenLossFunction):
         self.cfg = cfg if isinstance(cfg, DPOLossConfig) else DPOLossConfig.model_validate(dict(cfg))
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
 
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The reference's log-probabilities, rolled."""
+        return (*super().columns, _REFERENCE)
+
     def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
         """Return the un-normalised loss and metrics; ValueError for an odd number of rows."""
         masks = Masks.of(_masked_by_pair(data), outputs.logprobs.dtype)
         logprobs = masks.keep(outputs.logprobs, "logprobs")
-        reference = masks.keep(
-            require(data, "reference_policy_logprobs", "DPO")[:, :-1], "reference_policy_logprobs"
-        )
+        reference = masks.keep(require(data, _REFERENCE.key, _REFERENCE.needed_by)[:, :-1], _REFERENCE.key)
         rewards_B = _of_rows(logprobs - reference, masks, mean=self.cfg.preference_average_log_probs)
         chosen_P, rejected_P = rewards_B[::2], rewards_B[1::2]
         kept_P = masks.samples[::2]

@@ -41,10 +41,19 @@ def kl_estimate(
         if weight is not None:
             weight = torch.where(clamped == log_ratio, weight, weight.detach())
         log_ratio = clamped
+    estimate = _weighted_estimate(log_ratio, kl_type, weight)
+    if output_clamp is None:
+        return estimate
+    # What is clamped is a constant: the clamp's zero gradient times that of an overflow would be no number.
+    estimate = estimate.detach()
+    inside = estimate.abs() <= output_clamp
+    differentiated = _weighted_estimate(torch.where(inside, log_ratio, 0.0), kl_type, weight)
+    return torch.where(inside, differentiated, estimate.clamp(-output_clamp, output_clamp))
+
+
+def _weighted_estimate(log_ratio: Tensor, kl_type: KLType, weight: Tensor | None) -> Tensor:
     estimate = log_ratio_estimate(log_ratio, kl_type)
-    if weight is not None:
-        estimate = weight * estimate
-    return estimate if output_clamp is None else estimate.clamp(-output_clamp, output_clamp)
+    return estimate if weight is None else weight * estimate
 
 
 def finite_exp(exponent: Tensor) -> Tensor:

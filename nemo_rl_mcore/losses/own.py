@@ -49,6 +49,20 @@ def make_loss(
 
 
 def check_losses(config: RunConfig) -> None:
-    """Build every loss of a run, for the ValueError that `make_loss` may raise."""
+    """Build every loss of a run, for the ValueError that `make_loss` may raise.
+
+    Raises it also, naming the key, for a loss that reads several rows together where a step holds no such samples.
+    """
     for section, cfg in config.losses.items():
-        make_loss(cfg, section=section)
+        rows = make_loss(cfg, section=section).rows_per_sample
+        if rows == 1:
+            continue
+        where = f"{section}.type: {cfg.type} reads {rows} rows together"
+        if config.algorithm == "ppo":
+            raise ValueError(f"{where}, and each of ppo.ppo_epochs shuffles single rows; use another loss")
+        batch = config.policy.train_global_batch_size
+        if config.samples_per_step % (rows * batch):
+            raise ValueError(
+                f"{where}, so that an optimizer step takes {rows} times policy.train_global_batch_size: {batch} rows, "
+                f"and a step has {config.samples_per_step}; lower policy.train_global_batch_size"
+            )

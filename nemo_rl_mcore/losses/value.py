@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemo_rl_mcore.config.loss import MseValueLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.losses.base import (
     Count,
     LossFunction,
@@ -21,6 +22,8 @@ from nemo_rl_mcore.losses.base import (
     MetricSum,
     ValueOutputs,
 )
+
+_RETURNS = Column("returns", "the critic", ColumnKind.NUMBERS)
 
 
 class MseValueLossFn(LossFunction):
@@ -37,6 +40,16 @@ class MseValueLossFn(LossFunction):
         )
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
 
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The returns and, where values are held near them, the old values."""
+        held = () if self.cfg.cliprange is None else (self._old_values,)
+        return (*super().columns, _RETURNS, *held)
+
+    @property
+    def _old_values(self) -> Column:
+        return Column("values", f"cliprange: {self.cfg.cliprange}", ColumnKind.NUMBERS)
+
     def __call__(
         self, values: Tensor, data: BatchedDataDict, global_valid_seqs: Count, global_valid_toks: Count
     ) -> tuple[Tensor, dict[str, float]]:
@@ -46,11 +59,12 @@ class MseValueLossFn(LossFunction):
     def sums(self, outputs: ValueOutputs, data: BatchedDataDict) -> LossSums:
         """Return the un-normalised loss and metrics; ValueError when the batch lacks what they need."""
         masks = Masks.of(data, outputs.values.dtype, first_column=0)
-        values, returns = masks.keep(outputs.values, "values"), masks.read(data, "returns", "the critic")
+        values = masks.keep(outputs.values, "values")
+        returns = masks.read(data, _RETURNS.key, _RETURNS.needed_by)
         error = (values - returns).square()
         worse = error
         if self.cfg.cliprange is not None:
-            old = masks.read(data, "values", f"cliprange: {self.cfg.cliprange}")
+            old = masks.read(data, self._old_values.key, self._old_values.needed_by)
             held = torch.clamp(values, old - self.cfg.cliprange, old + self.cfg.cliprange)
             worse = torch.maximum(error, (held - returns).square())
         loss = 0.5 * self.cfg.scale * masks.token_sum(worse)

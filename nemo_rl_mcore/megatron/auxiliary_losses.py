@@ -50,8 +50,9 @@ from megatron.core.utils import get_attr_wrapped_model
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Microbatch
-from nemo_rl_mcore.losses.base import LossType, valid_counts
+from nemo_rl_mcore.losses.base import LossFunction, LossType, valid_counts
 from nemo_rl_mcore.megatron import parallel_groups
+from nemo_rl_mcore.megatron.passes import tokens_to_train
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -85,7 +86,7 @@ class AuxiliaryLosses:
                 if isinstance(router, TopKRouter):
                     router.register_forward_hook(self._uncount_padding)
 
-    def terms(self, microbatch: Microbatch, loss_type: LossType) -> AuxiliaryTerms | None:
+    def terms(self, microbatch: Microbatch, loss_fn: LossFunction) -> AuxiliaryTerms | None:
         """What a training microbatch, which still lies on the CPU, needs; None for a model without such losses."""
         config = self._config
         if not (self._balances or config.mtp_num_layers or config.moe_router_enable_expert_bias):
@@ -95,9 +96,10 @@ class AuxiliaryLosses:
                 "'input_lengths' is missing from the batch: a model with experts or prediction layers needs it"
             )
         sequences, tokens = (float(count) for count in valid_counts(microbatch.rows))
-        part = tokens if loss_type is LossType.TOKEN_LEVEL else sequences
+        part = tokens if loss_fn.loss_type is LossType.TOKEN_LEVEL else sequences
+        predicted = float(tokens_to_train(microbatch.rows, loss_fn.rows_per_sample).sum())
         self._microbatches += 1
-        self._trained_microbatches += tokens > 0
+        self._trained_microbatches += predicted > 0
         model_rows = microbatch.model_rows
         # Over no real token at all the load-balancing loss would be 0/0; there its scale is 0 anyway.
         shows_padding = self._balances and bool(model_rows["input_lengths"].any())
@@ -107,7 +109,7 @@ class AuxiliaryLosses:
             part *= float((model_rows["input_lengths"] > 0).double().mean())
         return AuxiliaryTerms(
             router=part / routed if routed else 0.0,
-            prediction=part / tokens if tokens else 0.0,
+            prediction=part / predicted if predicted else 0.0,
             shows_padding=shows_padding,
         )
 

@@ -8,19 +8,20 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+from megatron.core.transformer.module import MegatronModule
 
 from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.interfaces import Role
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.megatron import parallel_groups
 from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_mode
 from nemo_rl_mcore.megatron.grad_sync import deferred_grad_sync, finalize_gradients
 from nemo_rl_mcore.megatron.hf_weights.load import load_pretrained
-from nemo_rl_mcore.megatron.model import build_model, wrap_data_parallel
+from nemo_rl_mcore.megatron.model import build_model, freeze, in_precision, wrap_data_parallel
 from nemo_rl_mcore.megatron.optimizer import build_optimizer, build_scheduler
 from nemo_rl_mcore.megatron.output_processor import fused_processor, require_hook, unfused_processor
 from nemo_rl_mcore.megatron.passes import Passes
@@ -47,23 +48,44 @@ class MegatronBackend:
     """Implements `training.train_step.TrainStepBackend` for one rank. Its process groups must be initialised.
 
     role: a policy says how probable tokens are, a critic how much is to be expected of a state.
+    trained: whether there are gradient buffers, an optimizer and its schedule; what needs them is not called else.
+    temperature: of every log-probability; None is that of sampling.
     """
 
-    def __init__(self, policy: PolicyConfig, role: Role = Role.POLICY):
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        role: Role = Role.POLICY,
+        *,
+        trained: bool = True,
+        temperature: float | None = None,
+    ):
         require_hook()
+        self.trained = trained
         self.config, models = build_model(policy)
         if policy.model_name is not None:
             load_pretrained(policy, models)  # before the optimizer takes its fp32 copies
         if role is Role.VALUE:
             for model in models:
                 give_value_head(model)
-        self.chunks = wrap_data_parallel(policy, self.config, models)
-        self.optimizer = build_optimizer(policy, self.chunks)
-        self.scheduler = build_scheduler(policy, self.optimizer)
+        modules = in_precision(self.config, models)
+        self._wrapped = wrap_data_parallel(policy, self.config, modules) if trained else []
+        self.chunks: list[MegatronModule] = [*self._wrapped] or freeze(modules)
+        if trained:
+            self.optimizer = build_optimizer(policy, self._wrapped)
+            self.scheduler = build_scheduler(policy, self.optimizer)
         self.forward = ForwardBackward(
             self.config,
             self.chunks,
-            _passes(policy, self.chunks),
+            _passes(
+                policy,
+                self.chunks,
+                trained=trained,
+                temperature=policy.generation.temperature if temperature is None else temperature,
+            ),
             _sequence_multiple(policy),
             policy.token_budgets,
         )
@@ -81,18 +103,23 @@ class MegatronBackend:
             buffer.copy_(saved)
 
     def _buffers(self) -> list[torch.Tensor]:
-        return [buffer for chunk in self.chunks for buffer in chunk.module.buffers()]
+        return [buffer for chunk in self._wrapped for buffer in chunk.module.buffers()]
+
+    def weights_replaced(self) -> None:
+        """Have the optimizer, if there is one, take its copies from the weights anew."""
+        if self.trained:
+            self.optimizer.reload_model_params()
 
     def zero_grad(self) -> None:
         """Clear the gradient buckets, the optimizer's gradients and what auxiliary losses have added up."""
-        for chunk in self.chunks:
+        for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.forward.auxiliary.reset(self.chunks)
 
     def deferred_grad_sync(self) -> AbstractContextManager[None]:
         """See `megatron.grad_sync.deferred_grad_sync`."""
-        return deferred_grad_sync(self.config, self.chunks)
+        return deferred_grad_sync(self.config, self._wrapped)
 
     def forward_backward(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int
@@ -125,12 +152,12 @@ class MegatronBackend:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the local gradient buckets."""
-        for chunk in self.chunks:
+        for chunk in self._wrapped:
             chunk.scale_gradients(factor)
 
     def finalize_gradients(self) -> None:
         """See `megatron.grad_sync.finalize_gradients`."""
-        finalize_gradients(self.chunks)
+        finalize_gradients(self._wrapped)
 
     def gradient_norm(self) -> float:
         """The L2 norm of the reduced gradients over all ranks, before clipping."""
@@ -154,19 +181,21 @@ def _rng_tracker() -> CudaRNGStatesTracker:
     return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
 
 
-def _passes(policy: PolicyConfig, chunks: list[DistributedDataParallel]) -> Passes:
+def _passes(
+    policy: PolicyConfig, chunks: list[MegatronModule], *, trained: bool, temperature: float
+) -> Passes:
     config, vocab_size = policy.megatron_cfg, policy.model.vocab_size
     options = LinearLogprobsOptions(
         chunk_size=config.fused_linear_logprobs_chunk_size,
         chunk_bytes=config.fused_linear_logprobs_chunk_bytes,
         vocab_size=vocab_size,
         cache_bytes=config.fused_linear_logprobs_cache_bytes,
-        accumulate_main_grad=_head_adds_to_main_grad(policy),
+        accumulate_main_grad=trained and _head_adds_to_main_grad(policy),
     )
     fused = config.use_fused_linear_logprobs
     return Passes(
         token_processor=fused_processor(options) if fused else unfused_processor(vocab_size),
-        temperature=policy.generation.temperature,
+        temperature=temperature,
         linear_options=options,
         value_head=value_head_of(chunks[-1]),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +19,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import unwrap_model
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import MegatronConfig
@@ -97,7 +98,7 @@ def load_policy(
     return reference
 
 
-def load_weights(chunks: list[DistributedDataParallel], folder: Path, *, of_a_policy: bool = False) -> None:
+def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, *, of_a_policy: bool = False) -> None:
     """Fill this rank's weights and buffers; an optimizer with copies of its own must be told to read them anew.
 
     A critic begins with the weights of a policy (`of_a_policy`), which has no value head: its own stays as it is.
@@ -111,19 +112,24 @@ def load_weights(chunks: list[DistributedDataParallel], folder: Path, *, of_a_po
     loaded = load_sharded(state, folder)
     for number, chunk in enumerate(chunks):
         # What else is left out is Transformer Engine's state of FP8, see `_model_state`.
-        chunk.module.load_state_dict(loaded[str(number)], strict=False)
+        _model(chunk).load_state_dict(loaded[str(number)], strict=False)
 
 
-def _model_state(chunks: list[DistributedDataParallel]) -> ShardedStateDict:
+def _model_state(chunks: Sequence[torch.nn.Module]) -> ShardedStateDict:
     """The sharded weights and buffers of each chunk; they are the model's own tensors, not copies."""
     state: ShardedStateDict = {}
     gather_parameters(chunks)
     for number, chunk in enumerate(chunks):
-        whole = cast(MegatronModule, chunk.module).sharded_state_dict(metadata=layout_independent())
+        whole = _model(chunk).sharded_state_dict(metadata=layout_independent())
         # Transformer Engine keeps the scales of FP8 as pickled objects; there is no FP8 here.
         _, tensors = extract_matching_values(whole, lambda entry: isinstance(entry, ShardedObject))
         state[str(number)] = tensors
     return state
+
+
+def _model(chunk: torch.nn.Module) -> MegatronModule:
+    """The model inside of what Megatron wraps around it."""
+    return cast(MegatronModule, unwrap_model(chunk))
 
 
 def _layout(config: MegatronConfig) -> dict[str, int | None]:

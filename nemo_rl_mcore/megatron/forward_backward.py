@@ -12,15 +12,15 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Microbatch, in_batch_order
-from nemo_rl_mcore.losses.base import LossFunction, LossType
+from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.megatron.auxiliary_losses import AuxiliaryLosses, AuxiliaryTerms, without_prediction_layers
 from nemo_rl_mcore.megatron.batching import Batching, attention_inputs
 from nemo_rl_mcore.megatron.passes import LossTriple, ModelPass, Passes
@@ -54,7 +54,7 @@ class ForwardBackward:
     """
 
     config: TransformerConfig
-    chunks: list[DistributedDataParallel]
+    chunks: list[MegatronModule]
     passes: Passes
     sequence_multiple: int
     token_budgets: TokenBudgets | None = None
@@ -100,7 +100,7 @@ class ForwardBackward:
         parts = self._run(
             self.batching.for_training(data, micro_batch_size, loss_fn.rows_per_sample),
             self.passes.loss(loss_fn),
-            trained_by=None if forward_only else loss_fn.loss_type,
+            trained_by=None if forward_only else loss_fn,
         )
         total = LocalSums()
         for part in parts:
@@ -122,9 +122,9 @@ class ForwardBackward:
         ]
 
     def _run(
-        self, on_cpu: list[Microbatch], kind: ModelPass, *, trained_by: LossType | None = None
+        self, on_cpu: list[Microbatch], kind: ModelPass, *, trained_by: LossFunction | None = None
     ) -> list[Any]:
-        """Run microbatches through the schedule: forward only, unless they are trained by a loss of some type."""
+        """Run microbatches through the schedule: forward only, unless they are trained by a loss."""
         terms = [None if trained_by is None else self.auxiliary.terms(part, trained_by) for part in on_cpu]
         microbatches = [microbatch.to(accelerator.device()) for microbatch in on_cpu]
         rows, columns = microbatches[0].model_rows["input_ids"].shape

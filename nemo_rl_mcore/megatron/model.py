@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.distributed import DistributedDataParallelConfig as MegatronDDPConfig
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator
@@ -151,14 +151,30 @@ def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int 
     return chunk
 
 
-def wrap_data_parallel(
-    policy: PolicyConfig, config: TransformerConfig, chunks: list[GPTModel]
-) -> list[DistributedDataParallel]:
-    """Add mixed precision and Megatron's gradient buckets, and tell the schedules how gradients are finalised."""
-    modules = [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
+def in_precision(config: TransformerConfig, chunks: list[GPTModel]) -> list[MegatronModule]:
+    """The chunks as they are run in the config's number format; a value head stays fp32."""
+    modules: list[MegatronModule] = [
+        Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks
+    ]
     for module in modules:
         if (head := value_head_of(module)) is not None:
-            head.float()  # it stays fp32
+            head.float()
+    return modules
+
+
+def freeze(modules: list[MegatronModule]) -> list[MegatronModule]:
+    """Chunks that are never trained: in evaluation mode, without buffers for gradients.
+
+    `requires_grad` stays: every pass over them is one without gradients, and Megatron's linear layers take another way
+    for weights without it, which rounds otherwise.
+    """
+    return [module.eval() for module in modules]
+
+
+def wrap_data_parallel(
+    policy: PolicyConfig, config: TransformerConfig, modules: list[MegatronModule]
+) -> list[DistributedDataParallel]:
+    """Add Megatron's gradient buckets, and tell the schedules how gradients are finalised."""
     ddp = policy.megatron_cfg.distributed_data_parallel_config
     ddp_config = MegatronDDPConfig(
         use_distributed_optimizer=policy.megatron_cfg.optimizer.use_distributed_optimizer,

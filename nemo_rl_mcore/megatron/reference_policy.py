@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import unwrap_model
 
 from nemo_rl_mcore.megatron.parameters import gather_parameters
 
@@ -14,7 +15,7 @@ from nemo_rl_mcore.megatron.parameters import gather_parameters
 class ReferencePolicy:
     """A copy on the CPU of this rank's weights as they were when it was made."""
 
-    def __init__(self, chunks: list[DistributedDataParallel]):
+    def __init__(self, chunks: Sequence[torch.nn.Module]):
         self._chunks = chunks
         self._weights = self._copy_of_weights()
 
@@ -30,7 +31,8 @@ class ReferencePolicy:
 
     def _parameters(self) -> list[torch.Tensor]:
         # Buffers too: the bias of experts is one, and training moves it.
-        return [part for chunk in self._chunks for part in (*chunk.parameters(), *chunk.module.buffers())]
+        models = [cast(torch.nn.Module, unwrap_model(chunk)) for chunk in self._chunks]
+        return [part for model in models for part in (*model.parameters(), *model.buffers())]
 
     def _copy_of_weights(self) -> list[torch.Tensor]:
         gather_parameters(self._chunks)

@@ -43,18 +43,15 @@ class BatchSizes:
             )
         return self.gbs // shards
 
+    def steps(self, data: BatchedDataDict, shards: int = 1) -> list[BatchedDataDict]:
+        """Return the rows of each step, of which `data` holds one of so many equal shards.
 
-def split_into_steps(data: BatchedDataDict, rows: int) -> list[BatchedDataDict]:
-    """Return each `rows` of a batch; ValueError when that leaves some, or there is none."""
-    if not data.size or data.size % rows:
-        raise ValueError(f"{data.size} rows are no multiple of the {rows} that one step takes here")
-    return [data.slice(start, start + rows) for start in range(0, data.size, rows)]
-
-
-def require_whole_samples(data: BatchedDataDict, loss_fn: LossFunction) -> None:
-    """Raise ValueError when the rows of a batch are no whole number of the loss's samples."""
-    if data.size % loss_fn.rows_per_sample:
-        raise ValueError(
-            f"{data.size} rows are no whole samples: {type(loss_fn).__name__} reads "
-            f"{loss_fn.rows_per_sample} rows together"
-        )
+        Raises ValueError when that leaves some rows, or there is none.
+        """
+        rows = self.of_shard(shards)
+        if not data.size or data.size % rows:
+            raise ValueError(
+                f"{data.size} rows are no multiple of the {rows} that one step takes (gbs {self.gbs} over {shards} "
+                "data-parallel ranks)"
+            )
+        return [data.slice(start, start + rows) for start in range(0, data.size, rows)]

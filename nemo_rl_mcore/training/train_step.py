@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import EPSILON, LossFunction
-from nemo_rl_mcore.training.batch_sizes import require_whole_samples
 from nemo_rl_mcore.training.step_sums import LocalSums, StepTotals
 
 EMPTY_STEP = "no valid sample in the step"
@@ -141,6 +140,11 @@ class TrainStep:
         """Where the step stands."""
         return self._phase
 
+    @property
+    def loss_fn(self) -> LossFunction | None:
+        """The loss of the open or failed step; None when idle."""
+        return None if self._step is None else self._step.loss_fn
+
     def begin(self, loss_fn: LossFunction, *, gbs: int, mbs: int, step_id: str | None = None) -> None:
         """Open a step with cleared gradients; `mbs` rows run at once.
 
@@ -162,11 +166,9 @@ class TrainStep:
     def microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
         """Add the gradients and sums of a chunk of rows.
 
-        A repeated `chunk_id` is a TrainStepError, and rows that are no whole samples of the loss are a ValueError: both
-        add nothing and leave the step open.
+        A repeated `chunk_id` is a TrainStepError; it adds nothing and leaves the step open.
         """
         step = self._require(Phase.OPEN, "train_microbatch")
-        require_whole_samples(data, step.loss_fn)
         if chunk_id is not None and chunk_id in step.chunk_ids:
             raise TrainStepError(
                 f"chunk_id {chunk_id!r} was already added to this step; send each chunk once"

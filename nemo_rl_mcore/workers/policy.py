@@ -7,12 +7,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.token_budget import deal_balanced
-from nemo_rl_mcore.interfaces import Role
+from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.losses.base import LossFunction
-from nemo_rl_mcore.training.batch_sizes import BatchSizes, require_whole_samples, split_into_steps
+from nemo_rl_mcore.training.batch_sizes import BatchSizes
+from nemo_rl_mcore.training.train_step import TrainStepError
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster, free_port
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 from nemo_rl_mcore.workers.weight_sync import BroadcastMeeting, RefitSettings
@@ -22,10 +23,12 @@ from nemo_rl_mcore.workers.worker_group import RayWorkerGroup, WorkerGroup
 class Policy:
     """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
 
+    trained, temperature: see `MegatronPolicyWorker`.
     beside: another one, whose machines and GPUs this one shares.
     group: what makes the ranks, from the arguments of `RayWorkerGroup`.
 
-    Raises WorkerError, naming the rank, when a rank fails or dies.
+    Raises WorkerError, naming the rank, when a rank fails or dies. A batch that the model or the loss cannot take is a
+    ValueError by key and row, and nothing of it is sent.
     """
 
     def __init__(
@@ -36,7 +39,9 @@ class Policy:
         seed: int,
         init_reference_model: bool = False,
         role: Role = Role.POLICY,
+        trained: bool = True,
         beside: Policy | None = None,
+        temperature: float | None = None,
         group: Callable[..., WorkerGroup] = RayWorkerGroup,
     ) -> None:
         if config.init_checkpoint is not None:
@@ -44,11 +49,18 @@ class Policy:
             absolute = str(Path(config.init_checkpoint).absolute())
             config = config.model_copy(update={"init_checkpoint": absolute})
         self._config = config
+        self._check = BatchCheck.of(config)
         self._workers = group(
             MegatronPolicyWorker,
             cluster,
             (config,),
-            {"seed": seed, "init_reference_model": init_reference_model, "role": role},
+            {
+                "seed": seed,
+                "init_reference_model": init_reference_model,
+                "role": role,
+                "trained": trained,
+                "temperature": temperature,
+            },
             placement=None if beside is None else cluster.place_beside(beside.placement, beside.gpus()),
         )
         # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
@@ -57,28 +69,33 @@ class Policy:
         )
         self._shards = max(self._shard_of_rank) + 1
         self._calls: dict[str, int] = {}
-        self._open_loss: LossFunction | None = None  # of the step begun last
+        self._open_loss: LossFunction | None = None  # of the step that was begun last
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_logprobs`."""
+        self._check.reading(data)
         return self._map("get_logprobs", data)
 
     def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_reference_policy_logprobs`."""
+        self._check.reading(data)
         return self._map("get_reference_policy_logprobs", data)
 
     def get_topk_logits(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_topk_logits`."""
+        self._check.reading(data, k=k)
         return self._map("get_topk_logits", data, k=k)
 
     def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
         """See `interfaces.ValueInterface.get_values`; for the role value."""
+        self._check.reading(data)
         return self._map("get_values", data)
 
     def generate(
         self, data: BatchedDataDict, *, step: int, stop_ids: Sequence[int], greedy: bool
     ) -> BatchedDataDict:
         """See `interfaces.GenerationInterface.generate`."""
+        self._check.prompts(data)
         return self._map("generate", data, step=step, stop_ids=list(stop_ids), greedy=greedy)
 
     def train(
@@ -91,13 +108,15 @@ class Policy:
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """See `interfaces.TrainedModel.train`; the totals are equal on every rank."""
+        self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
         sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
         sizes.of_shard(self._shards)
-        dealt = [self._deal(step, loss_fn) for step in split_into_steps(data, sizes.gbs)]
+        dealt = [self._deal(step, loss_fn) for step in sizes.steps(data)]
         shards = [BatchedDataDict.from_batches(steps) for steps in zip(*dealt, strict=True)]
-        return self._run("train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=sizes.gbs, mbs=sizes.mbs)[
-            0
-        ]
+        answers = self._run(
+            "train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=sizes.gbs, mbs=sizes.mbs
+        )
+        return answers[0]
 
     def begin_train_step(
         self,
@@ -114,18 +133,18 @@ class Policy:
 
     def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
         """See `interfaces.PolicyInterface.train_microbatch`."""
-        self._run("train_microbatch", self._deal(data, self._open_loss), chunk_id=chunk_id)
+        if self._open_loss is None:
+            raise TrainStepError("train_microbatch without begin_train_step: call begin_train_step first")
+        loss_fn = self._open_loss
+        self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample)
+        self._run("train_microbatch", self._deal(data, loss_fn), chunk_id=chunk_id)
 
-    def _deal(self, data: BatchedDataDict, loss_fn: LossFunction | None) -> list[BatchedDataDict]:
-        """The whole samples of a step or of a chunk for each shard. Without an open step the ranks refuse them."""
-        rows_per_sample = 1
-        if loss_fn is not None:
-            require_whole_samples(data, loss_fn)
-            rows_per_sample = loss_fn.rows_per_sample
+    def _deal(self, data: BatchedDataDict, loss_fn: LossFunction) -> list[BatchedDataDict]:
+        """The whole samples of a step or of a chunk for each shard."""
         if self._config.token_budgets is None:
-            return data.deal(self._shards, rows_per_sample)
+            return data.deal(self._shards, loss_fn.rows_per_sample)
         # Sums do not depend on who adds what, and ranks with equally many tokens wait less for each other.
-        return deal_balanced(data, self._shards, rows_per_sample)
+        return deal_balanced(data, self._shards, loss_fn.rows_per_sample)
 
     def finish_train_step(self) -> dict[str, Any]:
         """See `interfaces.PolicyInterface.finish_train_step`; the totals are equal on every rank."""

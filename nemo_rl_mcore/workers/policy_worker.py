@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.interfaces import Role
+from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
-from nemo_rl_mcore.training.batch_sizes import BatchSizes, split_into_steps
+from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
 from nemo_rl_mcore.training.metrics import neutral_value
 from nemo_rl_mcore.training.train_step import OptimizerOutcome, Phase, StepResult, TrainStep, TrainStepError
@@ -36,12 +36,17 @@ class MegatronPolicyWorker:
 
     The environment says which rank this is: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, on GPUs, LOCAL_RANK.
     Every rank is sent the rows of its data-parallel shard; tensor- and pipeline-parallel peers are sent the same rows.
+    A batch that the model or the loss cannot take is a ValueError by key and row, before the step's phase changes and
+    before any collective: those peers refuse it alike, data-parallel ranks see their own shard alone.
 
     Args:
         config: the policy section, as a `PolicyConfig` or the equal mapping.
         seed: of the random initialisation and of dropout.
         init_reference_model: keep a copy of the initial weights for `get_reference_policy_logprobs`.
         role: "policy", or "value" for a critic: the same model with a value head in place of the output layer.
+        temperature: divides the logits in every log-probability, also those of the reference policy and of losses; None
+            is generation.temperature, at which the policy's own samples were drawn.
+        trained: False builds neither gradient buffers nor an optimizer; what needs one is then a ValueError.
 
     """
 
@@ -52,9 +57,12 @@ class MegatronPolicyWorker:
         seed: int = 42,
         init_reference_model: bool = True,
         role: str | Role = Role.POLICY,
+        temperature: float | None = None,
+        trained: bool = True,
     ) -> None:
         self.role = Role(role)
         self.policy = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(config)
+        self._check = BatchCheck.of(self.policy)
         accelerator.install(int(os.environ.get("LOCAL_RANK", "0")))
         # Megatron is imported after the device is prepared, and never by the driver, which imports this module too.
         from nemo_rl_mcore.megatron import checkpoint, parallel_groups
@@ -65,7 +73,7 @@ class MegatronPolicyWorker:
         self._groups = parallel_groups
         self._checkpoint = checkpoint
         self._seed = seed
-        self.backend = MegatronBackend(self.policy, self.role)
+        self.backend = MegatronBackend(self.policy, self.role, trained=trained, temperature=temperature)
         if self.policy.init_checkpoint is not None:
             folder = Path(self.policy.init_checkpoint) / POLICY_FOLDER
             self._load_weights(folder, of_a_policy=self.role is Role.VALUE)
@@ -80,8 +88,9 @@ class MegatronPolicyWorker:
     def get_logprobs(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """{"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
 
-        data: input_ids [B, S], input_lengths [B]. Evaluation mode; the sampling temperature divides the logits.
+        data: input_ids [B, S], input_lengths [B]. Evaluation mode; the worker's temperature divides the logits.
         """
+        self._check.reading(data)
         return BatchedDataDict(logprobs=self._logprobs(data, micro_batch_size))
 
     def get_reference_policy_logprobs(
@@ -92,6 +101,7 @@ class MegatronPolicyWorker:
             raise ValueError(
                 "this worker was built with init_reference_model=False, so it has no reference policy"
             )
+        self._check.reading(data)
         with self._reference.swapped_in():
             return BatchedDataDict(reference_logprobs=self._logprobs(data, micro_batch_size))
 
@@ -108,6 +118,7 @@ class MegatronPolicyWorker:
         [B, S] over the whole vocabulary, "tail_logmass": fp32 [B, S], the log of the probability of all other ids}.
         Column i is about token i + 1; where that is not real, all is 0.
         """
+        self._check.reading(data, k=k)
         size = micro_batch_size or self.policy.logprob_batch_size
         names = ("topk_logits", "topk_indices", "logsumexp", "tail_logmass")
         local = self.backend.forward.best_tokens(data, k, size) or [None] * len(names)
@@ -123,6 +134,7 @@ class MegatronPolicyWorker:
         """
         if self.role is not Role.VALUE:
             raise ValueError('this worker is a policy and has no values; build it with role="value"')
+        self._check.reading(data)
         local = self.backend.forward.values(data, micro_batch_size or self.policy.logprob_batch_size)
         return BatchedDataDict(values=self._groups.broadcast_tensor_from_last_stage(local).cpu())
 
@@ -138,6 +150,7 @@ class MegatronPolicyWorker:
         """
         from nemo_rl_mcore.megatron.generation import GenerationRequest, generate
 
+        self._check.prompts(data)
         sampling = self.policy.generation
         prompts = [
             row[:length]
@@ -172,8 +185,10 @@ class MegatronPolicyWorker:
         Returns what `finish_train_step` returns, with one entry a step in each list. Under `eval_mode` nothing is
         updated. Raises ValueError when the rows are no multiple of the step's.
         """
+        self._require_trained("train")
+        self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
         sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
-        batches = split_into_steps(data, sizes.of_shard(self._groups.data_parallel_size()))
+        batches = sizes.steps(data, self._groups.data_parallel_size())
         if eval_mode:
             return _as_result([self._evaluate(batch, loss_fn, sizes.mbs) for batch in batches])
         results: list[StepResult] = []
@@ -197,11 +212,18 @@ class MegatronPolicyWorker:
         step_id: str | None = None,
     ) -> None:
         """Open a train step; the scheduler advances by the samples of `gbs` rows. gbs, mbs: see `train`."""
+        self._require_trained("begin_train_step")
         sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
         self.train_step.begin(loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id)
 
     def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
-        """Add the gradients of this rank's rows of a chunk, whole samples, to the open step."""
+        """Add the gradients of this rank's rows of a chunk, whole samples, to the open step.
+
+        Raises ValueError for rows that the loss cannot take, by key and row of this shard; the step stays as it is.
+        """
+        self._require_trained("train_microbatch")
+        if (loss_fn := self.train_step.loss_fn) is not None:
+            self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample)
         self.train_step.microbatch(data, chunk_id)
 
     def finish_train_step(self) -> dict[str, Any]:
@@ -213,11 +235,18 @@ class MegatronPolicyWorker:
         moe_metrics and mtp_metrics are means over the steps: the load-balancing loss before its coefficient, and the
         cross-entropy of each prediction layer.
         """
+        self._require_trained("finish_train_step")
         return _as_result([self.train_step.finish()])
 
     def abort_train_step(self) -> None:
         """Drop the open step and restore what it changed; nothing to do when idle."""
         self.train_step.abort()
+
+    def _require_trained(self, call: str) -> None:
+        if not self.backend.trained:
+            raise ValueError(
+                f"{call} needs a worker that is trained, and this one was built with trained=False"
+            )
 
     def _evaluate(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> StepResult:
         started = time.monotonic()
@@ -241,6 +270,7 @@ class MegatronPolicyWorker:
 
         Raises TrainStepError while a step is open.
         """
+        self._require_trained("save_checkpoint")
         if self.train_step.phase is not Phase.IDLE:
             raise TrainStepError(
                 "save_checkpoint while a train step is open: call finish_train_step or abort_train_step first"
@@ -254,6 +284,8 @@ class MegatronPolicyWorker:
         step is dropped; so is one that failed inside the optimizer, for which this is the way out.
         Raises ValueError when the folder holds no checkpoint of this model.
         """
+        if not weights_only:
+            self._require_trained("load_checkpoint without weights_only=True")
         with suppress(TrainStepError):  # the weights that such a step may have half updated are replaced
             self.train_step.abort()
         if weights_only:
@@ -273,7 +305,7 @@ class MegatronPolicyWorker:
     def _load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
         weights = folder / self._checkpoint.WEIGHTS
         self._checkpoint.load_weights(self.backend.chunks, weights, of_a_policy=of_a_policy)
-        self.backend.optimizer.reload_model_params()
+        self.backend.weights_replaced()
 
     # Weight sync
 

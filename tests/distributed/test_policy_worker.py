@@ -109,6 +109,7 @@ def test_split_step_equals_train(ranks, chunk_rows, tolerance, fused):
 def step_after_abort(fail):
     import tiny
     import torch
+    from injection import InjectedError, Point, failing
 
     config = tiny.policy_config()
     loss_fn = tiny.grpo_loss()
@@ -121,10 +122,9 @@ def step_after_abort(fail):
     worker.train_microbatch(tiny.grpo_batch(seed=7))
     torch.rand(3)
     if fail:
-        broken = tiny.grpo_batch(seed=8)
-        del broken["advantages"]
-        with pytest.raises(ValueError, match="advantages"):
-            worker.train_microbatch(broken)
+        half_way = Point("forward_backward", "after the first backward pass")
+        with failing(worker, half_way), pytest.raises(InjectedError):
+            worker.train_microbatch(tiny.grpo_batch(seed=8))
         with pytest.raises(RuntimeError, match="abort_train_step"):
             worker.finish_train_step()
     worker.abort_train_step()
@@ -154,8 +154,14 @@ def reference_swap_that_fails():
     trained = tiny.parameters(worker)
     reference = worker.get_reference_policy_logprobs(data=batch)["reference_logprobs"]
     policy = worker.get_logprobs(data=batch)["logprobs"]
-    with pytest.raises(KeyError):
-        worker.get_reference_policy_logprobs(data=tiny.BatchedDataDict(input_ids=batch["input_ids"]))
+
+    def fails(*_args):
+        raise InterruptedError
+
+    handle = worker.backend.chunks[0].register_forward_pre_hook(fails)
+    with pytest.raises(InterruptedError):
+        worker.get_reference_policy_logprobs(data=batch)
+    handle.remove()
     restored = tiny.largest_difference(trained, tiny.parameters(worker)) == 0.0
     return (
         torch.equal(reference, at_start),
@@ -195,6 +201,26 @@ def test_a_step_that_is_not_finite_or_empty_is_skipped_and_reported(ranks):
     assert unchanged
     assert recovered
     assert samples == 8
+
+
+def step_with_a_token_that_had_no_probability(previous, fused):
+    import tiny
+    import torch
+
+    worker = tiny.worker(tiny.policy_config(megatron={"use_fused_linear_logprobs": fused}))
+    batch = tiny.grpo_batch()
+    row, column = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)).nonzero()[0].tolist()
+    batch["prev_logprobs"][row, column] = previous
+    batch["advantages"][row, column] = 1.0
+    result = worker.train(batch, tiny.grpo_loss(fused=fused))
+    gradients = all(bool(gradient.isfinite().all()) for gradient in tiny.gradients(worker).values())
+    return result["skip_reasons"], gradients, torch.isfinite(result["grad_norm"]).all().item()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("previous", [-200.0, -float("inf")])
+def test_one_clipped_token_does_not_cost_the_step(ranks, previous, fused):
+    assert run(ranks, step_with_a_token_that_had_no_probability, previous, fused) == ([None], True, True)
 
 
 def evaluation():

@@ -181,7 +181,7 @@ def refusals():
     again = tiny.worker(config({}, {}))
     again.begin_train_step(loss_fn)
     again.train_microbatch(pairs().slice(0, 4))
-    with pytest.raises(ValueError, match="3 rows are no whole samples"):
+    with pytest.raises(ValueError, match="3 rows; allowed: whole samples of 2 rows"):
         again.train_microbatch(pairs().slice(4, 7))
     again.train_microbatch(pairs().slice(4, 8))
     streamed = again.finish_train_step()
@@ -193,6 +193,31 @@ def test_half_a_pair_is_refused_and_leaves_an_open_step_open(ranks):
     assert messages == [
         "gbs 3 is no positive multiple of the 2 rows of a sample of DPOLossFn",
         "mbs 1 is no positive multiple of the 2 rows of a sample of DPOLossFn",
-        "6 rows are no multiple of the 4 that one step takes here",
+        "6 rows are no multiple of the 4 that one step takes (gbs 4 over 1 data-parallel ranks)",
     ]
     assert streamed == pytest.approx(whole, rel=1e-6)
+
+
+def prediction_scale():
+    """The scale of a prediction layer's loss over four pairs, and what it is to be."""
+    import tiny
+
+    from nemo_rl_mcore.losses import DPOLossFn
+
+    worker, loss_fn, batch = (
+        tiny.worker(tiny.policy_config(model={"mtp_num_layers": 1})),
+        DPOLossFn({}),
+        pairs(),
+    )
+    forward = worker.backend.forward
+    (microbatch,) = forward.batching.for_training(batch, 8, loss_fn.rows_per_sample)
+    kept = batch["sample_mask"].view(-1, 2).amax(1).repeat_interleave(2)
+    predicted = (batch["token_mask"][:, 1:] * kept[:, None]).sum()
+    return forward.auxiliary.terms(microbatch, loss_fn).prediction, float(
+        batch["sample_mask"].sum() / predicted
+    )
+
+
+def test_prediction_layers_count_the_tokens_of_whole_pairs(ranks):
+    found, wanted = ranks(1).run(prediction_scale)[0]
+    assert found == pytest.approx(wanted, rel=1e-6)

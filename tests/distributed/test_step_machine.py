@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from injection import IN_FINISH
+from injection import IN_FINISH, Point
 
 # Without shrinking, which would take minutes on a real worker: the failing sequence is printed as it is.
 SETTINGS = settings(
@@ -33,6 +33,7 @@ CHUNKS = st.lists(
 
 # The hold-back is entered in begin, where a failure on leaving it would have to be prepared.
 POINTS = [point for point in IN_FINISH if point.call != "deferred_grad_sync"]
+IN_CHUNK = Point("forward_backward", "after the first backward pass")
 
 
 def in_phase(*names):
@@ -49,6 +50,7 @@ class WorkerMachine(RuleBasedStateMachine):
     start = None
     commits = []  # noqa: RUF012 - shared on purpose: the numbers of chunks of all examples' commits
     aborts = 0
+    refusals = 0  # of chunks, in an open step
 
     def __init__(self):
         import tiny
@@ -137,16 +139,16 @@ class WorkerMachine(RuleBasedStateMachine):
     # Failures, and calls that do not fit
 
     @precondition(in_phase("open"))
-    @rule(point=st.sampled_from([None, *POINTS]))
+    @rule(point=st.sampled_from([IN_CHUNK, *POINTS]))
     def failure(self, point):
         from injection import InjectedError, failing
 
-        if point is None or not self._trains():
-            with pytest.raises(ValueError, match="advantages"):
-                self.worker.train_microbatch(self._broken_batch())
-        else:
-            with failing(self.worker, point), pytest.raises(InjectedError):
-                self.worker.finish_train_step()
+        if not self._trains():
+            point = IN_CHUNK
+        chunk = partial(self.worker.train_microbatch, self._batch())
+        call = chunk if point is IN_CHUNK else self.worker.finish_train_step
+        with failing(self.worker, point), pytest.raises(InjectedError):
+            call()
         self.phase = self.Phase.FAILED
 
     @rule()
@@ -164,6 +166,7 @@ class WorkerMachine(RuleBasedStateMachine):
         }[self.phase]
         for call in calls:
             self._refused(call)
+        self._refuse_rows()
 
     # Whatever else a controller may call
 
@@ -202,11 +205,6 @@ class WorkerMachine(RuleBasedStateMachine):
         self.seed += 1
         return self.tiny.grpo_batch(seed=self.seed)
 
-    def _broken_batch(self):
-        batch = self._batch()
-        del batch["advantages"]
-        return batch
-
     def _begin(self, step_id=None):
         self.worker.begin_train_step(self.tiny.grpo_loss(), step_id=step_id)
 
@@ -232,11 +230,21 @@ class WorkerMachine(RuleBasedStateMachine):
         self._agree(before, self._state())
         return result
 
-    def _refused(self, call):
+    def _refuse_rows(self):
+        """Rows that the loss cannot take are refused in every phase, which stays as it is."""
+        lacking = ("advantages", "sample_mask")[self.seed % 2]
+        broken = self._batch()
+        del broken[lacking]
+        self._refused(lambda: self.worker.train(broken, self.tiny.grpo_loss()), ValueError, lacking)
+        if self.phase is not self.Phase.IDLE:  # else there is no loss to judge them by
+            self._refused(lambda: self.worker.train_microbatch(broken, "a"), ValueError, lacking)
+        WorkerMachine.refusals += self.phase is self.Phase.OPEN
+
+    def _refused(self, call, kind=None, message=""):
         from nemo_rl_mcore.training.train_step import TrainStepError
 
         before = self._state()
-        with pytest.raises(TrainStepError):
+        with pytest.raises(kind or TrainStepError, match=message):
             call()
         self._agree(before, self._state())
 
@@ -264,10 +272,11 @@ def random_sequences_of_calls():
     WorkerMachine.worker.backend.zero_grad()
     WorkerMachine.start = worker_state.capture(WorkerMachine.worker)
     run_state_machine_as_test(WorkerMachine, settings=SETTINGS)
-    return WorkerMachine.commits, WorkerMachine.aborts
+    return WorkerMachine.commits, WorkerMachine.aborts, WorkerMachine.refusals
 
 
 def test_no_sequence_of_calls_breaks_a_worker(ranks):
-    commits, aborts = ranks(1).run(random_sequences_of_calls)[0]
+    commits, aborts, refusals = ranks(1).run(random_sequences_of_calls)[0]
     assert sum(chunks > 1 for chunks in commits) >= 5, "the sequences reach what they are to test"
     assert aborts >= 5
+    assert refusals >= 5

@@ -143,7 +143,7 @@ def load_full_weights(to: MegatronPolicyWorker, weights: dict[str, np.ndarray]) 
         full = torch.from_numpy(weights[f"0.{global_name(name, to.policy)}"])
         with torch.no_grad():
             parameter.copy_(shard_of(full, parameter, rank, name))
-    to.backend.optimizer.reload_model_params()
+    to.backend.weights_replaced()
 
 
 def global_name(name: str, policy: PolicyConfig) -> str:

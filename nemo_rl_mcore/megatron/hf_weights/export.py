@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import ModelConfig, PolicyConfig
@@ -29,7 +28,7 @@ _GENERATION = "generation_config.json"
 
 
 def full_tensors(
-    chunks: Sequence[DistributedDataParallel], policy: PolicyConfig
+    chunks: Sequence[torch.nn.Module], policy: PolicyConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of the Hugging Face model, whole and on the device, on every rank, in the order of the layers.
 
@@ -53,7 +52,7 @@ def full_tensors(
 
 
 def save_pretrained(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[torch.nn.Module],
     policy: PolicyConfig,
     folder: Path,
     *,

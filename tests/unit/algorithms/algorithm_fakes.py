@@ -192,6 +192,10 @@ def recipe(algorithm, policy=None, **sections):
     return RUN_CONFIGS[algorithm].model_validate(kept)
 
 
+LARGE_REWARDS = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1e4}
+"""Reward scaling under which an answer that is partly right has an advantage above 100."""
+
+
 def source(config):
     return DigitTaskSource(config.data.dataset_name, config.data.num_digits, config.seed)
 

@@ -128,6 +128,14 @@ def test_grpo_of_equal_rewards_is_exactly_zero(leave_one_out: bool):
     assert not found.any()
 
 
+@pytest.mark.parametrize("loser", [0.1, -0.1, 0.05, 0.01, 0.7])
+def test_one_winner_among_equal_decimal_rewards_keeps_its_distance(loser: float):
+    found = estimator("grpo").compute_advantage(
+        prompt_ids=torch.zeros(8), rewards=torch.tensor([loser] * 7 + [1.0]), mask=torch.ones(8, 1)
+    )
+    assert found[-1].item() == pytest.approx(1 - loser, rel=1e-6)
+
+
 def test_prompts_may_be_token_rows():
     inputs = {"rewards": torch.tensor([1.0, 2.0, 4.0, 8.0]), "mask": torch.ones(4, 2)}
     numbers, tokens = torch.tensor([7, 3, 7, 3]), torch.tensor([[1, 2], [1, 9], [1, 2], [1, 9]])
@@ -215,6 +223,13 @@ def test_the_variance_has_a_floor():
         prompt_ids=torch.zeros(2), rewards=doubles([1, 1 + 2e-6]), mask=torch.ones(2, 1)
     )
     assert found[:, 0].tolist() == pytest.approx([-1e-6 / 1e-4, 1e-6 / 1e-4], rel=1e-4)
+
+
+def test_equal_decimal_rewards_have_no_advantage_after_whitening():
+    found = estimator("reinforce_plus_plus", minus_baseline=False).compute_advantage(
+        prompt_ids=torch.zeros(7), rewards=torch.full((7,), 999.9), mask=torch.ones(7, 101)
+    )
+    assert not found.any()
 
 
 # --- GAE ----------------------------------------------------------------------------------------------------
@@ -323,6 +338,17 @@ def test_gae_with_lambda_one_is_the_reward_to_go_less_the_value():
     )
     torch.testing.assert_close(advantages, x["rewards"][:, None] - x["values"])
     torch.testing.assert_close(returns, x["rewards"][:, None].expand(3, 5))
+
+
+def test_returns_that_do_not_depend_on_the_values_do_not_vary_with_them():
+    """Without discount the values cancel from the returns: each is the reward itself, not the reward nearly."""
+    x = {key: tensor.float() for key, tensor in example(6, 64, seed=9).items()}
+    x["mask"][:] = 1
+    advantages, returns = estimator("gae", gae_lambda=1.0).compute_advantage(
+        prompt_ids=None, rewards=torch.full((6,), 0.1), mask=x["mask"], values=100 * x["values"]
+    )
+    assert returns.dtype is advantages.dtype is torch.float32
+    assert torch.equal(returns, torch.full((6, 64), 0.1))
 
 
 def all_tokens(seed: int) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from algorithm_fakes import TOKENIZER, FakeModel, FakePolicy, Notes, collector, recipe, source
+from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakeModel, FakePolicy, Notes, collector, recipe, source
 
 from nemo_rl_mcore.algorithms.distillation import Distillation
 from nemo_rl_mcore.config import ConfigError
@@ -102,6 +102,18 @@ def test_the_policy_gradient_beside_it_has_its_log_probabilities_and_advantages(
         assert not batch["prev_logprobs"].any()
     assert "train/advantages_mean" in notes.steps[1]
     assert policy.loss_fns[0].needs_tokens
+
+
+def test_large_advantages_of_the_policy_gradient_are_told(capsys):
+    keys = {
+        "adv_estimator": {"normalize_rewards": False},
+        "num_prompts_per_step": 12,
+        "reward_scaling": LARGE_REWARDS,
+    }
+    run(keys, RL)
+    written = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in written] == ["step 1", "step 2"]
+    assert all("have advantages above 100" in line for line in written)
 
 
 def test_its_penalty_asks_the_reference():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from algorithm_fakes import FakePolicy, Notes, collector, recipe, source
+from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakePolicy, Notes, collector, recipe, source
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
@@ -67,6 +67,43 @@ def test_advantages_compare_a_sample_with_the_others_of_its_prompt():
         others = (batch["rewards"][group].sum() - batch["rewards"][row]) / 2
         wanted = batch["rewards"][row] - others
         assert torch.allclose(batch["advantages"][row], wanted.expand(batch["advantages"].shape[1]))
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_a_step_with_large_advantages_says_once_of_which_prompt(name, capsys):
+    estimator = {"name": name, "normalize_rewards": False}
+    grpo = {"num_prompts_per_step": 48, "adv_estimator": estimator, "reward_scaling": LARGE_REWARDS}
+    policy, _ = run(master(grpo=grpo))
+    written = capsys.readouterr().err.splitlines()
+    if name == "reinforce_plus_plus":  # whitened
+        assert not written
+        return
+    assert len(written) == 2
+    for step, (line, batch) in enumerate(zip(written, policy.batches, strict=True), start=1):
+        sizes = batch["advantages"][:, 0].abs()
+        row = int(sizes.argsort(descending=True, stable=True)[0])
+        above = int((sizes > 100).sum())
+        assert above > 4
+        assert line.startswith(
+            f"step {step}: {above} of 144 responses have advantages above 100 in absolute value"
+        )
+        digits = TOKENIZER.decode(batch["input_ids"][row][:3].tolist())
+        assert (
+            f"prompt {int(batch['prompt_index'][row])} '{digits}' sample {int(batch['sample_index'][row])}: "
+            in line
+        )
+        assert f": {float(sizes[row]):.4g} (reward {float(batch['rewards'][row]):.4g})" in line
+        assert line.endswith(", ...")
+
+
+def test_advantages_of_rows_that_are_not_trained_are_nobodys_business(capsys):
+    grpo = {"adv_estimator": {"normalize_rewards": False}, "reward_scaling": LARGE_REWARDS}
+    config = master(grpo=grpo)
+    mismatch = config.policy.generation.mismatch.model_copy(update={"threshold": 1.5, "action": "mask"})
+    generation = config.policy.generation.model_copy(update={"mismatch": mismatch})
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"generation": generation})})
+    run(config)
+    assert not capsys.readouterr().err
 
 
 def test_metrics_of_several_optimizer_steps_combine_by_their_kind():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from algorithm_fakes import FakeModel, FakePolicy, Notes, collector, recipe, source
+from algorithm_fakes import LARGE_REWARDS, FakeModel, FakePolicy, Notes, collector, recipe, source
 
 from nemo_rl_mcore.algorithms.ppo import PPO, explained_variance, shuffled_rows
 from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
@@ -63,6 +63,14 @@ def test_advantages_and_returns_are_those_of_the_old_values():
     torch.testing.assert_close(batch["returns"][trained], rewards[trained])
     torch.testing.assert_close(batch["advantages"][trained], (rewards - batch["values"])[trained])
     assert not batch["advantages"][~trained].any()
+
+
+def test_a_step_with_large_advantages_says_so(capsys):
+    estimator = {"name": "gae", "normalize_advantages": False}
+    run({"adv_estimator": estimator, "num_prompts_per_step": 12, "reward_scaling": LARGE_REWARDS})
+    written = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in written] == ["step 1", "step 2"]
+    assert all("have advantages above 100" in line for line in written)
 
 
 def test_a_penalty_in_the_reward_lowers_the_returns():
@@ -195,3 +203,9 @@ def test_explained_variance_by_hand(values, returns, expected):
 def test_explained_variance_of_less_than_two_tokens_is_zero():
     assert explained_variance(states([[1.0, 2.0]], [[1.0, 5.0]], [[0, 1]], [1])) == 0
     assert explained_variance(states([[1.0, 2.0]], [[1.0, 5.0]], [[1, 1]], [0])) == 0
+
+
+@pytest.mark.parametrize("tokens", [3, 7, 1000])
+def test_explained_variance_of_equal_decimal_returns_is_zero(tokens):
+    values = torch.linspace(-1, 1, tokens).tolist()
+    assert explained_variance(states([values], [[0.7] * tokens], [[1] * tokens], [1])) == 0

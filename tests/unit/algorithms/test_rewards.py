@@ -1,9 +1,10 @@
 import math
 import statistics
+from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_mcore.algorithms.rewards import (
@@ -77,6 +78,63 @@ def test_equal_rewards_have_exactly_no_deviation(reward: float, members: int, le
     found = group_statistics(torch.zeros(members), rewards, leave_one_out=leave_one_out)
     assert not found.std.any()
     assert torch.equal(found.baseline.float(), rewards)
+
+
+def exact_statistics(peers: list[Fraction]) -> tuple[Fraction, Fraction]:
+    """Mean and unbiased variance; the variance of less than two is 0."""
+    mean = sum(peers, Fraction()) / len(peers)
+    squares = sum(((peer - mean) ** 2 for peer in peers), Fraction())
+    return mean, squares / max(len(peers) - 1, 1)
+
+
+TENTHS = st.integers(-10_000, 10_000)
+# Few different values in a group, as environments give them: the others of a row are often equal.
+GROUP_OF_TENTHS = st.lists(TENTHS, min_size=1, max_size=3).flatmap(
+    lambda values: st.lists(st.sampled_from(values), min_size=2, max_size=64)
+)
+
+
+@settings(deadline=None)
+@given(
+    groups=st.lists(GROUP_OF_TENTHS | st.lists(TENTHS, min_size=2, max_size=64), min_size=1, max_size=4),
+    leave_one_out=st.booleans(),
+    random=st.randoms(use_true_random=False),
+)
+@example(groups=[[1] * 7 + [10]], leave_one_out=True, random=None)
+def test_group_statistics_are_exact_arithmetic_of_decimal_rewards(groups, leave_one_out, random):
+    rows = [(number, tenths) for number, group in enumerate(groups) for tenths in group]
+    if random is not None:
+        random.shuffle(rows)
+    ids = torch.tensor([number for number, _ in rows])
+    rewards = torch.tensor([tenths for _, tenths in rows]) / 10
+    found = group_statistics(ids, rewards, leave_one_out=leave_one_out)
+    exact = [(number, Fraction(reward)) for (number, _), reward in zip(rows, rewards.tolist(), strict=True)]
+    for row, (number, _) in enumerate(exact):
+        peers = [r for i, (n, r) in enumerate(exact) if n == number and not (leave_one_out and i == row)]
+        mean, variance = exact_statistics(peers)
+        assert found.baseline[row].item() == pytest.approx(float(mean), rel=1e-14, abs=1e-13)
+        std = found.std[row].item()
+        assert std == pytest.approx(math.sqrt(variance), rel=1e-13, abs=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("others", "one"), [(0.1, 1.0), (1.0, 0.1), (-0.1, 1e3), (999.9, 0.3)])
+def test_the_others_of_a_winner_are_equal_and_have_exactly_no_deviation(
+    others: float, one: float, dtype: torch.dtype
+):
+    rewards = torch.tensor([others] * 7 + [one], dtype=dtype)
+    found = group_statistics(torch.zeros(8), rewards, leave_one_out=True)
+    assert found.std[-1] == 0
+    assert found.baseline[-1] == rewards[0]
+
+
+def test_many_small_groups_take_little_memory():
+    """A batch of 2^18 rows: what grows with the square of the batch would not fit into any machine."""
+    rewards = torch.arange(2**18) % 8 / 10
+    found = group_statistics(torch.arange(2**18) // 8, rewards, leave_one_out=True)
+    expected = group_statistics(torch.zeros(8), rewards[:8], leave_one_out=True)
+    assert torch.equal(found.std.reshape(-1, 8), expected.std.expand(2**15, 8))
+    assert torch.equal(found.baseline.reshape(-1, 8), expected.baseline.expand(2**15, 8))
 
 
 def test_a_group_is_the_rows_with_equal_prompt_tokens():

@@ -134,6 +134,53 @@ def test_another_policy_stops_the_run_and_leaves_the_checkpoints(tmp_path, overr
     assert opened(tmp_path)[0].resumed_step == 1
 
 
+PPO = RECIPE.with_name("ppo_cpu.yaml")
+
+
+@pytest.mark.parametrize("resume", ["auto", "{}/step_1"])
+def test_a_checkpoint_of_another_algorithm_stops_the_run(tmp_path, resume):
+    """Its weights would fit; its optimizer, schedule and steps are another run's."""
+    sft = RECIPE.with_name("sft_cpu.yaml")
+    given = [f"checkpointing.checkpoint_dir={tmp_path}", "checkpointing.enabled=true"]
+    before = open_checkpoints(load_config(sft, given), lambda line: None)
+    before.save(1, {"policy": FakePolicy()}, {}, {})
+    model = ["policy.model.hidden_size=64", f"checkpointing.resume={resume.format(tmp_path)}"]
+    with pytest.raises(RunStoppedError) as stopped:
+        open_checkpoints(load_config(PPO, [*given, *model]), lambda line: None)
+    assert str(stopped.value) == (
+        f"checkpointing.resume: {tmp_path / 'step_1'} was saved by a run of sft, and this is one of ppo; name another "
+        "checkpointing.checkpoint_dir (policy.init_checkpoint takes the weights alone)"
+    )
+    assert open_checkpoints(load_config(sft, given), lambda line: None).resumed_step == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["value.optimizer.optimizer=sgd", "value.optimizer.use_distributed_optimizer=false"],
+            "value.optimizer.optimizer: sgd (was adam)",
+        ),
+        (["policy.precision=bfloat16"], "policy.precision: bfloat16 (was float32)"),
+        (["policy.model.num_layers=3"], "policy.model.num_layers: 3 (was 2)"),
+    ],
+)
+def test_another_critic_stops_the_run(tmp_path, overrides, told):
+    given = [f"checkpointing.checkpoint_dir={tmp_path}", "checkpointing.enabled=true"]
+    before = open_checkpoints(load_config(PPO, given), lambda line: None)
+    before.save(1, {"policy": FakePolicy(), "value": FakePolicy()}, {}, {})
+    with pytest.raises(RunStoppedError) as stopped:
+        open_checkpoints(load_config(PPO, [*given, *overrides]), lambda line: None)
+    assert f"was saved under another policy: {told}; set it back" in str(stopped.value)
+
+
+def test_a_teacher_that_is_no_checkpoint_stops_the_run(tmp_path):
+    distillation = RECIPE.with_name("distillation_cpu.yaml")
+    given = ["~teacher.warm_start", f"+teacher.init_checkpoint={tmp_path}"]
+    with pytest.raises(RunStoppedError, match=r"teacher\.init_checkpoint: .* is no whole checkpoint"):
+        open_checkpoints(load_config(distillation, given), lambda line: None)
+
+
 def test_sizes_that_were_implied_may_be_written_out(tmp_path):
     run_to(tmp_path, 1)
     _, said = opened(tmp_path, "+policy.model.num_query_groups=4")

@@ -29,11 +29,11 @@ def load() -> Callable[..., GRPOMasterConfig]:
 
 @pytest.fixture
 def refusals() -> Callable[..., list[str]]:
-    """The problems of the exemplar with overrides, one text each, without where they stand."""
+    """The problems of the exemplar, or of another one, with overrides: one text each, without where they stand."""
 
-    def refuse(*overrides: str) -> list[str]:
+    def refuse(*overrides: str, recipe: str = EXEMPLAR.name) -> list[str]:
         with pytest.raises(ConfigError) as caught:
-            load_config(EXEMPLAR, overrides)
+            load_config(EXEMPLAR.with_name(recipe), overrides)
         return [str(problem).partition("  [")[0] for problem in caught.value.problems]
 
     return refuse

@@ -6,6 +6,7 @@ from nemo_rl_mcore.config import (
     GRPOConfig,
     RewardScalingConfig,
     RewardShapingConfig,
+    load_config,
 )
 
 SIZES = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_num_steps": 3}
@@ -67,3 +68,32 @@ def test_grpo_refusals(given, message):
 def test_disabled_rewards_sections_are_not_judged():
     assert RewardScalingConfig(source_min=1.0, source_max=0.0).enabled is False
     assert RewardShapingConfig(max_response_length=1).enabled is False
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "temperature"),
+    [
+        ("grpo_copy_cpu", [], 0.7),
+        ("ppo_cpu", [], 0.7),
+        ("dpo_cpu", [], 0.7),
+        ("dpo_cpu", ["dpo.online=false", "dpo.num_generations_per_prompt=null"], 1.0),
+        ("sft_cpu", [], 1.0),
+        ("distillation_cpu", ["distillation.on_policy=true"], 0.7),
+        (
+            "distillation_cpu",
+            [
+                "distillation.on_policy=false",
+                "distillation.num_generations_per_prompt=1",
+                "policy.train_global_batch_size=64",
+                "policy.logprob_batch_size=32",
+                "policy.train_micro_batch_size=32",
+            ],
+            1.0,
+        ),
+    ],
+)
+def test_given_answers_are_read_at_temperature_1_and_sampled_ones_at_that_of_sampling(
+    recipe, overrides, temperature
+):
+    given = load_config(f"examples/configs/{recipe}.yaml", ["policy.generation.temperature=0.7", *overrides])
+    assert given.logprob_temperature == temperature

@@ -3,7 +3,7 @@ import copy
 import pytest
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig, load_config
 from nemo_rl_mcore.config.batching import TokenBudgets
 
 SECTIONS = ("sequence_packing", "dynamic_batching")
@@ -110,3 +110,20 @@ def test_dynamic_batching_goes_with_fused_logprobs(load):
     config = load("+policy.dynamic_batching.enabled=true")
     assert config.policy.megatron_cfg.use_fused_linear_logprobs
     assert config.policy.token_budgets is not None
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_budget_of_training_has_room_for_a_pair(refusals, name):
+    given = [
+        f"policy.{name}.enabled=true",
+        "policy.max_total_sequence_length=10",
+        "policy.megatron_cfg.use_fused_linear_logprobs=false",
+    ]
+    recipe = "dpo_cpu.yaml"
+    (text,) = refusals(*given, f"policy.{name}.train_mb_tokens=19", recipe=recipe)
+    assert f"policy.{name}.train_mb_tokens: 19 is below 2 times policy.max_total_sequence_length: 10" in text
+    assert "set it to 20 or more" in text
+    config = load_config(f"examples/configs/{recipe}", [*given, f"policy.{name}.train_mb_tokens=20"])
+    assert config.policy.token_budgets.of_training(config.rows_per_sample) == 20
+    left_out = load_config(f"examples/configs/{recipe}", given)
+    assert left_out.policy.token_budgets.of_training(left_out.rows_per_sample) == 2 * 32 * 10

@@ -163,6 +163,11 @@ def test_what_no_family_has_is_named(model, reason):
         (config_of("qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step: 2 of a qwen3_moe model"),
         (config_of("qwen3_moe", mlp_only_layers=[0]), "mlp_only_layers: [0] of a qwen3_moe model"),
         (config_of("qwen3_moe", num_experts=None), "num_experts: missing"),
+        (
+            config_of("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True),
+            "num_experts_per_tok: 1 of a qwen3_moe model with norm_topk_prob: True gives every expert the share 1, so "
+            "that the router has no gradient; use a model with norm_topk_prob: false, or with more experts per token",
+        ),
         ({"model_type": "llama"}, "hidden_size: missing, and a llama model has it"),
         (config_of("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor: missing"),
         (config_of("llama", hidden_size="64"), "hidden_size: '64': Input should be a valid integer"),
@@ -185,6 +190,34 @@ def test_normalised_shares_are_a_softmax_after_the_selection():
         ({}, True),
     ):
         assert model_config_from_hf(config_of("qwen3_moe", **keys)).moe_router_pre_softmax is pre_softmax
+
+
+def test_one_expert_per_token_is_read_where_its_share_is_not_normalised():
+    model = model_config_from_hf(config_of("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False))
+    assert (model.moe_router_topk, model.moe_router_pre_softmax) == (1, True)
+
+
+def test_what_a_router_cannot_be_is_told_without_keys_that_contradict_the_weights(recipe, tmp_path):
+    config = config_of("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True)
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe(saved_model(tmp_path / "model", config)))
+    (problem,) = caught.value.problems
+    assert problem.path == "policy.model_name"
+    assert "moe_router" not in str(caught.value)
+
+
+def test_settings_of_training_are_those_of_the_origin():
+    """A config.json holds settings of training, of which the architecture says nothing."""
+    given = config_of("qwen3_moe", router_aux_loss_coef=0.003, initializer_range=0.05)
+    model = model_config_from_hf(given)
+    written = hf_config_of(model, origin=given)
+    assert (written["router_aux_loss_coef"], written["initializer_range"]) == (0.003, 0.05)
+    trained = model.model_copy(update={"moe_aux_loss_coeff": 0.01, "init_method_std": 0.1})
+    written = hf_config_of(trained, origin=given)
+    assert (written["router_aux_loss_coef"], written["initializer_range"]) == (0.003, 0.05)
+    for origin in (None, config_of("qwen3_moe")):
+        written = hf_config_of(trained, origin=origin)
+        assert (written["router_aux_loss_coef"], written["initializer_range"]) == (0.01, 0.1)
 
 
 PARAMETERS = {
@@ -290,6 +323,42 @@ def test_each_field_that_differs_from_the_weights_is_reported(recipe, tmp_path):
     ]
     assert "3 contradicts the 2 of policy.model_name" in str(caught.value)
     assert "recipe.yaml:" in caught.value.problems[0].where
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (
+            {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+            "policy.megatron_cfg.tensor_model_parallel_size: 4 does not divide the num_query_groups: 2 of the weights "
+            "(policy.model_name); set it to 2",
+        ),
+        (
+            {"tensor_model_parallel_size": 3, "sequence_parallel": True},
+            "policy.megatron_cfg.tensor_model_parallel_size: 3 does not divide the num_attention_heads: 4 and "
+            "num_query_groups: 2 of the weights (policy.model_name); set it to 2",
+        ),
+        (
+            {"pipeline_model_parallel_size": 3},
+            "policy.megatron_cfg.pipeline_model_parallel_size: 3 does not divide the num_layers: 2 of the weights "
+            "(policy.model_name); use fewer stages",
+        ),
+        (
+            {"expert_model_parallel_size": 3},
+            "policy.megatron_cfg.expert_model_parallel_size: 3 does not divide the num_moe_experts: 4 of the weights "
+            "(policy.model_name); set it to 2",
+        ),
+    ],
+)
+def test_a_layout_that_the_weights_do_not_allow_is_what_must_change(recipe, tree, tmp_path, layout, expected):
+    folder = saved_model(tmp_path / "model", config_of("qwen3_moe", num_key_value_heads=2))
+    megatron = {**tree["policy"]["megatron_cfg"], **layout}
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe(folder, megatron_cfg=megatron))
+    (told,) = [problem for problem in caught.value.problems if "of the weights" in problem.what]
+    assert str(told).partition("  [")[0] == expected
+    assert "recipe.yaml:" in told.where
+    assert "policy.model." not in str(caught.value)
 
 
 def test_sizes_that_are_implied_agree_with_written_ones(recipe, tmp_path):

@@ -144,24 +144,24 @@ def test_who_needs_the_reference(algorithm, overrides, needed):
 
 def test_the_critic_is_the_policy_with_its_own_optimizer():
     config = load_config(EXEMPLAR_OF["ppo"], ["+value.train_micro_batch_size=32", "+value.max_grad_norm=0.5"])
-    critic = config.value.as_policy(config.policy)
+    critic = config.models["value"].policy
     assert critic.model == config.policy.model
     assert (critic.train_micro_batch_size, critic.max_grad_norm) == (32, 0.5)
     assert (critic.megatron_cfg.optimizer.lr, config.policy.megatron_cfg.optimizer.lr) == (2e-3, 5e-4)
     schedule = critic.megatron_cfg.scheduler
     assert schedule.start_weight_decay == schedule.end_weight_decay == 0.01
     plain = load_config(EXEMPLAR_OF["ppo"])
-    assert plain.value.as_policy(plain.policy).max_grad_norm == plain.policy.max_grad_norm
+    assert plain.models["value"].policy.max_grad_norm == plain.policy.max_grad_norm
 
 
 def test_the_teacher_has_its_own_weights_and_maybe_architecture():
     config = load_config(EXEMPLAR_OF["distillation"])
-    teacher = config.teacher.model_copy(update={"init_checkpoint": "there"}).as_policy(config.policy)
+    teacher = config.teacher.model_copy(update={"init_checkpoint": "there"}).plan(config.policy).policy
     assert teacher.init_checkpoint == "there"
     assert config.policy.init_checkpoint is None
     assert teacher.model == config.policy.model
     larger = config.policy.model.model_copy(update={"num_layers": 4})
-    assert config.teacher.model_copy(update={"model": larger}).as_policy(config.policy).model == larger
+    assert config.teacher.model_copy(update={"model": larger}).plan(config.policy).policy.model == larger
 
 
 # --- what each one refuses ----------------------------------------------------------------------------------
@@ -364,7 +364,7 @@ def test_a_teacher_is_compared_with_the_teachers_model(tmp_path, sft):
     larger = model.replace('"num_layers":2', '"num_layers":4')
     other = write(tmp_path, "other.yaml", f"{lines}  model: {larger}\n")
     assert any(
-        "first.yaml trains another model: policy.model.num_layers: 4 (was 2)" in text
+        "first.yaml trains another model: teacher.model.num_layers: 4 (was 2)" in text
         for text in refused(other)
     )
 

@@ -143,7 +143,7 @@ def test_a_built_schedule_with_another_weight_decay_is_refused():
                 },
                 "optimizer": {"lr": 1e-3, "use_distributed_optimizer": False},
             },
-            "overlap_param_gather: true needs optimizer.use_distributed_optimizer: true",
+            "overlap_param_gather: true needs policy.megatron_cfg.optimizer.use_distributed_optimizer: true",
         ),
         (
             {"distributed_data_parallel_config": {"overlap_param_gather": True}},
@@ -320,6 +320,14 @@ def test_experts_are_whole_on_their_rank_but_the_shared_expert_is_split(policy):
     odd = {"model__moe_shared_expert_intermediate_size": 5}
     with pytest.raises(ValidationError, match="moe_shared_expert_intermediate_size: 5 is not divisible by"):
         PolicyConfig.model_validate(with_values(policy, **layout, **experts, **odd))
+
+
+def test_the_sizes_of_a_checkpoint_are_those_of_its_weights(policy):
+    values = {"megatron_cfg__tensor_model_parallel_size": 3, "init_checkpoint": "runs/step_4"}
+    with pytest.raises(
+        ValueError, match=r"size: 3 does not divide the .* \(policy.init_checkpoint\); set it to 2"
+    ):
+        PolicyConfig.model_validate(with_values(policy, **values))
 
 
 def test_tensor_parallel_layouts_that_fit(policy):

@@ -3,7 +3,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.guardrails import fused_guardrails
 from nemo_rl_mcore.config.memory import estimate_memory
 from nemo_rl_mcore.config.preflight import preflight
@@ -70,7 +70,7 @@ def test_guardrails_tell_ok_from_refused(load):
 
 
 def test_memory_of_the_whole_model_on_one_rank(load):
-    memory = estimate_memory(load())
+    memory = estimate_memory(load()).models["policy"]
     weights = 86_336 * 4
     assert memory.rank_parameters == 86_336
     assert (memory.weights, memory.gradients, memory.reference) == (weights, weights, 0)
@@ -144,7 +144,7 @@ def test_memory_of_the_whole_model_on_one_rank(load):
     ],
 )
 def test_memory_follows_the_recipe(load, overrides, field, expected):
-    assert getattr(estimate_memory(load(*overrides)), field) == expected
+    assert getattr(estimate_memory(load(*overrides)).models["policy"], field) == expected
 
 
 def test_missing_tokenizer_folder(load, tmp_path, monkeypatch):
@@ -213,6 +213,15 @@ def test_rendered_plan_shows_the_numbers(load):
     ):
         assert part in text
     assert "refused" not in text
+
+
+def test_the_memory_of_each_model_is_shown(exemplar):
+    text = shown(preflight(load_config(exemplar.with_name("distillation_cpu.yaml"))))
+    of_policy, of_teacher, of_all = text.split("Memory per rank of ")[1:]
+    assert of_policy.startswith("the policy, without activations")
+    assert of_teacher.startswith("the teacher, without activations")
+    assert "gradients               0 B" in of_teacher
+    assert of_all.startswith("all models\n  total ")
 
 
 def test_a_narrow_terminal_breaks_no_line(load):

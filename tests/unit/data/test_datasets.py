@@ -99,10 +99,10 @@ def test_long_digit_strings_cost_no_memory() -> None:
 
 
 def test_too_many_prompts_names_both_keys() -> None:
-    source = DigitTaskSource("copy", 1, seed=0)
-    with pytest.raises(ValueError, match=r"grpo\.num_prompts_per_step=11 .* data\.num_digits=1"):
+    source = DigitTaskSource("copy", 1, 0, ("ppo.num_prompts_per_step", "ppo.max_val_samples"))
+    with pytest.raises(ValueError, match=r"ppo\.num_prompts_per_step=11 .* data\.num_digits=1"):
         source.train_batch(1, 11)
-    with pytest.raises(ValueError, match=r"grpo\.max_val_samples=11 .* held-out .* data\.num_digits=1"):
+    with pytest.raises(ValueError, match=r"ppo\.max_val_samples=11 .* held-out .* data\.num_digits=1"):
         source.validation(11)
 
 

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import yaml
@@ -50,6 +51,28 @@ def test_an_embedded_task_draws_as_ever(recipe):
     source = open_prompts(config, CHAR)
     assert source.train_batch(3, 16) == DigitTaskSource("copy", 3, config.seed).train_batch(3, 16)
     assert type(open_pairs(config, source, CHAR)) is WrongAnswerPairs
+
+
+EXEMPLARS = Path(__file__).parents[3] / "examples/configs"
+
+
+@pytest.mark.parametrize(
+    ("exemplar", "step_key", "validation_key"),
+    [
+        ("grpo_copy_cpu", "grpo.num_prompts_per_step", "grpo.max_val_samples"),
+        ("ppo_cpu", "ppo.num_prompts_per_step", "ppo.max_val_samples"),
+        ("distillation_cpu", "distillation.num_prompts_per_step", "distillation.max_val_samples"),
+        ("sft_cpu", "policy.train_global_batch_size", "sft.max_val_samples or sft.val_batches"),
+        ("dpo_cpu", "policy.train_global_batch_size", "dpo.max_val_samples or dpo.val_batches"),
+    ],
+)
+def test_too_many_prompts_name_the_keys_of_the_algorithm(exemplar, step_key, validation_key):
+    config = load_config(EXEMPLARS / f"{exemplar}.yaml")
+    source = open_prompts(config, CHAR)
+    with pytest.raises(ValueError, match=rf"^{step_key}=20000 exceeds the .* training prompts"):
+        source.train_batch(1, 20000)
+    with pytest.raises(ValueError, match=rf"^{validation_key}=20000 exceeds the .* held-out prompts"):
+        source.validation(20000)
 
 
 # Files

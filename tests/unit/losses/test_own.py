@@ -8,6 +8,7 @@ from nemo_rl_mcore.config import (
     DistillationLossConfig,
     MseValueLossConfig,
     NLLLossConfig,
+    load_config,
 )
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import (
@@ -15,6 +16,7 @@ from nemo_rl_mcore.losses import (
     DistillationLossFn,
     MseValueLossFn,
     NLLLossFn,
+    check_losses,
     make_loss,
 )
 
@@ -83,3 +85,29 @@ def test_the_key_is_that_of_the_section():
 def test_a_section_refuses(kind, given, message):
     with pytest.raises((ConfigError, ValueError), match=message):
         kind.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "message"),
+    [
+        (
+            "grpo_copy_cpu",
+            ["policy.train_global_batch_size=128", "policy.train_micro_batch_size=64"],
+            None,
+        ),
+        (
+            "grpo_copy_cpu",
+            ["policy.train_global_batch_size=256"],
+            "takes 2 times .*: 256 rows, and a step has 256",
+        ),
+        ("sft_cpu", [], "reads 2 rows together, so that an optimizer step takes 2 times"),
+        ("ppo_cpu", [], "reads 2 rows together, and each of ppo.ppo_epochs shuffles single rows"),
+    ],
+)
+def test_a_loss_of_pairs_needs_steps_that_hold_them(recipe, sizes, message):
+    config = load_config(f"examples/configs/{recipe}.yaml", ["+loss_fn.type=own_parts:OfPairs", *sizes])
+    if message is None:
+        check_losses(config)
+        return
+    with pytest.raises(ValueError, match=rf"^loss_fn\.type: own_parts:OfPairs {message}|{message}"):
+        check_losses(config)

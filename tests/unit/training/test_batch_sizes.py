@@ -7,8 +7,8 @@ from fake_backend import FakeBackend, SumOfRewards, rows
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
-from nemo_rl_mcore.training.batch_sizes import BatchSizes, split_into_steps
-from nemo_rl_mcore.training.train_step import Phase, TrainStep
+from nemo_rl_mcore.training.batch_sizes import BatchSizes
+from nemo_rl_mcore.training.train_step import TrainStep
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +51,12 @@ def test_a_shard_holds_whole_pairs(policy):
         sizes.of_shard(4)
 
 
-def test_steps_take_every_row():
-    data = BatchedDataDict(row=torch.arange(6))
-    assert [step["row"].tolist() for step in split_into_steps(data, 3)] == [[0, 1, 2], [3, 4, 5]]
+def test_steps_take_every_row(policy):
+    data, sizes = BatchedDataDict(row=torch.arange(6)), BatchSizes.of(policy, NLLLossFn(), 6, 1)
+    assert [step["row"].tolist() for step in sizes.steps(data, 2)] == [[0, 1, 2], [3, 4, 5]]
     for size in (0, 5):
-        with pytest.raises(ValueError, match=f"{size} rows are no multiple of the 3"):
-            split_into_steps(data.slice(0, size), 3)
+        with pytest.raises(ValueError, match=rf"{size} rows are no multiple of the 3 .* \(gbs 6 over 2"):
+            sizes.steps(data.slice(0, size), 2)
 
 
 def open_step(rows_per_sample):
@@ -72,14 +72,3 @@ def test_the_schedule_advances_by_samples(rows_per_sample, samples):
     step.microbatch(rows([1.0] * 8))
     step.finish()
     assert backend.samples == samples
-
-
-def test_half_a_sample_is_refused_and_leaves_the_step_as_it_was():
-    step, backend = open_step(rows_per_sample=2)
-    step.microbatch(rows([1.0, 2.0]))
-    with pytest.raises(ValueError, match="3 rows are no whole samples: SumOfRewards reads 2 rows together"):
-        step.microbatch(rows([5.0, 6.0, 7.0]), chunk_id="odd")
-    assert step.phase is Phase.OPEN
-    step.microbatch(rows([3.0, 4.0]), chunk_id="odd")
-    step.finish()
-    assert backend.updates == [[1.0, 2.0, 3.0, 4.0]]

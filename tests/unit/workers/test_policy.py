@@ -57,8 +57,14 @@ def policy_over(shards: list[int], *overrides: str) -> tuple[Policy, Ranks]:
 
 
 def numbered(rows: int, lengths: list[int] | None = None) -> BatchedDataDict:
-    given = torch.tensor(lengths or [4] * rows)
-    return BatchedDataDict(row=torch.arange(rows), input_ids=torch.ones(rows, 9), input_lengths=given)
+    return BatchedDataDict(
+        row=torch.arange(rows),
+        input_ids=torch.ones(rows, 9).long(),
+        input_lengths=torch.tensor(lengths or [4] * rows, dtype=torch.long),
+        token_mask=torch.zeros(rows, 9),
+        sample_mask=torch.ones(rows),
+        reference_policy_logprobs=torch.zeros(rows, 9),
+    )
 
 
 def rows_of(call: tuple[str, list[dict[str, Any]]]) -> list[list[int]]:
@@ -135,7 +141,7 @@ def test_chunks_are_dealt_as_whole_pairs_however_few(overrides, rows):
 def test_half_a_pair_in_a_chunk_is_refused_before_it_is_sent():
     policy, ranks = policy_over([0, 1])
     policy.begin_train_step(DPOLossFn({}))
-    with pytest.raises(ValueError, match="3 rows are no whole samples: DPOLossFn reads 2 rows together"):
+    with pytest.raises(ValueError, match="3 rows; allowed: whole samples of 2 rows"):
         policy.train_microbatch(numbered(3))
     assert [method for method, _ in ranks.calls] == ["begin_train_step"]
 

@@ -1,0 +1,41 @@
+"""Say so when an answer is about to outweigh all others: its advantage is far from what rewards and whitening give."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor
+
+from nemo_rl_mcore.algorithms.rollout import Rollout
+
+USUAL_LIMIT = 100.0
+_NAMED_SAMPLES = 4
+_SHOWN_CHARACTERS = 80
+
+
+def warn_of_large_advantages(step: int, rollout: Rollout) -> None:
+    """Write one line to standard error if a trained token has an advantage above 100 in absolute value."""
+    batch = rollout.batch
+    trained = batch["token_mask"] * batch["sample_mask"].unsqueeze(1) > 0
+    largest_B = batch["advantages"].abs().masked_fill(~trained, 0.0).amax(1)
+    if (largest_B > USUAL_LIMIT).any():
+        sys.stderr.write(f"{_describe(step, rollout, largest_B)}\n")
+
+
+def _describe(step: int, rollout: Rollout, largest_B: Tensor) -> str:
+    rows = [
+        int(row) for row in largest_B.argsort(descending=True, stable=True) if largest_B[row] > USUAL_LIMIT
+    ]
+    named = [_describe_row(rollout, row, float(largest_B[row])) for row in rows[:_NAMED_SAMPLES]]
+    more = ", ..." if len(rows) > _NAMED_SAMPLES else ""
+    return (
+        f"step {step}: {len(rows)} of {len(largest_B)} responses have advantages above {USUAL_LIMIT:g} in absolute "
+        f"value and outweigh the others: {', '.join(named)}{more}"
+    )
+
+
+def _describe_row(rollout: Rollout, row: int, size: float) -> str:
+    prompt, sample = rollout.prompts[row], int(rollout.batch["sample_index"][row])
+    text = f"{prompt.text[:_SHOWN_CHARACTERS]}{'...' if len(prompt.text) > _SHOWN_CHARACTERS else ''}"
+    reward = float(rollout.batch["rewards"][row])
+    return f"prompt {prompt.index} {text!r} sample {sample}: {size:.4g} (reward {reward:.4g})"

@@ -1,0 +1,225 @@
+"""Judge a batch before anything of it is sent or meets a collective: all problems at once, by key and row.
+
+Shapes: B rows, S columns of input_ids, K choices a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.columns import Column, ColumnKind
+
+_SHOWN_ROWS = 8
+
+
+@dataclass(frozen=True)
+class BatchCheck:
+    """What a model takes. Each method raises one ValueError that lists all that is wrong with a batch.
+
+    Its row numbers are those of the batch it is given: on the driver the caller's, on a rank those of its shard. Ranks
+    that share a shard refuse alike; a data-parallel peer, with other rows, may see nothing wrong.
+
+    vocab_size, positions: of the model.
+    budgets: the section of the token budgets that need the rows' lengths, if there is one.
+    layers: what of the model needs them in training, if there is anything.
+    """
+
+    vocab_size: int
+    positions: int
+    budgets: str | None = None
+    layers: str | None = None
+
+    @classmethod
+    def of(cls, policy: PolicyConfig) -> Self:
+        """The check of a policy, critic or teacher."""
+        model, budgets = policy.model, policy.token_budgets
+        layers = {
+            "the load-balancing loss of experts": model.load_balancing_loss,
+            "the bias of experts": model.moe_router_enable_expert_bias,
+            "multi-token prediction": model.mtp_num_layers,
+        }
+        return cls(
+            model.vocab_size,
+            model.max_position_embeddings,
+            None if budgets is None else budgets.section,
+            next((name for name, present in layers.items() if present), None),
+        )
+
+    def reading(self, data: BatchedDataDict, *, k: int | None = None) -> None:
+        """A pass that says something of every token; `k` is how many choices are asked for."""
+        found = _Findings(data)
+        self._inputs(found, "a pass without a loss")
+        if k is not None and not 1 <= k <= self.vocab_size:
+            found.problems.append(f"k: {k}; allowed: 1 to {self.vocab_size} (model.vocab_size)")
+        found.refuse()
+
+    def prompts(self, data: BatchedDataDict) -> None:
+        """Prompts to answer, of one token at least."""
+        found = _Findings(data)
+        self._inputs(found, "generation", shortest=1)
+        for key in ("prompt_index", "sample_index"):
+            found.tensor(key, "the noise of sampling", "B")
+        found.refuse()
+
+    def training(
+        self,
+        data: BatchedDataDict,
+        columns: Iterable[Column],
+        rows_per_sample: int = 1,
+        *,
+        eval_mode: bool = False,
+    ) -> None:
+        """Whole samples for a loss that reads these columns."""
+        found = _Findings(data)
+        self._inputs(found, self.budgets or (None if eval_mode else self.layers))
+        tokens_BS = found.mask("token_mask", "BS")
+        samples_B = found.mask("sample_mask", "B")
+        if data.size % rows_per_sample:
+            found.problems.append(f"{data.size} rows; allowed: whole samples of {rows_per_sample} rows")
+            samples_B = None
+        counts = None
+        if tokens_BS is not None and samples_B is not None:
+            counts = _Counts(tokens_BS, samples_B, rows_per_sample)
+        for column in columns:
+            self._column(found, column, counts)
+        found.refuse()
+
+    def _inputs(self, found: _Findings, lengths_needed_by: str | None, *, shortest: int = 0) -> None:
+        ids_BS = found.tensor("input_ids", "every pass", "BS")
+        if ids_BS is not None and ids_BS.dtype not in (torch.int64, torch.int32):
+            found.wrong_dtype("input_ids", ids_BS, "int64")
+        elif ids_BS is not None:
+            # Padding, too: the embedding looks it up.
+            found.values("input_ids", ids_BS, self._outside(ids_BS), self._vocabulary)
+        columns = self.positions if ids_BS is None else ids_BS.shape[1]
+        if lengths_needed_by is not None or "input_lengths" in found.data:
+            self._lengths(found, lengths_needed_by or "nothing", shortest, columns)
+        elif columns > self.positions:
+            found.problems.append(
+                f"input_ids: {columns} columns without input_lengths; allowed: {self._longest}"
+            )
+
+    def _lengths(self, found: _Findings, needed_by: str, shortest: int, columns: int) -> None:
+        lengths_B = found.tensor("input_lengths", needed_by, "B")
+        if lengths_B is not None:
+            inside = (lengths_B >= shortest) & (lengths_B <= columns)
+            allowed = f"{shortest} to {columns}, the columns of input_ids"
+            found.values("input_lengths", lengths_B, ~inside, allowed)
+            found.values("input_lengths", lengths_B, lengths_B > self.positions, self._longest)
+
+    @property
+    def _vocabulary(self) -> str:
+        return f"0 to {self.vocab_size - 1} (model.vocab_size: {self.vocab_size})"
+
+    @property
+    def _longest(self) -> str:
+        return f"rows of at most {self.positions} tokens (model.max_position_embeddings)"
+
+    def _outside(self, ids: Tensor) -> Tensor:
+        return (ids < 0) | (ids >= self.vocab_size)
+
+    def _column(self, found: _Findings, column: Column, counts: _Counts | None) -> None:
+        if column.optional and column.key not in found.data:
+            return
+        values = found.tensor(column.key, column.needed_by, column.shape)
+        if values is None or column.kind is ColumnKind.NUMBERS:
+            return
+        of_ids = column.kind is ColumnKind.TOKEN_IDS
+        if values.is_floating_point() == of_ids or values.dtype == torch.bool or values.is_complex():
+            found.wrong_dtype(column.key, values, "integers" if of_ids else "floating-point numbers")
+        elif counts is not None:
+            allowed = self._vocabulary if of_ids else column.kind.value
+            wrong = self._wrong(column.kind, values) & counts.of(column)
+            found.values(column.key, values, wrong, f"{allowed}, wherever a token counts")
+
+    def _wrong(self, kind: ColumnKind, values: Tensor) -> Tensor:
+        if kind is ColumnKind.TOKEN_IDS:
+            return self._outside(values)
+        if kind is ColumnKind.FINITE:
+            return ~torch.isfinite(values)
+        return torch.isnan(values) | (values == torch.inf)
+
+
+class _Counts:
+    """Where a loss of next tokens reads a column: token_mask is 1, the token is not the first, and the sample counts.
+
+    It does where sample_mask is 1 in any of its rows.
+    """
+
+    def __init__(self, tokens_BS: Tensor, samples_B: Tensor, rows_per_sample: int):
+        of_samples = (samples_B != 0).view(-1, rows_per_sample).any(dim=1)
+        self._samples_B = of_samples.repeat_interleave(rows_per_sample)
+        next_BS = ((tokens_BS != 0) & self._samples_B.unsqueeze(1))[:, 1:]
+        self._tokens_BS, self._next_tokens_BS = pad(next_BS, (1, 0)), pad(next_BS, (0, 1))
+
+    def of(self, column: Column) -> Tensor:
+        """Bool, which broadcasts to the column's shape."""
+        if column.shape == "B":
+            return self._samples_B
+        counts_BS = self._next_tokens_BS if column.of_next_token else self._tokens_BS
+        return counts_BS[(...,) + (None,) * (len(column.shape) - 2)]
+
+
+@dataclass
+class _Findings:
+    """What is wrong with a batch; `sizes` are those of the letters of a shape, as far as they are known."""
+
+    data: BatchedDataDict
+    problems: list[str] = field(default_factory=list[str])
+    sizes: dict[str, int] = field(default_factory=dict[str, int])
+
+    def tensor(self, key: str, needed_by: str, shape: str) -> Tensor | None:
+        """The tensor of this key; None when it is missing, none or of another shape, which is then noted."""
+        value = self.data.get(key)
+        if value is None:
+            self.problems.append(
+                f"{key}: missing, and {needed_by} needs it; the batch has {sorted(self.data)}"
+            )
+        elif not isinstance(value, Tensor):
+            self.problems.append(f"{key}: a {type(value).__name__}; allowed: a tensor")
+        elif value.ndim != len(shape) or any(
+            self.sizes.setdefault(letter, size) != size
+            for letter, size in zip(shape, value.shape, strict=True)
+        ):
+            wanted = ", ".join(str(self.sizes.get(letter, letter)) for letter in shape)
+            self.problems.append(f"{key}: shape {list(value.shape)}; allowed: [{wanted}]")
+        else:
+            return value
+        return None
+
+    def mask(self, key: str, shape: str) -> Tensor | None:
+        """A mask that every loss needs; noted if an entry is neither 0 nor 1."""
+        mask = self.tensor(key, "every loss", shape)
+        if mask is not None:
+            self.values(key, mask, (mask != 0) & (mask != 1), "0 and 1")
+        return mask
+
+    def wrong_dtype(self, key: str, values: Tensor, allowed: str) -> None:
+        """Note a dtype."""
+        self.problems.append(f"{key}: {str(values.dtype).removeprefix('torch.')}; allowed: {allowed}")
+
+    def values(self, key: str, values: Tensor, wrong: Tensor, allowed: str) -> None:
+        """Note the rows that hold values where `wrong` is true, and one of those values."""
+        if not wrong.any():
+            return
+        of_row = wrong.reshape(len(wrong), -1).any(dim=1)
+        rows: list[int] = of_row.nonzero().flatten().tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        shown = ", ".join(map(str, rows[:_SHOWN_ROWS]))
+        more = f" and {len(rows) - _SHOWN_ROWS} more" if len(rows) > _SHOWN_ROWS else ""
+        example = values[wrong][0].item()
+        self.problems.append(
+            f"{key}: {example} in row{'s' * (len(rows) > 1)} {shown}{more}; allowed: {allowed}"
+        )
+
+    def refuse(self) -> None:
+        """Raise the ValueError, if anything was found."""
+        if self.problems:
+            raise ValueError("\n  ".join(["the batch is refused:", *self.problems]))

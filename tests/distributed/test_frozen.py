@@ -1,0 +1,177 @@
+"""A model that is never trained: it says what a trained one says, without gradient buffers and optimizer."""
+
+import pytest
+import tolerances
+
+TIED = {"tie_word_embeddings": True}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+FUSED = {"use_fused_linear_logprobs": True}
+TP2 = {"tensor_model_parallel_size": 2}
+TP2_SP = {**TP2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+CALLS = {
+    "train": lambda worker, batch, loss: worker.train(batch, loss),
+    "begin_train_step": lambda worker, batch, loss: worker.begin_train_step(loss),
+    "train_microbatch": lambda worker, batch, loss: worker.train_microbatch(batch),
+    "finish_train_step": lambda worker, batch, loss: worker.finish_train_step(),
+    "save_checkpoint": lambda worker, batch, loss: worker.save_checkpoint("nowhere"),
+    "load_checkpoint without weights_only=True": lambda worker, batch, loss: worker.load_checkpoint(
+        "nowhere"
+    ),
+}
+
+
+def build(model, megatron, **options):
+    import tiny
+
+    policy = {name: options.pop(name) for name in ("precision", "init_checkpoint") if name in options}
+    # As a frozen second model gets it: its own rules, not all of those of a policy, are met before.
+    config = tiny.policy_config(model=model, **policy)
+    layout = config.megatron_cfg.model_copy(update=megatron)
+    return tiny.worker(config.model_copy(update={"megatron_cfg": layout}), **options)
+
+
+def said_by(worker):
+    """All that can be asked of a model that is not trained."""
+    import tiny
+    import torch
+
+    from nemo_rl_mcore.config.hf_config import missing_family
+
+    batch = tiny.grpo_batch()
+    if worker.role.value == "value":
+        return {"values": worker.get_values(data=batch)["values"]}
+    prompts = tiny.BatchedDataDict(
+        input_ids=batch["input_ids"][:4, :5],
+        input_lengths=torch.tensor([5, 3, 4, 1]),
+        prompt_index=torch.arange(4),
+        sample_index=torch.arange(4),
+    )
+    said = {"logprobs": worker.get_logprobs(data=batch)["logprobs"]}
+    said |= worker.get_topk_logits(data=batch, k=5)
+    said |= worker.generate(data=prompts, step=3, stop_ids=[1])
+    if missing_family(worker.policy.model) is None:
+        sent = {name: tensor.clone() for name, tensor in worker._full_tensors()}
+        assert sent.keys() == worker.prepare_refit_info().keys()
+        said |= sent
+    return said
+
+
+def trained_and_frozen(model, megatron, options):
+    """What the two differ in."""
+    import torch
+
+    trained = said_by(build(model, megatron, **options))
+    worker = build(model, megatron, trained=False, **options)
+    frozen = said_by(worker)
+    assert trained.keys() == frozen.keys()
+    parameters = [parameter for chunk in worker.backend.chunks for parameter in chunk.parameters()]
+    assert parameters
+    assert not any(hasattr(parameter, "main_grad") for parameter in parameters)
+    assert all(parameter.grad is None for parameter in parameters)
+    assert not hasattr(worker.backend, "optimizer")
+    return [name for name in trained if not torch.equal(trained[name], frozen[name])]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "megatron", "options"),
+    [
+        (1, {}, {}, {}),
+        (1, TIED, FUSED, {}),
+        (1, {"mtp_num_layers": 1}, FUSED, {"precision": "bfloat16"}),
+        (1, {}, {}, {"role": "value", "precision": "bfloat16"}),
+        (2, {}, {}, {}),
+        (2, {}, TP2_SP | FUSED, {}),
+        (2, TIED, TP2, {}),
+        (2, {}, PP2, {}),
+        (2, TIED, PP2 | FUSED, {}),
+        (2, {"num_layers": 4}, VPP, {}),
+        (2, EXPERTS, EP2 | FUSED, {}),
+    ],
+)
+def test_it_says_what_the_trained_model_says(ranks, world_size, model, megatron, options):
+    assert ranks(world_size).run(trained_and_frozen, model, megatron, options) == [[]] * world_size
+
+
+def trained_for_a_step(folder, model):
+    """The log-probabilities of the weights that are saved."""
+    import tiny
+
+    worker = build(model, FUSED)
+    worker.train(tiny.grpo_batch(), tiny.grpo_loss(fused=True))
+    (folder / "policy").mkdir()
+    worker.save_checkpoint(str(folder / "policy"))
+    return worker.get_logprobs(data=tiny.grpo_batch())["logprobs"].numpy()
+
+
+def loaded(folder, model, megatron):
+    """Log-probabilities of a start from a checkpoint, of a reload, and of the reference weights of the start."""
+    import tiny
+
+    worker = build(model, megatron, init_checkpoint=str(folder), trained=False)
+    of_start = worker.get_logprobs(data=tiny.grpo_batch())["logprobs"].numpy()
+    reference = worker.get_reference_policy_logprobs(data=tiny.grpo_batch())["reference_logprobs"].numpy()
+    worker = build(model, megatron, seed=9, trained=False)
+    other = worker.get_logprobs(data=tiny.grpo_batch())["logprobs"].numpy()
+    worker.load_checkpoint(str(folder / "policy"), weights_only=True)
+    reloaded = worker.get_logprobs(data=tiny.grpo_batch())["logprobs"].numpy()
+    return of_start, reference, reloaded, other
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        (TIED, (TP2_SP | FUSED, PP2)),
+        # A policy with experts and tensor parallelism splits the sequence; a model that is not trained need not.
+        (EXPERTS, (EP2, TP2)),
+    ],
+)
+def test_it_starts_from_a_checkpoint_under_any_layout(ranks, tmp_path, model, layouts):
+    (wanted,) = ranks(1).run(trained_for_a_step, tmp_path, model)
+    for megatron in layouts:
+        for *found, other in ranks(2).run(loaded, tmp_path, model, megatron):
+            for logprobs in found:
+                assert logprobs == pytest.approx(wanted, abs=tolerances.LOGPROBS)
+            assert abs(other - wanted).max() > 0.1
+
+
+def exported_and_loaded(folder):
+    """Log-probabilities before and after the way through a Hugging Face folder, between frozen models."""
+    import tiny
+
+    worker = build({}, {}, trained=False)
+    before = worker.get_logprobs(data=tiny.grpo_batch())["logprobs"]
+    worker.export_hf(str(folder))
+    again = tiny.worker(
+        tiny.policy_config(model_name=str(folder), tokenizer={"name": "char"}), seed=9, trained=False
+    )
+    return bool((again.get_logprobs(data=tiny.grpo_batch())["logprobs"] == before).all())
+
+
+def test_it_is_exported_and_loaded_from_a_hugging_face_folder(ranks, tmp_path):
+    assert ranks(1).run(exported_and_loaded, tmp_path / "exported") == [True]
+
+
+def refusals():
+    """What each call that needs an optimizer says, and that the others work after it."""
+    import tiny
+
+    worker = build({}, {}, trained=False)
+    told = {}
+    for name, call in CALLS.items():
+        with pytest.raises(ValueError, match="trained=False") as refused:
+            call(worker, tiny.grpo_batch(), tiny.grpo_loss())
+        told[name] = str(refused.value)
+    worker.abort_train_step()
+    worker.get_logprobs(data=tiny.grpo_batch())
+    return told
+
+
+def test_what_needs_an_optimizer_is_refused_by_name(ranks):
+    (told,) = ranks(1).run(refusals)
+    assert told == {
+        name: f"{name} needs a worker that is trained, and this one was built with trained=False"
+        for name in CALLS
+    }

@@ -1,0 +1,169 @@
+"""Rows that a model or a loss cannot take are refused on every rank that they reach, and leave no trace."""
+
+import pytest
+
+# The stages of a pipeline, the parts of a layer, and one rank alone.
+LAYOUTS = {
+    "one": (1, {}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+}
+
+
+def broken_batches():
+    """A batch for each kind of mistake, and what is said of it."""
+    import tiny
+    import torch
+
+    def changed(key, value, row, column):
+        batch = tiny.grpo_batch(seed=5)
+        batch[key] = batch[key].clone()
+        batch[key][row, column] = value
+        return batch
+
+    def replaced(key, change):
+        batch = tiny.grpo_batch(seed=5)
+        batch[key] = change(batch[key])
+        return batch
+
+    lacking = tiny.grpo_batch(seed=5)
+    del lacking["advantages"]
+    return {
+        "advantages: missing": lacking,
+        "advantages: shape [8, 11]": replaced("advantages", lambda values: values[:, 1:]),
+        "prev_logprobs: int64": replaced("prev_logprobs", torch.Tensor.long),
+        "prev_logprobs: -inf in row 0": changed("prev_logprobs", -torch.inf, 0, 5),
+        "generation_logprobs: nan in row 0": changed("generation_logprobs", torch.nan, 0, 5),
+        "input_ids: 32 in row 3": changed("input_ids", tiny.VOCABULARY, 3, 1),
+        "token_mask: 0.5 in row 4": changed("token_mask", 0.5, 4, 3),
+        "input_lengths: 13": replaced("input_lengths", lambda lengths: lengths + 1),
+    }
+
+
+def refusals_in_an_open_step(megatron):
+    """What a step is with refused chunks between its chunks, and without: weights; and what was left unsaid."""
+    import tiny
+    import worker_state
+
+    from nemo_rl_mcore.training.train_step import Phase
+
+    def step(worker, broken):
+        unsaid = []
+        worker.begin_train_step(tiny.grpo_loss())
+        for first, chunk_id in ((0, "a"), (4, "b")):
+            before = worker_state.capture(worker)
+            for told, batch in broken.items():
+                with pytest.raises(ValueError, match="the batch is refused") as caught:
+                    worker.train_microbatch(batch, chunk_id)
+                unsaid += [] if f"\n  {told}" in str(caught.value) else [(told, str(caught.value))]
+            assert worker_state.differences(before, worker_state.capture(worker)) == []
+            assert worker.train_step.phase is Phase.OPEN
+            worker.train_microbatch(tiny.grpo_batch().slice(first, first + 4), chunk_id)
+        assert worker.finish_train_step()["update_successful"]
+        return worker_state.capture(worker), unsaid
+
+    worker = worker_state.with_dropout(tiny.worker(tiny.policy_config(megatron=megatron)))
+    worker.train(tiny.grpo_batch(seed=1), tiny.grpo_loss())
+    worker.backend.zero_grad()
+    start = worker_state.capture(worker)
+    plain, _ = step(worker, {})
+    worker_state.restore(worker, start)
+    found, unsaid = step(worker, broken_batches())
+    return worker_state.differences(plain, found), unsaid
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_refused_chunk_leaves_the_step_as_it_was_bit_for_bit(ranks, layout):
+    world_size, megatron = LAYOUTS[layout]
+    assert ranks(world_size).run(refusals_in_an_open_step, megatron) == [([], [])] * world_size
+
+
+def refusals_of_whole_calls(megatron):
+    """The calls of a worker that took wrong rows; then it reads and trains as if nothing had been."""
+    import tiny
+    import torch
+    import worker_state
+
+    worker = tiny.worker(tiny.policy_config(megatron=megatron))
+    worker.train(tiny.grpo_batch(), tiny.grpo_loss())
+    worker.backend.zero_grad()
+    before = worker_state.capture(worker)
+    long = tiny.grpo_batch(length=65)
+    foreign = tiny.grpo_batch()
+    foreign["input_ids"] = foreign["input_ids"] + 1
+    prompts = foreign | {"prompt_index": torch.arange(8), "sample_index": torch.arange(8)}
+    # The second step is wrong, and the first is not made.
+    late = tiny.BatchedDataDict.from_batches([tiny.grpo_batch(), foreign])
+    calls = {
+        "logprobs": lambda: worker.get_logprobs(data=long),
+        "reference": lambda: worker.get_reference_policy_logprobs(data=long),
+        "choices": lambda: worker.get_topk_logits(data=foreign, k=2),
+        "more choices than tokens": lambda: worker.get_topk_logits(data=tiny.grpo_batch(), k=33),
+        "answers": lambda: worker.generate(data=tiny.BatchedDataDict(prompts), step=0, stop_ids=[1]),
+        "training": lambda: worker.train(late, tiny.grpo_loss()),
+        "evaluation": lambda: worker.train(foreign, tiny.grpo_loss(), eval_mode=True),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match="the batch is refused"):
+            call()
+        assert worker_state.differences(before, worker_state.capture(worker)) == [], name
+    worker.get_logprobs(data=tiny.grpo_batch())
+    return worker.train(tiny.grpo_batch(), tiny.grpo_loss())["update_successful"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_call_refuses_before_it_does_anything(ranks, layout):
+    world_size, megatron = LAYOUTS[layout]
+    assert ranks(world_size).run(refusals_of_whole_calls, megatron) == [True] * world_size
+
+
+def values_of_wrong_rows():
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config(), role="value")
+    with pytest.raises(ValueError, match="input_lengths: 65 in row"):
+        worker.get_values(data=tiny.grpo_batch(length=65))
+    return worker.get_values(data=tiny.grpo_batch())["values"].isfinite().all().item()
+
+
+def test_a_critic_refuses_rows_beyond_its_positions(ranks):
+    assert ranks(1).run(values_of_wrong_rows) == [True]
+
+
+def losses_of_a_teacher(broken):
+    import tiny
+    import torch
+
+    from nemo_rl_mcore.losses import DistillationLossFn
+
+    worker = tiny.worker(tiny.policy_config(megatron={"pipeline_model_parallel_size": 2}))
+    batch = tiny.grpo_batch()
+    said = worker.get_topk_logits(data=batch, k=5)
+    for name, value in said.items():
+        batch[f"teacher_{name}"] = value
+    match broken:
+        case "teacher_topk_indices: missing":
+            del batch["teacher_topk_indices"]
+        case "teacher_topk_logits: shape [8, 12, 4]; allowed: [8, 12, 5]":
+            batch["teacher_topk_logits"] = batch["teacher_topk_logits"][..., 1:]
+        case "teacher_topk_indices: 32 in row 0":
+            batch["teacher_topk_indices"][0, 4, 0] = 32
+        case "teacher_logsumexp: -inf in row 0":
+            batch["teacher_logsumexp"][0, 4] = -torch.inf
+    with pytest.raises(ValueError, match="the batch is refused") as caught:
+        worker.train(batch, DistillationLossFn({}))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "teacher_topk_indices: missing",
+        "teacher_topk_logits: shape [8, 12, 4]; allowed: [8, 12, 5]",
+        "teacher_topk_indices: 32 in row 0",
+        "teacher_logsumexp: -inf in row 0",
+    ],
+)
+def test_what_a_teacher_did_not_say_is_refused_on_every_stage(ranks, broken):
+    for message in ranks(2).run(losses_of_a_teacher, broken):
+        assert f"\n  {broken}" in message

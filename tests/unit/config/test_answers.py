@@ -1,0 +1,192 @@
+import pytest
+
+from nemo_rl_mcore.config import EnvConfig
+from nemo_rl_mcore.config.answer_kinds import as_quantity, as_words, gold_answer, has_unit, why_unreadable
+from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
+
+SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all she sold <<48+24=72>>72 clips.\n#### 72"
+
+
+@pytest.mark.parametrize(
+    ("how", "text", "answer"),
+    [
+        ({"after": "####"}, SOLUTION, "72"),
+        ({"after": "####"}, "#### 1\n#### 1,234\n\nQuestion: and 5?", "1,234"),
+        ({"after": "####"}, "####\n  72 ", "72"),
+        ({"after": "####"}, "72", None),
+        ({"after": "####"}, "so #### ", None),
+        ({"after": "A:"}, "Q: 1+1 A: 2", "2"),
+        ({"regex": r"(-?[\d,]+) clips"}, SOLUTION, "72"),
+        ({"regex": r"answer is (\d+)"}, SOLUTION, None),
+        ({"regex": r"#### (\d+)?"}, "#### none", None),
+        ({"regex": r"x=((?:-|\+)?\d)"}, "x=1, then x=-2", "-2"),
+        ({"boxed": True}, r"so $\boxed{1}$, no: $x=\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        ({"boxed": True}, SOLUTION, None),
+        ({"boxed": True}, r"\boxed{}", None),
+    ],
+)
+def test_where_an_answer_stands(how, text, answer):
+    assert AnswerConfig.model_validate(how).extract(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "held"),
+    [
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed {5}", "5"),
+        (r"$\fbox{5}$", "5"),
+        (r"$\boxed 5$.", "5"),
+        (r"\boxed{1 + \boxed{2}}", "2"),
+        (r"\boxed{4} and \boxed{5", None),
+        (r"\boxed", None),
+        ("no box", None),
+    ],
+)
+def test_the_last_box(text, held):
+    assert last_boxed(text) == held
+
+
+def test_a_long_unclosed_text_is_read_in_one_pass():
+    assert last_boxed("\\boxed{" * 20_000 + "{" * 20_000) is None
+
+
+@pytest.mark.parametrize(
+    ("response", "stated"),
+    [
+        (r"The answer is A, that is \boxed{B}", "B"),
+        ("The answer is A\n#### B\n", "B"),
+        ("Is the answer: A?\nThe answer is: B", "B"),
+        ("yes", "yes"),
+    ],
+)
+def test_where_a_response_most_likely_states_its_answer(response, stated):
+    assert stated_answer(response) == stated
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"gold": {"regex": "("}}, "is no regular expression: missing )"),
+        ({"gold": {"regex": r"\d+"}}, "has 0 groups, and the answer is what one group holds"),
+        ({"response": {"regex": r"(a)(b)"}}, "has 2 groups"),
+        ({"gold": {"after": ""}}, "an empty marker stands nowhere"),
+        ({"gold": {}}, "one way to find an answer is needed, and none is given"),
+        ({"gold": {"after": None}}, 'give one of after: "####" (with quotes)'),
+        (
+            {"response": {"after": "####", "boxed": True}},
+            "one way to find an answer is needed, and after and boxed is given",
+        ),
+    ],
+)
+def test_sections_that_do_not_say_where(section, message):
+    with pytest.raises(ValueError, match=r"math\.") as caught:
+        EnvConfig.model_validate({"math": section})
+    assert message in str(caught.value)
+
+
+def test_a_wrong_section_is_named_by_its_path(refusals):
+    env = "env={arithmetic: null, math: {gold: {regex: '('}, response: {boxed: false}}}"
+    assert [problem.partition(": ")[0] for problem in refusals(env, "data.num_digits=3")] == [
+        "env.math.gold.regex",
+        "env.math.response",
+    ]
+
+
+def test_an_embedded_task_has_nothing_to_extract(refusals, load):
+    (problem,) = refusals("env={arithmetic: null, math: {gold: {boxed: true}}}")
+    assert problem.startswith("env.math.gold: does not go with data.dataset_name: copy")
+    assert load("env={arithmetic: null, math: {response: {boxed: true}}}").env.math
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("A", "a"),
+        ("(A)", "a"),
+        (r"\text{(A)}", "a"),
+        ("Yes.", "yes"),
+        (r"$\text{New York}$", "newyork"),
+        ("**no**", "no"),
+        ("日曜日", "日曜日"),
+        ("x+y", None),
+        (r"\pi", None),
+        ("5 apples", None),
+        ("½", None),
+        ("", None),
+    ],
+)
+def test_words(answer, words):
+    assert as_words(answer) == words
+
+
+@pytest.mark.parametrize(
+    ("answer", "number", "unit"),
+    [
+        ("72", "72", False),
+        ("72.", "72", False),
+        ("-1,234.50", "-1234.50", False),
+        ("\u22127", "-7", False),
+        ("$72$", "72", False),
+        (r"\$18", "18", False),
+        ("-$5", "-5", False),
+        (".5", "0.5", False),
+        ("72 clips", "72", True),
+        (r"72 \text{ square feet}", "72", True),
+        ("50%", "50%", True),
+        (r"12.5\%", "12.5%", True),
+        ("50 percent", "50%", True),
+        ("1.5e3", "1500", True),
+        ("1e-05", "0.00001", True),
+        ("7 million", None, False),
+        ("3 Dozens", None, False),
+        ("2 ab", None, False),
+        ("2 sin x", None, False),
+        ("5 feet 3 inches", None, False),
+        ("about 72", None, False),
+        ("12,34", None, False),
+        ("1/2", None, False),
+        ("1e9999", None, False),
+    ],
+)
+def test_quantities(answer, number, unit):
+    assert as_quantity(answer) == number
+    assert has_unit(answer) is unit
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("72", "72 clips", "50%", "1,234", "A", "yes", "hello world", "Paris, London", "x^2+1", "(1, 2)"),
+        *("1, 2, 3", "abc + 1", "sin x + cos x + 2", r"\frac 1 2", r"\sqrt 2 3", r"x=5 \text{ or else } x=6"),
+        *(r"We have 3 boxes of 4 clips each, so $\boxed{12}$.", "10:30", "2x", "f(x)=2x+1"),
+    ],
+)
+def test_answers_of_which_the_text_tells_nothing_wrong(answer):
+    assert gold_answer(f" {answer} ", None) == (answer, None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("", "is empty"),
+        ("  ", "is empty"),
+        ("12 345", "holds numbers side by side"),
+        ("1 1/2", "holds numbers side by side"),
+        ("about 72", "holds words among numbers"),
+        ("January 5", "holds words among numbers"),
+        ("7 million", "holds words among numbers"),
+        ("5 feet 3 inches", "holds words among numbers"),
+        (SOLUTION, "holds words among numbers"),
+        ("Therefore the sum is x = 15", "holds words among numbers"),
+    ],
+)
+def test_answers_that_cannot_be_compared(answer, why):
+    assert (why_unreadable(answer) or "").startswith(why)
+
+
+def test_what_is_extracted_is_judged_not_what_surrounds_it():
+    marker = AnswerConfig(after="####")
+    assert gold_answer(SOLUTION, marker) == ("72", None)
+    assert gold_answer("24 clips", marker) == ("", "has no answer behind '####'")
+    assert gold_answer("24", AnswerConfig(boxed=True))[1] == r"has no closed \boxed{...} with an answer in it"
+    assert gold_answer("#### about 72", marker)[1] == why_unreadable("about 72")

@@ -1,0 +1,249 @@
+"""The models of a run: which there are, and that each meets the rules of a policy, told by the recipe's keys."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_mcore.config import ConfigError, Role, load_config
+from nemo_rl_mcore.config.memory import estimate_memory
+from nemo_rl_mcore.config.preflight import preflight
+from nemo_rl_mcore.config.saved_run import load_recipe_of, recipe_text
+
+EXEMPLARS = Path(__file__).parents[3] / "examples/configs"
+EXEMPLAR_OF = {
+    "grpo": EXEMPLARS / "grpo_copy_cpu.yaml",
+    "ppo": EXEMPLARS / "ppo_cpu.yaml",
+    "dpo": EXEMPLARS / "dpo_cpu.yaml",
+    "sft": EXEMPLARS / "sft_cpu.yaml",
+    "distillation": EXEMPLARS / "distillation_cpu.yaml",
+}
+MEGATRON = "policy.megatron_cfg"
+TP = f"{MEGATRON}.tensor_model_parallel_size"
+DENSE = "num_layers: 2, hidden_size: 64, num_attention_heads: 4, ffn_hidden_size: 128, vocab_size: 32"
+
+
+def teacher(**sizes):
+    """An override that gives the teacher an architecture of its own."""
+    given = "".join(f", {key}: {value}" for key, value in sizes.items())
+    return f"+teacher.model={{{DENSE}{given}}}"
+
+
+def refused(algorithm, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(EXEMPLAR_OF[algorithm], overrides)
+    return [str(problem).partition("  [")[0] for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "models"),
+    [
+        ("grpo", {"policy": (Role.POLICY, True, False)}),
+        ("sft", {"policy": (Role.POLICY, True, False)}),
+        ("dpo", {"policy": (Role.POLICY, True, True)}),
+        ("ppo", {"policy": (Role.POLICY, True, False), "value": (Role.VALUE, True, False)}),
+        ("distillation", {"policy": (Role.POLICY, True, False), "teacher": (Role.POLICY, False, False)}),
+    ],
+)
+def test_the_models_of_an_algorithm(algorithm, models):
+    config = load_config(EXEMPLAR_OF[algorithm])
+    found = {name: (plan.role, plan.trained, plan.reference) for name, plan in config.models.items()}
+    assert found == models
+    assert [plan.name for plan in config.models.values()] == [*models]
+    assert config.models["policy"].policy is config.policy
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "problems"),
+    [
+        (
+            "distillation",
+            [f"{TP}=4", "cluster.cpu_workers_per_node=4", teacher(hidden_size=60, num_attention_heads=6)],
+            [
+                f"teacher.model.{key}: 6 is not divisible by {TP}: 4; set it to 8, or lower "
+                "tensor_model_parallel_size"
+                for key in ("num_attention_heads", "num_query_groups")
+            ],
+        ),
+        (
+            "distillation",
+            [f"{MEGATRON}.pipeline_model_parallel_size=2", teacher(num_layers=3)],
+            [
+                f"teacher.model.num_layers: 3 is not divisible by {MEGATRON}.pipeline_model_parallel_size: 2; set "
+                "num_layers to a multiple of 2, or use fewer stages"
+            ],
+        ),
+        (
+            "distillation",
+            [teacher(max_position_embeddings=2)],
+            [
+                "policy.max_total_sequence_length: 10 is above teacher.model.max_position_embeddings: 2; lower the "
+                "one or raise the other"
+            ],
+        ),
+        (
+            "ppo",
+            ["+value.scheduler.lr_warmup_init=1.0"],
+            ["value.scheduler.lr_warmup_init: 1.0 is above optimizer.lr: 0.002; lower lr_warmup_init"],
+        ),
+        (
+            "ppo",
+            ["value.optimizer.optimizer=sgd", "checkpointing.enabled=true"],
+            [
+                "value.optimizer.use_distributed_optimizer: true with optimizer: sgd cannot be saved, for which "
+                "checkpointing.enabled: true asks; set use_distributed_optimizer: false"
+            ],
+        ),
+        (
+            "ppo",
+            ["+value.optimizer.bf16=true"],
+            [
+                "value.optimizer.bf16: true contradicts policy.precision: float32; remove it, or set it to false"
+            ],
+        ),
+        (
+            "ppo",
+            ["+value.optimizer.clip_grad=0.5", "+value.max_grad_norm=2.0"],
+            [
+                "value.optimizer.clip_grad: 0.5 contradicts value.max_grad_norm: 2.0; remove it, or set it to 2.0"
+            ],
+        ),
+        (
+            "ppo",
+            ["+value.scheduler.start_weight_decay=0.5", "+value.scheduler.end_weight_decay=0.5"],
+            [
+                "value.scheduler.start_weight_decay: 0.5 contradicts optimizer.weight_decay: 0.01 with "
+                "scheduler.weight_decay_incr_style: constant; remove it, or make them equal"
+            ],
+        ),
+        (
+            "ppo",
+            [
+                f"{MEGATRON}.use_fused_linear_logprobs=false",
+                f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=true",
+                f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce=true",
+                "value.optimizer.use_distributed_optimizer=false",
+            ],
+            [
+                f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather: true needs "
+                "value.optimizer.use_distributed_optimizer: true; set that, or overlap_param_gather: false"
+            ],
+        ),
+    ],
+)
+def test_a_second_model_meets_the_rules_of_a_policy(algorithm, overrides, problems):
+    assert refused(algorithm, *overrides) == problems
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "count"),
+    [
+        ("ppo", [f"{MEGATRON}.sequence_parallel=true"], 1),
+        ("ppo", ["policy.model.max_position_embeddings=4"], 1),
+        ("ppo", ["+value.scheduler.lr_warmup_iters=9", "+value.scheduler.lr_decay_iters=9"], 1),
+        ("ppo", ["value.optimizer.min_lr=1.0"], 1),
+        ("distillation", [f"{MEGATRON}.pipeline_model_parallel_size=2", "policy.model.num_layers=3"], 1),
+        ("distillation", [teacher(num_query_groups=3)], 1),
+        ("distillation", ["policy.generation.stop_token_ids=[77]", teacher()], 1),
+        # One to mend in each of two places.
+        ("distillation", [f"{TP}=2", "policy.model.ffn_hidden_size=127", teacher(ffn_hidden_size=127)], 2),
+    ],
+)
+def test_a_problem_is_told_once(algorithm, overrides, count):
+    problems = refused(algorithm, *overrides)
+    assert len(problems) == len({text.partition(":")[0] for text in problems}) == count
+
+
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32}
+EP2 = f"{MEGATRON}.expert_model_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # A dense teacher has no use for the ranks that share experts.
+        ["policy.model.num_moe_experts=4", EP2, teacher()],
+        # Only in training do experts need the sequence to be split.
+        [f"{TP}=2", teacher(**EXPERTS)],
+        # The engine answers with the policy's weights, never with the teacher's.
+        [
+            "policy.generation.backend=vllm",
+            "policy.model.num_attention_heads=2",
+            teacher(add_qkv_bias="true", qk_layernorm="true"),
+        ],
+        # The schedule that overlaps the experts' communication is that of training.
+        [
+            f"{MEGATRON}.overlap_moe_expert_parallel_comm=true",
+            "policy.precision=bfloat16",
+            "policy.model.num_moe_experts=4",
+            EP2,
+            teacher(**EXPERTS, mtp_num_layers=2),
+        ],
+    ],
+)
+def test_rules_of_training_are_not_put_to_a_frozen_model(overrides):
+    plan = load_config(EXEMPLAR_OF["distillation"], overrides).models["teacher"]
+    assert not plan.trained
+    assert not plan.policy.megatron_cfg.overlap_moe_expert_parallel_comm
+
+
+def test_the_schedule_of_the_critic_keeps_its_optimizers_weight_decay():
+    overrides = ["value.optimizer.weight_decay=0.2", "+value.scheduler.weight_decay_incr_style=linear"]
+    for given in (overrides[:1], overrides):
+        schedule = load_config(EXEMPLAR_OF["ppo"], given).models["value"].policy.megatron_cfg.scheduler
+        assert (schedule.start_weight_decay, schedule.end_weight_decay) == (0.2, 0.2)
+
+
+def test_the_memory_of_a_run_is_that_of_all_its_models():
+    config = load_config(EXEMPLARS / "recipes/llm/distillation-qwen3-8b-to-0.6b-1n8g-megatron-fused.yaml")
+    memory = estimate_memory(config)
+    policy, teacher = memory.models["policy"], memory.models["teacher"]
+    # 8.2 billion weights in 16 bits, alone; a trained model of that size would need eight times as much.
+    assert teacher.parameters > 8.1e9
+    assert teacher.weights == 2 * teacher.rank_parameters
+    assert (teacher.gradients, teacher.optimizer, teacher.reference) == (0, 0, 0)
+    assert teacher.logits > 0
+    assert teacher.total == teacher.weights + teacher.logits
+    assert min(policy.gradients, policy.optimizer) > 0
+    assert memory.total == policy.total + teacher.total
+
+
+def test_a_critic_has_an_optimizer_and_no_logits():
+    memory = estimate_memory(load_config(EXEMPLAR_OF["ppo"], ["value.optimizer.optimizer=sgd"])).models
+    assert memory["value"].gradients == memory["policy"].gradients
+    assert 2 * memory["value"].optimizer == memory["policy"].optimizer
+    assert memory["value"].logits == 0
+
+
+def test_a_teachers_checkpoint_is_looked_at_before_the_run(tmp_path):
+    folder = tmp_path / "step_1"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(recipe_text(load_config(EXEMPLAR_OF["sft"])))
+    given = ["~teacher.warm_start", f"+teacher.init_checkpoint={folder}"]
+    preflight(load_config(EXEMPLAR_OF["distillation"], given))
+    with pytest.raises(ConfigError) as caught:
+        preflight(load_config(EXEMPLAR_OF["distillation"], [*given, teacher(num_layers=4)]))
+    assert [str(problem) for problem in caught.value.problems] == [
+        f"teacher.init_checkpoint: {str(folder)!r} holds another model: teacher.model.num_layers: 4 (was 2); "
+        "name a folder step_N of a run with this architecture"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "of_the_run", "of_the_command"),
+    [
+        (
+            "distillation",
+            [teacher(hidden_size=60, num_attention_heads=6)],
+            [f"{TP}=4", "cluster.cpu_workers_per_node=4"],
+        ),
+        ("ppo", ["+value.optimizer.bf16=false"], ["policy.precision=bfloat16"]),
+    ],
+)
+def test_weights_of_a_checkpoint_are_used_under_layouts_that_only_the_other_model_refuses(
+    algorithm, of_the_run, of_the_command, tmp_path
+):
+    config = load_config(EXEMPLAR_OF[algorithm], of_the_run)
+    (tmp_path / "config.yaml").write_text(recipe_text(config))
+    loaded = load_recipe_of(tmp_path, of_the_command)
+    preflight(loaded, of_a_run=False)
+    assert loaded.policy.init_checkpoint == str(tmp_path)

@@ -1,0 +1,242 @@
+"""What a model and a loss cannot take is refused by key and row, all of it at once; whatever they can take passes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.columns import Column, ColumnKind
+from nemo_rl_mcore.data.validation import BatchCheck
+
+ROWS, COLUMNS, VOCABULARY, CHOICES = 4, 6, 32, 3
+CHECK = BatchCheck(VOCABULARY, positions=8)
+TEACHER = (
+    Column("ids", "the teacher", ColumnKind.TOKEN_IDS, "BSK", of_next_token=True),
+    Column("logits", "the teacher", ColumnKind.BELOW_INFINITY, "BSK", of_next_token=True),
+    Column("tail", "the teacher", ColumnKind.BELOW_INFINITY, of_next_token=True, optional=True),
+)
+READ = (
+    Column("logprobs", "the ratio"),
+    Column("rolled", "the reference", of_next_token=True),
+    Column("advantages", "the gradient", ColumnKind.NUMBERS),
+    Column("weights", "the mean", shape="B"),
+    *TEACHER,
+)
+
+
+def batch(**replaced):
+    """Rows of 6, 4, 0 and 5 tokens, the last dropped; None leaves a key out."""
+    lengths = torch.tensor([6, 4, 0, 5])
+    whole = {
+        "input_ids": torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS),
+        "input_lengths": lengths,
+        "token_mask": (torch.arange(COLUMNS) < lengths.unsqueeze(1)).float(),
+        "sample_mask": torch.tensor([1.0, 1.0, 1.0, 0.0]),
+        "logprobs": -torch.ones(ROWS, COLUMNS),
+        "rolled": -torch.ones(ROWS, COLUMNS),
+        "advantages": torch.zeros(ROWS, COLUMNS),
+        "weights": torch.ones(ROWS),
+        "ids": torch.zeros(ROWS, COLUMNS, CHOICES, dtype=torch.long),
+        "logits": torch.zeros(ROWS, COLUMNS, CHOICES),
+        "texts": ["a"] * ROWS,
+    }
+    return BatchedDataDict({key: value for key, value in (whole | replaced).items() if value is not None})
+
+
+def changed(key, value, *place):
+    """The tensor of this key with another value somewhere."""
+    tensor = batch()[key].clone()
+    tensor[place] = value
+    return {key: tensor}
+
+
+def training(data, check=CHECK, **options):
+    check.training(data, READ, **options)
+
+
+def refusal(call, *args, **options):
+    with pytest.raises(ValueError, match="the batch is refused") as caught:
+        call(*args, **options)
+    return str(caught.value).splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("replaced", "told"),
+    [
+        ({"logprobs": None}, "logprobs: missing, and the ratio needs it; the batch has ['advantages', "),
+        ({"sample_mask": None}, "sample_mask: missing, and every loss needs it"),
+        ({"token_mask": None}, "token_mask: missing, and every loss needs it"),
+        ({"input_ids": None}, "input_ids: missing, and every pass needs it"),
+        ({"advantages": ["a"] * ROWS}, "advantages: a list; allowed: a tensor"),
+        ({"logprobs": torch.zeros(4, 5)}, "logprobs: shape [4, 5]; allowed: [4, 6]"),
+        ({"advantages": torch.zeros(4)}, "advantages: shape [4]; allowed: [4, 6]"),
+        ({"token_mask": torch.zeros(4, 5)}, "token_mask: shape [4, 5]; allowed: [4, 6]"),
+        ({"sample_mask": torch.zeros(4, 1)}, "sample_mask: shape [4, 1]; allowed: [4]"),
+        ({"input_ids": torch.zeros(4)}, "input_ids: shape [4]; allowed: [B, S]"),
+        ({"input_lengths": torch.zeros(4, 1)}, "input_lengths: shape [4, 1]; allowed: [4]"),
+        ({"logits": torch.zeros(4, 6, 2)}, "logits: shape [4, 6, 2]; allowed: [4, 6, 3]"),
+        ({"input_ids": torch.zeros(4, 6)}, "input_ids: float32; allowed: int64"),
+        ({"logprobs": torch.zeros(4, 6).long()}, "logprobs: int64; allowed: floating-point numbers"),
+        ({"logprobs": torch.zeros(4, 6).bool()}, "logprobs: bool; allowed: floating-point numbers"),
+        ({"ids": torch.zeros(4, 6, 3)}, "ids: float32; allowed: integers"),
+        (changed("input_ids", 32, 1, 2), "input_ids: 32 in row 1; allowed: 0 to 31 (model.vocab_size: 32)"),
+        (changed("input_ids", -1, 3, 5), "input_ids: -1 in row 3; allowed: 0 to 31"),
+        (changed("input_lengths", 7, 1), "input_lengths: 7 in row 1; allowed: 0 to 6"),
+        (changed("input_lengths", -1, 0), "input_lengths: -1 in row 0; allowed: 0 to 6"),
+        (changed("token_mask", 0.5, 2, 0), "token_mask: 0.5 in row 2; allowed: 0 and 1"),
+        (changed("token_mask", math.nan, 1), "token_mask: nan in row 1; allowed: 0 and 1"),
+        (changed("sample_mask", 2.0, 3), "sample_mask: 2.0 in row 3; allowed: 0 and 1"),
+        (
+            changed("logprobs", -math.inf, 0, 1),
+            "logprobs: -inf in row 0; allowed: floating-point numbers that",
+        ),
+        (changed("logprobs", math.nan, 1, 3), "logprobs: nan in row 1; allowed: "),
+        (changed("rolled", math.inf, 0, 0), "rolled: inf in row 0; allowed: "),
+        (changed("weights", math.nan, 2), "weights: nan in row 2; allowed: "),
+        (changed("ids", 32, 0, 4, 1), "ids: 32 in row 0; allowed: 0 to 31"),
+        (changed("logits", math.inf, 1, 2, 0), "logits: inf in row 1; allowed: "),
+        (changed("logits", math.nan, 1, 2, 0), "logits: nan in row 1; allowed: "),
+        ({"tail": torch.full((4, 6), math.nan)}, "tail: nan in rows 0, 1; allowed: "),
+    ],
+)
+def test_what_a_loss_cannot_take_is_told_by_key_and_row(replaced, told):
+    (line,) = refusal(training, batch(**replaced))
+    assert line.strip().startswith(told)
+
+
+# Behind a row's mask, in its first column (of which nothing is predicted), and in rows that are dropped.
+UNREAD = [(1, 4), (2, slice(None)), (0, 0), (3, slice(None))]
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("place", UNREAD, ids=str)
+def test_anything_may_stand_where_no_token_counts(garbage, place):
+    training(batch(**changed("logprobs", garbage, *place)))
+    training(batch(**changed("advantages", garbage, *place)))
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_rolled_column_is_read_one_to_the_left(garbage):
+    for place in [(1, 3), (0, 5), (2,), (3,)]:
+        training(batch(**changed("rolled", garbage, *place)))
+        training(batch(**changed("logits", garbage, *place)))
+        training(batch(**changed("ids", -7, *place)))
+        training(batch(tail=changed("rolled", garbage, *place)["rolled"]))
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [
+        {},
+        {"input_ids": torch.zeros(4, 6, dtype=torch.int32)},
+        {"input_lengths": None},
+        {"input_lengths": torch.tensor([6, 6, 6, 6], dtype=torch.int32)},
+        {"token_mask": torch.ones(4, 6).bool(), "sample_mask": torch.ones(4).long()},
+        {"logprobs": torch.zeros(4, 6).bfloat16(), "rolled": torch.zeros(4, 6).double()},
+        {"advantages": torch.zeros(4, 6).long()},
+        # What such numbers lead to is skipped and reported, not refused.
+        {"advantages": torch.full((4, 6), math.nan)},
+        # Of a vocabulary that is named whole nothing is left; a teacher may rule tokens out.
+        {"tail": torch.full((4, 6), -math.inf), "logits": torch.full((4, 6, 3), -math.inf)},
+        {"unread": torch.full((4, 9), math.nan), "logprobs": torch.zeros(4, 1).expand(4, 6)},
+    ],
+    ids=lambda replaced: " ".join(replaced) or "plain",
+)
+def test_whatever_a_loss_can_take_passes(replaced):
+    training(batch(**replaced))
+
+
+def test_a_batch_without_rows_passes():
+    training(batch().slice(0, 0))
+    CHECK.reading(batch().slice(0, 0))
+
+
+def test_all_problems_are_told_at_once():
+    wrong = changed("input_ids", 99, 2, 1) | changed("sample_mask", 3.0, 1) | {"rolled": None}
+    lines = refusal(training, batch(**wrong, logprobs=torch.zeros(4, 6).int()))
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "input_ids",
+        "sample_mask",
+        "logprobs",
+        "rolled",
+    ]
+
+
+def test_many_rows_are_counted():
+    data = BatchedDataDict(input_ids=torch.full((20, 3), 77), input_lengths=torch.full((20,), 3))
+    (line,) = refusal(CHECK.reading, data)
+    assert "77 in rows 0, 1, 2, 3, 4, 5, 6, 7 and 12 more; allowed: 0 to 31" in line
+
+
+@given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)))
+def test_the_rows_are_those_that_hold_the_value_where_it_counts(wrong: set[int], dropped: set[int]):
+    logprobs = torch.zeros(12, 3)
+    logprobs[sorted(wrong), 2] = -math.inf
+    samples = torch.ones(12)
+    samples[sorted(dropped)] = 0
+    data = BatchedDataDict(
+        input_ids=torch.zeros(12, 3).long(), token_mask=torch.ones(12, 3), sample_mask=samples, own=logprobs
+    )
+    counted = sorted(wrong - dropped)
+    if not counted:
+        CHECK.training(data, [Column("own", "own")])
+        return
+    (line,) = refusal(CHECK.training, data, [Column("own", "own")])
+    said = line.split(" in row")[1].split(";")[0].removeprefix("s").split(" and ")[0]
+    assert [int(row) for row in said.split(",")] == counted[:8]
+
+
+def test_rows_longer_than_the_models_positions_are_refused_and_padding_is_not():
+    wide = {"input_ids": torch.zeros(2, 12).long()}
+    for lengths in ([8, 0], [1, 8]):
+        CHECK.reading(BatchedDataDict(**wide, input_lengths=torch.tensor(lengths)))
+    (line,) = refusal(CHECK.reading, BatchedDataDict(**wide, input_lengths=torch.tensor([8, 9])))
+    assert "input_lengths: 9 in row 1; allowed: rows of at most 8 tokens (model.max_position_emb" in line
+    (line,) = refusal(
+        CHECK.training, BatchedDataDict(**wide, token_mask=torch.ones(2, 12), sample_mask=torch.ones(2)), ()
+    )
+    assert "input_ids: 12 columns without input_lengths; allowed: rows of at most 8 tokens" in line
+
+
+def test_lengths_are_needed_where_something_reads_them():
+    data = batch(input_lengths=None)
+    (line,) = refusal(CHECK.reading, data)
+    assert "input_lengths: missing, and a pass without a loss needs it" in line
+    (line,) = refusal(training, data, BatchCheck(VOCABULARY, 8, budgets="policy.sequence_packing"))
+    assert "input_lengths: missing, and policy.sequence_packing needs it" in line
+    experts = BatchCheck(VOCABULARY, 8, layers="the bias of experts")
+    (line,) = refusal(training, data, experts)
+    assert "input_lengths: missing, and the bias of experts needs it" in line
+    training(data, experts, eval_mode=True)  # without gradients those layers are not followed
+
+
+def test_prompts_have_a_token_and_the_key_of_their_noise():
+    keys = {"prompt_index": torch.arange(4), "sample_index": torch.arange(4)}
+    asked = batch(input_lengths=torch.tensor([6, 1, 2, 5]), **keys)
+    CHECK.prompts(asked)
+    lines = refusal(CHECK.prompts, batch(prompt_index=keys["prompt_index"], sample_index=[0] * 4))
+    assert "input_lengths: 0 in row 2; allowed: 1 to 6" in lines[0]
+    assert "sample_index: a list; allowed: a tensor" in lines[1]
+
+
+@pytest.mark.parametrize("k", [0, 33])
+def test_more_choices_than_the_vocabulary_has_are_refused(k):
+    CHECK.reading(batch(), k=1)
+    CHECK.reading(batch(), k=32)
+    (line,) = refusal(CHECK.reading, batch(), k=k)
+    assert line.strip() == f"k: {k}; allowed: 1 to 32 (model.vocab_size)"
+
+
+def test_the_check_of_a_policy_knows_what_reads_the_lengths():
+    from nemo_rl_mcore.config import load_config
+
+    recipe = "examples/configs/grpo_copy_cpu.yaml"
+    plain = BatchCheck.of(load_config(recipe).policy)
+    assert (plain.vocab_size, plain.budgets, plain.layers) == (32, None, None)
+    dynamic = load_config(recipe, ["policy.dynamic_batching.enabled=true"]).policy
+    assert BatchCheck.of(dynamic).budgets == "policy.dynamic_batching"
+    predicting = load_config(recipe, ["policy.model.mtp_num_layers=1"]).policy
+    assert BatchCheck.of(predicting).layers == "multi-token prediction"

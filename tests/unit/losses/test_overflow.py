@@ -1,0 +1,155 @@
+"""One token whose ratio is too large for exp: what is clipped stays finite and has no gradient."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_mcore.config import ClippedPGLossConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import ClippedPGLossFn
+from nemo_rl_mcore.losses.kl import finite_exp, kl_estimate
+
+BatchMaker = Callable[..., tuple[torch.Tensor, BatchedDataDict]]
+
+NO_KL = {"reference_policy_kl_penalty": 0.0}
+GSPO = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+DUAL = {"ratio_clip_c": 3.0}
+PLACE = (0, 2)
+"""Row and column, in the next-token frame, of the token that is changed."""
+
+
+def with_token(
+    make_batch: BatchMaker, previous: float, advantage: float, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, BatchedDataDict]:
+    c, data = make_batch(dtype=dtype)
+    row, column = PLACE[0], PLACE[1] + 1
+    data["prev_logprobs"][row, column] = previous
+    data["advantages"][row, column] = advantage
+    return c, data
+
+
+def loss_and_gradient(
+    keys: dict[str, Any], c: torch.Tensor, data: BatchedDataDict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    loss, _ = ClippedPGLossFn(ClippedPGLossConfig(**NO_KL | keys))(c, data, 4, 20)
+    return loss, torch.autograd.grad(loss, c)[0]
+
+
+@pytest.mark.parametrize("previous", [-89.5, -200.0, -1e30, -math.inf])
+@pytest.mark.parametrize(
+    ("keys", "advantage"),
+    [
+        ({}, 1.5),
+        ({}, 0.0),
+        ({"token_level_loss": False}, 1.5),
+        (DUAL, 1.5),
+        (DUAL, 0.0),
+        (DUAL, -1.5),
+        ({"ratio_clip_max": 1e6}, 1.5),
+    ],
+)
+def test_a_clipped_token_has_its_clipped_value_and_no_gradient(
+    keys: dict[str, Any], advantage: float, previous: float, make_batch: BatchMaker
+):
+    c, data = with_token(make_batch, previous, advantage)
+    loss, gradient = loss_and_gradient(keys, c, data)
+    # A ratio of e^15 is clipped just as well, and exp holds it.
+    _, moderate = with_token(make_batch, c[PLACE].item() - 15, advantage)
+    expected, expected_gradient = loss_and_gradient(keys, c, moderate)
+    assert loss.item() == expected.item()
+    assert torch.equal(gradient, expected_gradient)
+    assert gradient[PLACE] == 0
+    assert gradient.any()
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+@pytest.mark.parametrize(
+    "keys", [{"use_cispo": True}, {"disable_ppo_ratio": True}, {"force_on_policy_ratio": True}]
+)
+def test_surrogates_without_a_gradient_of_the_ratio_stay_finite(
+    keys: dict[str, Any], advantage: float, make_batch: BatchMaker
+):
+    loss, gradient = loss_and_gradient(keys, *with_token(make_batch, -math.inf, advantage))
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(("keys", "sign"), [({}, 1.0), (DUAL, 1.0), (DUAL, -1.0)])
+@pytest.mark.parametrize("previous", [-1e4, -math.inf])
+def test_a_clipped_row_has_no_gradient(
+    keys: dict[str, Any], sign: float, previous: float, make_batch: BatchMaker
+):
+    c, data = with_token(make_batch, previous, 1.0)
+    data["advantages"][PLACE[0]] = sign * data["advantages"][PLACE[0]].abs()
+    loss, gradient = loss_and_gradient(GSPO | keys, c, data)
+    data["prev_logprobs"][PLACE[0]] = -15.0
+    expected, expected_gradient = loss_and_gradient(GSPO | keys, c, data)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert not gradient[PLACE[0]].any()
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_a_negative_advantage_is_not_clipped_from_above():
+    """Its loss is -A * ratio: 7e34 is what it is, and what exp cannot hold stays infinite, which skips the step."""
+    data = BatchedDataDict(
+        token_mask=torch.ones(1, 2),
+        sample_mask=torch.ones(1),
+        advantages=torch.tensor([[0.0, -2.0]]),
+        prev_logprobs=torch.tensor([[0.0, -82.0]]),
+        generation_logprobs=torch.zeros(1, 2),
+    )
+    c = torch.tensor([[-1.0]], requires_grad=True)
+    loss, gradient = loss_and_gradient({}, c, data)
+    assert loss.item() == pytest.approx(2 * math.exp(81) / 20, rel=1e-4)
+    assert gradient.item() == pytest.approx(2 * math.exp(81) / 20, rel=1e-4)
+    data["prev_logprobs"][0, 1] = -200.0
+    assert loss_and_gradient({}, c, data)[0].item() == math.inf
+
+
+def test_a_clip_above_what_exp_of_eighty_is_does_not_hold_a_ratio_below_it(make_batch: BatchMaker):
+    c, data = with_token(make_batch, -100.0, 1.5, torch.float64)
+    loss, gradient = loss_and_gradient({"ratio_clip_max": 1e60}, c, data)
+    ratio = math.exp(c[PLACE].item() + 100)
+    assert loss.item() == pytest.approx(-1.5 * ratio / 20)
+    assert gradient[PLACE].item() == pytest.approx(-1.5 * ratio / 20)
+
+
+@pytest.mark.parametrize("clamped_input", [None, 150.0])
+def test_the_penalty_of_a_token_that_the_reference_finds_certain_is_clamped_without_a_gradient(
+    clamped_input: float | None, make_batch: BatchMaker
+):
+    keys = {"reference_policy_kl_penalty": 0.5, "kl_input_clamp_value": clamped_input}
+    for approximation in (False, True):
+        c, data = make_batch(dtype=torch.float32)
+        data["prev_logprobs"][:, 1:] = c.detach()
+        c = c.detach().clone()
+        c[PLACE] = -120.0
+        data["advantages"][PLACE[0], PLACE[1] + 1] = 0.0
+        data["generation_logprobs"][PLACE[0], PLACE[1] + 1] = -119.0
+        keys["use_on_policy_kl_approximation"] = approximation
+        loss, gradient = loss_and_gradient(keys, c.requires_grad_(), data)
+        assert loss.isfinite()
+        assert gradient.isfinite().all()
+        assert gradient[PLACE] == 0
+        assert gradient.any()
+
+
+def test_a_penalty_that_is_not_clamped_keeps_its_value_and_gradient():
+    c = torch.tensor([-100.0, -3.0], dtype=torch.float64, requires_grad=True)
+    for bound in (None, 1e60):
+        estimate = kl_estimate(c, torch.zeros(2, dtype=torch.float64), "k3", output_clamp=bound)
+        assert estimate.tolist() == pytest.approx([math.exp(100) - 101, math.exp(3) - 4])
+        slope = torch.autograd.grad(estimate.sum(), c)[0]
+        assert slope.tolist() == pytest.approx([1 - math.exp(100), 1 - math.exp(3)])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_an_impossible_token_of_the_reference_is_clamped_without_a_gradient(kind: Any):
+    c = torch.tensor([-3.0], requires_grad=True)
+    weight = finite_exp(c - c.detach())
+    estimate = kl_estimate(c, torch.tensor([-math.inf]), kind, output_clamp=10.0, weight=weight)
+    assert estimate.item() == 10
+    assert torch.autograd.grad(estimate, c)[0].item() == 0

@@ -1,0 +1,94 @@
+"""A batch that no rank could take is refused by `Policy` itself: nothing of it is sent."""
+
+import pytest
+import torch
+
+from nemo_rl_mcore.config import ClippedPGLossConfig, load_config
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import ClippedPGLossFn
+from nemo_rl_mcore.training.train_step import TrainStepError
+from nemo_rl_mcore.workers.policy import Policy
+
+LOSS = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
+
+
+class Ranks:
+    """A group of two data-parallel ranks that must be sent no rows."""
+
+    def __init__(self, *_args, **_options):
+        self.calls = []
+
+    def share(self, value):
+        return value
+
+    def run_all(self, method, **_options):
+        self.calls.append(method)
+        return [0, 1]
+
+    def run_each(self, method, **_options):
+        raise AssertionError(f"rows were sent for {method}")
+
+
+@pytest.fixture
+def policy():
+    return Policy(load_config("examples/configs/grpo_copy_cpu.yaml").policy, None, seed=0, group=Ranks)
+
+
+def batch(**replaced):
+    whole = {
+        "input_ids": torch.randint(0, 32, (4, 6)),
+        "input_lengths": torch.full((4,), 6),
+        "prompt_index": torch.arange(4),
+        "sample_index": torch.zeros(4).long(),
+        "token_mask": torch.ones(4, 6),
+        "sample_mask": torch.ones(4),
+        "advantages": torch.zeros(4, 6),
+        "prev_logprobs": torch.zeros(4, 6),
+        "generation_logprobs": torch.zeros(4, 6),
+    } | replaced
+    return BatchedDataDict({key: value for key, value in whole.items() if value is not None})
+
+
+def train_microbatch(policy, data):
+    policy.begin_train_step(LOSS)
+    policy.train_microbatch(data)
+
+
+def test_a_chunk_without_an_open_step_is_refused_before_it_is_sent(policy):
+    with pytest.raises(TrainStepError, match="call begin_train_step first"):
+        policy.train_microbatch(batch())
+
+
+LONG = {"input_lengths": torch.tensor([6, 6, 6, 7])}
+READS = {
+    "get_logprobs": lambda policy, data: policy.get_logprobs(data),
+    "get_reference_policy_logprobs": lambda policy, data: policy.get_reference_policy_logprobs(data),
+    "get_topk_logits": lambda policy, data: policy.get_topk_logits(data, 2),
+    "get_values": lambda policy, data: policy.get_values(data),
+    "generate": lambda policy, data: policy.generate(data, step=1, stop_ids=[1], greedy=True),
+    "train": lambda policy, data: policy.train(data, LOSS, gbs=4),
+    "train_microbatch": lambda policy, data: train_microbatch(policy, data),
+}
+
+
+@pytest.mark.parametrize("method", READS)
+def test_every_method_that_takes_rows_refuses_before_it_sends(policy, method):
+    with pytest.raises(ValueError, match="input_lengths: 7 in row 3; allowed: "):
+        READS[method](policy, batch(**LONG))
+    with pytest.raises(AssertionError, match=f"rows were sent for {method}"):
+        READS[method](policy, batch())
+
+
+def test_more_choices_than_tokens_are_refused(policy):
+    with pytest.raises(ValueError, match=r"k: 33; allowed: 1 to 32"):
+        policy.get_topk_logits(batch(), 33)
+
+
+def test_a_chunk_is_judged_by_the_loss_of_the_open_step(policy):
+    lacking = batch(advantages=None)
+    for call in (lambda: policy.train(lacking, LOSS), lambda: policy.train(lacking, LOSS, eval_mode=True)):
+        with pytest.raises(ValueError, match="advantages: missing, and the policy gradient needs it"):
+            call()
+    policy.begin_train_step(LOSS)
+    with pytest.raises(ValueError, match="advantages: missing, and the policy gradient needs it"):
+        policy.train_microbatch(lacking)
