@@ -43,10 +43,15 @@ class RankPool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 180.0) -> list[Any]:
-        """Run `function(*args)` on every rank; the results in rank order."""
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = 180.0, stay: bool = False
+    ) -> list[Any]:
+        """Run `function(*args)` on every rank; the results in rank order.
+
+        stay: the layout that the function leaves behind is there in the next call.
+        """
         for pipe in self._pipes:
-            pipe.send((function.__code__.co_filename, function.__name__, args))
+            pipe.send((function.__code__.co_filename, function.__name__, args, stay))
         deadline = time.monotonic() + timeout_s
         answers: dict[int, tuple[bool, Any]] = {}
         while len(answers) < len(self._pipes):
@@ -109,12 +114,12 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, prepare: Cal
     sys.path.insert(0, os.path.dirname(__file__))
     prepare(rank)
     while True:
-        path, name, args = pipe.recv()
+        path, name, args, stay = pipe.recv()
         try:
             pipe.send((True, getattr(_load(path), name)(*args)))
         except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
             pipe.send((False, traceback.format_exc()))
-        if (tiny := sys.modules.get("tiny")) is not None:
+        if not stay and (tiny := sys.modules.get("tiny")) is not None:
             tiny.leave()  # an idle pool holds no groups, whose threads would slow the others down
 
 

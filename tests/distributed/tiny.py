@@ -56,7 +56,7 @@ def leave() -> None:
     global _former
     if parallel_state.model_parallel_is_initialized():
         if _former is not None:
-            _drop_dispatched_tokens(_former)
+            drop_dispatched_tokens(_former)
         _former = None
         _leave_layout()
 
@@ -64,7 +64,7 @@ def leave() -> None:
 _former: MegatronPolicyWorker | None = None
 
 
-def _drop_dispatched_tokens(of: MegatronPolicyWorker) -> None:
+def drop_dispatched_tokens(of: MegatronPolicyWorker) -> None:
     """Free what token dispatchers keep of the last pass: its graph holds all groups, out of the collector's sight."""
     for chunk in of.backend.chunks:
         for part in chunk.modules():
@@ -142,7 +142,7 @@ def load_full_weights(to: MegatronPolicyWorker, weights: dict[str, np.ndarray]) 
     for name, parameter in to.backend.chunks[0].named_parameters():
         full = torch.from_numpy(weights[f"0.{global_name(name, to.policy)}"])
         with torch.no_grad():
-            parameter.copy_(_shard(full, parameter, rank, name))
+            parameter.copy_(shard_of(full, parameter, rank, name))
     to.backend.weights_replaced()
 
 
@@ -166,7 +166,8 @@ def _renumbered(name: str, marker: str, offset: int) -> str:
     return f"{head}{marker}{int(number) + offset}.{rest}"
 
 
-def _shard(full: torch.Tensor, parameter: torch.Tensor, rank: int, name: str) -> torch.Tensor:
+def shard_of(full: torch.Tensor, parameter: torch.Tensor, rank: int, name: str) -> torch.Tensor:
+    """The part of a whole parameter that a tensor-parallel rank holds."""
     if full.shape == parameter.shape:
         return full
     dimension = next(i for i in range(full.ndim) if full.shape[i] != parameter.shape[i])

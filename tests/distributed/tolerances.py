@@ -13,3 +13,9 @@ GENERATION = 1e-4
 METRICS = {"rel": 1e-4, "abs": 1e-5}
 # The split step against train, over the same microbatches: parameters after three Adam steps.
 SPLIT_STEP = 1e-6
+# A combination of features against its plain sibling, over up to three steps: METRICS, REORDERED for each parameter,
+# and the recipe's learning rate to the last bits.
+LEARNING_RATE = 1e-9
+# Metrics that count which of two numbers is the larger, where both are equal but for rounding, by algorithm and step:
+# they are not compared. DPO begins with the weights of its reference.
+TIES = {("dpo", 1): "train/accuracy"}

@@ -1,0 +1,259 @@
+"""The factors of the meeting matrix and the recipe of a combination: an exemplar, shrunk, with a value of each factor.
+
+The algorithms come from the configuration: every class of recipes with its exemplar, every variant under
+examples/configs/recipes/variants, and every switch that makes another algorithm of one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_mcore.config import RunConfig, load_config
+from nemo_rl_mcore.config.algorithm import RolloutConfig
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.config.preflight import preflight
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
+MEGATRON = "policy.megatron_cfg"
+OPTIMIZER = f"{MEGATRON}.optimizer"
+KL = "reference_policy_kl_penalty"
+
+Case = dict[str, Any]
+Overrides = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A recipe of the examples, the overrides that make it the variant meant, and the key of its KL penalty."""
+
+    recipe: Path
+    overrides: Overrides
+    kl_key: str
+
+    @cached_property
+    def shipped(self) -> RunConfig:
+        """The recipe without overrides."""
+        return load_config(self.recipe)
+
+
+SWITCHES: dict[str, dict[str, Overrides]] = {
+    "dpo": {
+        "dpo offline": {
+            "dpo.online": False,
+            "dpo.num_generations_per_prompt": None,
+            "dpo.sft_loss_weight": 0.5,
+        }
+    },
+    "distillation": {
+        "distillation off policy": {
+            "distillation.on_policy": False,
+            "distillation.num_prompts_per_step": 16,
+            "distillation.num_generations_per_prompt": 1,
+        },
+        "distillation with rewards": {
+            "loss_fn.rl_weight": 0.5,
+            f"loss_fn.rl.{KL}": 0.0,
+        },
+    },
+}
+"""By the algorithm of the exemplar: what its keys make of it besides."""
+KL_KEYS = {"dpo": f"dpo.{KL}", "distillation": f"loss_fn.rl.{KL}"}
+
+
+def _algorithms() -> dict[str, Algorithm]:
+    found: dict[str, Algorithm] = {}
+    for kind in RUN_CONFIGS:
+        recipe = min(EXAMPLES.glob(f"{kind}*_cpu.yaml"), key=lambda path: (len(path.name), path.name))
+        key = KL_KEYS.get(kind, f"loss_fn.{KL}")
+        found[kind] = Algorithm(recipe, {}, key)
+        found |= {name: Algorithm(recipe, own, key) for name, own in SWITCHES.get(kind, {}).items()}
+    for recipe in sorted((EXAMPLES / "recipes" / "variants").glob("*.yaml")):
+        found[recipe.stem.removesuffix("_cpu")] = Algorithm(recipe, {}, f"loss_fn.{KL}")
+    return found
+
+
+ALGORITHMS = _algorithms()
+EXPERTS = {
+    "policy.model.num_moe_experts": 4,
+    "policy.model.moe_router_topk": 2,
+    "policy.model.moe_ffn_hidden_size": 24,
+}
+TENSOR, PIPELINE = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"
+# Ranks and keys.
+LAYOUTS: dict[str, tuple[int, Overrides]] = {
+    "one": (1, {}),
+    "one with experts": (1, EXPERTS),
+    "dp2": (2, {}),
+    "tp2 sp": (2, {TENSOR: 2, f"{MEGATRON}.sequence_parallel": True}),
+    "pp2": (2, {PIPELINE: 2}),
+    "ep2": (2, EXPERTS | {f"{MEGATRON}.expert_model_parallel_size": 2}),
+    "dp2 pp2": (4, {PIPELINE: 2}),
+}
+EXPERT_LAYOUTS = [name for name, (_, keys) in LAYOUTS.items() if EXPERTS.keys() <= keys.keys()]
+
+RESPONSE, PROMPT = 6, 6
+SECTIONS = {"dynamic": "policy.dynamic_batching", "packed": "policy.sequence_packing"}
+FUSED = f"{MEGATRON}.use_fused_linear_logprobs"
+
+# The first value of each is the plain one, which a combination has unless a pair asks for another.
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "algorithm": tuple(ALGORITHMS),
+    "batching": ("fixed", "dynamic", "packed"),
+    "fused": (False, True),
+    "layout": ("one", "dp2", "tp2 sp", "pp2", "ep2", "dp2 pp2"),
+    "temperature": (1.0, 0.7),
+    "kl": (False, True),
+    "distributed optimizer": (False, True),
+    "state": ("fresh", "resumed", "foreign"),
+}
+# What changes the mathematics; the plain sibling of a combination shares it.
+MATHEMATICS = ("algorithm", "temperature", "kl")
+
+
+def plain_sibling(case: Case) -> Case:
+    """The same mathematics in fixed batches, unfused, on one rank, with a plain optimizer, from the first step."""
+    layout = "one with experts" if case["layout"] in EXPERT_LAYOUTS else "one"
+    plain = {name: values[0] for name, values in FACTORS.items()}
+    return plain | {name: case[name] for name in MATHEMATICS} | {"layout": layout}
+
+
+def name_of(case: Case) -> str:
+    """The combination in words."""
+    said = {
+        "fused": "fused" if case["fused"] else "unfused",
+        "temperature": f"t {case['temperature']}",
+        "kl": "kl" if case["kl"] else "no kl",
+        "distributed optimizer": "distributed" if case["distributed optimizer"] else "plain",
+    }
+    return ", ".join(str(said.get(name, value)) for name, value in case.items())
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a run reads: files of rows, and the weights that policy and teacher start from."""
+
+    folder: Path
+
+    def write_rows(self) -> None:
+        """64 rows to train on and 8 held out, of uneven lengths; each is a prompt, an answer and a worse answer."""
+        rows = [_row(number) for number in range(72)]
+        for name, part in (("train", rows[:64]), ("held_out", rows[64:])):
+            lines = "".join(json.dumps(row) + "\n" for row in part)
+            (self.folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+
+    def overrides(self, case: Case) -> Overrides:
+        """The keys that name the files and the weights."""
+        keys: Overrides = {"data.dataset_name": "jsonl", "data.max_input_seq_length": PROMPT}
+        for name, file in (("train", "train"), ("validation", "held_out")):
+            keys[f"data.{name}.data_path"] = str(self.folder / f"{file}.jsonl")
+        weights = self.weights(case)
+        if ALGORITHMS[case["algorithm"]].shipped.algorithm == "distillation":
+            keys |= {"teacher.warm_start": None, "teacher.init_checkpoint": str(weights / "step_2")}
+        return keys | {"warm_start": None, "policy.init_checkpoint": str(weights / "step_1")}
+
+    def weights(self, case: Case) -> Path:
+        """The folder of checkpoints of the run whose weights a combination starts from."""
+        return self.folder / ("experts" if case["layout"] in EXPERT_LAYOUTS else "dense")
+
+
+def _row(number: int) -> dict[str, str]:
+    # Prompts of 3 to 6 tokens, answers of 2 to 6 with the end.
+    prompt = f"{number:0{2 + number % 4}d}>"
+    answer = str(number * 7919 + 10**5)[-(1 + number % 5) :]
+    worse = str(number * 104729 + 10**5)[-(1 + (number * 3 + 1) % 5) :]
+    worse = worse if worse != answer else "+" + worse[1:]
+    return {"input": prompt, "output": answer, "prompt": prompt, "chosen": answer, "rejected": worse}
+
+
+def load(case: Case, material: Material, folder: Path, **more: Any) -> RunConfig:
+    """The configuration of a combination, as `check` and the run's command load it; raises ConfigError.
+
+    folder: where its checkpoints are, if it has any. more: further overrides, dots as double underscores.
+    """
+    algorithm = ALGORITHMS[case["algorithm"]]
+    further = {key.replace("__", "."): value for key, value in more.items()}
+    overrides = _shrunk(algorithm.shipped) | algorithm.overrides | material.overrides(case)
+    overrides |= _values(case, algorithm) | _state(case, folder) | further
+    config = load_config(algorithm.recipe, as_text(overrides))
+    preflight(config, elsewhere=True)
+    return config
+
+
+def as_text(overrides: Overrides) -> list[str]:
+    """Overrides as they are given on a command line."""
+    return [f"{key}={_text(value)}" for key, value in overrides.items()]
+
+
+def _text(value: Any) -> str:
+    return f"'{value}'" if isinstance(value, str) else json.dumps(value)
+
+
+def _shrunk(shipped: RunConfig) -> Overrides:
+    """A model of two layers, a handful of rows, and numbers in which a difference shows."""
+    name, loop, policy = shipped.algorithm, shipped.loop, shipped.policy
+    keys: Overrides = {
+        f"{name}.max_num_steps": 2, f"{name}.val_period": 0, f"{name}.val_at_end": True,
+        f"{name}.max_val_samples": 4, f"{name}.val_batch_size": 4,
+        "policy.model.hidden_size": 32, "policy.model.ffn_hidden_size": 64,
+        "policy.model.num_attention_heads": 4, "policy.model.init_method_std": 0.1,
+        "policy.max_total_sequence_length": PROMPT + RESPONSE, "policy.generation.max_new_tokens": RESPONSE,
+        "policy.train_global_batch_size": 4, "policy.train_micro_batch_size": 1, "policy.logprob_batch_size": 4,
+        f"{MEGATRON}.scheduler.lr_decay_style": "linear", f"{MEGATRON}.scheduler.lr_decay_iters": 20,
+    }  # fmt: skip
+    if isinstance(loop, RolloutConfig):
+        answers = min(loop.num_generations_per_prompt, 4)
+        prompts = 16 // answers
+        steps = min(2, loop.samples_per_step // policy.train_global_batch_size)
+        keys |= {
+            f"{name}.num_prompts_per_step": prompts, f"{name}.num_generations_per_prompt": answers,
+            "policy.train_global_batch_size": 16 // steps, "policy.train_micro_batch_size": 2,
+        }  # fmt: skip
+    for section in (OPTIMIZER, *(["value.optimizer"] if name == "ppo" else [])):
+        # A large epsilon: else Adam would blow the rounding of tiny gradients up to whole steps.
+        keys |= {f"{section}.lr": 1e-2, f"{section}.min_lr": 1e-3, f"{section}.adam_eps": 1e-3}
+    if name == "ppo":
+        keys |= {"value.scheduler.lr_decay_style": "linear", "value.scheduler.lr_decay_iters": 20}
+    return keys
+
+
+def _values(case: Case, algorithm: Algorithm) -> Overrides:
+    ranks, keys = LAYOUTS[case["layout"]]
+    values = keys | {
+        "cluster.cpu_workers_per_node": ranks,
+        FUSED: case["fused"],
+        "policy.generation.temperature": case["temperature"],
+        f"{OPTIMIZER}.use_distributed_optimizer": case["distributed optimizer"],
+    }
+    if algorithm.shipped.algorithm == "ppo":
+        values["value.optimizer.use_distributed_optimizer"] = case["distributed optimizer"]
+    if case["batching"] != "fixed":
+        section = SECTIONS[case["batching"]]
+        sizes = {
+            "train_mb_tokens": 2 * (PROMPT + RESPONSE),
+            "logprob_mb_tokens": 30,
+            "sequence_length_round": 6,
+        }
+        values |= {f"{section}.{key}": value for key, value in ({"enabled": True} | sizes).items()}
+    return values | _kl(case, algorithm)
+
+
+def _kl(case: Case, algorithm: Algorithm) -> Overrides:
+    if case["kl"]:
+        return {algorithm.kl_key: 0.1}
+    # Where there is no such term, or the key is not the algorithm's, nothing is to be turned off.
+    absent = case["algorithm"] in ("sft", "distillation", "distillation off policy")
+    return {} if absent else {algorithm.kl_key: 0.0}
+
+
+def _state(case: Case, folder: Path) -> Overrides:
+    if case["state"] == "fresh":
+        return {"checkpointing.enabled": False}
+    return {
+        "checkpointing.enabled": True,
+        "checkpointing.checkpoint_dir": str(folder),
+        "checkpointing.save_period": 1,
+    }
