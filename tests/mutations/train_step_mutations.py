@@ -5,31 +5,18 @@
 Prints a table, mutation -> check. The exit status is 1 if a mutation survives its checks, or a check fails unmutated.
 """
 
-import importlib
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mutations.harness import Check, Mutation, run_table
+
 REORDERED, ROUNDING = 5e-6, 1e-5
-
-
-@dataclass(frozen=True)
-class Check:
-    """A function of a test file, as its test runs it on gloo ranks, and what the test expects of the results."""
-
-    module: str
-    function: str
-    args: tuple[Any, ...]
-    passes: Callable[[list[Any]], bool]
-    ranks: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.function}, {self.ranks} rank{'s' * (self.ranks > 1)}"
 
 
 def _not_updated(answers: list[Any]) -> bool:
@@ -51,7 +38,6 @@ TRACES = Check("test_failure_injection", "traces_after_a_chunk", (), lambda foun
 MACHINE = Check("test_step_machine", "random_sequences_of_calls", (), lambda found: found[0][1] > 0)
 GRADIENT = Check("test_step_gradients", "gradient_errors", ({}, True, (3,)), _small_errors)
 GRADIENT_2 = Check(GRADIENT.module, GRADIENT.function, GRADIENT.args, GRADIENT.passes, ranks=2)
-CHECKS = (SPLIT, ABORT, SKIP, TRACES, MACHINE, GRADIENT, GRADIENT_2)
 
 
 # The mutations. Each is applied in a rank's process, which has Megatron; the process that reports has not.
@@ -196,18 +182,6 @@ def _step_without(step_call: str, backend_call: str) -> AbstractContextManager[A
     return patch.object(TrainStep, step_call, without)
 
 
-@dataclass(frozen=True)
-class Mutation:
-    """A mistake and the checks that may catch it."""
-
-    apply: Callable[[], AbstractContextManager[Any]]
-    checks: tuple[Check, ...]
-
-    @property
-    def name(self) -> str:
-        return self.apply.__name__
-
-
 MUTATIONS = (
     Mutation(finalize_per_chunk, (SPLIT, GRADIENT_2)),
     Mutation(missing_division, (SPLIT, GRADIENT)),
@@ -223,73 +197,7 @@ MUTATIONS = (
     Mutation(repeated_chunk_is_added, (MACHINE,)),
     Mutation(empty_step_is_stepped, (SKIP,)),
 )
-BY_NAME = {mutation.name: mutation for mutation in MUTATIONS}
-
-
-def run_check(name: str | None, module: str, function: str, args: tuple[Any, ...]) -> Any:
-    """In a rank: the check's function under the mutation of this name."""
-    with nullcontext() if name is None else BY_NAME[name].apply():
-        return getattr(importlib.import_module(module), function)(*args)
-
-
-def failure(ranks: Callable[[int], Any], check: Check, mutation: Mutation | None = None) -> str | None:
-    """How the check fails, under the mutation if there is one; None if it passes."""
-    name = None if mutation is None else mutation.name
-    try:
-        answers = ranks(check.ranks).run(run_check, name, check.module, check.function, check.args)
-    except AssertionError as error:  # a rank raised
-        lines = str(error).splitlines()
-        return next((line for line in reversed(lines) if "Error" in line or "Failed" in line), lines[-1])
-    return None if check.passes(answers) else f"found {answers}"
-
-
-def caught_by(ranks: Callable[[int], Any], mutation: Mutation) -> tuple[Check, str] | None:
-    """The first check that fails under the mutation, and how; None if the mutation survives."""
-    for check in mutation.checks:
-        reason = failure(ranks, check, mutation)
-        if reason is not None:
-            return check, reason
-    return None
-
-
-def main() -> int:
-    """Run everything on pools of one and two ranks."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-    from rank_pool import RankPool
-
-    pools: dict[int, RankPool] = {}
-
-    def ranks(world_size: int) -> RankPool:
-        if world_size not in pools or not pools[world_size].alive:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size]
-
-    try:
-        return _report(ranks)
-    finally:
-        for pool in pools.values():
-            pool.close()
-
-
-def _report(ranks: Callable[[int], Any]) -> int:
-    failed = False
-    for check in CHECKS:
-        reason = failure(ranks, check)
-        if reason is not None:
-            print(f"{check} fails without a mutation: {reason}")
-            failed = True
-    if failed:
-        return 1
-    for mutation in MUTATIONS:
-        caught = caught_by(ranks, mutation)
-        failed |= caught is None
-        print(
-            f"{mutation.name:<38} {'SURVIVES' if caught is None else f'{caught[0]}: {caught[1][:60]}'}",
-            flush=True,
-        )
-    return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_table(MUTATIONS))

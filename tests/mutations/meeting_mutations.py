@@ -1,0 +1,146 @@
+"""Make the mistakes of features that meet, one at a time, and show which check of the test suite catches each.
+
+    .venv/bin/python tests/mutations/meeting_mutations.py
+
+Prints a table as `train_step_mutations.py` does.
+"""
+
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mutations.harness import Check, Mutation, run_table
+
+BY_TOKENS = {
+    "dynamic_batching": {
+        "enabled": True, "sequence_length_round": 4, "train_mb_tokens": 30, "logprob_mb_tokens": 30,
+    }
+}  # fmt: skip
+
+
+def _close(found: Any, wanted: Any, tolerance: float) -> bool:
+    return bool(abs(found - wanted).max() <= tolerance)
+
+
+def _loss_of_the_formula(answers: list[Any]) -> bool:
+    ((by_hand, metrics, _weights, _samples),) = answers
+    return all(abs(step["loss"][0] - loss) < 1e-5 for (loss, _), step in zip(by_hand, metrics, strict=True))
+
+
+PAIRS = Check("test_samples", "steps", (BY_TOKENS, {}), _loss_of_the_formula)
+SCHEDULE = Check("test_samples", "learning_rates", (), lambda found: found[0][0] == found[0][1])
+DEVIATION = Check(
+    "meeting_mutations", "advantage_of_the_only_winner", (), lambda found: abs(found[0] - 0.9) < 1e-6
+)
+BALANCE = Check(
+    "test_moe",
+    "balancing_gradient_and_oracle",
+    ("aux_loss", False, 2, (3, 5)),
+    lambda found: _close(*found[0], 2e-6),
+)
+PREDICTION = Check(
+    "test_mtp", "gradients_and_oracle", (False, 2, (3, 5)), lambda found: max(found[0][0].values()) < 1e-4
+)
+REFERENCE = Check(
+    "test_temperature",
+    "readings_at",
+    (0.5, False, 1.0),
+    lambda found: _close(found[0]["reference"], found[0]["policy"], 1e-6),
+)
+
+
+def advantage_of_the_only_winner() -> float:
+    """One answer of eight earns 1, the others 0.1 each."""
+    import torch
+
+    from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
+    from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
+
+    rewards = torch.tensor([0.1] * 7 + [1.0])
+    estimator = make_advantage_estimator(AdvantageEstimatorConfig(), ClippedPGLossConfig())
+    advantages = estimator.compute_advantage(
+        prompt_ids=torch.zeros(8).long(), rewards=rewards, mask=torch.ones(8, 2)
+    )
+    return float(advantages[-1, 0])
+
+
+def pair_torn_by_sorting() -> AbstractContextManager[Any]:
+    from meeting_ranks import rows_sorted_singly
+
+    return rows_sorted_singly()
+
+
+def schedule_counts_rows() -> AbstractContextManager[Any]:
+    import meeting_ranks
+
+    return meeting_ranks.schedule_counts_rows()
+
+
+def deviation_by_cancelling_sums() -> AbstractContextManager[Any]:
+    """The mean of squares less the square of the mean, with the row taken out of the sums of its group."""
+    from nemo_rl_mcore.algorithms import advantages
+    from nemo_rl_mcore.algorithms.rewards import GroupStatistics
+
+    def statistics(_prompt_ids: Any, rewards: Any, *, leave_one_out: bool) -> GroupStatistics:
+        rewards = rewards.double()
+        count = len(rewards) - 1
+        mean = (rewards.sum() - rewards) / count
+        of_squares = (rewards.square().sum() - rewards.square()) / count
+        variance = (of_squares - mean.square()).clamp(min=0) * count / (count - 1)
+        return GroupStatistics(baseline=mean, std=variance.sqrt())
+
+    return patch.object(advantages, "group_statistics", statistics)
+
+
+def _scaled_terms(**factors: float) -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.megatron.auxiliary_losses import AuxiliaryLosses
+
+    terms = AuxiliaryLosses.terms
+
+    def scaled(self: AuxiliaryLosses, *args: Any) -> Any:
+        right = terms(self, *args)
+        return right and replace(right, **{name: getattr(right, name) * by for name, by in factors.items()})
+
+    return patch.object(AuxiliaryLosses, "terms", scaled)
+
+
+def balance_of_experts_scaled_twice() -> AbstractContextManager[Any]:
+    return _scaled_terms(router=2.0)
+
+
+def prediction_layers_scaled_twice() -> AbstractContextManager[Any]:
+    return _scaled_terms(prediction=2.0)
+
+
+def reference_read_at_another_temperature() -> AbstractContextManager[Any]:
+    """The reference's log-probabilities at the sampling temperature, whatever the worker was told."""
+    from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+
+    read = MegatronPolicyWorker.get_reference_policy_logprobs
+
+    def at_sampling(self: MegatronPolicyWorker, **given: Any) -> Any:
+        forward = self.backend.forward
+        passes = replace(forward.passes, temperature=self.policy.generation.temperature)
+        with patch.dict(forward.__dict__, passes=passes):
+            return read(self, **given)
+
+    return patch.object(MegatronPolicyWorker, "get_reference_policy_logprobs", at_sampling)
+
+
+MUTATIONS = (
+    Mutation(pair_torn_by_sorting, (PAIRS,)),
+    Mutation(schedule_counts_rows, (SCHEDULE,)),
+    Mutation(deviation_by_cancelling_sums, (DEVIATION,)),
+    Mutation(balance_of_experts_scaled_twice, (BALANCE,)),
+    Mutation(prediction_layers_scaled_twice, (PREDICTION,)),
+    Mutation(reference_read_at_another_temperature, (REFERENCE,)),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(run_table(MUTATIONS))
