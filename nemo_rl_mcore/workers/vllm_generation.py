@@ -14,6 +14,7 @@ from nemo_rl_mcore.config.hf_config import hf_config_of
 from nemo_rl_mcore.config.vllm import cpu_cache_bytes, refit_bucket_bytes
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.generation.lengths import check_lengths
 from nemo_rl_mcore.generation.vllm.engine import EngineSettings, Sampling, WrongWeightsError
 from nemo_rl_mcore.ops.sampling import sample_keys
@@ -99,6 +100,7 @@ class VllmGeneration:
 
         Besides, min_weight_version and max_weight_version int64 [B]: the versions that drew a row's tokens.
         """
+        BatchCheck.of(self._config).prompts(data)
         check_lengths(data["input_lengths"], self._config)
         keys = sample_keys(self._seed, step, data["prompt_index"], data["sample_index"])
         asked = BatchedDataDict(
