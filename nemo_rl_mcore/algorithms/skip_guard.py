@@ -12,6 +12,8 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 _NAMED_SAMPLES = 8
+_LOGARITHMS_OF_NOTHING = ("teacher_tail_logmass",)
+"""Columns in which -inf is a value: a teacher that names the whole vocabulary leaves no mass."""
 
 
 class TooManySkippedStepsError(RunStoppedError):
@@ -65,11 +67,8 @@ def _suspects(batch: BatchedDataDict) -> str:
     broken: dict[int, list[str]] = {}
     for key, value in batch.items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            for row in (
-                (~value.flatten(1).isfinite().all(1) if value.ndim > 1 else ~value.isfinite())
-                .nonzero()
-                .flatten()
-            ):
+            sound = value.isfinite() | (value == -torch.inf if key in _LOGARITHMS_OF_NOTHING else False)
+            for row in (~sound.reshape(len(value), -1).all(1)).nonzero().flatten():
                 broken.setdefault(int(row), []).append(key)
     if not broken:
         return (

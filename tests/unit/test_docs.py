@@ -256,3 +256,16 @@ def test_the_hook_page_lists_every_keyword():
     rows = [line for line in table.splitlines() if line.startswith("| `")]
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(listed) == sorted(hook_keywords())
+
+
+def test_no_key_that_ranks_run_with_is_called_never_run():
+    """In the table of what runs where, as far as a part is named by its key."""
+    rows = [
+        line.strip("|").split("|") for line in PAGES["docs/support.md"].splitlines() if line.count("|") == 4
+    ]
+    never = {key for part, on_cpu, _ in rows if "never run" in on_cpu for key in re.findall(r"`(\w+)`", part)}
+    ranks = [path.read_text("utf-8") for path in (REPO / "tests/distributed").glob("test_*.py")]
+    assert not [key for key in never if any(f'"{key}": True' in text for text in ranks)]
+    assert {"overlap_grad_reduce", "overlap_param_gather"} <= {
+        key for part, _, _ in rows for key in re.findall(r"`(\w+)`", part)
+    }

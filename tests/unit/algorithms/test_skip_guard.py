@@ -8,12 +8,13 @@ from nemo_rl_mcore.training.train_step import EMPTY_STEP
 NAN = "the loss is nan"
 
 
-def batch(rewards=(1.0, 0.0, 1.0)):
+def batch(rewards=(1.0, 0.0, 1.0), **columns):
     return BatchedDataDict(
         prompt_index=torch.tensor([5, 5, 9]),
         sample_index=torch.tensor([0, 1, 0]),
         rewards=torch.tensor(rewards),
         advantages=torch.zeros(3, 4),
+        **columns,
     )
 
 
@@ -63,3 +64,22 @@ def test_a_finite_batch_points_to_the_weights_and_names_its_prompts():
     message = stopped(1, [NAN])
     assert "weights or the loss" in message
     assert "[5, 9]" in message
+
+
+def test_a_teacher_that_names_the_whole_vocabulary_leaves_no_mass_and_is_not_blamed():
+    no_mass = torch.full((3, 4), -torch.inf)
+    message = stopped(1, [NAN], teacher_tail_logmass=no_mass)
+    assert "weights or the loss" in message
+    message = stopped(1, [NAN], teacher_tail_logmass=no_mass, rewards=(1.0, float("nan"), 1.0))
+    assert "not finite in: prompt 5 sample 1 (rewards)" in message
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_mass_that_is_no_logarithm_is_blamed(wrong):
+    tail = torch.full((3, 4), -torch.inf)
+    tail[2, 1] = wrong
+    assert "not finite in: prompt 9 sample 0 (teacher_tail_logmass)" in stopped(
+        1, [NAN], teacher_tail_logmass=tail
+    )
+    named = stopped(1, [NAN], prev_logprobs=-tail.abs())
+    assert "prompt 5 sample 0 (prev_logprobs)" in named, "a sampled token has a probability"
