@@ -56,6 +56,7 @@ def test_the_plain_sibling_has_the_same_mathematics_and_nothing_else():
         assert plain_sibling(plain) == plain
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", meeting_cases.selection(2), ids=name_of)
 def test_features_that_meet_are_refused_by_name_or_equal_the_plain_sibling(matrix, case):
     verdict = matrix.verdict(case)
@@ -78,6 +79,7 @@ def mistake(ranks, name, world_size):
         pool.run(meeting_ranks.mend, stay=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "own", "noticed"),
     [
@@ -96,6 +98,7 @@ def test_a_mistake_about_pairs_is_noticed(ranks, matrix, name, own, noticed):
     assert any(noticed in failure for failure in failures), failures
 
 
+@pytest.mark.exhaustive
 def test_a_foreign_checkpoint_that_is_taken_is_noticed(matrix):
     with patch.object(run_checkpoints, "cannot_resume", lambda *_: None):
         failures = matrix.verdict(PLAIN | {"state": "foreign"}).failures
