@@ -240,6 +240,7 @@ def test_the_router_gets_the_coefficient_times_the_mean_loss(ranks, kind, token_
     assert found == pytest.approx(wanted, abs=2e-6)
 
 
+@pytest.mark.quick_cases("tp2-sp", "ep2")
 @pytest.mark.parametrize("layout", TWO_RANKS)
 def test_every_layout_balances_alike(ranks, layout):
     token_level = False
