@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator
@@ -129,15 +130,18 @@ class ForwardBackward:
         microbatches = [microbatch.to(accelerator.device()) for microbatch in on_cpu]
         rows, columns = microbatches[0].model_rows["input_ids"].shape
         iterators: list[Any] = [iter(zip(microbatches, terms, strict=True)) for _ in self.chunks]
-        return get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, kind),
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=[*self.chunks] if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(microbatches),
-            seq_length=columns,
-            micro_batch_size=rows,
-            forward_only=trained_by is None,
-        )
+        try:
+            return get_forward_backward_func()(
+                forward_step_func=partial(self._forward_step, kind),
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=[*self.chunks] if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(microbatches),
+                seq_length=columns,
+                micro_batch_size=rows,
+                forward_only=trained_by is None,
+            )
+        finally:
+            _forget_routing(self.chunks)
 
     def _forward_step(
         self,
@@ -187,6 +191,22 @@ class ForwardBackward:
         if terms is not None:
             self.auxiliary.follow(terms, output)
         return collect(output)
+
+
+def _forget_routing(chunks: Sequence[torch.nn.Module]) -> None:
+    """Free the last microbatch's graph, which token dispatchers hold by the routers' shares.
+
+    It holds the model, and so its groups and their threads, where Python's collector cannot see it.
+    """
+    for chunk in chunks:
+        for layer in chunk.modules():
+            if isinstance(layer, MoELayer):
+                kept = vars(layer.token_dispatcher)
+                kept |= {name: None for name, value in kept.items() if _has_graph(value)}
+
+
+def _has_graph(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def causal_inputs(input_ids_BL: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor, None]:

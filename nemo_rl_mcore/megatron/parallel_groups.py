@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from datetime import timedelta
 from typing import Any, cast
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from nemo_rl_mcore import accelerator
@@ -44,8 +46,17 @@ def initialize(config: MegatronConfig, seed: int) -> None:
 
 
 def destroy() -> None:
-    """Leave the layout; the process group itself stays, so that another layout can follow in this process."""
+    """Leave the layout; the process group itself stays, so that another layout can follow in this process.
+
+    A gloo group has threads until nothing refers to it. The layout's own references go here; a model's go with it.
+    """
+    groups = parallel_state._global_process_group_list or ()  # Megatron forgets them, and destroys a few
     parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
+    RotaryEmbedding.forward.cache_clear()  # which keeps the last models' rotary positions, with a group of each
+    gc.collect()  # a former worker holds its groups in cycles
 
 
 def _seed_everything(seed: int, *, spread_experts: bool) -> None:

@@ -87,11 +87,7 @@ def call_own(name: str, method: str, arguments: list[bytes]) -> bytes:
 
 def drop(name: str) -> None:
     """End a model; the groups stay for the next one of this layout."""
-    import tiny
-
-    worker = _workers.pop(name, None)
-    if worker is not None:
-        tiny.drop_dispatched_tokens(worker)
+    _workers.pop(name, None)
 
 
 def leave() -> None:

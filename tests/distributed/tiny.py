@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from nemo_rl_mcore.config import ClippedPGLossConfig, PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -45,40 +42,14 @@ def policy_config(
 
 def worker(config: PolicyConfig, **options: Any) -> MegatronPolicyWorker:
     """A worker in this rank's process; a former worker's layout is left first, the process group stays."""
-    global _former
     leave()
-    _former = MegatronPolicyWorker(config, **options)
-    return _former
+    return MegatronPolicyWorker(config, **options)
 
 
 def leave() -> None:
     """End the layout of the last worker, if there is one."""
-    global _former
     if parallel_state.model_parallel_is_initialized():
-        if _former is not None:
-            drop_dispatched_tokens(_former)
-        _former = None
-        _leave_layout()
-
-
-_former: MegatronPolicyWorker | None = None
-
-
-def drop_dispatched_tokens(of: MegatronPolicyWorker) -> None:
-    """Free what token dispatchers keep of the last pass: its graph holds all groups, out of the collector's sight."""
-    for chunk in of.backend.chunks:
-        for part in chunk.modules():
-            if isinstance(part, MoELayer):
-                part.token_dispatcher.__dict__.clear()
-
-
-def _leave_layout() -> None:
-    """Forget the layout and end its gloo groups: each has threads, and a session builds thousands of groups."""
-    parallel_groups.destroy()
-    gc.collect()  # the former worker holds its groups in cycles
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+        parallel_groups.destroy()
 
 
 def grpo_batch(rows: int = 8, length: int = 12, seed: int = 0) -> BatchedDataDict:
