@@ -1,6 +1,6 @@
 """The meeting matrix: every feature meets every other one, and is refused by name or right.
 
-  python tests/distributed/meetings.py                # every three features, half an hour on two cores
+  python tests/distributed/meetings.py                # every three features, a quarter of an hour on two cores
   python tests/distributed/meetings.py --strength 2   # every two, as the test beside this file
 
 A combination that runs must equal its plain sibling, `meeting_recipes.plain_sibling`: the same mathematics, and nothing
