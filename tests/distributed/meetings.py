@@ -1,6 +1,6 @@
 """The meeting matrix: every feature meets every other one, and is refused by name or right.
 
-  python tests/distributed/meetings.py                # every three features, half an hour on two cores
+  python tests/distributed/meetings.py                # every three features, a quarter of an hour on two cores
   python tests/distributed/meetings.py --strength 2   # every two, as the test beside this file
 
 A combination that runs must equal its plain sibling, `meeting_recipes.plain_sibling`: the same mathematics, and nothing
@@ -212,21 +212,24 @@ def _rate(optimizer: OptimizerConfig, scheduler: SchedulerConfig, *, behind: int
 
 
 def report(verdicts: list[tuple[Case, Verdict]], strength: int) -> Iterator[str]:
-    """Yield a line for each choice of factors: meetings run, refused by name, the largest differences."""
-    yield f"{'':58}{'run':>6}{'refused':>9}{'metrics':>10}{'parameters':>12}"
+    """Yield the meetings run and refused for each choice of factors, then the largest differences by value."""
+    yield f"{'':58}{'run':>6}{'refused':>9}"
     for names in combinations(FACTORS, strength):
         run_there: set[Values] = set()
         refused: set[Values] = set()
-        metric = parameter = 0.0
         for case, verdict in verdicts:
             values = tuple((name, case[name]) for name in names)
             if not verdict.refused:
                 run_there.add(values)
-                metric, parameter = max(metric, verdict.metric), max(parameter, verdict.parameter)
             elif refusal_of(dict(values)) is not None or ("state", "foreign") in values:
                 refused.add(values)
-        line = " x ".join(names)
-        yield f"{line:58}{len(run_there):6}{len(refused):9}{metric:10.1e}{parameter:12.1e}"
+        yield f"{' x '.join(names):58}{len(run_there):6}{len(refused):9}"
+    yield f"{'':58}{'run':>6}{'metrics':>10}{'parameters':>12}"
+    for name, value in ((name, value) for name, values in FACTORS.items() for value in values):
+        of_value = [verdict for case, verdict in verdicts if case[name] == value and not verdict.refused]
+        metric = max((verdict.metric for verdict in of_value), default=0.0)
+        parameter = max((verdict.parameter for verdict in of_value), default=0.0)
+        yield f"{f'{name}: {value}':58}{len(of_value):6}{metric:10.1e}{parameter:12.1e}"
 
 
 def main() -> int:
