@@ -219,9 +219,8 @@ def step_with_a_token_that_had_no_probability(previous, fused):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-@pytest.mark.parametrize("previous", [-200.0, -float("inf")])
-def test_one_clipped_token_does_not_cost_the_step(ranks, previous, fused):
-    assert run(ranks, step_with_a_token_that_had_no_probability, previous, fused) == ([None], True, True)
+def test_one_clipped_token_does_not_cost_the_step(ranks, fused):
+    assert run(ranks, step_with_a_token_that_had_no_probability, -200.0, fused) == ([None], True, True)
 
 
 def evaluation():

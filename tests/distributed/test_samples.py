@@ -174,7 +174,7 @@ def refusals():
 
     worker, loss_fn = tiny.worker(config({}, {})), DPOLossFn({})
     messages = []
-    for rows, sizes in ((3, {"gbs": 3}), (4, {"gbs": 4, "mbs": 1}), (6, {"gbs": 4})):
+    for rows, sizes in ((4, {"gbs": 3}), (4, {"gbs": 4, "mbs": 1}), (6, {"gbs": 4})):
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are the test's
             worker.train(pairs().slice(0, rows), loss_fn, **sizes)
         messages.append(str(caught.value))
