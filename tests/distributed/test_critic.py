@@ -157,7 +157,7 @@ def critic_dtypes():
     import tiny
 
     _, before, after, start, moved = critic({}, None, precision="bfloat16")
-    worker = tiny._former
+    worker = tiny.worker(tiny.policy_config(precision="bfloat16"), role="value")
     dtypes = {
         name.split("module.")[-1]: str(parameter.dtype)
         for name, parameter in worker.backend.chunks[0].named_parameters()
