@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
-from nemo_rl_mcore.training.metrics import neutral_value
+from nemo_rl_mcore.training.results import as_result
 from nemo_rl_mcore.training.train_step import OptimizerOutcome, Phase, StepResult, TrainStep, TrainStepError
 from nemo_rl_mcore.workers.weight_sync import (
     BroadcastMeeting,
@@ -199,7 +198,7 @@ class MegatronPolicyWorker:
         sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
         batches = sizes.steps(data, self._groups.data_parallel_size())
         if eval_mode:
-            return _as_result([self._evaluate(batch, loss_fn, sizes.mbs) for batch in batches])
+            return as_result([self._evaluate(batch, loss_fn, sizes.mbs) for batch in batches])
         results: list[StepResult] = []
         for batch in batches:
             opens_a_step = self.train_step.phase is Phase.IDLE
@@ -211,7 +210,7 @@ class MegatronPolicyWorker:
                 if opens_a_step:  # else the step is the caller's, and begin refused
                     self._abort_after(error)
                 raise
-        return _as_result(results)
+        return as_result(results)
 
     def begin_train_step(
         self,
@@ -245,7 +244,7 @@ class MegatronPolicyWorker:
         cross-entropy of each prediction layer.
         """
         self._require_trained("finish_train_step")
-        return _as_result([self.train_step.finish()])
+        return as_result([self.train_step.finish()])
 
     def abort_train_step(self) -> None:
         """Drop the open step and restore what it changed; nothing to do when idle."""
@@ -370,34 +369,3 @@ class MegatronPolicyWorker:
         self._groups.destroy()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def _as_result(steps: list[StepResult]) -> dict[str, Any]:
-    kinds = {name: kind for step in steps for name, kind in step.totals.kinds.items()}
-    metrics: dict[str, list[float]] = {
-        name: [step.totals.metrics.get(name, neutral_value(kind)) for step in steps]
-        for name, kind in kinds.items()
-    }
-    metrics |= {
-        "lr": [step.outcome.lr for step in steps],
-        "wd": [step.outcome.wd for step in steps],
-        "global_valid_seqs": [step.totals.valid_seqs for step in steps],
-        "global_valid_toks": [step.totals.valid_toks for step in steps],
-    }
-    return {
-        "global_loss": torch.tensor([step.totals.metrics["loss"] for step in steps]),
-        "grad_norm": torch.tensor([step.outcome.grad_norm for step in steps]),
-        "all_mb_metrics": metrics,
-        "metric_kinds": kinds,
-        "moe_metrics": _means([step.totals.moe_metrics for step in steps]),
-        "mtp_metrics": _means([step.totals.mtp_metrics for step in steps]),
-        "update_successful": all(step.outcome.update_successful for step in steps),
-        "skip_reasons": [step.outcome.skip_reason for step in steps],
-        "elapsed": sum(step.elapsed for step in steps),
-    }
-
-
-def _means(steps: list[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the steps that have it."""
-    names = dict.fromkeys(name for step in steps for name in step)
-    return {name: fmean(step[name] for step in steps if name in step) for name in names}

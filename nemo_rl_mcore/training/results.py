@@ -1,0 +1,44 @@
+"""What the worker answers of finished train steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from nemo_rl_mcore.training.metrics import neutral_value
+from nemo_rl_mcore.training.train_step import StepResult
+
+
+def as_result(steps: Sequence[StepResult]) -> dict[str, Any]:
+    """Return one entry a step in each list; the keys are those of `MegatronPolicyWorker.finish_train_step`."""
+    kinds = {name: kind for step in steps for name, kind in step.totals.kinds.items()}
+    metrics: dict[str, list[float]] = {
+        name: [step.totals.metrics.get(name, neutral_value(kind)) for step in steps]
+        for name, kind in kinds.items()
+    }
+    metrics |= {
+        "lr": [step.outcome.lr for step in steps],
+        "wd": [step.outcome.wd for step in steps],
+        "global_valid_seqs": [step.totals.valid_seqs for step in steps],
+        "global_valid_toks": [step.totals.valid_toks for step in steps],
+    }
+    return {
+        "global_loss": torch.tensor([step.totals.metrics["loss"] for step in steps]),
+        "grad_norm": torch.tensor([step.outcome.grad_norm for step in steps]),
+        "all_mb_metrics": metrics,
+        "metric_kinds": kinds,
+        "moe_metrics": _means([step.totals.moe_metrics for step in steps]),
+        "mtp_metrics": _means([step.totals.mtp_metrics for step in steps]),
+        "update_successful": all(step.outcome.update_successful for step in steps),
+        "skip_reasons": [step.outcome.skip_reason for step in steps],
+        "elapsed": sum(step.elapsed for step in steps),
+    }
+
+
+def _means(steps: list[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: fmean(step[name] for step in steps if name in step) for name in names}
