@@ -36,6 +36,7 @@ def threads_of_ten_workers(model, megatron):
     return at_work, left[1:]
 
 
+@pytest.mark.quick_cases("one-rank")
 @pytest.mark.parametrize(
     ("model", "megatron"),
     [

@@ -13,7 +13,11 @@ def test_the_selection_holds_every_pair():
         assert len(pairs) == len(parity.FACTORS[first]) * len(parity.FACTORS[second])
 
 
-@pytest.mark.each_value
+@pytest.mark.quick_cases(
+    "dp2, gspo, tied, fused, distributed_optimizer, overlap_grad_reduce",
+    "tp2-sp, nll, tied, fused, no distributed_optimizer, no overlap_grad_reduce",
+    "pp2-vpp2, token level, tied, no fused, distributed_optimizer, no overlap_grad_reduce",
+)
 @pytest.mark.parametrize("case", parity.pairwise(), ids=parity.name_of)
 def test_split_step_equals_train(ranks, case):
     for rank in ranks(parity.LAYOUTS[case["layout"]][0]).run(parity.differences, case):
