@@ -11,6 +11,7 @@ from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.token_budget import deal_balanced
 from nemo_rl_mcore.data.validation import BatchCheck
+from nemo_rl_mcore.generation.lengths import check_lengths
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.train_step import TrainStepError
@@ -97,6 +98,7 @@ class Policy:
     ) -> BatchedDataDict:
         """See `interfaces.GenerationInterface.generate`."""
         self._check.prompts(data)
+        check_lengths(data["input_lengths"], self._config)
         return self._map("generate", data, step=step, stop_ids=list(stop_ids), greedy=greedy)
 
     def train(

@@ -37,7 +37,7 @@ def policy():
 def batch(**replaced):
     whole = {
         "input_ids": torch.randint(0, 32, (4, 6)),
-        "input_lengths": torch.full((4,), 6),
+        "input_lengths": torch.full((4,), 3),
         "prompt_index": torch.arange(4),
         "sample_index": torch.zeros(4).long(),
         "token_mask": torch.ones(4, 6),
@@ -92,3 +92,10 @@ def test_a_chunk_is_judged_by_the_loss_of_the_open_step(policy):
     policy.begin_train_step(LOSS)
     with pytest.raises(ValueError, match="advantages: missing, and the policy gradient needs it"):
         policy.train_microbatch(lacking)
+
+
+def test_prompts_that_leave_no_room_for_a_response_are_refused_before_they_are_sent(policy):
+    longest = policy._config.max_total_sequence_length
+    data = batch(input_ids=torch.ones(4, longest).long(), input_lengths=torch.tensor([1, 1, longest, 1]))
+    with pytest.raises(ValueError, match=f"row 2 has a prompt of {longest} tokens"):
+        policy.generate(data, step=1, stop_ids=[1], greedy=True)
