@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from processes import ProcessWatch
 from safetensors.torch import load_file
@@ -63,6 +64,7 @@ def greedy(folder: Path, prompt: str) -> str:
     return tokenizer.decode(answer[: answer.index(15)] if 15 in answer else answer)
 
 
+@pytest.mark.exhaustive
 def test_trained_weights_go_out_as_they_came_in(tmp_path):
     start, output = tmp_path / "start", tmp_path / "exported"
     save_start(start)

@@ -79,6 +79,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
     assert f"{len(finished)} steps" in output
 
 
+@pytest.mark.quick_cases("2-130-interrupted")
 @pytest.mark.parametrize(
     ("stop", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )

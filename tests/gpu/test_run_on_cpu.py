@@ -34,6 +34,7 @@ def run_script(folder, *arguments):
     return process, {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
+@pytest.mark.exhaustive
 def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
     process, found = run_script(tmp_path, "all", "--deadline", "200")
     assert process.returncode == 0, process.stdout + process.stderr[-5000:]

@@ -130,6 +130,7 @@ def test_ctrl_c_stops_the_session_cleanly(start_driver: type[Driver]) -> None:
     assert driver.watch.all_gone(within_s=5)
 
 
+@pytest.mark.quick_cases("1.5")
 @pytest.mark.parametrize("delay_s", [0.5, 1.5])
 def test_ctrl_c_while_ray_starts_leaves_nothing(start_driver: type[Driver], delay_s: float) -> None:
     driver = start_driver("sys.stdin.readline()")
