@@ -50,7 +50,7 @@ def last_checkpoint(run: Run) -> dict[str, torch.Tensor]:
     return tensors_in(run.log_dir / "checkpoints" / f"step_{STEPS}" / "policy")
 
 
-@pytest.mark.quick_cases("1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_resumes_as_if_nothing_had_happened(start, ranks) -> None:
     cluster = f"cluster.cpu_workers_per_node={ranks}"

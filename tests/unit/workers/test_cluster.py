@@ -118,6 +118,7 @@ def test_a_session_listens_on_the_loopback_only_and_leaves_nothing(start_driver:
     assert driver.watch.all_gone(within_s=5)
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_stops_the_session_cleanly(start_driver: type[Driver]) -> None:
     driver = start_driver("group.run_all('hang')")
     driver.wait_until_ready()
@@ -145,6 +146,7 @@ def test_ctrl_c_while_ray_starts_leaves_nothing(start_driver: type[Driver], dela
     assert driver.watch.all_gone(within_s=2), driver.watch.alive()
 
 
+@pytest.mark.exhaustive
 def test_a_killed_driver_takes_its_session_along(start_driver: type[Driver]) -> None:
     driver = start_driver("group.run_all('hang')")
     driver.wait_until_ready()
