@@ -98,6 +98,7 @@ def test_ctrl_c_and_sigterm_stop_cleanly_and_keep_the_finished_steps(start, stop
     assert (run.log_dir / "curves.png").exists()
 
 
+@pytest.mark.exhaustive
 def test_numbers_that_explode_are_skipped_then_end_the_run_with_step_and_samples(start) -> None:
     run = start(
         *("policy.megatron_cfg.optimizer.lr=1e30", "policy.max_grad_norm=0", "max_consecutive_skips=3"),
