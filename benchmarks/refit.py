@@ -10,6 +10,7 @@ tensor. Times are wall seconds; memory is the high-water mark above what the pro
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -21,10 +22,11 @@ import ray
 from measuring import Clock, Figures, header, table
 
 from nemo_rl_mcore.config import ClusterConfig, PolicyConfig
-from nemo_rl_mcore.config.vllm import refit_bucket_bytes
+from nemo_rl_mcore.config.engine_sizes import refit_bucket_bytes
+from nemo_rl_mcore.generation.vllm.kind import vllm_kind
 from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.engine_generation import EngineGeneration
 from nemo_rl_mcore.workers.policy import Policy
-from nemo_rl_mcore.workers.vllm_generation import VllmGeneration
 
 MIB = 1 << 20
 COLUMNS = {"seconds": 1.0, "rank MiB": MIB, "engine MiB": MIB}
@@ -72,13 +74,13 @@ def reload(worker: Any, folder: str) -> None:
                 for name in file.keys():  # noqa: SIM118 - it is no dict
                     yield name, file.get_tensor(name)
 
-    llm = worker._engine._llm
+    llm = worker._llm
     llm.collective_rpc(lambda vllm_worker: vllm_worker.model_runner.get_model().load_weights(read()) and None)
     llm.reset_prefix_cache()
 
 
 class Methods:
-    def __init__(self, policy: Policy, generation: VllmGeneration, folder: Path) -> None:
+    def __init__(self, policy: Policy, generation: EngineGeneration, folder: Path) -> None:
         self._generation, self._folder, self._version = generation, folder, 0
         generation.update_weights(0)
         assert generation._group is not None
@@ -118,7 +120,14 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=options.folder) as folder,
         RayCluster(ClusterConfig()) as cluster,
         Policy(config, cluster, seed=0, init_reference_model=False) as policy,
-        VllmGeneration(config, cluster, policy, folder=Path(folder), stop_ids=(), seed=0) as generation,
+        EngineGeneration(
+            vllm_kind(config, Path(folder), os.environ, on_cpu=True),
+            config,
+            cluster,
+            policy,
+            stop_ids=(),
+            seed=0,
+        ) as generation,
     ):
         methods = Methods(policy, generation, Path(folder))
         runs: dict[str, list[Figures]] = {"refit": [], "files": []}

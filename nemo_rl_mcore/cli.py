@@ -1,134 +1,25 @@
-"""The command `nemo-rl-mcore`: `check` resolves a recipe on paper, `grpo` and the others run it, `generate` samples.
+"""The command `nemo-rl-mcore`.
 
-Nothing heavy is imported here: a mistake in a recipe is reported before torch, Ray or Megatron start.
+Next to nothing is imported here: a signal is listened to from the first moment on.
 """
 
-import argparse
-import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from nemo_rl_mcore import __version__
-from nemo_rl_mcore.config import ConfigError, RunConfig, load_config
-from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.config.preflight import Plan, preflight
-from nemo_rl_mcore.config.saved_run import load_recipe_of
-from nemo_rl_mcore.training.checkpoints import NotACheckpointError, require_checkpoint
-
-EXIT_CONFIG_ERROR = 2
-"""Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
-EXIT_INTERRUPTED = 128 + signal.SIGINT
+from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.signals import stop_signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 2 when the recipe has problems, or that of the run."""
-    options, overrides = _parse(arguments)
-    try:
-        config = _load(options, overrides)
-        of_a_run = options.command not in ("generate", "export")
-        plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run)
-    except (ConfigError, NotACheckpointError) as error:
-        sys.stderr.write(f"{error}\n")
-        return EXIT_CONFIG_ERROR
-    try:
-        match options.command:
-            case "check":
-                return _check(plan)
-            case "generate":
-                return _generate(config, options)
-            case "export":
-                return _export(config, options)
-            case _:
-                return _run(config)
-    except KeyboardInterrupt:  # while the libraries load: later the run itself handles it
-        sys.stderr.write("interrupted before the run began\n")
-        return EXIT_INTERRUPTED
+    with stop_signals() as signals:
+        try:
+            from nemo_rl_mcore.commands import run_command
 
-
-def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="nemo-rl-mcore", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, purpose in (
-        *((name, f"check a recipe with a section {name}, then run it") for name in RUN_CONFIGS),
-        ("check", "check a recipe and print the resolved plan: layout, batches, guardrails, memory"),
-    ):
-        command = _add_command(commands, name, purpose)
-        command.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
-    generate = _add_command(commands, "generate", "answer prompts with the weights of a checkpoint")
-    generate.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
-    generate.add_argument(
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="may be repeated; left out, held-out prompts",
-    )
-    generate.add_argument(
-        "--greedy", action="store_true", help="take the likeliest token instead of sampling"
-    )
-    export = _add_command(commands, "export", "write the weights of a checkpoint as a Hugging Face folder")
-    export.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
-    export.add_argument(
-        "--output", required=True, metavar="DIR", help="the folder to write; it must not exist"
-    )
-    # argparse takes one group of overrides; those on the other side of --config come back as unknown.
-    options, rest = parser.parse_known_args(arguments)
-    unknown = [text for text in rest if text.startswith("-")]
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return options, [*options.overrides, *rest]
-
-
-def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name, help=purpose, description=purpose, allow_abbrev=False
-    )
-    command.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="Hydra's grammar: a.b=c, +new=1, ~gone"
-    )
-    return command
-
-
-def _load(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
-    if "checkpoint" in options:
-        return load_recipe_of(require_checkpoint(Path(options.checkpoint), "--checkpoint").folder, overrides)
-    config = load_config(options.config, overrides)
-    if options.command in RUN_CONFIGS and options.command != config.algorithm:
-        what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
-        raise ConfigError([Problem(options.config, what, f"call nemo-rl-mcore {config.algorithm}")])
-    return config
-
-
-def _check(plan: Plan) -> int:
-    from rich.console import Console
-
-    from nemo_rl_mcore.config.render import render
-
-    Console(highlight=False).print(render(plan), soft_wrap=True)
-    return 0
-
-
-def _run(config: RunConfig) -> int:
-    # Brings in Ray and torch, which the preflight does without.
-    from nemo_rl_mcore.launch import run
-
-    return run(config)
-
-
-def _generate(config: RunConfig, options: argparse.Namespace) -> int:
-    from nemo_rl_mcore.generate import run_generate
-
-    return run_generate(config, options.prompt, greedy=options.greedy)
-
-
-def _export(config: RunConfig, options: argparse.Namespace) -> int:
-    from nemo_rl_mcore.export import run_export
-
-    return run_export(config, options.output)
+            return run_command(arguments)
+        except KeyboardInterrupt:  # while the libraries load: later the run itself handles it
+            write_line(sys.stderr, f"{signals.word} before the run began")
+            return signals.exit_status
 
 
 if __name__ == "__main__":

@@ -1,5 +1,53 @@
 """The errors that end a run with a message instead of a traceback."""
 
+import os
+import shutil
+from pathlib import Path
+
 
 class RunStoppedError(RuntimeError):
     """A run cannot go on for a reason its user can act on; the message says what happened, where, and the remedy."""
+
+
+class PeerLostError(RunStoppedError):
+    """A rank hangs, or has ended, while the others wait for it."""
+
+
+class CustomCodeError(RunStoppedError, ValueError):
+    """Code of the user's own, named in a recipe, raised or gave what it must not; the message names its key."""
+
+
+class FolderError(RunStoppedError):
+    """A folder of the run cannot be written to; the message names its key."""
+
+
+def run_stopped_by(error: BaseException | None) -> RunStoppedError | None:
+    """The error itself or the newest one behind it: a signal that had to wait takes the place of what came before."""
+    seen: set[int] = set()
+    left = [error]
+    while left:
+        error = left.pop()
+        if isinstance(error, RunStoppedError):
+            return error
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            left += [error.__cause__, error.__context__]
+    return None
+
+
+def folder_error(key: str, folder: Path, error: OSError, remedy: str = "") -> FolderError:
+    """What to say of a write that failed: the key, the folder, and why."""
+    reason = error.strerror or str(error)
+    if not folder.is_dir():
+        reason = f"the folder is gone ({reason})" if isinstance(error, FileNotFoundError) else reason
+    elif os.access(folder, os.R_OK):
+        reason = f"{reason} ({_size(shutil.disk_usage(folder).free)} free)"
+    return FolderError(f"{key}: {folder} cannot be written to: {reason}{remedy and '; '}{remedy}")
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            break
+        number /= 1024
+    return f"{number:.4g} {unit}"

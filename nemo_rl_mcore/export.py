@@ -6,40 +6,50 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore.config import PolicyConfig, RunConfig
-from nemo_rl_mcore.config.hf_config import missing_family
-from nemo_rl_mcore.config.hub import local_folder
-from nemo_rl_mcore.config.saved_run import read_recipe_of
+from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
+from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.config.hf.hf_config import missing_family
+from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.launch import exit_status, print_line, tokenizer_of
-from nemo_rl_mcore.training.checkpoints import require_checkpoint
+from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen, tokenizer_of
+from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.preflight.saved_run import read_recipe_of
 from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.policy import Policy
-
-_EXPORT_TIMEOUT_S = 4 * 3600.0
 
 
 def run_export(config: RunConfig, output: str) -> int:
     """Write the weights of `policy.init_checkpoint` to the folder; see `exit_status`."""
-    return exit_status(lambda: _export(config, Path(output).absolute()), f"{output!r} was not written")
+    folder = Path(output).absolute()
+    was_there = folder.exists()
+
+    def left_behind() -> str:
+        # It has its name when it is whole. A signal waits for the call that writes it, which may come to its end.
+        return (
+            f"the weights are in {folder}"
+            if folder.exists() and not was_there
+            else f"{output!r} was not written"
+        )
+
+    return exit_status(lambda: _export(config, folder), left_behind)
 
 
 def _export(config: RunConfig, output: Path) -> None:
-    origin = _origin(config.policy, output)
+    origin = _origin(config, output)
     with (
         RayCluster(config.cluster) as cluster,
-        Policy(config.policy, cluster, seed=config.seed, trained=False) as policy,
+        start_frozen(config, cluster) as policy,
     ):
-        policy.export_hf(str(output), origin=origin, timeout_s=_EXPORT_TIMEOUT_S)
-    print_line(sys.stdout, f"the weights are in {output}")
+        policy.export_hf(str(output), origin=origin)
+    write_line(sys.stdout, f"the weights are in {output}")
 
 
-def _origin(policy: PolicyConfig, output: Path) -> str | None:
+def _origin(config: RunConfig, output: Path) -> str | None:
     """The model that the run started from, if it is still here; refuses what would fail after the ranks started."""
+    policy = config.policy
     assert policy.init_checkpoint is not None
     folder = Path(policy.init_checkpoint)
+    require_whole(str(folder), "--checkpoint", config.checkpointing, say_aside)
     try:
-        require_checkpoint(folder, "--checkpoint")
         recipe: Any = read_recipe_of(folder)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error

@@ -5,45 +5,44 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.rollout import Responder
+from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.environments import ArithmeticEnvironment
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
-from nemo_rl_mcore.launch import exit_status, print_line, tokenizer_of
+from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen, tokenizer_of
+from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.policy import Policy
 
 _HELD_OUT_PROMPTS = 8
 
 
 def run_generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> int:
     """Answer the texts, or some held-out prompts, with the weights of `policy.init_checkpoint`; see `exit_status`."""
-    return exit_status(lambda: _generate(config, texts, greedy=greedy), "the answers above are all there are")
+    return exit_status(
+        lambda: _generate(config, texts, greedy=greedy), lambda: "the answers above are all there are"
+    )
 
 
 def _generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> None:
+    assert config.policy.init_checkpoint is not None
+    require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
     tokenizer = tokenizer_of(config.policy)
     prompts = _prompts(config, texts, tokenizer)
     stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
     with (
         RayCluster(config.cluster) as cluster,
-        Policy(config.policy, cluster, seed=config.seed, trained=False) as policy,
+        start_frozen(config, cluster) as policy,
     ):
-        collector = RolloutCollector(
-            EmbeddedGeneration(policy, stop_ids),
-            ArithmeticEnvironment(),  # nothing asks for the scores
-            tokenizer,
-            config.max_prompt_length,
-        )
-        answered = collector.collect(prompts, 1, step=0, greedy=greedy)
+        responder = Responder(EmbeddedGeneration(policy, stop_ids), tokenizer, config.max_prompt_length)
+        answered = responder.respond(prompts, 1, step=0, greedy=greedy)
     for prompt, response in zip(answered.prompts, answered.responses, strict=True):
-        print_line(sys.stdout, f"{prompt.text}{response}")
+        write_line(sys.stdout, f"{prompt.text}{response}")
 
 
 def _prompts(config: RunConfig, texts: Sequence[str], tokenizer: Tokenizer) -> list[Prompt]:

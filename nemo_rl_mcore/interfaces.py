@@ -114,11 +114,11 @@ class GenerationInterface(Protocol):
         ...
 
     def update_weights(self, version: int) -> None:
-        """Answer with the policy's weights as they are now, which are called this version; versions only grow."""
+        """Wake, and answer with the policy's weights as they are now, called this version; versions never fall."""
         ...
 
     def offload(self) -> None:
-        """Give memory to training until the next `update_weights`, where the two share it."""
+        """Sleep until the next `update_weights`: where the two share memory, training has it."""
         ...
 
 

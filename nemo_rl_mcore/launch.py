@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import signal
+import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
+from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepObserver
 from nemo_rl_mcore.algorithms.distillation import Distillation
 from nemo_rl_mcore.algorithms.dpo import DPO
 from nemo_rl_mcore.algorithms.grpo import GRPO
+from nemo_rl_mcore.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.algorithms.ppo import PPO
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
@@ -27,66 +29,85 @@ from nemo_rl_mcore.config import (
     RunConfig,
     SFTMasterConfig,
 )
-from nemo_rl_mcore.config.data_files import steps_of_epochs
-from nemo_rl_mcore.config.saved_run import changes_since, read_recipe_of
-from nemo_rl_mcore.config.warm_start import warm_start_recipe
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs, open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_mcore.environments import make_environment, require_golds, require_golds_run_first
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
 from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
+from nemo_rl_mcore.generation.vllm.kind import vllm_kind
 from nemo_rl_mcore.interfaces import EnvironmentInterface, GenerationInterface
 from nemo_rl_mcore.losses import check_losses
 from nemo_rl_mcore.observability import RunRecorder
+from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.preflight.data_files import steps_of_epochs
+from nemo_rl_mcore.preflight.saved_run import changes_since, read_recipe_of
+from nemo_rl_mcore.preflight.warm_start import warm_start_recipe
+from nemo_rl_mcore.run_folders import run_folders
+from nemo_rl_mcore.signals import current_stop_signals, stop_signals
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.engine_generation import EngineGeneration
 from nemo_rl_mcore.workers.policy import Policy
-from nemo_rl_mcore.workers.signals import sigterm_as_ctrl_c
 
 EXIT_FAILED = 1
-# What a shell reports for a program that Ctrl-C or a batch scheduler ended: 130 and 143.
-EXIT_INTERRUPTED = 128 + signal.SIGINT
-EXIT_TERMINATED = 128 + signal.SIGTERM
+_LIMIT_KEY = "checkpointing.checkpoint_must_save_by"
 
 
 def run(config: RunConfig) -> int:
-    """Run the recipe and return the exit status: 0, 1 for a failure, 130 after Ctrl-C, 143 after SIGTERM.
+    """Run the recipe and return the exit status, see `exit_status`.
 
     However it ends, the ranks are gone, and the metrics and the report hold every finished step.
     """
-    return exit_status(
-        lambda: _run(_open_parts(config)), f"the finished steps are in {config.logger.log_dir}"
-    )
+    return exit_status(lambda: _run(_open_parts(config)))
 
 
-def exit_status(run: Callable[[], None], left_behind: str) -> int:
-    """Run to the end, to a failure or to a signal; say on stderr how it ended, and what it left when interrupted."""
-    with sigterm_as_ctrl_c() as terminated:
+def exit_status(run: Callable[[], None], left_behind: Callable[[], str] = str) -> int:
+    """Run to the end, to a failure or to a signal; say on stderr how it ended, and what it left.
+
+    Returns 0, also where the time limit ended it, 1 for a failure, also one that the time limit came upon, and what a
+    shell reports for a program that a signal ended: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP. A failure
+    during which the signal came is told with it. What was left is `left_behind`, or what the notes of the exception
+    say.
+    """
+    with stop_signals() as signals:
         try:
             run()
-        except KeyboardInterrupt:
-            ended, status = "interrupted", EXIT_INTERRUPTED
-            if terminated.is_set():
-                ended, status = "terminated", EXIT_TERMINATED
-            sys.stderr.write(f"{ended}; {left_behind}\n")
+        except KeyboardInterrupt as stop:
+            # Not told by its class: Ray makes a plain one of each.
+            failure = run_stopped_by(stop)
+            of_time = signals.exit_status == 0
+            status = EXIT_FAILED if of_time and failure is not None else signals.exit_status
+            how = f"time is up ({_LIMIT_KEY})" if of_time else signals.word
+            line = "; ".join(filter(None, [how, *_notes(stop), left_behind()]))
+            write_line(sys.stderr if status else sys.stdout, line)
+            if failure is not None:
+                say_aside(f"the run stopped: {failure}")
             return status
         except RunStoppedError as error:
-            sys.stderr.write(f"the run stopped: {error}\n")
+            say_aside("\n".join([f"the run stopped: {error}", *_notes(error)]))
             return EXIT_FAILED
     return 0
 
 
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
 @dataclass(frozen=True)
 class _Parts:
-    """What a run needs beside its ranks; it is all there before they start. `config` ends when the data set does."""
+    """What a run needs beside its ranks; it is all there before they start. `config` ends when the data set does.
+
+    name: of a run for whose weights another one waits, such as warm_start.
+    """
 
     config: RunConfig
     tokenizer: Tokenizer
     prompts: PromptSource
     environment: EnvironmentInterface
+    name: str = ""
 
 
 def _open_parts(config: RunConfig) -> _Parts:
@@ -106,18 +127,39 @@ def _open_parts(config: RunConfig) -> _Parts:
     return _Parts(config, tokenizer, prompts, environment)
 
 
-def _run(parts: _Parts) -> None:
+def _run(parts: _Parts, outer: RayCluster | None = None) -> None:
+    """Run what has its parts; outer: the session of the run that waits for its weights."""
     config = parts.config
-    with RayCluster(config.cluster) as cluster:
-        checkpoints = open_checkpoints(config, say=lambda line: print_line(sys.stdout, line))
+    with run_folders(config):
+        checkpoints = open_checkpoints(
+            config, notify=lambda line: write_line(sys.stdout, line), tokenizer=parts.tokenizer
+        )
+        if checkpoints.nothing_left:
+            return
+        try:
+            _run_from(checkpoints, parts, outer)
+        except BaseException as error:
+            error.add_note(f"{parts.name and parts.name + ': '}{checkpoints.standing()}")
+            raise
+
+
+def _run_from(checkpoints: RunCheckpoints, parts: _Parts, outer: RayCluster | None) -> None:
+    config = parts.config
+    current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
+    with _session(config, outer) as cluster:
         if config.warm_start is not None and checkpoints.resumed_step is None:
-            weights = _weights_of(config.warm_start, config, "warm_start")
+            weights = _weights_of(config.warm_start, config, "warm_start", cluster)
             config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
         with ExitStack() as stack:
-            _algorithm(replace(parts, config=config), cluster, checkpoints, stack).run()
+            _train(replace(parts, config=config), cluster, checkpoints, stack)
 
 
-def _weights_of(recipe: str, config: RunConfig, name: str) -> str:
+def _session(config: RunConfig, outer: RayCluster | None) -> AbstractContextManager[RayCluster]:
+    """One for all runs of a command: only who has started it knows its servers and its processes."""
+    return RayCluster(config.cluster) if outer is None else nullcontext(outer.shared_with(config.cluster))
+
+
+def _weights_of(recipe: str, config: RunConfig, name: str, cluster: RayCluster) -> str:
     """The last checkpoint of a recipe that is run first, in a folder of this run; it is not run twice.
 
     One that another seed or recipe left there is set aside.
@@ -129,8 +171,9 @@ def _weights_of(recipe: str, config: RunConfig, name: str) -> str:
         anew = first.config.checkpointing.model_copy(update={"resume": "never"})
         first, last = replace(first, config=first.config.model_copy(update={"checkpointing": anew})), None
     if last is None or last.step < first.config.loop.max_num_steps:
-        print_line(sys.stdout, f"{name}: running {recipe}")
-        _run(first)
+        write_line(sys.stdout, f"{name}: running {recipe}")
+        _run(replace(first, name=name), cluster)
+        current_stop_signals().limit_time(config.checkpointing.must_save_by_s)  # which ended with that run
         last = store.latest()
     assert last is not None
     return str(last.folder.absolute())
@@ -140,13 +183,11 @@ def _starting_from(checkpoint: str, policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"init_checkpoint": checkpoint})
 
 
-def _algorithm(
-    parts: _Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack: ExitStack
-) -> GRPO | PPO | DPO | SFT | Distillation:
-    """The algorithm over its parts, which end with the stack."""
-    config, tokenizer, prompts = parts.config, parts.tokenizer, parts.prompts
+def _train(parts: _Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack: ExitStack) -> None:
+    """Start ranks, engine and observer, which end with the stack, and train."""
+    config, tokenizer = parts.config, parts.tokenizer
     stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
-    of_policy, *others = [_with_weights(plan, config) for plan in config.models.values()]
+    of_policy, *others = [_with_weights(plan, config, cluster) for plan in config.models.values()]
     policy = stack.enter_context(_start(of_policy, config, cluster))
     recorder = stack.enter_context(
         RunRecorder(
@@ -157,25 +198,38 @@ def _algorithm(
         )
     )
     generation = stack.enter_context(_generation(config, policy, cluster, stop_ids))
-    collector = RolloutCollector(generation, parts.environment, tokenizer, config.max_prompt_length)
-    beside = {plan.name: stack.enter_context(_start(plan, config, cluster, beside=policy)) for plan in others}
+    collector = RolloutCollector(generation, tokenizer, config.max_prompt_length, parts.environment)
+    models = {of_policy.name: policy} | {
+        plan.name: stack.enter_context(_start(plan, config, cluster, colocated_with=policy))
+        for plan in others
+    }
+    algorithm = _algorithm(parts, models, collector, recorder)
+    trained = {name: model for name, model in models.items() if config.models[name].trained}
+    TrainingLoop(config, trained, generation, recorder, checkpoints).run(algorithm)
+
+
+def _algorithm(
+    parts: _Parts, models: Mapping[str, Policy], collector: RolloutCollector, observer: StepObserver
+) -> Algorithm[Any]:
+    """The algorithm that the recipe asks for, over its parts."""
+    config, policy, prompts = parts.config, models["policy"], parts.prompts
     match config:
         case GRPOMasterConfig():
-            return GRPO(config, policy, collector, prompts, recorder, checkpoints)
+            return GRPO(config, policy, collector, prompts, observer)
         case PPOMasterConfig():
-            return PPO(config, policy, beside["value"], collector, prompts, recorder, checkpoints)
+            return PPO(config, policy, collector, prompts, observer, critic=models["value"])
         case DPOMasterConfig():
-            pairs = None if config.dpo.online else open_pairs(config, prompts, tokenizer)
-            return DPO(config, policy, collector, prompts, pairs, recorder, checkpoints)
+            pairs = None if config.dpo.online else open_pairs(config, prompts, parts.tokenizer)
+            return DPO(config, policy, collector, prompts, observer, pairs=pairs)
         case SFTMasterConfig():
-            return SFT(config, policy, collector, prompts, recorder, checkpoints)
+            return SFT(config, policy, collector, prompts, observer)
         case DistillationMasterConfig():
-            return Distillation(config, policy, beside["teacher"], collector, prompts, recorder, checkpoints)
+            return Distillation(config, policy, collector, prompts, observer, teacher=models["teacher"])
         case _:
             raise NotImplementedError(config.algorithm)
 
 
-def _with_weights(plan: ModelPlan, config: RunConfig) -> ModelPlan:
+def _with_weights(plan: ModelPlan, config: RunConfig, cluster: RayCluster) -> ModelPlan:
     """A model of the run, whose start weights then are on this machine."""
     if plan.policy.model_name is not None:
         try:
@@ -184,20 +238,36 @@ def _with_weights(plan: ModelPlan, config: RunConfig) -> ModelPlan:
             raise RunStoppedError(str(error)) from error
     if plan.warm_start is None:
         return plan
-    return replace(plan, policy=_starting_from(_weights_of(plan.warm_start, config, plan.name), plan.policy))
+    weights = _weights_of(plan.warm_start, config, plan.name, cluster)
+    return replace(plan, policy=_starting_from(weights, plan.policy))
 
 
-def _start(plan: ModelPlan, config: RunConfig, cluster: RayCluster, beside: Policy | None = None) -> Policy:
+def _start(
+    plan: ModelPlan, config: RunConfig, cluster: RayCluster, colocated_with: Policy | None = None
+) -> Policy:
     return Policy(
         plan.policy,
         cluster,
+        name=plan.name,
         seed=config.seed,
         # One for all models of the run: their log-probabilities are compared with each other.
         temperature=config.logprob_temperature,
         init_reference_model=plan.reference,
         role=plan.role,
         trained=plan.trained,
-        beside=beside,
+        colocated_with=colocated_with,
+        verify_checksums=config.checkpointing.verify_checksums,
+    )
+
+
+def start_frozen(config: RunConfig, cluster: RayCluster) -> Policy:
+    """The weights of `policy.init_checkpoint`, which nothing will train."""
+    return Policy(
+        config.policy,
+        cluster,
+        seed=config.seed,
+        trained=False,
+        verify_checksums=config.checkpointing.verify_checksums,
     )
 
 
@@ -209,12 +279,9 @@ def _generation(
     if config.policy.generation.backend == "embedded":
         yield EmbeddedGeneration(policy, stop_ids)
         return
-    # Brings in what only runs with vLLM need.
-    from nemo_rl_mcore.workers.vllm_generation import VllmGeneration
-
-    folder = Path(config.logger.log_dir)
-    with VllmGeneration(
-        config.policy, cluster, policy, folder=folder, stop_ids=stop_ids, seed=config.seed
+    kind = vllm_kind(config.policy, Path(config.logger.log_dir), os.environ, on_cpu=config.cluster.on_cpu)
+    with EngineGeneration(
+        kind, config.policy, cluster, policy, stop_ids=stop_ids, seed=config.seed
     ) as engines:
         yield engines
 
@@ -238,7 +305,6 @@ def tokenizer_of(policy: PolicyConfig) -> Tokenizer:
     return tokenizer
 
 
-def print_line(stream: TextIO, line: str) -> None:
-    """Write a line that is seen at once, before the ranks start."""
-    stream.write(f"{line}\n")
-    stream.flush()
+def say_aside(line: str) -> None:
+    """Tell a line beside what a command answers with."""
+    write_line(sys.stderr, line)

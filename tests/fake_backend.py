@@ -1,13 +1,13 @@
 """A backend of the train step without a model: it writes down what it was asked, and can fail at any call."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossSums, LossType, MetricKind, MetricSum
-from nemo_rl_mcore.training.step_sums import LocalSums
+from nemo_rl_mcore.training.sums import LocalSums
 
 
 class InjectedError(RuntimeError):
@@ -52,6 +52,12 @@ class FakeBackend:
         yield
         if self.fail_at == call:
             raise InjectedError(call)
+
+    def called_together(self, _call):
+        return nullcontext()
+
+    def done_together(self, _call):
+        return nullcontext()
 
     def snapshot(self):
         with self._call("snapshot"):

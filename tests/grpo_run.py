@@ -48,8 +48,21 @@ class Run:
             time.sleep(0.05)
 
     def end(self, within_s: float) -> tuple[int, str, str]:
-        output, errors = self.process.communicate(timeout=within_s)
+        """Its exit status, output and errors; killed with all it started when it does not end."""
+        try:
+            output, errors = self.process.communicate(timeout=within_s)
+        except subprocess.TimeoutExpired:
+            self.close()
+            raise
         return self.process.returncode, output, errors
+
+    def close(self) -> None:
+        """Kill what is left of it, and close its pipes: one that is left open fails another test, which it warns."""
+        self.watch.kill_all()
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
 
     def ranks(self) -> list[int]:
         return [pid for pid, title in self.watch.alive().items() if "MegatronPolicyWorker" in title]

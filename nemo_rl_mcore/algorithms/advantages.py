@@ -4,6 +4,8 @@ GRPO https://arxiv.org/abs/2402.03300, leave-one-out 2402.14740, REINFORCE++ 250
 a lambda per length (VAPO) 2504.05118. KL type, clamps and coefficient are those of the loss.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 from nemo_rl_mcore.algorithms.rewards import group_statistics
 from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.base import require
 from nemo_rl_mcore.losses.kl import kl_estimate
 
 VARIANCE_FLOOR = 1e-8
@@ -19,8 +23,21 @@ STD_EPSILON = 1e-6
 
 
 class AdvantageEstimator(Protocol):
-    """What every estimator without a critic offers; each reads the keywords it needs."""
+    """What judges the tokens of a rollout; `compute_advantage` of each class does, on tensors, what `add_to` does."""
 
+    def add_to(self, batch: BatchedDataDict) -> None:
+        """Add advantages [B,S], and returns [B,S] where a critic learns them, by what the batch has.
+
+        Read are prompt_index [B], rewards [B], the masks, prev_logprobs and reference_policy_logprobs, values [B,S].
+        Raises ValueError for what is needed and not there.
+        """
+        ...
+
+
+class _WithoutCritic(ABC):
+    """Compares the answers to a prompt."""
+
+    @abstractmethod
     def compute_advantage(
         self,
         prompt_ids: Tensor,
@@ -31,10 +48,19 @@ class AdvantageEstimator(Protocol):
         logprobs_reference: Tensor | None = None,
     ) -> Tensor:
         """Return [B,S] advantages; prompt_ids ([B] or [B,P]) group rows, mask [B,S] marks responses."""
-        ...
+
+    def add_to(self, batch: BatchedDataDict) -> None:
+        """See `AdvantageEstimator.add_to`."""
+        batch["advantages"] = self.compute_advantage(
+            batch["prompt_index"],
+            batch["rewards"],
+            _valid_tokens(batch),
+            logprobs_policy=batch.get("prev_logprobs"),
+            logprobs_reference=batch.get("reference_policy_logprobs"),
+        )
 
 
-class GRPOAdvantageEstimator:
+class GRPOAdvantageEstimator(_WithoutCritic):
     """The reward of a row against those of the other answers to its prompt, the same on every column."""
 
     def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
@@ -58,7 +84,7 @@ class GRPOAdvantageEstimator:
         return _to_columns(advantages.to(rewards.dtype), mask)
 
 
-class ReinforcePlusPlusAdvantageEstimator:
+class ReinforcePlusPlusAdvantageEstimator(_WithoutCritic):
     """The reward less the group's mean and the KL penalty, whitened over the tokens of the batch."""
 
     def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
@@ -84,7 +110,7 @@ class ReinforcePlusPlusAdvantageEstimator:
             advantages = (rewards - group.baseline).to(rewards.dtype)
         advantages = _to_columns(advantages, mask)
         penalty = kl_penalty(
-            self.loss_cfg, logprobs_policy=logprobs_policy, logprobs_reference=logprobs_reference
+            self.loss_cfg, ("logprobs_policy", logprobs_policy), ("logprobs_reference", logprobs_reference)
         )
         if penalty is not None:
             advantages = advantages - penalty
@@ -113,7 +139,9 @@ class GeneralizedAdvantageEstimator:
         values, logprobs and reference_logprobs are [B,S]. Advantages are 0 on masked columns.
         Raises ValueError when use_kl_in_reward needs log-probabilities that are not given.
         """
-        penalty = kl_penalty(self.loss_cfg, logprobs=logprobs, reference_logprobs=reference_logprobs)
+        penalty = kl_penalty(
+            self.loss_cfg, ("logprobs", logprobs), ("reference_logprobs", reference_logprobs)
+        )
         dtype = values.dtype
         # The sum of errors telescopes: in fp32, returns that do not vary would vary by its rounding.
         values = values.to(torch.float64)
@@ -126,6 +154,17 @@ class GeneralizedAdvantageEstimator:
         if self.cfg.normalize_advantages:
             advantages = whiten(advantages, mask, unbiased=True)
         return torch.where(mask != 0, advantages, 0.0).to(dtype), returns.to(dtype)
+
+    def add_to(self, batch: BatchedDataDict) -> None:
+        """See `AdvantageEstimator.add_to`."""
+        batch["advantages"], batch["returns"] = self.compute_advantage(
+            None,
+            batch["rewards"],
+            _valid_tokens(batch),
+            values=require(batch, "values", "adv_estimator.name: gae"),
+            logprobs=batch.get("prev_logprobs"),
+            reference_logprobs=batch.get("reference_policy_logprobs"),
+        )
 
     def _policy_lambda(self, lengths: Tensor) -> float | Tensor:
         alpha = self.cfg.length_adaptive_alpha
@@ -167,22 +206,23 @@ def whiten(values: Tensor, mask: Tensor, *, unbiased: bool) -> Tensor:
     return ((wide - mean) * variance.clamp(min=VARIANCE_FLOOR).rsqrt()).to(values.dtype)
 
 
-def kl_penalty(loss_cfg: ClippedPGLossConfig, **logprobs: Tensor | None) -> Tensor | None:
+def kl_penalty(
+    loss_cfg: ClippedPGLossConfig, policy: tuple[str, Tensor | None], reference: tuple[str, Tensor | None]
+) -> Tensor | None:
     """Return what the KL takes off each token's reward, or None when the loss takes care of the KL.
 
-    `logprobs` are the policy's and the reference's, in this order, under the caller's names.
+    policy, reference: the caller's name for the log-probabilities, and these.
     Raises ValueError naming the missing ones.
     """
     if not loss_cfg.use_kl_in_reward or loss_cfg.reference_policy_kl_penalty == 0:
         return None
-    given = {name: values for name, values in logprobs.items() if values is not None}
-    if len(given) < len(logprobs):
-        missing = sorted(logprobs.keys() - given.keys())
+    of_policy, of_reference = policy[1], reference[1]
+    if of_policy is None or of_reference is None:
+        missing = sorted(name for name, given in (policy, reference) if given is None)
         raise ValueError(f"compute_advantage needs {', '.join(missing)} with use_kl_in_reward: true")
-    policy, reference = given.values()
     estimate = kl_estimate(
-        policy,
-        reference,
+        of_policy,
+        of_reference,
         loss_cfg.reference_policy_kl_type,
         input_clamp=loss_cfg.kl_input_clamp_value,
         output_clamp=loss_cfg.kl_output_clamp_value,
@@ -190,21 +230,22 @@ def kl_penalty(loss_cfg: ClippedPGLossConfig, **logprobs: Tensor | None) -> Tens
     return loss_cfg.reference_policy_kl_penalty * estimate
 
 
-_ESTIMATORS = {
+_ESTIMATORS: Mapping[str, Callable[[AdvantageEstimatorConfig, ClippedPGLossConfig], AdvantageEstimator]] = {
     "grpo": GRPOAdvantageEstimator,
     "reinforce_plus_plus": ReinforcePlusPlusAdvantageEstimator,
+    "gae": GeneralizedAdvantageEstimator,
 }
 
 
 def make_advantage_estimator(
     cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig
 ) -> AdvantageEstimator:
-    """Return the estimator that `cfg.name` names; ValueError for gae, which also takes a critic's values."""
-    if cfg.name not in _ESTIMATORS:
-        raise ValueError(
-            f"adv_estimator.name: {cfg.name} needs a critic; without one, use {' or '.join(_ESTIMATORS)}"
-        )
+    """Return the estimator that `cfg.name` names."""
     return _ESTIMATORS[cfg.name](cfg, loss_cfg)
+
+
+def _valid_tokens(batch: BatchedDataDict) -> Tensor:
+    return batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
 
 
 def _to_columns(per_row: Tensor, mask: Tensor) -> Tensor:

@@ -5,74 +5,51 @@ On policy the answers are the student's own (https://arxiv.org/abs/2306.13649), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from nemo_rl_mcore.algorithms.grpo import add_group_advantages, add_logprobs, model_inputs
+from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
+from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
-from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector
-from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
-from nemo_rl_mcore.algorithms.sampling import Evaluation, Sampling
+from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs
+from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
 from nemo_rl_mcore.config import DistillationMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.answers import given_answers
-from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.interfaces import PolicyInterface
 from nemo_rl_mcore.losses import make_loss
 
 
 @dataclass(frozen=True)
-class Distillation:
-    """A distillation run over its parts; `step` is the algorithm. The teacher is never trained."""
+class Distillation(Algorithm[DistillationMasterConfig]):
+    """A student and its teacher, which is never trained."""
 
-    config: DistillationMasterConfig
-    policy: PolicyInterface
     teacher: PolicyInterface
-    collector: RolloutCollector
-    prompts: PromptSource
-    observer: StepObserver
-    checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
 
-    def run(self) -> None:
-        """See `TrainingLoop.run`."""
-        models = {"policy": self.policy}
-        engine = self.collector.generation
-        TrainingLoop(self.config, models, engine, self.observer, self.checkpoints).run(self)
-
-    def step(self, step: int) -> StepOutcome:
+    def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
         """Take answers, ask the teacher, train."""
         batch, metrics = (
             self._sampled(step) if self.config.distillation.on_policy else (self._given(step), {})
         )
         with self.observer.phase("teacher"):
             self._add_teacher(batch)
+        begin_update()
         with self.observer.phase("train"):
             result = self.policy.train(batch, make_loss(self.config.loss_fn))
         metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
         return StepOutcome(metrics | train_metrics(result), result["skip_reasons"], batch)
 
-    def validate(self, step: int) -> dict[str, float]:
-        """See `Evaluation.validate`."""
-        return Evaluation(self.config.distillation, self.collector, self.prompts, self.observer).validate(
-            step
-        )
-
-    @cached_property
-    def _sampling(self) -> Sampling:
-        return Sampling("distillation", self.config.distillation, self.collector, self.prompts)
-
     def _sampled(self, step: int) -> tuple[BatchedDataDict, dict[str, float]]:
         """The student's answers; with what the policy gradient needs, where there is one."""
         with self.observer.phase("generation"):
-            rollout, metrics = self._sampling.roll_out(step)
+            rollout, metrics = Sampling(self, self.config.distillation).roll_out(step)
         self.observer.add_samples(rollout.one_sample_a_prompt(step))
         if self.config.loss_fn.rl_weight:
             with self.observer.phase("logprobs"):
                 add_logprobs(rollout.batch, self.policy, self.config.loss_fn.rl)
             distillation, loss = self.config.distillation, self.config.loss_fn
-            add_group_advantages(rollout.batch, distillation.adv_estimator, loss.rl)
+            make_advantage_estimator(distillation.adv_estimator, loss.rl).add_to(rollout.batch)
             warn_of_large_advantages(step, rollout)
         return rollout.batch, metrics | rollout_metrics(rollout)
 

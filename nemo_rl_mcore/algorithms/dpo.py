@@ -6,49 +6,33 @@ its worst. P pairs are 2 P rows: chosen, rejected, chosen, ...
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from nemo_rl_mcore.algorithms.grpo import model_inputs
-from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
-from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
-from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
-from nemo_rl_mcore.algorithms.sampling import Evaluation
+from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
+from nemo_rl_mcore.algorithms.logprobs import model_inputs
+from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.config import DPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.preference import PreferenceSource
-from nemo_rl_mcore.interfaces import PolicyInterface
 from nemo_rl_mcore.losses import DPOLossFn
 
 _ROWS_PER_PAIR = DPOLossFn.rows_per_sample
 
 
 @dataclass(frozen=True)
-class DPO:
-    """A DPO run over its parts; `step` is the algorithm. `pairs` is None where they are made online."""
+class DPO(Algorithm[DPOMasterConfig]):
+    """Direct preference optimization, https://arxiv.org/abs/2305.18290. `pairs` is None where they are made online."""
 
-    config: DPOMasterConfig
-    policy: PolicyInterface
-    collector: RolloutCollector
-    prompts: PromptSource
     pairs: PreferenceSource | None
-    observer: StepObserver
-    checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
     _reference: dict[bytes, torch.Tensor] = field(default_factory=dict[bytes, torch.Tensor])
     """The reference's log-probabilities of given answers by their tokens: they are asked for once."""
 
-    def run(self) -> None:
-        """See `TrainingLoop.run`."""
-        models = {"policy": self.policy}
-        engine = self.collector.generation
-        TrainingLoop(self.config, models, engine, self.observer, self.checkpoints).run(self)
-
-    def step(self, step: int) -> StepOutcome:
+    def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
         """Take or make the step's pairs, and train on them."""
         count, metrics = self.config.policy.train_global_batch_size, dict[str, float]()
         if self.pairs is None:
@@ -58,6 +42,7 @@ class DPO:
             batch = self.pairs.train_batch(step, count)
         with self.observer.phase("reference"):
             self._add_reference(batch)
+        begin_update()
         with self.observer.phase("train"):
             result = self._train(batch)
         metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
@@ -65,7 +50,7 @@ class DPO:
 
     def validate(self, step: int) -> dict[str, float]:
         """The loss of held-out pairs, where pairs are given, and how good the policy's own answers are."""
-        judged = Evaluation(self.config.dpo, self.collector, self.prompts, self.observer).validate(step)
+        judged = super().validate(step)
         if self.pairs is None:
             return judged
         size = self.config.policy.train_global_batch_size

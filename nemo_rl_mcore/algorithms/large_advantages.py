@@ -7,6 +7,7 @@ import sys
 from torch import Tensor
 
 from nemo_rl_mcore.algorithms.rollout import Rollout
+from nemo_rl_mcore.output import write_line
 
 USUAL_LIMIT = 100.0
 _NAMED_SAMPLES = 4
@@ -19,7 +20,7 @@ def warn_of_large_advantages(step: int, rollout: Rollout) -> None:
     trained = batch["token_mask"] * batch["sample_mask"].unsqueeze(1) > 0
     largest_B = batch["advantages"].abs().masked_fill(~trained, 0.0).amax(1)
     if (largest_B > USUAL_LIMIT).any():
-        sys.stderr.write(f"{_describe(step, rollout, largest_B)}\n")
+        write_line(sys.stderr, _describe(step, rollout, largest_B))
 
 
 def _describe(step: int, rollout: Rollout, largest_B: Tensor) -> str:

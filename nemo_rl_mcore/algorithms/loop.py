@@ -2,66 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
+from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepObserver, StepOutcome
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
-from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
+from nemo_rl_mcore.algorithms.skip_guard import SkipGuard, TooManySkippedStepsError
+from nemo_rl_mcore.algorithms.time_limit import TimeLimit
 from nemo_rl_mcore.config import RunConfig
-from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
 from nemo_rl_mcore.interfaces import GenerationInterface, TrainedModel
-from nemo_rl_mcore.observability import Sample
-
-
-class StepObserver(Protocol):
-    """What watches the run: timed phases, metrics, samples."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time a phase of the step."""
-        ...
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a finished step."""
-        ...
-
-    def add_samples(self, samples: Iterable[Sample]) -> None:
-        """Keep answers for the report."""
-        ...
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a step was.
-
-    metrics: its numbers. skip_reasons: of its optimizer steps in order, None for one that was applied.
-    batch: what it trained on.
-    """
-
-    metrics: dict[str, float]
-    skip_reasons: Sequence[str | None]
-    batch: BatchedDataDict
-
-
-class Algorithm(Protocol):
-    """What an algorithm adds to the loop."""
-
-    def step(self, step: int) -> StepOutcome:
-        """Train the models one step further."""
-        ...
-
-    def validate(self, step: int) -> dict[str, float]:
-        """Judge the policy on held-out data."""
-        ...
+from nemo_rl_mcore.signals import current_stop_signals, deferred_stop_signals
 
 
 @dataclass(frozen=True)
 class TrainingLoop:
     """The loop over its parts.
 
-    models: what it saves and restores, by the name of their folder. engine: what samples with the policy's weights,
-    and is given them after every step.
+    models: what it saves and restores, by the name of their folder. engine: what samples with the policy's weights; it
+    is given them, and woken, before a step that samples and before a validation.
     """
 
     config: RunConfig
@@ -70,30 +32,124 @@ class TrainingLoop:
     observer: StepObserver
     checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
 
-    def run(self, algorithm: Algorithm) -> None:
+    def run(self, algorithm: Algorithm[Any]) -> None:
         """Train up to the loop's `max_num_steps`, from the first step or from where the checkpoints say.
 
-        Raises TooManySkippedStepsError when `max_consecutive_skips` optimizer steps in a row were skipped.
+        Where a signal, unless a second one follows, `checkpoint_must_save_by` or a RunStoppedError stops the run, the
+        last finished step is saved before it ends, if the ranks still serve and hold its weights. A save that fails
+        then is the cause of a stop that was no failure.
+        Raises TooManySkippedStepsError, and saves nothing, when `max_consecutive_skips` optimizer steps in a row were
+        skipped.
         """
-        loop = self.config.loop
+        try:
+            self._run(algorithm)
+        except TooManySkippedStepsError:
+            raise
+        except RunStoppedError as error:
+            self._save_at_the_end(error)
+            raise
+        except KeyboardInterrupt as stop:
+            if (failure := self._save_at_the_end(stop)) is not None:
+                raise stop from failure
+            raise
+
+    def _run(self, algorithm: Algorithm[Any]) -> None:
         guard = SkipGuard(self.config.max_consecutive_skips, **self.checkpoints.restore(self.models))
         behind = self.checkpoints.resumed_step
-        self.engine.update_weights(behind or 0)
-        if loop.val_at_start and behind is None:
-            self.observer.log(0, algorithm.validate(0))
-        for step in range((behind or 0) + 1, loop.max_num_steps + 1):
-            outcome = algorithm.step(step)
-            with self.observer.phase("weight_sync"):
-                self.engine.update_weights(step)
-            metrics = dict(outcome.metrics)
+        with TimeLimit(self.config.checkpointing.must_save_by_s) as limit:
+            self.engine.update_weights(behind or 0)
+            awake = True
+            if self.config.loop.val_at_start and behind is None:
+                self.observer.log(0, algorithm.validate(0))
+                awake = False
+            for step in range((behind or 0) + 1, self.config.loop.max_num_steps + 1):
+                current_stop_signals().stop_if_asked()
+                with limit.step():
+                    self._wake_for(step, awake=awake)
+                    outcome = self._step(algorithm, step, guard)
+                awake = False
+                guard.stop_if_too_many(step, outcome.batch)
+                self._save_if_due(step, limit)
+
+    def _save_if_due(self, step: int, limit: TimeLimit) -> None:
+        if self.checkpoints.due(step):
+            with deferred_stop_signals(), limit.save(), self.observer.phase("checkpoint"):
+                self.checkpoints.save_finished(self.models)  # counted in the step that follows
+        if step < self.config.loop.max_num_steps:
+            limit.stop_if_the_next_step_does_not_fit()
+
+    def _wake_for(self, step: int, *, awake: bool) -> None:
+        """Leave the engine awake for a step that samples, asleep for one that is given its answers."""
+        if self.config.row_kind is not RowKind.PROMPTS:
+            if awake:
+                self.engine.offload()
+        elif not awake:
+            self._wake(step - 1)
+
+    def _wake(self, version: int) -> None:
+        with self.observer.phase("weight_sync"):
+            self.engine.update_weights(version)
+
+    def _step(self, algorithm: Algorithm[Any], step: int, guard: SkipGuard) -> StepOutcome:
+        loop = self.config.loop
+        with self._row_of(step) as row:
+            with ExitStack() as until_recorded:
+
+                def begin_update() -> None:
+                    until_recorded.enter_context(deferred_stop_signals())
+                    self.checkpoints.begin_update()
+
+                outcome = algorithm.step(step, begin_update)
+                guard.record(outcome.skip_reasons)
+                row |= outcome.metrics
+                row |= {"train/skipped_steps": guard.total, "train/empty_steps": guard.empty}
+                self.checkpoints.finish(step, row, guard.counters())
             last = step == loop.max_num_steps
             if (loop.val_period and step % loop.val_period == 0) or (last and loop.val_at_end):
+                self._wake(step)
                 with self.observer.phase("validation"):
-                    metrics |= algorithm.validate(step)
-            guard.record(outcome.skip_reasons)
-            metrics |= {"train/skipped_steps": guard.total, "train/empty_steps": guard.empty}
-            self.observer.log(step, metrics)
-            guard.stop_if_too_many(step, outcome.batch)
-            if self.checkpoints.due(step):
-                with self.observer.phase("checkpoint"):  # counted in the step that follows
-                    self.checkpoints.save(step, self.models, metrics, guard.counters())
+                    row |= algorithm.validate(step)
+        return outcome
+
+    @contextmanager
+    def _row_of(self, step: int) -> Generator[dict[str, float]]:
+        """The metrics of a step, which are logged once it is finished, however the block ends."""
+        row: dict[str, float] = {}
+        try:
+            yield row
+        finally:
+            if row:
+                with deferred_stop_signals(hold=True):
+                    self.observer.log(step, row)
+
+    def _save_at_the_end(self, stop: BaseException) -> RunStoppedError | None:
+        """Save the last finished step, unless that was done or tried; why it cannot be, the checkpoints tell.
+
+        Returns what the attempt failed with.
+        """
+        checkpoints = self.checkpoints
+        if not checkpoints.unsaved:
+            return None
+        checkpoints.note_failure("a second signal came before they were saved")
+        if current_stop_signals().insisted:
+            return None
+        if checkpoints.updating and not self._update_is_undone:
+            checkpoints.note_failure("the step after them had begun to change the weights")
+            return None
+        reason = run_stopped_by(stop)  # also why the ranks no longer serve, if they do not
+        with deferred_stop_signals():
+            try:
+                for model in self.models.values():
+                    model.abort_train_step()
+                reason = None
+                checkpoints.save_finished(self.models)
+            except RunStoppedError as error:
+                checkpoints.note_failure(str(reason or error).partition("\n")[0])
+                return error
+        return None
+
+    @property
+    def _update_is_undone(self) -> bool:
+        """Whether to abort an update that failed takes all of it back: it is one optimizer step of one model."""
+        one_step = self.config.samples_per_step == self.config.policy.train_global_batch_size
+        return one_step and len(self.models) == 1

@@ -19,6 +19,7 @@ from nemo_rl_mcore.config.vllm import MismatchConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.losses.kl import kl_estimate
+from nemo_rl_mcore.output import write_line
 
 _NAMED_SAMPLES = 4
 
@@ -95,7 +96,7 @@ def check_mismatch(
         case "mask":
             batch["sample_mask"] = batch["sample_mask"] * ~above
         case "warn":
-            sys.stderr.write(f"{text}\n")
+            write_line(sys.stderr, text)
     return metrics
 
 

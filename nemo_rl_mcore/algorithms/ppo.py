@@ -5,62 +5,47 @@ https://arxiv.org/abs/1707.06347; advantages are those of https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nemo_rl_mcore.algorithms.advantages import GeneralizedAdvantageEstimator
-from nemo_rl_mcore.algorithms.grpo import add_logprobs, model_inputs
+from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
+from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
-from nemo_rl_mcore.algorithms.loop import StepObserver, StepOutcome, TrainingLoop
+from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector
-from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
-from nemo_rl_mcore.algorithms.sampling import Evaluation, Sampling
+from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
 from nemo_rl_mcore.config import PPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.datasets import PromptSource
-from nemo_rl_mcore.interfaces import PolicyInterface, ValueInterface
+from nemo_rl_mcore.interfaces import ValueInterface
 from nemo_rl_mcore.losses import make_loss
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 
 @dataclass(frozen=True)
-class PPO:
-    """A PPO run over its parts; `step` is the algorithm."""
+class PPO(Algorithm[PPOMasterConfig]):
+    """Proximal policy optimization with a critic."""
 
-    config: PPOMasterConfig
-    policy: PolicyInterface
     critic: ValueInterface
-    collector: RolloutCollector
-    prompts: PromptSource
-    observer: StepObserver
-    checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
 
-    def run(self) -> None:
-        """See `TrainingLoop.run`."""
-        models = {"policy": self.policy, "value": self.critic}
-        engine = self.collector.generation
-        TrainingLoop(self.config, models, engine, self.observer, self.checkpoints).run(self)
-
-    def step(self, step: int) -> StepOutcome:
+    def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
         """Sample, judge, and train on the rollout `ppo_epochs` times."""
+        config, loss = self.config, self.config.loss_fn
         with self.observer.phase("generation"):
-            rollout, metrics = self._sampling.roll_out(step)
+            rollout, metrics = Sampling(self, config.ppo).roll_out(step)
         batch = rollout.batch
         with self.observer.phase("logprobs"):
-            add_logprobs(batch, self.policy, self.config.loss_fn)
-        metrics |= check_mismatch(
-            step, batch, self.config.policy.generation.mismatch, self.config.loss_fn.reference_policy_kl_type
-        )
+            add_logprobs(batch, self.policy, loss)
+        mismatch = config.policy.generation.mismatch
+        metrics |= check_mismatch(step, batch, mismatch, loss.reference_policy_kl_type)
         with self.observer.phase("values"):
             batch["values"] = self.critic.get_values(model_inputs(batch))["values"]
-        self._add_advantages(batch)
+        make_advantage_estimator(config.ppo.adv_estimator, loss).add_to(batch)
         warn_of_large_advantages(step, rollout)
+        begin_update()
         with self.observer.phase("train"):
             of_policy, of_critic = self._train(step, batch)
         self.observer.add_samples(rollout.one_sample_a_prompt(step))
@@ -71,25 +56,6 @@ class PPO:
             metrics |= train_metrics(of_policy)
             reasons = skip_reasons_of_both(of_policy["skip_reasons"], reasons)
         return StepOutcome(metrics, reasons, batch)
-
-    def validate(self, step: int) -> dict[str, float]:
-        """See `Evaluation.validate`."""
-        return Evaluation(self.config.ppo, self.collector, self.prompts, self.observer).validate(step)
-
-    @cached_property
-    def _sampling(self) -> Sampling:
-        return Sampling("ppo", self.config.ppo, self.collector, self.prompts)
-
-    def _add_advantages(self, batch: BatchedDataDict) -> None:
-        estimator = GeneralizedAdvantageEstimator(self.config.ppo.adv_estimator, self.config.loss_fn)
-        batch["advantages"], batch["returns"] = estimator.compute_advantage(
-            None,
-            batch["rewards"],
-            batch["token_mask"] * batch["sample_mask"].unsqueeze(1),
-            values=batch["values"],
-            logprobs=batch["prev_logprobs"],
-            reference_logprobs=batch.get("reference_policy_logprobs"),
-        )
 
     def _train(self, step: int, batch: BatchedDataDict) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
         """Results of the policy, None while only the critic warms up, and of the critic, over all epochs."""

@@ -22,7 +22,7 @@ class Rollout:
     """Answered and scored prompts, row by row.
 
     batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on response tokens), sample_mask [B],
-    generation_logprobs [B, S], rewards [B], finished bool [B], prompt_index and sample_index [B].
+    generation_logprobs [B, S], finished bool [B], prompt_index and sample_index [B], and, once scored, rewards [B].
     """
 
     batch: BatchedDataDict
@@ -63,16 +63,15 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class RolloutCollector:
-    """Asks a generation engine for responses and an environment for rewards."""
+class Responder:
+    """Asks a generation engine for responses."""
 
     generation: GenerationInterface
-    environment: EnvironmentInterface
     tokenizer: Tokenizer
     max_prompt_length: int
 
-    def collect(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
-        """Answer each prompt `samples` times; the rows of a prompt stand together.
+    def respond(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
+        """Answer each prompt `samples` times, without rewards; the rows of a prompt stand together.
 
         Raises ValueError, naming the prompt and the key, when a prompt is longer than the maximum.
         """
@@ -80,13 +79,10 @@ class RolloutCollector:
         asked = self._as_batch(prompts, ids).repeat_interleave(samples)
         asked["sample_index"] = torch.arange(samples).repeat(len(prompts))
         answered = self.generation.generate(asked, step=step, greedy=greedy)
-        rows = [prompt for prompt in prompts for _ in range(samples)]
-        lengths, finished = answered["lengths"].tolist(), answered["finished"].tolist()
-        tokens = answered["tokens"].tolist()
+        tokens, lengths = answered["tokens"].tolist(), answered["lengths"].tolist()
         responses = [self.tokenizer.decode(row[:length]) for row, length in zip(tokens, lengths, strict=True)]
-        batch = self._join(asked, answered)
-        batch["rewards"] = torch.tensor([float(r) for r in self.environment.score(rows, responses, finished)])
-        return Rollout(batch, rows, responses)
+        rows = [prompt for prompt in prompts for _ in range(samples)]
+        return Rollout(self._join(asked, answered), rows, responses)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt.text)
@@ -129,3 +125,18 @@ class RolloutCollector:
             prompt_index=asked["prompt_index"],
             sample_index=asked["sample_index"],
         )
+
+
+@dataclass(frozen=True)
+class RolloutCollector(Responder):
+    """Asks a generation engine for responses and an environment for rewards."""
+
+    environment: EnvironmentInterface
+
+    def collect(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
+        """Answer each prompt `samples` times, as `respond` does, and score the answers."""
+        rollout = self.respond(prompts, samples, step=step, greedy=greedy)
+        finished = rollout.batch["finished"].tolist()
+        rewards = self.environment.score(rollout.prompts, rollout.responses, finished)
+        rollout.batch["rewards"] = torch.tensor([float(reward) for reward in rewards])
+        return rollout

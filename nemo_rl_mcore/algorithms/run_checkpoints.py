@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore.config import RunConfig
-from nemo_rl_mcore.config.saved_run import (
+from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
+from nemo_rl_mcore.config import CheckpointingConfig, RunConfig
+from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, Tokenizer
+from nemo_rl_mcore.errors import RunStoppedError, folder_error
+from nemo_rl_mcore.interfaces import TrainedModel
+from nemo_rl_mcore.preflight.saved_run import (
     RECIPE_FILE,
+    TOKENIZER_FOLDER,
     cannot_resume,
     changes_since,
     read_recipe_of,
     recipe_text,
 )
-from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.interfaces import TrainedModel
 from nemo_rl_mcore.training.checkpoints import (
+    INFO_FILE,
     Checkpoint,
     CheckpointStore,
     NotACheckpointError,
@@ -25,14 +33,40 @@ from nemo_rl_mcore.training.checkpoints import (
     require_checkpoint,
 )
 
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
+_OF_FOLDERS = {
+    *(
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EIO,
+        errno.ESTALE,
+    ),
+    *(errno.ENOENT, errno.ENOTDIR),
+}
+_FULL_BELOW = 1 << 20
+# The line that ends a traceback, with the path if it has one.
+_ERRNO = re.compile(r"^(?:[\w.]+: |rank \d+: )+\[Errno (\d+)\][^\n']*(?:'([^'\n]+)')?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
+class FinishedStep:
+    """A step whose update is done; its metrics may still be added to."""
+
+    step: int
+    metrics: Mapping[str, float]
+    counters: Mapping[str, Any]
+
+
+@dataclass
 class RunCheckpoints:
     """The checkpoints of a run; without a store the run starts at its first step and leaves none.
 
-    recipe: what is saved as config.yaml. start: the checkpoint to go on from.
+    recipe: what is saved as config.yaml. start: the checkpoint to go on from. resume: the key of that name.
+    tokenizer: what is saved with each checkpoint; None for the one that is built in.
     """
 
     store: CheckpointStore | None = None
@@ -40,11 +74,29 @@ class RunCheckpoints:
     last_step: int = 0
     recipe: str = ""
     start: Checkpoint | None = None
+    resume: str = "auto"
+    tokenizer: Tokenizer | None = None
+    _finished: FinishedStep | None = field(default=None, init=False)
+    _saved: int | None = field(default=None, init=False)
+    _tried: int | None = field(default=None, init=False)
+    updating: bool = field(default=False, init=False)
+    """Whether weights change, by a step that is not finished."""
+    _failure: str = field(default="", init=False)
 
     @property
     def resumed_step(self) -> int | None:
         """The last step that is behind the run, if it goes on from a checkpoint."""
         return self.start.step if self.start is not None else None
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether the run goes on from a checkpoint of its last step, or of a later one."""
+        return self.start is not None and self.start.step >= self.last_step
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether there is a finished step whose save was not tried yet, and a place for it."""
+        return self.store is not None and self._finished is not None and self._finished.step != self._tried
 
     def restore(self, models: Mapping[str, TrainedModel]) -> Mapping[str, Any]:
         """Set the models back to where the run goes on, and return the counters that were saved with them."""
@@ -58,6 +110,21 @@ class RunCheckpoints:
         """Whether a checkpoint is to follow this step."""
         return self.store is not None and (step % self.save_period == 0 or step == self.last_step)
 
+    def begin_update(self) -> None:
+        """Take note that the next step changes the weights from now on."""
+        self.updating = True
+
+    def finish(self, step: int, metrics: Mapping[str, float], counters: Mapping[str, Any]) -> None:
+        """Take note of a step whose update is done."""
+        self._finished = FinishedStep(step, metrics, counters)
+        self.updating = False
+
+    def save_finished(self, models: Mapping[str, TrainedModel]) -> None:
+        """Save the step that was finished last; see `save`."""
+        assert self._finished is not None
+        finished = self._finished
+        self.save(finished.step, models, finished.metrics, finished.counters)
+
     def save(
         self,
         step: int,
@@ -65,52 +132,146 @@ class RunCheckpoints:
         metrics: Mapping[str, float],
         counters: Mapping[str, Any],
     ) -> None:
-        """Write the checkpoint of a finished step. The data needs no position: prompts are drawn by (seed, step)."""
+        """Write the checkpoint of a finished step. The data needs no position: prompts are drawn by (seed, step).
+
+        Raises RunStoppedError, naming the folder and why, when it cannot be written to; nothing is then left of it.
+        """
         assert self.store is not None
-        with self.store.writing(step, metrics, counters) as folder:
-            (folder / RECIPE_FILE).write_text(self.recipe, encoding="utf-8")
-            for name, model in models.items():
-                (folder / name).mkdir()
-                model.save_checkpoint(str(folder / name))
+        self._tried = step
+        folder: Path | None = None
+        try:
+            with self.store.writing(step, metrics, counters) as folder:
+                (folder / RECIPE_FILE).write_text(self.recipe, encoding="utf-8")
+                if self.tokenizer is not None:
+                    self.tokenizer.save_as_hugging_face(folder / TOKENIZER_FOLDER)
+                for name, model in models.items():
+                    (folder / name).mkdir()
+                    model.save_checkpoint(str(folder / name))
+        except (OSError, RunStoppedError) as error:
+            reason = error_of_the_folder(error, self.store.root)
+            if reason is None:
+                raise
+            told = folder_error(
+                "checkpointing.checkpoint_dir", self.store.root, reason, "make room, or name another"
+            )
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise RunStoppedError(f"{told}; the checkpoint of step {step} is not there") from error
+        self._saved = step
+
+    def note_failure(self, why: str) -> None:
+        """Take note of why the last finished step is not saved."""
+        self._failure = why
+
+    def standing(self) -> str:
+        """What is kept of the weights, what is lost, and how the run goes on: for how it ended."""
+        saved = self._saved if self._saved is not None else self.resumed_step
+        parts: list[str] = []
+        if self._finished is None:
+            parts.append("no step was finished")
+        elif (last := self._finished.step) != saved:
+            first = (saved or 0) + 1
+            steps = f"step {last}" if first == last else f"steps {first} to {last}"
+            why = "checkpointing.enabled is false" if self.store is None else self._failure
+            parts.append(f"the weights of {steps} are lost" + (f" ({why})" if why else ""))
+        if self.store is not None and saved is not None:
+            folder = (
+                self.start.folder if self.start and self._saved is None else self.store.root / f"step_{saved}"
+            )
+            how = "" if self.resume == "auto" else " with checkpointing.resume=auto"
+            parts.append(f"step {saved} is saved in {folder}, and the same command{how} goes on from there")
+        return "; ".join(parts)
 
 
-def open_checkpoints(config: RunConfig, say: Say) -> RunCheckpoints:
-    """Find where the run begins and prepare the folder for what it leaves; `say` is told in whole lines.
+def error_of_the_folder(error: BaseException, folder: Path) -> OSError | None:
+    """The OSError behind an error, also one that a rank raised: a disk that is full, a folder that is not there.
 
+    A rank that died, or did not return, has raised none; what it has written to its standard error is not asked.
+    """
+    if isinstance(error, OSError):
+        return error
+    if getattr(error, "cause", error) is None:
+        return None
+    numbers = [
+        int(number)
+        for number, path in _ERRNO.findall(str(error))
+        if not path or Path(path).is_relative_to(folder.absolute())
+    ]
+    if shutil.disk_usage(_nearest(folder)).free < _FULL_BELOW:
+        numbers.append(errno.ENOSPC)  # of which torch's writer says "unexpected pos"
+    return next((OSError(number, os.strerror(number)) for number in numbers if number in _OF_FOLDERS), None)
+
+
+def _nearest(folder: Path) -> Path:
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def open_checkpoints(config: RunConfig, notify: Notify, tokenizer: Tokenizer | None = None) -> RunCheckpoints:
+    """Find where the run begins and prepare the folder for what it leaves; `notify` is called in whole lines.
+
+    tokenizer: what a checkpoint is to hold if the recipe names a folder or a model of the hub.
     Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is none or of another model.
     """
+    section = config.checkpointing
     for plan in config.models.values():
         if plan.policy.init_checkpoint is not None:
-            _require(plan.policy.init_checkpoint, plan.key("policy.init_checkpoint"))
-    section = config.checkpointing
+            require_whole(plan.policy.init_checkpoint, plan.key("policy.init_checkpoint"), section, notify)
     if not section.enabled:
         return RunCheckpoints()
     retention = Retention(section.keep_top_k, section.logged_metric, section.higher_is_better)
-    store = CheckpointStore(Path(section.checkpoint_dir), retention)
-    start = _find_start(section.resume, store)
+    store = CheckpointStore(Path(section.checkpoint_dir), retention, section.verify_checksums)
+    start = _find_start(section, store, notify)
+    built_in = config.policy.tokenizer.name == CHAR_TOKENIZER_NAME
+    checkpoints = RunCheckpoints(
+        store,
+        section.save_period,
+        config.loop.max_num_steps,
+        recipe_text(config),
+        start,
+        section.resume,
+        None if built_in else tokenizer,
+    )
     if start is not None:
-        _compare(start, config, say)
+        _compare(start, config, notify)
+    if checkpoints.nothing_left:
+        return checkpoints
     for folder in store.begin_after(start.step if start is not None else 0):
-        say(f"set aside: {folder}")
-    return RunCheckpoints(store, section.save_period, config.loop.max_num_steps, recipe_text(config), start)
+        notify(f"set aside: {folder}")
+    return checkpoints
 
 
-def _find_start(resume: str, store: CheckpointStore) -> Checkpoint | None:
-    if resume == "never":
-        return None
-    if resume == "auto":
-        return store.latest()
-    return _require(resume, "checkpointing.resume")
-
-
-def _require(folder: str, key: str) -> Checkpoint:
+def require_whole(folder: str, key: str, section: CheckpointingConfig, notify: Notify) -> Checkpoint:
+    """The checkpoint that a key names; `notify` is called when it has no checksums. Raises RunStoppedError."""
     try:
-        return require_checkpoint(Path(folder), key)
+        found = require_checkpoint(Path(folder), key, verify_checksums=section.verify_checksums)
     except NotACheckpointError as error:
         raise RunStoppedError(str(error)) from error
+    _tell_without_checksums(found, section, notify)
+    return found
 
 
-def _compare(start: Checkpoint, config: RunConfig, say: Say) -> None:
+def _find_start(section: CheckpointingConfig, store: CheckpointStore, notify: Notify) -> Checkpoint | None:
+    if section.resume == "never":
+        return None
+    if section.resume != "auto":
+        found = require_whole(section.resume, "checkpointing.resume", section, notify)
+        if not SkipGuard.accepts(found.counters):
+            raise RunStoppedError(
+                f"checkpointing.resume: the counters in {found.folder / INFO_FILE} are none of a run"
+            )
+        return found
+    latest = next((one for one in store.newest_first() if SkipGuard.accepts(one.counters)), None)
+    if latest is not None:
+        _tell_without_checksums(latest, section, notify)
+    return latest
+
+
+def _tell_without_checksums(checkpoint: Checkpoint, section: CheckpointingConfig, notify: Notify) -> None:
+    if section.verify_checksums and not checkpoint.has_checksums:
+        notify(f"{checkpoint.folder} was saved without checksums: its files are not verified")
+
+
+def _compare(start: Checkpoint, config: RunConfig, notify: Notify) -> None:
     """Refuse a checkpoint of another algorithm, or whose state has no place in the models; tell what has changed."""
     try:
         saved = read_recipe_of(start.folder)
@@ -118,8 +279,12 @@ def _compare(start: Checkpoint, config: RunConfig, say: Say) -> None:
         raise RunStoppedError(str(error)) from error
     if reason := cannot_resume(saved, config):
         raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}")
+    if start.step >= config.loop.max_num_steps:
+        key = f"{config.algorithm}.max_num_steps"
+        notify(f"already finished after step {start.step}, saved in {start.folder}; nothing was done ({key})")
+        return
     changes = [str(change) for change in changes_since(saved, config)]
-    say(
+    notify(
         f"resuming after step {start.step} from {start.folder}"
         + (f", with changes: {', '.join(changes)}" if changes else "")
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -33,6 +33,15 @@ class SkipGuard:
     empty: int = 0
     in_a_row: int = 0
     last_reason: str = ""
+
+    @classmethod
+    def accepts(cls, counters: Mapping[str, object]) -> bool:
+        """Whether the constructor takes these counters, which were read from a file."""
+        kinds = {name: type(value) for name, value in cls(limit=1).counters().items()}
+        return all(
+            type(value) is kinds.get(name) and (not isinstance(value, int) or value >= 0)
+            for name, value in counters.items()
+        )
 
     def counters(self) -> dict[str, int | str]:
         """What a run that goes on later gives the constructor besides `limit`."""

@@ -9,7 +9,7 @@ import torch
 
 from nemo_rl_mcore.algorithms.rewards import rows_with_signal
 from nemo_rl_mcore.algorithms.rollout import Rollout
-from nemo_rl_mcore.training.metrics import EXTREMA, combine_steps, neutral_value
+from nemo_rl_mcore.training.sums import EXTREMA, combine_steps, neutral_value
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 

@@ -10,7 +10,7 @@ from nemo_rl_mcore.config.algorithm import (
     RewardShapingConfig,
     RolloutConfig,
 )
-from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.base import ConfigError, Problem, hold_to
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig, WandbConfig
 from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
 from nemo_rl_mcore.config.generation import GenerationConfig
@@ -44,6 +44,7 @@ from nemo_rl_mcore.config.policy import (
     SequencePackingConfig,
     TokenizerConfig,
 )
+from nemo_rl_mcore.config.rules import policy_problems, run_problems
 from nemo_rl_mcore.config.run_models import ModelPlan, Role
 from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
 
@@ -94,3 +95,6 @@ __all__ = [
     "WandbConfig",
     "load_config",
 ]
+
+hold_to(PolicyConfig, policy_problems)
+hold_to(RunConfig, run_problems)

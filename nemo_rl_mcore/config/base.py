@@ -1,8 +1,8 @@
 """Strict frozen models, and problems that are collected instead of thrown one by one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Self, cast
+from typing import Annotated, Any, Self, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
@@ -51,7 +51,8 @@ class ConfigError(ValueError):
 class StrictModel(BaseModel):
     """A frozen section: unknown keys are errors, and nothing is coerced from one type into another.
 
-    A subclass states its cross-field rules in `problems`; they are raised together on construction.
+    A subclass states the rules between its own fields in `problems`, and is held to those of config/rules besides; they
+    are raised together on construction.
     """
 
     model_config = ConfigDict(
@@ -64,9 +65,24 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="after")
     def _refuse_problems(self, info: ValidationInfo) -> Self:
-        if info.context != DEFER and (problems := tuple(self.problems())):
+        if info.context != DEFER and (problems := tuple(_problems(self))):
             raise ConfigError(problems)
         return self
+
+
+_ABOVE: dict[type[StrictModel], Callable[[Any], Iterator[Problem]]] = {}
+
+
+def hold_to[Section: StrictModel](kind: type[Section], rules: Callable[[Section], Iterator[Problem]]) -> None:
+    """Hold every section of a class to rules that stand above it, besides its own."""
+    _ABOVE[kind] = rules
+
+
+def _problems(section: StrictModel) -> Iterator[Problem]:
+    yield from section.problems()
+    for kind in type(section).__mro__:
+        if kind in _ABOVE:
+            yield from _ABOVE[kind](section)
 
 
 DEFER = "collect problems afterwards"
@@ -75,7 +91,7 @@ DEFER = "collect problems afterwards"
 
 def collect_problems(section: StrictModel, prefix: str = "") -> Iterator[Problem]:
     """Yield the problems of a section and of the sections inside it, with full paths."""
-    for problem in section.problems():
+    for problem in _problems(section):
         yield problem.below(prefix)
     for name in type(section).model_fields:
         value = getattr(section, name)

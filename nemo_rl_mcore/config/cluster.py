@@ -1,8 +1,35 @@
 """Configurations of where a run happens and what it leaves behind: machines, logger, checkpoints."""
 
+import re
 from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from nemo_rl_mcore.config.base import NonNegativeInt, PositiveInt, Problem, StrictModel
+
+
+def _seconds(duration: str) -> float:
+    days, hours, minutes, seconds = map(int, duration.split(":"))
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def _checked(duration: object) -> object:
+    # YAML reads 1:00:00:00 as a number to the base of 60.
+    if (
+        not isinstance(duration, str)
+        or not re.fullmatch(r"\d+:\d+:\d+:\d+", duration)
+        or not _seconds(duration)
+    ):
+        raise ValueError(
+            f"{duration!r} is no time: days, hours, minutes and seconds, together more than none; write it as "
+            '"00:03:45:00", in quotes'
+        )
+    return duration
+
+
+Duration = Annotated[str, BeforeValidator(_checked)]
+"""Days, hours, minutes and seconds: "DD:HH:MM:SS"."""
 
 
 class ClusterConfig(StrictModel):
@@ -72,6 +99,10 @@ class CheckpointingConfig(StrictModel):
     """Checkpoints kept, the best ones and always the newest; null keeps all."""
     save_period: PositiveInt = 10
     """Steps between checkpoints; the last step is saved too."""
+    verify_checksums: bool = True
+    """Whether every file of a checkpoint is compared with its checksum before it is loaded: it is read twice (ours)."""
+    checkpoint_must_save_by: Duration | None = None
+    """Time since the start, "DD:HH:MM:SS", by which the run has ended with its last step saved; null: no limit."""
 
     @property
     def logged_metric(self) -> str | None:
@@ -81,8 +112,13 @@ class CheckpointingConfig(StrictModel):
         source, _, name = self.metric_name.partition(":")
         return f"{_METRIC_SOURCES.get(source, source)}/{name}"
 
+    @property
+    def must_save_by_s(self) -> float | None:
+        """Seconds of checkpoint_must_save_by."""
+        return None if self.checkpoint_must_save_by is None else _seconds(self.checkpoint_must_save_by)
+
     def problems(self) -> Iterator[Problem]:
-        """Yield a metric without its source, and a place to resume from that nothing reads."""
+        """Yield a metric without its source, and what is not read where nothing is saved."""
         source, _, name = (self.metric_name or "train:loss").partition(":")
         if source not in _METRIC_SOURCES or not name:
             yield Problem(
@@ -90,13 +126,18 @@ class CheckpointingConfig(StrictModel):
                 f"{self.metric_name!r} does not say where the metric comes from",
                 "write val: or train: before its name, such as val:accuracy",
             )
-        if not self.enabled and self.resume not in ("auto", "never"):
+        if self.enabled:
+            return
+        if self.resume not in ("auto", "never"):
             yield Problem(
                 "resume",
                 f"{self.resume!r} is not read with enabled: false",
                 "set enabled: true; or policy.init_checkpoint, to start from the weights alone",
                 ("enabled",),
             )
+        if self.checkpoint_must_save_by is not None:
+            what = f"{self.checkpoint_must_save_by!r} asks for a checkpoint with enabled: false"
+            yield Problem("checkpoint_must_save_by", what, "set enabled: true", ("enabled",))
 
 
 _METRIC_SOURCES = {"val": "validation", "train": "train"}

@@ -1,6 +1,7 @@
 """Configurations of the prompts and of the environment that scores the answers."""
 
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Annotated, Literal, cast
 
 from pydantic import Field, model_validator
@@ -8,6 +9,14 @@ from pydantic import Field, model_validator
 from nemo_rl_mcore.config.answers import AnswerConfig
 from nemo_rl_mcore.config.base import Float, PositiveInt, Problem, StrictModel
 from nemo_rl_mcore.config.imports import Arguments, ImportPath
+
+
+class RowKind(Enum):
+    """What an algorithm reads of a row."""
+
+    PROMPTS = "a prompt and the answer to score against"
+    ANSWERS = "an answer to imitate: prompt and answer, or a conversation"
+    PAIRS = "a prompt, a better answer and a worse one"
 
 
 class ValidationFileConfig(StrictModel):

@@ -53,11 +53,6 @@ class GenerationConfig(StrictModel):
     """When the engine and training disagree."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what the chosen engine cannot do."""
-        if self.backend == "embedded" and self.stop_strings is not None:
-            yield Problem(
-                "stop_strings",
-                "the embedded engine compares token ids, not text",
-                "set stop_strings: null and name the ids in stop_token_ids",
-                ("backend",),
-            )
+        """Yield a text that every response contains."""
+        if "" in (self.stop_strings or ()):
+            yield Problem("stop_strings", "an empty text would end every response at once", "leave it out")

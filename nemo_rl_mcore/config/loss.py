@@ -13,7 +13,7 @@ TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 DivergenceType = Literal["forward", "reverse", "mixed", "jsd"]
 
 
-class OwnLossConfig(StrictModel):
+class CustomLossConfig(StrictModel):
     """A loss whose place a class of one's own can take."""
 
     type: ImportPath | None = None
@@ -32,7 +32,7 @@ class OwnLossConfig(StrictModel):
             )
 
 
-class NLLLossConfig(OwnLossConfig):
+class NLLLossConfig(CustomLossConfig):
     """The negative log-likelihood loss has nothing to set."""
 
 
@@ -68,7 +68,7 @@ class DPOLossConfig(StrictModel):
             )
 
 
-class MseValueLossConfig(OwnLossConfig):
+class MseValueLossConfig(CustomLossConfig):
     """The critic's loss: half the squared error of its values."""
 
     scale: PositiveFloat = 1.0
@@ -77,7 +77,7 @@ class MseValueLossConfig(OwnLossConfig):
     """The loss is also taken with the values held this near to the old ones, and the larger one counts; null is off."""
 
 
-class ClippedPGLossConfig(OwnLossConfig):
+class ClippedPGLossConfig(CustomLossConfig):
     """The clipped policy-gradient loss: PPO, GRPO, GSPO, CISPO, dual clip, REINFORCE, corrections."""
 
     reference_policy_kl_penalty: NonNegativeFloat = 0.01
@@ -167,7 +167,8 @@ class ClippedPGLossConfig(OwnLossConfig):
             yield Problem(
                 "truncated_importance_sampling_type",
                 f"{kind} does nothing with use_importance_sampling_correction: false",
-                "set use_importance_sampling_correction: true, or truncated_importance_sampling_type: null",
+                "set use_importance_sampling_correction: true, or truncated_importance_sampling_type: null and no "
+                "bounds",
                 ("use_importance_sampling_correction",),
             )
         needed = ["truncated_importance_sampling_ratio"] if high is None else []
@@ -182,7 +183,7 @@ class ClippedPGLossConfig(OwnLossConfig):
             )
 
 
-class DistillationLossConfig(OwnLossConfig):
+class DistillationLossConfig(CustomLossConfig):
     """A divergence of the student from its teacher, alone or beside the policy gradient."""
 
     kl_type: DivergenceType = "forward"

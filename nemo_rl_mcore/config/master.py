@@ -1,6 +1,6 @@
 """The whole recipe of a run: what all runs have in common, and one class for each algorithm."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar, cast
 
 from pydantic import model_validator
@@ -12,25 +12,15 @@ from nemo_rl_mcore.config.algorithm import (
     PPOConfig,
     RolloutConfig,
 )
-from nemo_rl_mcore.config.base import PositiveInt, Problem, Seed, StrictModel
-from nemo_rl_mcore.config.checks import (
-    distillation_problems,
-    given_rows_problems,
-    grpo_problems,
-    ppo_problems,
-    rollout_problems,
-    run_problems,
-    sample_budget_problems,
-)
+from nemo_rl_mcore.config.base import PositiveInt, Seed, StrictModel
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig
-from nemo_rl_mcore.config.data import DataConfig, EnvConfig
-from nemo_rl_mcore.config.jsonl import RowKind
+from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
 from nemo_rl_mcore.config.loss import (
     ClippedPGLossConfig,
+    CustomLossConfig,
     DistillationLossConfig,
     MseValueLossConfig,
     NLLLossConfig,
-    OwnLossConfig,
 )
 from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
@@ -90,6 +80,11 @@ class RunConfig(StrictModel):
         return max(1, round(loop.num_prompts_per_step * loop.batch_multiplier))
 
     @property
+    def val_batches(self) -> int:
+        """Batches of given rows of which a validation takes the loss."""
+        return 0
+
+    @property
     def max_prompt_length(self) -> int:
         """Tokens of a prompt at most."""
         policy = self.policy
@@ -111,10 +106,10 @@ class RunConfig(StrictModel):
         return {key: path for key, path in named.items() if path is not None}
 
     @property
-    def losses(self) -> dict[str, OwnLossConfig]:
+    def losses(self) -> dict[str, CustomLossConfig]:
         """The losses whose place a class of the user's own can take, by the name of their section."""
         sections = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: loss for name, loss in sections.items() if isinstance(loss, OwnLossConfig)}
+        return {name: loss for name, loss in sections.items() if isinstance(loss, CustomLossConfig)}
 
     @property
     def needs_reference(self) -> bool:
@@ -156,10 +151,6 @@ class RunConfig(StrictModel):
             section["seed"] = inner
         return section
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield what does not go together between sections."""
-        yield from run_problems(self)
-
 
 class GRPOMasterConfig(RunConfig):
     """Everything a GRPO run depends on."""
@@ -175,12 +166,6 @@ class GRPOMasterConfig(RunConfig):
     def needs_reference(self) -> bool:
         """Whether there is a KL penalty."""
         return self.loss_fn.reference_policy_kl_penalty != 0
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield what does not go together between sections."""
-        yield from super().problems()
-        yield from rollout_problems(self, self.grpo)
-        yield from grpo_problems(self)
 
 
 class PPOMasterConfig(RunConfig):
@@ -206,12 +191,6 @@ class PPOMasterConfig(RunConfig):
     def needs_reference(self) -> bool:
         """Whether there is a KL penalty."""
         return self.loss_fn.reference_policy_kl_penalty != 0
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield what does not go together between sections."""
-        yield from super().problems()
-        yield from rollout_problems(self, self.ppo)
-        yield from ppo_problems(self)
 
 
 class DistillationMasterConfig(RunConfig):
@@ -246,12 +225,6 @@ class DistillationMasterConfig(RunConfig):
         """Whether the policy gradient beside the divergence has a KL penalty."""
         return self.loss_fn.rl_weight != 0 and self.loss_fn.rl.reference_policy_kl_penalty != 0
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield what does not go together between sections."""
-        yield from super().problems()
-        yield from rollout_problems(self, self.distillation)
-        yield from distillation_problems(self)
-
 
 class SFTMasterConfig(RunConfig):
     """Everything a supervised fine-tuning run depends on."""
@@ -269,14 +242,14 @@ class SFTMasterConfig(RunConfig):
         return False
 
     @property
+    def val_batches(self) -> int:
+        """Those of the loop."""
+        return self.sft.val_batches
+
+    @property
     def row_kind(self) -> RowKind:
         """The answers are imitated."""
         return RowKind.ANSWERS
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield what does not go together between sections."""
-        yield from super().problems()
-        yield from given_rows_problems(self, self.sft.val_batches)
 
 
 class DPOMasterConfig(RunConfig):
@@ -293,6 +266,11 @@ class DPOMasterConfig(RunConfig):
         return self.dpo.online
 
     @property
+    def val_batches(self) -> int:
+        """Those of the loop, where the pairs are given."""
+        return 0 if self.dpo.online else self.dpo.val_batches
+
+    @property
     def rows_per_sample(self) -> int:
         """A sample is a pair: the chosen answer and the rejected one."""
         return 2
@@ -306,12 +284,6 @@ class DPOMasterConfig(RunConfig):
     def needs_reference(self) -> bool:
         """DPO compares with the weights at the start."""
         return True
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield what does not go together between sections."""
-        yield from super().problems()
-        yield from given_rows_problems(self, 0 if self.dpo.online else self.dpo.val_batches)
-        yield from sample_budget_problems(self)
 
 
 RUN_CONFIGS: dict[str, type[RunConfig]] = {

@@ -163,8 +163,8 @@ class MegatronConfig(StrictModel):
     """Bytes that the logits of one chunk may take."""
     fused_linear_logprobs_cache_bytes: NonNegativeInt = 0
     """Bytes of logits that the forward pass may keep, so that the backward pass need not compute them again."""
-    process_group_timeout_s: PositiveFloat = 120.0
-    """Seconds after which a collective that hangs is an error."""
+    process_group_timeout_s: PositiveFloat = 600.0
+    """Seconds that ranks at work wait for one that is slower, or hangs; late starts, files and engines do not count."""
     optimizer: OptimizerConfig
     """The optimizer."""
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -222,8 +222,11 @@ class MegatronConfig(StrictModel):
             yield Problem(
                 "distributed_data_parallel_config.overlap_param_gather",
                 "true needs policy.megatron_cfg.optimizer.use_distributed_optimizer: true",
-                "set that, or overlap_param_gather: false",
-                ("optimizer.use_distributed_optimizer",),
+                # The sharded state of sgd cannot be saved.
+                "set overlap_param_gather: false"
+                if self.optimizer.optimizer == "sgd"
+                else "set that, or overlap_param_gather: false",
+                ("optimizer.use_distributed_optimizer", "optimizer.optimizer"),
             )
         if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
             yield Problem(

@@ -1,6 +1,6 @@
 """Configuration of the policy: model, tokenizer, batch sizes, Megatron, generation."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, ValidationInfo, model_validator
@@ -9,28 +9,19 @@ from nemo_rl_mcore.config.base import (
     DEFER,
     ConfigError,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
-    Problem,
     StrictModel,
 )
 from nemo_rl_mcore.config.batching import (
     DynamicBatchingConfig,
     SequencePackingConfig,
     TokenBudgets,
-    batching_problems,
-    token_budgets,
 )
 from nemo_rl_mcore.config.generation import GenerationConfig
-from nemo_rl_mcore.config.guardrails import fused_guardrails
-from nemo_rl_mcore.config.hf_config import missing_family
+from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.megatron import MegatronConfig
 from nemo_rl_mcore.config.model import ModelConfig
-from nemo_rl_mcore.config.parallel import cut_problems, training_problems
-from nemo_rl_mcore.config.pretrained import fill_from_model_name
-from nemo_rl_mcore.config.vllm import vllm_policy_problems
-
-CHAR_VOCABULARY = 32
-"""Tokens of the embedded character tokenizer."""
 
 
 def _refuse_fp16(value: object) -> object:
@@ -84,11 +75,33 @@ class PolicyConfig(StrictModel):
     """Microbatches sized by tokens."""
     generation: GenerationConfig
     """Engine and sampling."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds without progress after which the start of the ranks is an error (ours)."""
+    call_timeout_s: PositiveFloat = 600.0
+    """Seconds without progress (a microbatch, a token, a file) after which a call to the ranks is an error (ours)."""
 
     @property
     def token_budgets(self) -> TokenBudgets | None:
         """What sizes the microbatches, if it is tokens; None where they have a fixed number of rows."""
-        return token_budgets(self)
+        packed = self.sequence_packing.enabled
+        if not packed and not self.dynamic_batching.enabled:
+            return None
+        section = self.sequence_packing if packed else self.dynamic_batching
+        longest = self.max_total_sequence_length
+        return TokenBudgets(
+            section=f"policy.{'sequence_packing' if packed else 'dynamic_batching'}",
+            packed=packed,
+            train=section.train_mb_tokens or longest * self.train_micro_batch_size,
+            logprob=section.logprob_mb_tokens or longest * self.logprob_batch_size,
+            length_round=section.sequence_length_round,
+            train_by_rows=section.train_mb_tokens is None,
+        )
+
+    @property
+    def weights(self) -> str | None:
+        """The key that names the weights to start from, if there is one: the model's sizes are theirs."""
+        given = (key for key in ("model_name", "init_checkpoint") if getattr(self, key) is not None)
+        return next(given, None)
 
     @model_validator(mode="before")
     @classmethod
@@ -110,72 +123,3 @@ class PolicyConfig(StrictModel):
         if section.get("logprob_batch_size") is None and "train_micro_batch_size" in section:
             section["logprob_batch_size"] = section["train_micro_batch_size"]
         return section
-
-    def problems(self) -> Iterator[Problem]:
-        """Yield what does not go together inside the policy."""
-        for guardrail in fused_guardrails(self):
-            if not guardrail.ok:
-                yield guardrail.problem()
-        yield from self.problems_of_any_model()
-        yield from training_problems(self.model, self.megatron_cfg)
-        yield from batching_problems(self)
-        yield from self._stop_problems()
-        yield from self._copy_problems()
-        if self.generation.backend == "vllm":
-            yield from vllm_policy_problems(self)
-
-    def problems_of_any_model(self) -> Iterator[Problem]:
-        """Yield what stops a model that is neither trained nor asked for answers, too."""
-        weights = [key for key in ("model_name", "init_checkpoint") if getattr(self, key) is not None]
-        yield from cut_problems(self.model, self.megatron_cfg, weights=weights[0] if weights else None)
-        yield from self._weight_problems()
-        yield from self._length_problems()
-
-    def _weight_problems(self) -> Iterator[Problem]:
-        if self.model_name is not None and (reason := missing_family(self.model)):
-            yield Problem("model_name", f"{self.model_name!r}: {reason}", "change policy.model", ("model",))
-        if self.tokenizer.name == "char" and self.model.vocab_size < CHAR_VOCABULARY:
-            yield Problem(
-                "model.vocab_size",
-                f"{self.model.vocab_size} is below the {CHAR_VOCABULARY} tokens of tokenizer.name: char",
-                f"set vocab_size: {CHAR_VOCABULARY}",
-                ("tokenizer.name",),
-            )
-
-    def _stop_problems(self) -> Iterator[Problem]:
-        vocabulary = self.model.vocab_size
-        foreign = [stop for stop in self.generation.stop_token_ids or () if not 0 <= stop < vocabulary]
-        if foreign:
-            yield Problem(
-                "generation.stop_token_ids",
-                f"{foreign} is outside 0 to {vocabulary - 1}, the ids of policy.model.vocab_size: {vocabulary}",
-                "remove them, or raise vocab_size",
-                ("model.vocab_size",),
-            )
-
-    def _length_problems(self) -> Iterator[Problem]:
-        longest, positions = self.max_total_sequence_length, self.model.max_position_embeddings
-        if longest > positions:
-            yield Problem(
-                "max_total_sequence_length",
-                f"{longest} is above policy.model.max_position_embeddings: {positions}",
-                "lower the one or raise the other",
-                ("model.max_position_embeddings",),
-            )
-
-    def _copy_problems(self) -> Iterator[Problem]:
-        megatron, optimizer = self.megatron_cfg, self.megatron_cfg.optimizer
-        in_bf16 = self.precision == "bfloat16"
-        copies = (
-            ("megatron_cfg.pipeline_dtype", megatron.pipeline_dtype, "precision", self.precision),
-            ("megatron_cfg.optimizer.bf16", optimizer.bf16, "precision", in_bf16),
-            ("megatron_cfg.optimizer.clip_grad", optimizer.clip_grad, "max_grad_norm", self.max_grad_norm),
-        )
-        for key, copy, source, value in copies:
-            if copy is not None and copy != value:
-                yield Problem(
-                    key,
-                    f"{str(copy).lower()} contradicts policy.{source}: {getattr(self, source)}",
-                    f"remove it, or set it to {str(value).lower()}",
-                    (source,),
-                )

@@ -68,7 +68,8 @@ def nearest_path(path: str, kind: Kind = GRPOMasterConfig) -> str | None:
     elsewhere = [known for known in fields(kind) if known.rpartition(".")[2] == key]
     if elsewhere:
         return min(elsewhere, key=lambda known: -_shared(known, path))
-    similar = difflib.get_close_matches(path, fields(kind), n=1, cutoff=0.85)
+    others = [known for known in fields(kind) if not path.startswith(f"{known}.")]
+    similar = difflib.get_close_matches(path, others, n=1, cutoff=0.85)
     return similar[0] if similar else None
 
 

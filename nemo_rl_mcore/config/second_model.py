@@ -86,26 +86,3 @@ class TeacherConfig(StrictModel):
                 "set one of model_name, init_checkpoint and warm_start",
                 ("model_name", "warm_start"),
             )
-
-    def problems_beside(self, policy: PolicyConfig) -> Iterator[Problem]:
-        """Yield what does not go with the policy; paths are those of the recipe."""
-        if self.model is not None and self.model.vocab_size != policy.model.vocab_size:
-            yield Problem(
-                "teacher.model.vocab_size",
-                f"{self.model.vocab_size} is not policy.model.vocab_size: {policy.model.vocab_size}",
-                "teacher and student name the same tokens; make the two equal",
-                ("policy.model.vocab_size",),
-            )
-        ddp = policy.megatron_cfg.distributed_data_parallel_config
-        if ddp.overlap_param_gather:
-            yield Problem(
-                "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather",
-                "true does not go with distillation, which reads the output weight itself",
-                "set it to false",
-            )
-        if policy.sequence_packing.enabled:
-            yield Problem(
-                "policy.sequence_packing.enabled",
-                "true does not go with distillation: what the teacher says is laid out sample by sample",
-                "set it to false; policy.dynamic_batching also sizes microbatches by tokens",
-            )

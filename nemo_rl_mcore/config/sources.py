@@ -86,17 +86,20 @@ def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Itera
     lines: dict[str, str] = {}
     for path in files:
         node = yaml.SafeLoader(path.read_text(encoding="utf-8")).get_single_node()
-        lines |= {key: f"{path}:{line}" for key, line in _lines(node, "")}
+        for key, line, is_section in _lines(node, ""):
+            if not is_section:  # what files before say of a section that is null now
+                lines = {other: place for other, place in lines.items() if not other.startswith(f"{key}.")}
+            lines[key] = f"{path}:{line}"
     lines |= {section: _ORIGIN for path in overridden for section in accumulate(path.split("."), join_path)}
     return [Problem(p.path, p.what, p.remedy, p.related, p.where or lines.get(p.path, "")) for p in problems]
 
 
-def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, bool]]:
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
         path = join_path(prefix, str(key.value))
-        yield path, key.start_mark.line + 1
+        yield path, key.start_mark.line + 1, isinstance(value, yaml.MappingNode)
         yield from _lines(value, path)
 
 
@@ -119,7 +122,14 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[st
             override = parser.parse_override(text)
         except HydraException as error:
             reason = str(error).splitlines()[0]
-            problems.append(Problem(text, f"is not an override ({reason})", "write key=value", where=_ORIGIN))
+            problems.append(
+                Problem(
+                    text,
+                    f"is not an override ({reason})",
+                    "write key=value, without spaces around =",
+                    where=_ORIGIN,
+                )
+            )
             continue
         paths += _paths({override.key_or_group: override.value()}, "")
         problem = _apply(tree, override, kind)

@@ -233,7 +233,10 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "data.train.dataset_name": _only(*_ROW_FORMATS, remedy=_OWN_FILE),
     "data.train.seed": _UNREAD,  # a hash of the prompt says which rows are held out
     "data.validation.dataset_name": _only(*_ROW_FORMATS, remedy=_OWN_FILE),
-    "data.default": _only(None, remedy="remove it; prompts need no prompt file or processor"),
+    "data.default": _only(
+        None,
+        remedy="remove it, and write what its prompt files say into the rows: a prompt is shown as its row has it",
+    ),
     "data.prompt_file": _only(None, remedy=_REMOVE_NULL),
     "data.system_prompt_file": _only(None, remedy=_REMOVE_NULL),
     "data.shuffle": _only(True, remedy="set it to true; prompts are drawn at random"),
@@ -243,9 +246,6 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "env.math.num_workers": _UNREAD,  # answers are scored where the loop runs
     "env.math.math_verify_impl": _only("hf_math_verify", remedy="set it to hf_math_verify"),
     # checkpointing
-    "checkpointing.checkpoint_must_save_by": _only(
-        None, remedy="set it to null; checkpoints follow checkpointing.save_period"
-    ),
     "checkpointing.model_save_format": _UNREAD,  # of another backend; `nemo-rl-mcore export` writes safetensors
     "checkpointing.save_consolidated": _UNREAD,
     "checkpointing.save_optimizer": _only(True, remedy="set it to true; a run resumes with its optimizer"),

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_mcore.config.base import DEFER, Problem, collect_problems
+from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.master import RunConfig, kind_of
-from nemo_rl_mcore.config.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.schema import (
     Kind,
     allowed,

@@ -127,7 +127,7 @@ class BatchedDataDict(dict[str, Any]):
             for shard in range(shards)
         ]
 
-    def deal(self, shards: int, rows_per_sample: int = 1) -> list[Self]:
+    def split(self, shards: int, rows_per_sample: int = 1) -> list[Self]:
         """Split the samples into `shards` batches, in order, whose sizes differ by at most one; some may be empty.
 
         Raises ValueError when the rows are no whole number of samples.

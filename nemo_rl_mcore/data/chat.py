@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nemo_rl_mcore.config.jsonl import Message
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.token_rows import TokenRow
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 

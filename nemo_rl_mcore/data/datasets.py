@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from nemo_rl_mcore.config.jsonl import Message
+from nemo_rl_mcore.data.messages import Message
 
 PROMPT_END = ">"
 _HELD_OUT_ONE_IN = 10

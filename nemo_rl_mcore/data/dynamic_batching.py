@@ -22,8 +22,8 @@ class DynamicRows:
     rows_per_sample: int = 1
 
     def groups(self, data: BatchedDataDict) -> Groups:
-        """See `Cut.groups`."""
-        lengths = self.budget.row_lengths(data)
+        """See `BatchingStrategy.groups`."""
+        lengths: list[int] = data["input_lengths"].tolist()
         groups: Groups = []
         columns = 0
         longest = {
@@ -38,7 +38,7 @@ class DynamicRows:
         return groups
 
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
-        """See `Cut.build`."""
+        """See `BatchingStrategy.build`."""
         return [self._microbatch(data, group) for group in groups]
 
     def _microbatch(self, data: BatchedDataDict, group: list[int]) -> Microbatch:

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, cast
 
-from nemo_rl_mcore.config.hub import local_folder
+from nemo_rl_mcore.config.hf.hub import local_folder
+from nemo_rl_mcore.data.weight_files import read_weight_map
 
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 # Copies of the weights in other formats.
@@ -47,9 +46,5 @@ def _not_here(name: str, reason: str) -> ValueError:
 def _is_complete(snapshot: Path) -> bool:
     """Whether the snapshot holds a config and every file of the weights."""
     index = snapshot / "model.safetensors.index.json"
-    if index.is_file():
-        file_of: dict[str, Any] = json.loads(index.read_bytes())["weight_map"]
-        weights = {cast("str", file) for file in file_of.values()}
-    else:
-        weights = {"model.safetensors"}
+    weights = {*read_weight_map(index).values()} if index.is_file() else {"model.safetensors"}
     return all((snapshot / file).is_file() for file in ("config.json", *weights))

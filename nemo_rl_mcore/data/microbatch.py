@@ -41,11 +41,14 @@ class Microbatch:
         return ()
 
     def to_model(self, values_BS: Tensor) -> Tensor:
-        """Lay values of the tokens out as the model takes the tokens."""
+        """Lay values [B, S, ...] of the rows' positions out as the model takes the tokens.
+
+        What belongs to a position's next token is shifted before: a layout may put another sample's token next.
+        """
         return values_BS
 
     def from_model(self, values: Tensor) -> Tensor:
-        """Lay values that the model gives out as `rows` are: [B, S], 0 where no token is."""
+        """Lay values that the model gives out as `rows` are: [B, S, ...], 0 where no token is."""
         return values
 
     def to(self, device: torch.device) -> Self:
@@ -53,8 +56,8 @@ class Microbatch:
         return replace(self, rows=self.rows.to(device), places=self.places.to(device))
 
 
-class Cut(Protocol):
-    """A way to cut a batch: which rows go together, and how they are laid out. No cut parts a sample."""
+class BatchingStrategy(Protocol):
+    """How a batch becomes microbatches: which rows go together, and how they are laid out; no sample is parted."""
 
     def groups(self, data: BatchedDataDict) -> Groups:
         """Return the rows of each microbatch; every row is in exactly one."""
@@ -77,7 +80,7 @@ class FixedRows:
     rows_per_sample: int = 1
 
     def groups(self, data: BatchedDataDict) -> Groups:
-        """See `Cut.groups`. Raises ValueError when a microbatch has fewer rows than a sample."""
+        """See `BatchingStrategy.groups`. Raises ValueError when a microbatch has fewer rows than a sample."""
         if self.row_count < self.rows_per_sample:
             raise ValueError(
                 f"a microbatch of {self.row_count} rows has no room for a sample of {self.rows_per_sample}"
@@ -90,7 +93,7 @@ class FixedRows:
         return groups
 
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
-        """See `Cut.build`."""
+        """See `BatchingStrategy.build`."""
         columns = round_up(data["input_ids"].shape[1], self.column_multiple)
         return [
             Microbatch(take_rows(data, group, self.row_count, columns), torch.tensor(group, dtype=torch.long))

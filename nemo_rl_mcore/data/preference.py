@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nemo_rl_mcore.config.jsonl import Message
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.chat import conversation_row
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.token_rows import TokenRow, plain_row, rows_as_batch
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 

@@ -71,15 +71,18 @@ class PackedMicrobatch(Microbatch):
         return (0, *ends, *padding)
 
     def to_model(self, values_BS: Tensor) -> Tensor:
-        """[B, S] to [1, L], 0 on the padding."""
-        packed = values_BS.flatten().index_select(0, self.sources)
-        return pad(packed, (0, self.columns - len(self.sources))).unsqueeze(0)
+        """[B, S, ...] to [1, L, ...], 0 on the padding."""
+        packed = values_BS.flatten(0, 1).index_select(0, self.sources)
+        behind = (0, 0) * (packed.ndim - 1) + (0, self.columns - len(self.sources))
+        return pad(packed, behind).unsqueeze(0)
 
     def from_model(self, values: Tensor) -> Tensor:
-        """[1, L] to [B, S], 0 where no token is; gradients flow back."""
+        """[1, L, ...] to [B, S, ...], 0 where no token is; gradients flow back."""
         rows, columns = self.rows["input_ids"].shape
-        flat = values.new_zeros(rows * columns)
-        return flat.index_copy(0, self.sources, values[0, : len(self.sources)]).view(rows, columns)
+        flat = values.new_zeros(rows * columns, *values.shape[2:])
+        return flat.index_copy(0, self.sources, values[0, : len(self.sources)]).view(
+            rows, columns, *values.shape[2:]
+        )
 
     def to(self, device: torch.device) -> Self:
         """Return the microbatch on a device."""
@@ -99,15 +102,15 @@ class PackedRows:
     rows_per_sample: int = 1
 
     def groups(self, data: BatchedDataDict) -> Groups:
-        """See `Cut.groups`."""
-        lengths = self.budget.row_lengths(data)
+        """See `BatchingStrategy.groups`."""
+        lengths: list[int] = data["input_lengths"].tolist()
         samples = data.samples(self.rows_per_sample)
         tokens = [sum(lengths[row] for row in sample) for sample in samples]
         bins = first_fit_decreasing(tokens, max(self.budget.tokens, *tokens, 0))
         return [[row for sample in packed for row in samples[sample]] for packed in bins]
 
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
-        """See `Cut.build`."""
+        """See `BatchingStrategy.build`."""
         # An empty group is a sample of filling, for losses to have something to read.
         filling = (0,) * self.rows_per_sample
         lengths = [tuple(data["input_lengths"][group].tolist()) or filling for group in groups]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import cast
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError
-from nemo_rl_mcore.config.imports import build
-from nemo_rl_mcore.config.jsonl import Example, RowKind, read_examples
+from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.custom_code import build, custom_code
 from nemo_rl_mcore.data.answers import answer_row
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt, PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
+from nemo_rl_mcore.data.jsonl import Example, read_examples
 from nemo_rl_mcore.data.preference import (
     GivenPairs,
     PreferenceSource,
@@ -23,6 +25,7 @@ from nemo_rl_mcore.data.preference import (
     pair_rows,
 )
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.errors import CustomCodeError
 
 
 def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
@@ -55,34 +58,62 @@ def _open_class(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     assert path is not None
     arguments = {"seed": config.seed, **(config.data.args or {})}
     source = cast("PromptSource", build(path, key, arguments, needs=("train_batch", "validation")))
-    return _OwnSource(source, f"{key}: {path}", tokenizer if config.data.apply_chat_template else None)
+    return _OwnSource(source, f"{key}: {path}", _Limits(config, tokenizer))
 
 
 @dataclass(frozen=True)
 class _OwnSource:
-    """A class of the user's own, held to what a `PromptSource` promises; with a tokenizer, its template is applied."""
+    """A class of the user's own, held to what a `PromptSource` promises, and its prompts to the limits of a row."""
 
     source: PromptSource
     name: str
-    tokenizer: Tokenizer | None
+    limits: _Limits
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
         """See `PromptSource.train_batch`."""
-        return self._checked(self.source.train_batch(step, count), f"train_batch({step}, {count})", count)
+        call = f"train_batch({step}, {count})"
+        with custom_code(f"{self.name}: {call}"):
+            given = list(self.source.train_batch(step, count))
+        return self._checked(given, call, count, sampled=self.limits.config.row_kind is RowKind.PROMPTS)
 
     def validation(self, count: int) -> list[Prompt]:
         """See `PromptSource.validation`."""
-        return self._checked(self.source.validation(count), f"validation({count})", count)
+        call = f"validation({count})"
+        with custom_code(f"{self.name}: {call}"):
+            given = list(self.source.validation(count))
+        return self._checked(given, call, count, sampled=True)
 
-    def _checked(self, prompts: Sequence[Prompt], call: str, count: int) -> list[Prompt]:
-        different = len({prompt.index for prompt in prompts})
-        if len(prompts) != count or different != count:
-            raise ValueError(
-                f"{self.name}: {call} gave {len(prompts)} prompts with {different} different indices, not {count}"
+    def _checked(self, prompts: Sequence[object], call: str, count: int, *, sampled: bool) -> list[Prompt]:
+        whole = [self._prompt(prompt, call) for prompt in prompts]
+        different = len({prompt.index for prompt in whole})
+        if len(whole) != count or different != count:
+            raise CustomCodeError(
+                f"{self.name}: {call} gave {len(whole)} prompts with {different} different indices, not {count}"
             )
-        if self.tokenizer is None:
-            return list(prompts)
-        return [with_template(prompt, self.tokenizer) for prompt in prompts]
+        return [self._fitting(prompt, call, sampled=sampled) for prompt in whole]
+
+    def _prompt(self, given: object, call: str) -> Prompt:
+        if not isinstance(given, Prompt):
+            raise CustomCodeError(
+                f"{self.name}: {call} gave a {type(given).__name__} for a Prompt: {given!r:.80}"
+            )
+        for name, kind in (("index", Integral), ("text", str), ("answer", str)):
+            if not isinstance(value := getattr(given, name), kind):
+                raise CustomCodeError(
+                    f"{self.name}: {call} gave a Prompt whose {name} is {value!r:.80}, no {kind.__name__}"
+                )
+        return given
+
+    def _fitting(self, prompt: Prompt, call: str, *, sampled: bool) -> Prompt:
+        where = f"{self.name}: {call}: prompt {prompt.index}"
+        try:
+            prompt = self.limits.rendered(prompt)
+            excess = self.limits.excess(prompt, sampled=sampled)
+        except ValueError as error:
+            raise CustomCodeError(f"{where}: {error}") from error
+        if excess is not None:
+            raise CustomCodeError(f"{where}: {excess}")
+        return prompt
 
 
 def _open_files(config: RunConfig, tokenizer: Tokenizer) -> EpochSource:
@@ -115,7 +146,7 @@ class _Limits:
         for example in examples:
             try:
                 prompt = self._prompt(example)
-                excess = self._excess(prompt, sampled=sampled)
+                excess = self.excess(prompt, sampled=sampled)
             except ValueError as error:
                 raise ValueError(f"{example.place}: {error}") from error
             if excess is None:
@@ -135,9 +166,13 @@ class _Limits:
             example.imitate_all,
             example.place,
         )
+        return self.rendered(prompt)
+
+    def rendered(self, prompt: Prompt) -> Prompt:
+        """The prompt in the chat template, where one is asked for."""
         return with_template(prompt, self.tokenizer) if self.config.data.apply_chat_template else prompt
 
-    def _excess(self, prompt: Prompt, *, sampled: bool) -> str | None:
+    def excess(self, prompt: Prompt, *, sampled: bool) -> str | None:
         """What is too long, and the key to raise; None where the row fits."""
         longest_prompt, longest = self.config.max_prompt_length, self.config.policy.max_total_sequence_length
         if sampled and (length := len(self.tokenizer.encode(prompt.text))) > longest_prompt:

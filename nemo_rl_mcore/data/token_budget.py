@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Groups, round_up
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """A number of tokens, and the configuration key that says it.
+    """A number of tokens; `data.validation` has refused rows that are longer.
 
     length_round: padded lengths are rounded up to a multiple of this where the budget has room, so that few different
         shapes occur.
@@ -21,7 +19,6 @@ class TokenBudget:
     """
 
     tokens: int
-    key: str
     length_round: int = 1
     column_multiple: int = 1
 
@@ -34,35 +31,6 @@ class TokenBudget:
         rounded = min(round_up(max(length, 1), self.length_round), max(limit, length))
         return round_up(rounded, self.column_multiple)
 
-    def row_lengths(self, data: BatchedDataDict) -> list[int]:
-        """Return how many tokens each row has.
-
-        Raises ValueError when a row has more than the budget or than the batch has columns, and when tokens count that
-        stand behind a row's length: they would be cut off.
-        """
-        if "input_lengths" not in data:
-            raise ValueError(
-                f"the batch has no 'input_lengths', which {self.key} needs; it has {sorted(data)}"
-            )
-        columns = data["input_ids"].shape[1]
-        lengths: list[int] = data["input_lengths"].tolist()
-        if wrong := [length for length in lengths if not 0 <= length <= columns]:
-            raise ValueError(f"input_lengths {wrong} are outside 0 to {columns}, the columns of input_ids")
-        if longer := [length for length in lengths if length > self.tokens]:
-            raise ValueError(f"rows of {longer} tokens are longer than {self.key}: {self.tokens}")
-        self._require_mask_within(data, columns)
-        return lengths
-
-    def _require_mask_within(self, data: BatchedDataDict, columns: int) -> None:
-        if "token_mask" not in data:
-            return
-        behind = torch.arange(columns) >= data["input_lengths"].unsqueeze(1)
-        rows = (behind & data["token_mask"].bool()).any(dim=1).nonzero().flatten()
-        if len(rows):
-            raise ValueError(
-                f"token_mask marks tokens behind input_lengths in rows {rows.tolist()}; {self.key} cuts them off"
-            )
-
 
 def balanced(lengths: Sequence[int], shards: int) -> Groups:
     """Return the samples of each shard: about equally many tokens, and as many samples but for one.
@@ -71,18 +39,18 @@ def balanced(lengths: Sequence[int], shards: int) -> Groups:
     """
     least, more = divmod(len(lengths), shards)
     room = [least + (shard < more) for shard in range(shards)]
-    dealt: Groups = [[] for _ in room]
+    shares: Groups = [[] for _ in room]
     tokens = [0] * shards
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
-        open_shards = (shard for shard in range(shards) if len(dealt[shard]) < room[shard])
+        open_shards = (shard for shard in range(shards) if len(shares[shard]) < room[shard])
         emptiest = min(open_shards, key=lambda shard: tokens[shard])
-        dealt[emptiest].append(sample)
+        shares[emptiest].append(sample)
         tokens[emptiest] += lengths[sample]
-    return dealt
+    return shares
 
 
-def deal_balanced(data: BatchedDataDict, shards: int, rows_per_sample: int = 1) -> list[BatchedDataDict]:
-    """As `BatchedDataDict.deal`, but so that the shards hold about equally many tokens."""
+def split_balanced(data: BatchedDataDict, shards: int, rows_per_sample: int = 1) -> list[BatchedDataDict]:
+    """As `BatchedDataDict.split`, but so that the shards hold about equally many tokens."""
     samples, lengths = data.samples(rows_per_sample), data["input_lengths"].tolist()
-    dealt = balanced([sum(lengths[row] for row in sample) for sample in samples], shards)
-    return [data.select_indices([row for sample in shard for row in samples[sample]]) for shard in dealt]
+    shares = balanced([sum(lengths[row] for row in sample) for sample in samples], shards)
+    return [data.select_indices([row for sample in shard for row in samples[sample]]) for shard in shares]

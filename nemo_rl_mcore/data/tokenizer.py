@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from nemo_rl_mcore.config.hub import local_folder
-from nemo_rl_mcore.config.jsonl import Message
+from nemo_rl_mcore.config.hf.hub import local_folder
+from nemo_rl_mcore.data.messages import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +52,10 @@ class Tokenizer(Protocol):
 
         A pad token that the model sampled inside its answer is not padding: it stays visible.
         """
+        ...
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Text of all ids, special tokens and padding spelt out."""
         ...
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
@@ -111,7 +115,11 @@ class CharTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Exactly one character per token, see `Tokenizer.decode`."""
-        return self._tokenizer.decode(strip_response(ids, self.pad_token_id, self.eos_token_id))
+        return self.text_of(strip_response(ids, self.pad_token_id, self.eos_token_id))
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.text_of`."""
+        return self._tokenizer.decode(ids)
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """See `Tokenizer.render_chat`; there is no template."""
@@ -152,8 +160,11 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer.decode`; special tokens inside the response stay visible."""
-        kept = strip_response(ids, self.pad_token_id, self.eos_token_id)
-        text = self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.text_of(strip_response(ids, self.pad_token_id, self.eos_token_id))
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer.text_of`."""
+        text = self._tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 
@@ -28,19 +29,19 @@ class BatchCheck:
     that share a shard refuse alike; a data-parallel peer, with other rows, may see nothing wrong.
 
     vocab_size, positions: of the model.
-    budgets: the section of the token budgets that need the rows' lengths, if there is one.
+    budgets: what microbatches are sized by, and a row must fit; None for a fixed number of rows.
     layers: what of the model needs them in training, if there is anything.
     """
 
     vocab_size: int
     positions: int
-    budgets: str | None = None
+    budgets: TokenBudgets | None = None
     layers: str | None = None
 
     @classmethod
     def of(cls, policy: PolicyConfig) -> Self:
         """The check of a policy, critic or teacher."""
-        model, budgets = policy.model, policy.token_budgets
+        model = policy.model
         layers = {
             "the load-balancing loss of experts": model.load_balancing_loss,
             "the bias of experts": model.moe_router_enable_expert_bias,
@@ -49,14 +50,16 @@ class BatchCheck:
         return cls(
             model.vocab_size,
             model.max_position_embeddings,
-            None if budgets is None else budgets.section,
+            policy.token_budgets,
             next((name for name, present in layers.items() if present), None),
         )
 
     def reading(self, data: BatchedDataDict, *, k: int | None = None) -> None:
         """A pass that says something of every token; `k` is how many choices are asked for."""
         found = _Findings(data)
-        self._inputs(found, "a pass without a loss")
+        lengths_B = self._inputs(found, "a pass without a loss")
+        if self.budgets is not None and lengths_B is not None:
+            self._budget(found, lengths_B, "logprob_mb_tokens", self.budgets.logprob)
         if k is not None and not 1 <= k <= self.vocab_size:
             found.problems.append(f"k: {k}; allowed: 1 to {self.vocab_size} (model.vocab_size)")
         found.refuse()
@@ -79,8 +82,12 @@ class BatchCheck:
     ) -> None:
         """Whole samples for a loss that reads these columns."""
         found = _Findings(data)
-        self._inputs(found, self.budgets or (None if eval_mode else self.layers))
+        in_layers = None if eval_mode else self.layers
+        lengths_B = self._inputs(found, in_layers if self.budgets is None else self.budgets.section)
         tokens_BS = found.mask("token_mask", "BS")
+        if self.budgets is not None and lengths_B is not None:
+            tokens = self.budgets.of_training(rows_per_sample)
+            self._budget(found, lengths_B, "train_mb_tokens", tokens, tokens_BS)
         samples_B = found.mask("sample_mask", "B")
         if data.size % rows_per_sample:
             found.problems.append(f"{data.size} rows; allowed: whole samples of {rows_per_sample} rows")
@@ -92,7 +99,8 @@ class BatchCheck:
             self._column(found, column, counts)
         found.refuse()
 
-    def _inputs(self, found: _Findings, lengths_needed_by: str | None, *, shortest: int = 0) -> None:
+    def _inputs(self, found: _Findings, lengths_needed_by: str | None, *, shortest: int = 0) -> Tensor | None:
+        """Returns the lengths, if they are there."""
         ids_BS = found.tensor("input_ids", "every pass", "BS")
         if ids_BS is not None and ids_BS.dtype not in (torch.int64, torch.int32):
             found.wrong_dtype("input_ids", ids_BS, "int64")
@@ -101,19 +109,36 @@ class BatchCheck:
             found.values("input_ids", ids_BS, self._outside(ids_BS), self._vocabulary)
         columns = self.positions if ids_BS is None else ids_BS.shape[1]
         if lengths_needed_by is not None or "input_lengths" in found.data:
-            self._lengths(found, lengths_needed_by or "nothing", shortest, columns)
-        elif columns > self.positions:
+            return self._lengths(found, lengths_needed_by or "nothing", shortest, columns)
+        if columns > self.positions:
             found.problems.append(
                 f"input_ids: {columns} columns without input_lengths; allowed: {self._longest}"
             )
+        return None
 
-    def _lengths(self, found: _Findings, needed_by: str, shortest: int, columns: int) -> None:
+    def _lengths(self, found: _Findings, needed_by: str, shortest: int, columns: int) -> Tensor | None:
         lengths_B = found.tensor("input_lengths", needed_by, "B")
         if lengths_B is not None:
             inside = (lengths_B >= shortest) & (lengths_B <= columns)
             allowed = f"{shortest} to {columns}, the columns of input_ids"
             found.values("input_lengths", lengths_B, ~inside, allowed)
             found.values("input_lengths", lengths_B, lengths_B > self.positions, self._longest)
+        return lengths_B
+
+    def _budget(
+        self, found: _Findings, lengths_B: Tensor, key: str, tokens: int, mask_BS: Tensor | None = None
+    ) -> None:
+        """Note rows that no microbatch has room for, and tokens that count behind the lengths: they are cut off."""
+        assert self.budgets is not None
+        name = f"{self.budgets.section}.{key}: {tokens}"
+        found.values(
+            "input_lengths", lengths_B, lengths_B > tokens, f"rows of at most {tokens} tokens ({name})"
+        )
+        if mask_BS is not None:
+            behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.unsqueeze(1)
+            found.values(
+                "token_mask", mask_BS, behind_BS & (mask_BS != 0), f"0 behind input_lengths ({name})"
+            )
 
     @property
     def _vocabulary(self) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nemo_rl_mcore.config.data_files import scored_examples
-from nemo_rl_mcore.config.jsonl import RowKind
+from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.config.warm_start import recipes_run_first
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.environments.registry import math_environment
+from nemo_rl_mcore.preflight.data_files import scored_examples
+from nemo_rl_mcore.preflight.warm_start import recipes_run_first
 
 
 def require_golds(config: RunConfig, source: PromptSource) -> None:

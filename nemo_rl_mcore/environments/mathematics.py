@@ -10,7 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_mcore.config.answer_kinds import (
+from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
+from nemo_rl_mcore.config.base import ConfigError
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.preflight.answer_kinds import (
     as_quantity,
     as_words,
     bare,
@@ -20,10 +24,6 @@ from nemo_rl_mcore.config.answer_kinds import (
     is_plain_number,
     wrong_answer,
 )
-from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
-from nemo_rl_mcore.config.base import ConfigError
-from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.errors import RunStoppedError
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from typing import cast
 
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.config.data import MathEnvConfig
-from nemo_rl_mcore.config.imports import build
+from nemo_rl_mcore.custom_code import build, custom_code
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment
 from nemo_rl_mcore.environments.mathematics import MathEnvironment
+from nemo_rl_mcore.errors import CustomCodeError
 from nemo_rl_mcore.interfaces import EnvironmentInterface
 
 
@@ -41,13 +42,20 @@ class _OwnEnvironment:
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
-        """See `EnvironmentInterface.score`; ValueError when the scores are not one finite number a response."""
-        scores = [float(score) for score in self.environment.score(prompts, responses, finished)]
-        if len(scores) != len(responses):
-            raise ValueError(
-                f"env.custom.type: {self.path} gave {len(scores)} scores of {len(responses)} responses"
-            )
-        for prompt, score in zip(prompts, scores, strict=True):
-            if not math.isfinite(score):
-                raise ValueError(f"env.custom.type: {self.path} scored {score} for prompt {prompt.index}")
-        return scores
+        """See `EnvironmentInterface.score`; CustomCodeError when the scores are not one finite number a response."""
+        name = f"env.custom.type: {self.path}"
+        with custom_code(f"{name}.score"):
+            given = list(self.environment.score(prompts, responses, finished))
+        if len(given) != len(responses):
+            raise CustomCodeError(f"{name} gave {len(given)} scores of {len(responses)} responses")
+        return [_reward(score, prompt, name) for score, prompt in zip(given, prompts, strict=True)]
+
+
+def _reward(score: object, prompt: Prompt, name: str) -> float:
+    try:
+        reward = float(cast("float", score))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CustomCodeError(f"{name} scored {score!r:.80} for prompt {prompt.index}: no number") from error
+    if not math.isfinite(reward):
+        raise CustomCodeError(f"{name} scored {reward} for prompt {prompt.index}")
+    return reward

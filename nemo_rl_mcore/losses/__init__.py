@@ -14,10 +14,10 @@ from nemo_rl_mcore.losses.base import (
     ValueOutputs,
 )
 from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
+from nemo_rl_mcore.losses.custom import check_losses, make_loss
 from nemo_rl_mcore.losses.distillation import DistillationLossFn
 from nemo_rl_mcore.losses.dpo import DPOLossFn
 from nemo_rl_mcore.losses.nll import NLLLossFn
-from nemo_rl_mcore.losses.own import check_losses, make_loss
 from nemo_rl_mcore.losses.value import MseValueLossFn
 
 __all__ = [

@@ -128,11 +128,6 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return (torch.where(mask != 0, values, 0.0) * mask).sum(dim=dim)
 
 
-def masked_mean(values: Tensor, mask: Tensor, count: Count) -> Tensor:
-    """Return `sum(values * mask) / (count + 1e-8)`."""
-    return masked_sum(values, mask) / (count + EPSILON)
-
-
 @dataclass(frozen=True)
 class Masks:
     """The masks of a batch in the next-token frame, and the reductions over them.
@@ -228,12 +223,21 @@ def normalize(total: Tensor, kind: MetricKind, global_valid_seqs: Count, global_
     return (total / denominator(kind, global_valid_seqs, global_valid_toks)).to(total.dtype)
 
 
-def to_floats(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return 0-d tensors as floats, in a single wait for the device."""
-    if not values:
+def divide(
+    sums: Mapping[str, MetricSum], global_valid_seqs: Count, global_valid_toks: Count
+) -> dict[str, float]:
+    """Return the reported numbers, in a single wait for the device: each sum divided by the global count of its kind.
+
+    Sums of kind NONE and extrema stay as they are; the extrema of nothing are infinite.
+    """
+    if not sums:
         return {}
-    stacked: list[float] = torch.stack([v.to(torch.float64) for v in values.values()]).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return dict(zip(values, stacked, strict=True))
+    divided = [
+        normalize(metric.value, metric.kind, global_valid_seqs, global_valid_toks).to(torch.float64)
+        for metric in sums.values()
+    ]
+    stacked: list[float] = torch.stack(divided).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return dict(zip(sums, stacked, strict=True))
 
 
 class LossFunction(ABC):
@@ -249,6 +253,8 @@ class LossFunction(ABC):
     rows_per_sample: int = 1
     """Rows that stand one after the other and belong together, such as the chosen and the rejected answer: no shard,
     cut or filling parts them."""
+    custom_name: str | None = None
+    """The key and the path of a class of the user's own, for the errors that it raises."""
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -284,10 +290,8 @@ class LossFunction(ABC):
         The extrema of a batch without a valid token are +inf and -inf.
         """
         counts = global_valid_seqs, global_valid_toks
-        metrics = {
-            name: normalize(metric.value, metric.kind, *counts) for name, metric in sums.metrics.items()
-        }
-        return normalize(sums.loss, gradient_kind(self.loss_type), *counts), to_floats(metrics)
+        loss = normalize(sums.loss, gradient_kind(self.loss_type), *counts)
+        return loss, divide(sums.metrics, *counts)
 
 
 class TokenLossFunction(LossFunction):

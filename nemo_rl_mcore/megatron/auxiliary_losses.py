@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
@@ -52,7 +51,8 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Microbatch
 from nemo_rl_mcore.losses.base import LossFunction, LossType, valid_counts
 from nemo_rl_mcore.megatron import parallel_groups
-from nemo_rl_mcore.megatron.passes import tokens_to_train
+from nemo_rl_mcore.megatron.model_class import language_models
+from nemo_rl_mcore.megatron.passes import next_tokens, tokens_to_train
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -105,7 +105,7 @@ class AuxiliaryLosses:
         shows_padding = self._balances and bool(model_rows["input_lengths"].any())
         routed = self._routed_tokens(model_rows, real_only=shows_padding) * self._sequence_ranks
         if shows_padding and config.moe_router_load_balancing_type == "seq_aux_loss":
-            # A row without a token counts in the number of sequences that Megatron takes the mean over.
+            # A row without a token counts in the number of sequences that TopKRouter takes the mean over.
             part *= float((model_rows["input_lengths"] > 0).double().mean())
         return AuxiliaryTerms(
             router=part / routed if routed else 0.0,
@@ -116,17 +116,18 @@ class AuxiliaryLosses:
     def model_inputs(
         self,
         terms: AuxiliaryTerms,
-        microbatch: BatchedDataDict,
+        microbatch: Microbatch,
         next_token_mask_BS: torch.Tensor,
         model: torch.nn.Module,
     ) -> dict[str, torch.Tensor]:
-        """Keywords of GPTModel for a training microbatch: which tokens are predicted, and which are no tokens."""
+        """Keywords of the model for a training microbatch: which tokens are predicted, and which are no tokens."""
         inputs: dict[str, torch.Tensor] = {}
         if self._config.mtp_num_layers:
-            # Position i predicts token i+1 by the loss; Megatron moves both on for each further layer.
-            inputs["labels"] = microbatch["input_ids"].roll(-1, dims=1)
+            # Position i predicts token i+1 by the loss; process_mtp_loss (transformer/multi_token_prediction.py) moves
+            # both on for each further layer.
+            inputs["labels"] = microbatch.to_model(next_tokens(microbatch.rows))
             inputs["loss_mask"] = next_token_mask_BS.float()
-        padding_BS = _padding(microbatch)
+        padding_BS = _padding(microbatch.model_rows)
         if terms.shows_padding:
             # The first chunk cuts the mask along with the sequence; the others take it as it comes.
             first = get_attr_wrapped_model(model, "pre_process")
@@ -138,7 +139,7 @@ class AuxiliaryLosses:
         """Set the scales when the gradient reaches a model chunk's output, before any layer of the chunk sees it.
 
         A pipeline has run other microbatches forward by then, and Megatron's own call at the end of a forward pass
-        would leave the scale of the last of them.
+        (pipeline_parallel/schedules.py, forward_step_calc_loss) would leave the scale of the last of them.
         """
         for tensor in output if isinstance(output, tuple) else (output,):
             if tensor.requires_grad:
@@ -147,7 +148,8 @@ class AuxiliaryLosses:
     def _begin_backward(
         self, terms: AuxiliaryTerms, router_padding: torch.Tensor | None, gradient: torch.Tensor
     ) -> None:
-        # New tensors each time: Megatron keeps the first one it is handed, and copies later ones into it.
+        # New tensors each time: set_loss_scale keeps the first one it is handed, and copies later ones into it
+        # (transformer/moe/moe_utils.py, transformer/multi_token_prediction.py).
         MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), terms.router, device=gradient.device))
         MTPLossAutoScaler.set_loss_scale(torch.full((1,), terms.prediction, device=gradient.device))
         if self._config.recompute_granularity == "full":
@@ -215,22 +217,23 @@ class AuxiliaryLosses:
         """The columns of this rank's part of the sequence."""
         return mask_BS.chunk(self._sequence_ranks, dim=1)[self._sequence_rank()]
 
-    def _routed_tokens(self, microbatch: BatchedDataDict, *, real_only: bool) -> int:
+    def _routed_tokens(self, model_rows: BatchedDataDict, *, real_only: bool) -> int:
         """The tokens by whose number Megatron multiplies this rank's part of a load-balancing loss."""
-        rows, length = microbatch["input_ids"].shape
+        rows, length = model_rows["input_ids"].shape
         columns = length // self._sequence_ranks
         if not real_only:
             return rows * columns
         if self._counts_all_ranks:
-            return int(microbatch["input_lengths"].sum())
-        lengths = microbatch["input_lengths"] - self._sequence_rank() * columns
+            return int(model_rows["input_lengths"].sum())
+        lengths = model_rows["input_lengths"] - self._sequence_rank() * columns
         return int(lengths.clamp(0, columns).sum())
 
     @cached_property
     def _counts_all_ranks(self) -> bool:
         """Whether Megatron, given a padding mask, takes the tokens of all ranks of a sequence for this rank's own.
 
-        Some versions do: their sum over the ranks is done in place, before the local number is read.
+        Some versions do: get_tokens_per_expert_and_token_count (transformer/moe/moe_utils.py) sums over the ranks in
+        place, before it reads the local number.
         """
         ranks: Any = parallel_state.get_tensor_and_context_parallel_group()
         one_token = torch.ones(1, 1, dtype=torch.bool, device=accelerator.device())
@@ -241,24 +244,21 @@ class AuxiliaryLosses:
         return parallel_state.get_tensor_model_parallel_rank() if self._config.sequence_parallel else 0
 
 
-def _padding(microbatch: BatchedDataDict) -> torch.Tensor:
+def _padding(model_rows: BatchedDataDict) -> torch.Tensor:
     """True [B, S] where there is no token."""
-    length = microbatch["input_ids"].shape[1]
-    positions = torch.arange(length, device=microbatch["input_ids"].device)
-    return positions >= microbatch["input_lengths"].unsqueeze(1)
+    length = model_rows["input_ids"].shape[1]
+    positions = torch.arange(length, device=model_rows["input_ids"].device)
+    return positions >= model_rows["input_lengths"].unsqueeze(1)
 
 
 @contextmanager
 def without_prediction_layers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Inside, the models leave out their multi-token prediction layers, whose work only training can use.
 
-    Megatron would run them in every pass and compute their logits in full. A last stage that shares its embedding with
-    another one keeps them: there the embedding of those layers is the output weight.
+    GPTModel.forward would run them in every pass and compute their logits in full. A last stage that shares its
+    embedding with another one keeps them: there the embedding of those layers is the output weight.
     """
-    models: list[Any] = [
-        part for module in modules for part in module.modules() if isinstance(part, GPTModel)
-    ]
-    models = [model for model in models if model.mtp_process]
+    models: list[Any] = [model for model in language_models(modules) if model.mtp_process]
     if any(model.share_embeddings_and_output_weights and not model.pre_process for model in models):
         models = []
     configs = [(model.config, model.config.mtp_num_layers) for model in models]

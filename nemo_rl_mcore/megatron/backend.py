@@ -1,217 +1,144 @@
-"""The model of one rank behind the train step's protocol: Megatron's model, gradients, optimizer and random state."""
+"""`PolicyBackend` on Megatron-Core: reads, generation, checkpoints and weights, over the train side.
+
+Shapes: B rows of this rank's shard, S sequence length, K ids a token.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
-from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
-from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore import accelerator, progress, rendezvous
+from nemo_rl_mcore.agreement import together
+from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.losses.base import LossFunction
-from nemo_rl_mcore.megatron import parallel_groups
-from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_mode
-from nemo_rl_mcore.megatron.grad_sync import deferred_grad_sync, finalize_gradients
-from nemo_rl_mcore.megatron.hf_weights.load import load_pretrained
-from nemo_rl_mcore.megatron.model import build_model, freeze, in_precision, wrap_data_parallel
-from nemo_rl_mcore.megatron.optimizer import build_optimizer, build_scheduler
-from nemo_rl_mcore.megatron.output_processor import fused_processor, require_hook, unfused_processor
-from nemo_rl_mcore.megatron.passes import Passes
-from nemo_rl_mcore.megatron.value_head import give_value_head, value_head_of
-from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
-from nemo_rl_mcore.training.metrics import ReduceKind
-from nemo_rl_mcore.training.step_sums import LocalSums, StepTotals
-
-_REDUCE_OPS = {
-    ReduceKind.SUM: dist.ReduceOp.SUM,
-    ReduceKind.MIN: dist.ReduceOp.MIN,
-    ReduceKind.MAX: dist.ReduceOp.MAX,
-}
+from nemo_rl_mcore.megatron import checkpoint, generation, parallel_groups
+from nemo_rl_mcore.megatron.hf_weights.export import full_tensors, save_pretrained
+from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
+from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
+from nemo_rl_mcore.training.policy_backend import (
+    BackendOptions,
+    GeneratedRows,
+    GenerationRequest,
+    PolicyBackend,
+    TopKLogits,
+)
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    generators: list[torch.Tensor]
-    tracker: dict[str, torch.Tensor]
-    buffers: list[torch.Tensor]
+def open_backend(policy: PolicyConfig, options: BackendOptions) -> PolicyBackend:
+    """Meet the other ranks and build this rank's part of the model; the device is prepared, see `accelerator`."""
+    progress.advance("meeting the other ranks")
+    parallel_groups.initialize(policy.megatron_cfg, options.seed)
+    progress.advance("building the model")
+    return MegatronBackend(policy, options)
 
 
-class MegatronBackend:
-    """Implements `training.train_step.TrainStepBackend` for one rank. Its process groups must be initialised.
+class MegatronBackend(MegatronTrainBackend):
+    """Implements `training.policy_backend.PolicyBackend` for one rank. Its process groups must be initialised."""
 
-    role: a policy says how probable tokens are, a critic how much is to be expected of a state.
-    trained: whether there are gradient buffers, an optimizer and its schedule; what needs them is not called else.
-    temperature: of every log-probability; None is that of sampling.
-    """
+    def __init__(self, policy: PolicyConfig, options: BackendOptions):
+        super().__init__(policy, options)
+        self._policy = policy
+        self._verify_checksums = options.verify_checksums
+        self._reference: ReferencePolicy | None = None
 
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return accelerator.device()
 
-    def __init__(
-        self,
-        policy: PolicyConfig,
-        role: Role = Role.POLICY,
-        *,
-        trained: bool = True,
-        temperature: float | None = None,
-    ):
-        require_hook()
-        self.trained = trained
-        self.config, models = build_model(policy)
-        if policy.model_name is not None:
-            load_pretrained(policy, models)  # before the optimizer takes its fp32 copies
-        if role is Role.VALUE:
-            for model in models:
-                give_value_head(model)
-        modules = in_precision(self.config, models)
-        self._wrapped = wrap_data_parallel(policy, self.config, modules) if trained else []
-        self.chunks: list[MegatronModule] = [*self._wrapped] or freeze(modules)
-        if trained:
-            self.optimizer = build_optimizer(policy, self._wrapped)
-            self.scheduler = build_scheduler(policy, self.optimizer)
-        self.forward = ForwardBackward(
-            self.config,
-            self.chunks,
-            _passes(
-                policy,
-                self.chunks,
-                trained=trained,
-                temperature=policy.generation.temperature if temperature is None else temperature,
-            ),
-            _sequence_multiple(policy),
-            policy.token_budgets,
+    def data_parallel_rank(self) -> int:
+        """The place of this rank among those that hold different samples."""
+        return parallel_groups.data_parallel_rank()
+
+    def data_parallel_size(self) -> int:
+        """How many ranks hold different samples."""
+        return parallel_groups.data_parallel_size()
+
+    # Reads
+
+    def logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
+        """Log-probabilities fp32 [B, S]; see `PolicyBackend.logprobs`."""
+        return self._logprobs("get_logprobs", data, micro_batch_size)
+
+    def keep_reference(self) -> None:
+        """Copy the weights to the CPU."""
+        self._reference = ReferencePolicy(self.chunks)
+
+    def reference_logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
+        """Log-probabilities fp32 [B, S] under the reference weights."""
+        assert self._reference is not None
+        with self._reference.swapped_in():
+            return self._logprobs("get_reference_policy_logprobs", data, micro_batch_size)
+
+    def topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int) -> TopKLogits:
+        """The k most probable next tokens; see `PolicyBackend.topk_logits`."""
+        names = ("topk_logits", "topk_indices", "logsumexp", "tail_logmass")
+        read = self._read(
+            "get_topk_logits",
+            lambda: self.forward.topk(data, k, micro_batch_size) or [None] * len(names),
         )
+        return TopKLogits(**dict(zip(names, read, strict=True)))
 
-    def snapshot(self) -> _Snapshot:
-        """The random generators, which dropout draws from, and the buffers, in which routers count and are biased."""
-        buffers = [buffer.clone() for buffer in self._buffers()]
-        return _Snapshot(accelerator.device_rng_states(), _rng_tracker().get_states(), buffers)
+    def values(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
+        """A critic's values fp32 [B, S]; see `PolicyBackend.values`."""
+        return self._read("get_values", lambda: [self.forward.values(data, micro_batch_size)])[0]
 
-    def restore(self, snapshot: _Snapshot) -> None:
-        """Set random generators and buffers back."""
-        accelerator.restore_device_rng_states(snapshot.generators)
-        _rng_tracker().set_states(snapshot.tracker)
-        for buffer, saved in zip(self._buffers(), snapshot.buffers, strict=True):
-            buffer.copy_(saved)
+    def generate(self, request: GenerationRequest) -> GeneratedRows:
+        """Decode with the training model; see `megatron.generation`."""
+        with together("the end of generate"):
+            return generation.generate(self.forward, request, self._policy.model.vocab_size)
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return [buffer for chunk in self._wrapped for buffer in chunk.module.buffers()]
+    def _logprobs(self, call: str, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
+        return self._read(call, lambda: [self.forward.logprobs(data, micro_batch_size)])[0]
 
-    def weights_replaced(self) -> None:
-        """Have the optimizer, if there is one, take its copies from the weights anew."""
-        if self.trained:
-            self.optimizer.reload_model_params()
+    @staticmethod
+    def _read(call: str, read: Callable[[], Sequence[Tensor | None]]) -> list[Tensor]:
+        """The tensors that the last pipeline stage reads, on every stage and on the CPU.
 
-    def zero_grad(self) -> None:
-        """Clear the gradient buckets, the optimizer's gradients and what auxiliary losses have added up."""
-        for chunk in self._wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self.forward.auxiliary.reset(self.chunks)
+        Ranks with more rows than others are waited for with patience, unlike those of a train step.
+        """
+        with together(f"the end of {call}"):
+            local = read()
+        return [parallel_groups.broadcast_tensor_from_last_stage(values).cpu() for values in local]
 
-    def deferred_grad_sync(self) -> AbstractContextManager[None]:
-        """See `megatron.grad_sync.deferred_grad_sync`."""
-        return deferred_grad_sync(self.config, self._wrapped)
+    # Checkpoints and weights
 
-    def forward_backward(
-        self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int
-    ) -> LocalSums:
-        """Add the gradients of the rows' un-normalised loss; return its sums on this rank."""
-        return self.forward.loss_sums(data, loss_fn, micro_batch_size, forward_only=False)
+    def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
+        """See `megatron.checkpoint.save_policy`."""
+        checkpoint.save_policy(self, self._policy.megatron_cfg, self._reference, folder, committed_step_ids)
 
-    def evaluate(self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int) -> StepTotals:
-        """The loss and metrics of the rows of all ranks, without gradients."""
-        with evaluation_mode(self.chunks):
-            return self._totals(self.forward.loss_sums(data, loss_fn, micro_batch_size, forward_only=True))
+    def load(self, folder: Path) -> Sequence[str]:
+        """See `megatron.checkpoint.load_policy`."""
+        loaded = checkpoint.load_policy(
+            self,
+            self._policy.megatron_cfg,
+            self._reference,
+            folder,
+            verify_checksums=self._verify_checksums,
+        )
+        self._reference = loaded.reference
+        return loaded.committed_step_ids
 
-    def reduce(self, sums: LocalSums) -> StepTotals:
-        """The totals of all ranks, with the auxiliary losses since the gradients were cleared."""
-        totals = self._totals(sums)
-        moe_metrics, mtp_metrics = self.forward.auxiliary.take_metrics()
-        return replace(totals, moe_metrics=moe_metrics, mtp_metrics=mtp_metrics)
+    def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
+        """See `megatron.checkpoint.load_weights_of`; an optimizer takes its copies anew."""
+        checkpoint.load_weights_of(
+            self.chunks, folder, of_a_policy=of_a_policy, verify_checksums=self._verify_checksums
+        )
+        self.weights_replaced()
 
-    def _totals(self, sums: LocalSums) -> StepTotals:
-        """Sum over data-parallel ranks on the last stage, then hand the totals to the other pipeline stages."""
-        group = parallel_groups.data_parallel_group()
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `megatron.hf_weights.export.full_tensors`."""
+        return full_tensors(self.chunks, self._policy)
 
-        def all_reduce(packed: torch.Tensor, kind: ReduceKind) -> None:
-            on_device = packed.to(accelerator.device())
-            dist.all_reduce(on_device, op=_REDUCE_OPS[kind], group=group)
-            packed.copy_(on_device)
+    def export_hf(self, folder: Path, origin: str | None) -> None:
+        """See `megatron.hf_weights.export.save_pretrained`."""
+        save_pretrained(self.chunks, self._policy, folder, origin=origin)
 
-        totals = sums.reduce(all_reduce) if parallel_groups.is_last_stage() else None
-        return parallel_groups.broadcast_from_last_stage(totals)
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the local gradient buckets."""
-        for chunk in self._wrapped:
-            chunk.scale_gradients(factor)
-
-    def finalize_gradients(self) -> None:
-        """See `megatron.grad_sync.finalize_gradients`."""
-        finalize_gradients(self._wrapped)
-
-    def gradient_norm(self) -> float:
-        """The L2 norm of the reduced gradients over all ranks, before clipping."""
-        self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
-
-    def optimizer_step(self, increment: int) -> bool:
-        """Clip, update the weights and advance the scheduler by `increment` samples if they were updated."""
-        successful, _grad_norm, _zeros = cast("tuple[bool, Any, Any]", self.optimizer.step())
-        if successful:
-            self.scheduler.step(increment)
-        return bool(successful)
-
-    def learning_rate_and_weight_decay(self) -> tuple[float, float]:
-        """The schedule's present values (parameter groups may scale them)."""
-        group = self.optimizer.param_groups[0]
-        return self.scheduler.get_lr(group), self.scheduler.get_wd(group)
-
-
-def _rng_tracker() -> CudaRNGStatesTracker:
-    return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
-
-
-def _passes(
-    policy: PolicyConfig, chunks: list[MegatronModule], *, trained: bool, temperature: float
-) -> Passes:
-    config, vocab_size = policy.megatron_cfg, policy.model.vocab_size
-    options = LinearLogprobsOptions(
-        chunk_size=config.fused_linear_logprobs_chunk_size,
-        chunk_bytes=config.fused_linear_logprobs_chunk_bytes,
-        vocab_size=vocab_size,
-        cache_bytes=config.fused_linear_logprobs_cache_bytes,
-        accumulate_main_grad=trained and _head_adds_to_main_grad(policy),
-    )
-    fused = config.use_fused_linear_logprobs
-    return Passes(
-        token_processor=fused_processor(options) if fused else unfused_processor(vocab_size),
-        temperature=temperature,
-        linear_options=options,
-        value_head=value_head_of(chunks[-1]),
-    )
-
-
-def _head_adds_to_main_grad(policy: PolicyConfig) -> bool:
-    """Whether the output weight's gradient may be summed in its gradient bucket, tile by tile.
-
-    A 16-bit bucket would round every tile's part. Multi-token prediction uses the weight a second time, through
-    autograd, whose gradient the data-parallel hook drops once a weight says that its own is in place.
-    """
-    ddp = policy.megatron_cfg.distributed_data_parallel_config
-    wide = ddp.grad_reduce_in_fp32 or policy.precision == "float32"
-    return wide and not policy.model.mtp_num_layers
-
-
-def _sequence_multiple(policy: PolicyConfig) -> int:
-    """What batches are padded to: sequence parallelism gives each tensor-parallel rank an equal part."""
-    return policy.megatron_cfg.tensor_model_parallel_size if policy.megatron_cfg.sequence_parallel else 1
+    def shutdown(self) -> None:
+        """Leave the layout's groups, then the process group."""
+        parallel_groups.destroy()
+        rendezvous.leave()

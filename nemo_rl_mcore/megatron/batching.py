@@ -14,7 +14,7 @@ from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.dynamic_batching import DynamicRows
-from nemo_rl_mcore.data.microbatch import Cut, FixedRows, Microbatch, round_up
+from nemo_rl_mcore.data.microbatch import BatchingStrategy, FixedRows, Microbatch, round_up
 from nemo_rl_mcore.data.sequence_packing import PackedRows
 from nemo_rl_mcore.data.token_budget import TokenBudget
 from nemo_rl_mcore.megatron import parallel_groups
@@ -37,33 +37,28 @@ class Batching:
     ) -> list[Microbatch]:
         """The microbatches of one schedule call that trains or evaluates; a token budget overrules the size."""
         if self.budgets is None:
-            return self._cut(data, FixedRows(micro_batch_size, self.column_multiple, rows_per_sample))
-        budget = self._budget("train_mb_tokens", self.budgets.of_training(rows_per_sample))
-        return self._cut(data, self._by_tokens(budget, self.budgets.packed, rows_per_sample))
+            return self._split(data, FixedRows(micro_batch_size, self.column_multiple, rows_per_sample))
+        return self._split(
+            data, self._by_tokens(self.budgets, self.budgets.of_training(rows_per_sample), rows_per_sample)
+        )
 
     def for_logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> list[Microbatch]:
         """The microbatches of one schedule call without a loss, row by row; a token budget overrules the size."""
         if self.budgets is None:
-            return self._cut(data, FixedRows(micro_batch_size, self.column_multiple))
-        budget = self._budget("logprob_mb_tokens", self.budgets.logprob)
-        return self._cut(data, self._by_tokens(budget, self.budgets.packed))
+            return self._split(data, FixedRows(micro_batch_size, self.column_multiple))
+        return self._split(data, self._by_tokens(self.budgets, self.budgets.logprob))
 
-    def _budget(self, key: str, tokens: int) -> TokenBudget:
-        assert self.budgets is not None
-        return TokenBudget(
-            tokens, f"{self.budgets.section}.{key}", self.budgets.length_round, self.column_multiple
-        )
-
-    def _by_tokens(self, budget: TokenBudget, packed: bool, rows_per_sample: int = 1) -> Cut:
-        if not packed:
+    def _by_tokens(self, budgets: TokenBudgets, tokens: int, rows_per_sample: int = 1) -> BatchingStrategy:
+        budget = TokenBudget(tokens, budgets.length_round, self.column_multiple)
+        if not budgets.packed:
             return DynamicRows(budget, rows_per_sample)
         stages = self.config.pipeline_model_parallel_size
         return PackedRows(budget, equal_columns=stages > 1, rows_per_sample=rows_per_sample)
 
-    def _cut(self, data: BatchedDataDict, cut: Cut) -> list[Microbatch]:
-        groups = cut.groups(data)
+    def _split(self, data: BatchedDataDict, strategy: BatchingStrategy) -> list[Microbatch]:
+        groups = strategy.groups(data)
         empty = self._calls(len(groups)) - len(groups)
-        return cut.build(data, groups + [[]] * empty)
+        return strategy.build(data, groups + [[]] * empty)
 
     def _calls(self, microbatches: int) -> int:
         """How often this rank runs the model: once at least, however few rows it has."""

@@ -2,17 +2,18 @@
 
 weights/, reference/, optimizer/   torch_dist, which any parallel layout reads
 random/rank_R.pt                   the generators of one rank, of use to the same layout only
-state.json                         the counters of optimizer and schedule, and the layout
+state.json                         the counters of optimizer and schedule, the layout, the last committed step_ids
+SHA256SUMS                         the checksum of every file
 """
 
 from __future__ import annotations
 
-import json
+import io
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -22,10 +23,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.agreement import agreed, agreed_on_first
 from nemo_rl_mcore.config import MegatronConfig
-from nemo_rl_mcore.megatron.backend import MegatronBackend
+from nemo_rl_mcore.megatron.checkpoint_sums import require_sums_together, write_sums_together
 from nemo_rl_mcore.megatron.optimizer_state import (
     load_optimizer_state,
     optimizer_step,
@@ -39,7 +42,9 @@ from nemo_rl_mcore.megatron.sharded_files import (
     load_sharded,
     save_sharded,
 )
+from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.megatron.value_head import VALUE_HEAD
+from nemo_rl_mcore.strict_json import read_json, read_regular
 
 WEIGHTS = "weights"
 REFERENCE = "reference"
@@ -48,54 +53,101 @@ RANDOM = "random"
 STATE_FILE = "state.json"
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(BaseModel):
     """`state.json`."""
 
-    optimizer_step: float
-    schedule_samples: int
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    optimizer_step: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    schedule_samples: Annotated[int, Field(ge=0)]
     layout: dict[str, int | None]
+    committed_step_ids: list[str] = []
+    has_checksums: bool = False  # as in the folders of older versions
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """What is not in the model: the reference policy, and the step_ids that were committed before the save."""
+
+    reference: ReferencePolicy | None
+    committed_step_ids: Sequence[str]
 
 
 def save_policy(
-    backend: MegatronBackend, config: MegatronConfig, reference: ReferencePolicy | None, folder: Path
+    backend: MegatronTrainBackend,
+    config: MegatronConfig,
+    reference: ReferencePolicy | None,
+    folder: Path,
+    committed_step_ids: Sequence[str] = (),
 ) -> None:
-    """Write everything that the next step depends on; every rank takes part, and returns when all have written."""
+    """Write everything that the next step depends on; every rank takes part, and returns when all have written.
+
+    Raises ValueError on all ranks, before anything is written, when the folder holds something; OSError on all ranks
+    when one of them cannot write.
+    """
+    agreed_on_first(lambda: _require_empty(folder))
     save_sharded(_model_state(backend.chunks), folder / WEIGHTS)
     if reference is not None:
         with reference.swapped_in():
             save_sharded(_model_state(backend.chunks), folder / REFERENCE)
     state = sharded_optimizer_state(backend.optimizer, _model_state(backend.chunks), loading=False)
     save_sharded(state, folder / OPTIMIZER)
-    _save_random_state(folder / RANDOM)
-    if dist.get_rank() == 0:
-        counters = _State(
-            optimizer_step(backend.optimizer), int(backend.scheduler.num_steps), _layout(config)
-        )
-        (folder / STATE_FILE).write_text(json.dumps(asdict(counters)), encoding="utf-8")
-    dist.barrier()
+    agreed_on_first((folder / RANDOM).mkdir)
+    agreed(lambda: torch.save(_random_state(), _random_file(folder)))
+    counters = _State(
+        optimizer_step=optimizer_step(backend.optimizer),
+        schedule_samples=int(backend.scheduler.num_steps),
+        layout=_layout(config),
+        committed_step_ids=[*committed_step_ids],
+        has_checksums=True,
+    )
+    agreed_on_first(lambda: (folder / STATE_FILE).write_text(counters.model_dump_json(), encoding="utf-8"))
+    write_sums_together(folder)
 
 
 def load_policy(
-    backend: MegatronBackend, config: MegatronConfig, reference: ReferencePolicy | None, folder: Path
-) -> ReferencePolicy | None:
-    """Set everything back that `save_policy` wrote, and return the reference policy; every rank takes part.
+    backend: MegatronTrainBackend,
+    config: MegatronConfig,
+    reference: ReferencePolicy | None,
+    folder: Path,
+    *,
+    verify_checksums: bool = True,
+) -> LoadedPolicy:
+    """Set everything back that `save_policy` wrote, and return what is not in the model; every rank takes part.
 
     Generators are set back only where the layout is the one that was saved. A checkpoint of a run without a reference
-    policy leaves the given one.
+    policy leaves the given one. Raises ValueError on all ranks, naming the file, when one is broken.
     """
+    saved = agreed(lambda: _read_state(folder))
+    if verify_checksums:
+        require_sums_together(folder, required=saved.has_checksums)
+    same_layout = saved.layout == _layout(config)
+    generators = agreed(lambda: _read_random_state(folder) if same_layout else None)
     if reference is not None and (folder / REFERENCE).is_dir():
         load_weights(backend.chunks, folder / REFERENCE)
         reference = ReferencePolicy(backend.chunks)
     load_weights(backend.chunks, folder / WEIGHTS)
-    saved = _read_state(folder)
     state = sharded_optimizer_state(backend.optimizer, _model_state(backend.chunks), loading=True)
     load_optimizer_state(backend.optimizer, load_sharded(state, folder / OPTIMIZER), saved.optimizer_step)
     backend.scheduler.num_steps = saved.schedule_samples
     backend.scheduler.step(0)  # the rates of that place in the schedule
-    if saved.layout == _layout(config):
-        _load_random_state(folder / RANDOM)
-    return reference
+    if generators is not None:
+        _set_random_state(generators)
+    return LoadedPolicy(reference, saved.committed_step_ids)
+
+
+def load_weights_of(
+    chunks: Sequence[torch.nn.Module],
+    policy: Path,
+    *,
+    of_a_policy: bool = False,
+    verify_checksums: bool = True,
+) -> None:
+    """`load_weights` of a folder that `save_policy` wrote."""
+    if verify_checksums:
+        required = agreed(lambda: _read_state(policy)).has_checksums
+        require_sums_together(policy, f"{WEIGHTS}/", required=required)
+    load_weights(chunks, policy / WEIGHTS, of_a_policy=of_a_policy)
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, *, of_a_policy: bool = False) -> None:
@@ -144,34 +196,56 @@ def _layout(config: MegatronConfig) -> dict[str, int | None]:
     }
 
 
+def _require_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is there and not an empty folder; a checkpoint is written into a new one")
+
+
 def _read_state(folder: Path) -> _State:
     path = folder / STATE_FILE
     try:
-        return _State(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return _State.model_validate(read_json(path, follow_links=False))
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in details["loc"])
+        raise ValueError(f"{path} is not the state of a policy: {place}: {details['msg']}") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is no checkpoint of a policy: {path} does not exist") from error
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not the state of a policy: {error}") from error
 
 
-def _save_random_state(folder: Path) -> None:
-    if dist.get_rank() == 0:
-        folder.mkdir()
-    dist.barrier()
+def _random_state() -> dict[str, Any]:
+    """The state of every generator of this rank, in types that are read without a pickle's reach."""
     name, keys, position, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state())
-    state = {
+    return {
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), position, has_gauss, cached),
         "device": accelerator.device_rng_states(),
         "tracker": _tracker().get_states(),
     }
-    torch.save(state, _random_file(folder))
 
 
-def _load_random_state(folder: Path) -> None:
+def _read_random_state(folder: Path) -> dict[str, Any]:
+    """The saved generators; each is tried on one of its own kind, so that setting them back cannot fail half-way."""
     path = _random_file(folder)
     try:
-        state = torch.load(path, weights_only=True)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        state = torch.load(io.BytesIO(read_regular(path, follow_links=False)), weights_only=True)
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+        on_device = torch.Generator(accelerator.device())
+        for own, saved in zip((torch.Generator(), on_device), state["device"], strict=False):
+            own.set_state(saved)
+        if state["tracker"].keys() != _tracker().get_states().keys():
+            raise ValueError("it has other generators than this layout")
+        for saved in state["tracker"].values():
+            on_device.set_state(saved)
+    except Exception as error:  # of four libraries, for whatever is not a state
+        raise ValueError(f"{path} is not the random state of a rank: {error}") from error
+    return cast("dict[str, Any]", state)
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     accelerator.restore_device_rng_states(state["device"])
@@ -179,7 +253,7 @@ def _load_random_state(folder: Path) -> None:
 
 
 def _random_file(folder: Path) -> Path:
-    return folder / f"rank_{dist.get_rank()}.pt"
+    return folder / RANDOM / f"rank_{dist.get_rank()}.pt"
 
 
 def _tracker() -> CudaRNGStatesTracker:

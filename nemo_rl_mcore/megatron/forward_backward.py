@@ -5,7 +5,7 @@ Shapes: S sequence, B rows of a microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,17 +17,17 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_rl_mcore import accelerator
+from nemo_rl_mcore import accelerator, progress
 from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Microbatch, in_batch_order
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.megatron.auxiliary_losses import AuxiliaryLosses, AuxiliaryTerms, without_prediction_layers
 from nemo_rl_mcore.megatron.batching import Batching, attention_inputs
+from nemo_rl_mcore.megatron.guard import Collect, Guard
 from nemo_rl_mcore.megatron.passes import LossTriple, ModelPass, Passes
-from nemo_rl_mcore.training.step_sums import LocalSums
+from nemo_rl_mcore.training.sums import LocalSums
 
-Collect = Callable[..., LossTriple]
 MicrobatchIterator = Iterator[tuple[Microbatch, AuxiliaryTerms | None]]
 
 
@@ -84,12 +84,12 @@ class ForwardBackward:
         """
         return (self._read(data, micro_batch_size, self.passes.values()) or [None])[0]
 
-    def best_tokens(self, data: BatchedDataDict, k: int, micro_batch_size: int) -> list[torch.Tensor]:
+    def topk(self, data: BatchedDataDict, k: int, micro_batch_size: int) -> list[torch.Tensor]:
         """The k best next tokens at each position: logits and ids [B, S, k], logsumexp and tail's log-mass [B, S].
 
         Empty off the last pipeline stage; 0 where the next token is not real.
         """
-        return self._read(data, micro_batch_size, self.passes.best_tokens(k))
+        return self._read(data, micro_batch_size, self.passes.topk(k))
 
     def loss_sums(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int, *, forward_only: bool
@@ -125,14 +125,18 @@ class ForwardBackward:
     def _run(
         self, on_cpu: list[Microbatch], kind: ModelPass, *, trained_by: LossFunction | None = None
     ) -> list[Any]:
-        """Run microbatches through the schedule: forward only, unless they are trained by a loss."""
+        """Run microbatches through the schedule: forward only, unless they are trained by a loss.
+
+        An error of a loss is raised when the schedule has ended, since other ranks take part in it: see `Guard`.
+        """
         terms = [None if trained_by is None else self.auxiliary.terms(part, trained_by) for part in on_cpu]
         microbatches = [microbatch.to(accelerator.device()) for microbatch in on_cpu]
         rows, columns = microbatches[0].model_rows["input_ids"].shape
+        guard = Guard(self.config)
         iterators: list[Any] = [iter(zip(microbatches, terms, strict=True)) for _ in self.chunks]
         try:
-            return get_forward_backward_func()(
-                forward_step_func=partial(self._forward_step, kind),
+            parts = get_forward_backward_func()(
+                forward_step_func=partial(self._forward_step, kind, guard),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=[*self.chunks] if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(microbatches),
@@ -142,24 +146,32 @@ class ForwardBackward:
             )
         finally:
             _forget_routing(self.chunks)
+        guard.raise_error()
+        return parts
 
     def _forward_step(
         self,
         kind: ModelPass,
+        guard: Guard,
         microbatches: MicrobatchIterator,
         model: Any,
         return_schedule_plan: bool = False,
     ) -> Any:
         """One microbatch forward; or, for the schedule that overlaps expert communication, only the plan of it."""
         microbatch, terms = next(microbatches)
-        run = model.build_schedule_plan if return_schedule_plan else model
-        output = run(**self._model_inputs(microbatch, terms, kind, model))
-        collect = partial(kind.collect, microbatch)
+        progress.advance("a microbatch")
+        collect = guard.loss(partial(kind.collect, microbatch))
         if return_schedule_plan:
-            return output, partial(self._collect_of_plan, collect, terms)
-        if terms is not None:
-            self.auxiliary.follow(terms, output)
-        return output, collect
+            plan = model.build_schedule_plan(**self._model_inputs(microbatch, terms, kind, model))
+            return plan, partial(self._collect_of_plan, collect, terms)
+
+        def run() -> tuple[Any, Collect]:
+            output = model(**self._model_inputs(microbatch, terms, kind, model))
+            if terms is not None:
+                self.auxiliary.follow(terms, output)
+            return output, collect
+
+        return guard.forward_step(model, microbatch.model_rows["input_ids"], run)
 
     def _model_inputs(
         self,
@@ -175,11 +187,11 @@ class ForwardBackward:
             "input_ids": input_ids,
             "position_ids": position_ids,
             "output_processor": kind.processor,
-            "output_processor_context": kind.context(microbatch, input_ids, mask_BS),
+            "output_processor_context": kind.context(microbatch, mask_BS),
         }
         inputs |= attention_inputs(microbatch, self.config)
         if terms is not None:
-            inputs |= self.auxiliary.model_inputs(terms, model_rows, mask_BS, model)
+            inputs |= self.auxiliary.model_inputs(terms, microbatch, mask_BS, model)
         return inputs
 
     def _collect_of_plan(

@@ -1,80 +1,110 @@
-"""The embedded generation engine: decoding through the training model itself, on every parallel layout.
+"""Decoding through a training model, token by token.
 
-Shapes: B rows, P prompt length, L length so far, T new tokens, V vocabulary.
+Shapes: B rows that run together, P prompt length, L length so far, T new tokens, N rows that are not complete.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from nemo_rl_mcore import accelerator
+from nemo_rl_mcore import accelerator, progress
+from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.megatron import parallel_groups
-from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, causal_inputs, evaluation_mode
-from nemo_rl_mcore.megatron.passes import no_tokens
+from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_mode
+from nemo_rl_mcore.megatron.next_logits import NextLogits, next_logits
 from nemo_rl_mcore.ops.sampling import SamplingParams, keyed_uniforms, sample_tokens
-
-NextLogits = Callable[[torch.Tensor], torch.Tensor]
-"""From all tokens so far [B, L] to the logits [B, V] of the next one, the same on every rank of a model copy."""
+from nemo_rl_mcore.training.policy_backend import GeneratedRows, GenerationRequest
 
 
 @dataclass(frozen=True)
-class GenerationRequest:
-    """What to generate: ragged prompts, each with the key of its noise.
+class SampledTokens:
+    """One more token of each response of a batch that was not complete, on the CPU.
 
-    prompts: token ids of each row; keys_B: int64 [B], see `ops.sampling.sample_keys`; stop_ids end a row, and belong to
-    the response; batch_size: rows that are decoded together at most, None for all.
+    rows int64 [N], as `DecodingSession.add` numbers them; tokens int64 [N]; logprobs fp32 [N]; stopped bool [N]: the
+    token met a stop condition, and is the last one.
     """
 
-    prompts: Sequence[Sequence[int]]
-    keys_B: torch.Tensor
-    max_new_tokens: int
-    stop_ids: frozenset[int]
-    sampling: SamplingParams
-    batch_size: int | None = None
-
-
-@dataclass(frozen=True)
-class GeneratedRows:
-    """Responses on the CPU: tokens int64 [B, T] and logprobs fp32 [B, T], both 0 from `lengths` [B] on.
-
-    finished bool [B]: the row ended with a stop token, not at the length limit.
-    """
-
-    tokens_BT: torch.Tensor
-    logprobs_BT: torch.Tensor
-    lengths_B: torch.Tensor
-    finished_B: torch.Tensor
+    rows_N: torch.Tensor
+    tokens_N: torch.Tensor
+    logprobs_N: torch.Tensor
+    stopped_N: torch.Tensor
 
 
 def generate(model: ForwardBackward, request: GenerationRequest, vocab_size: int) -> GeneratedRows:
-    """Answer all prompts. Rows of equal prompt length run together, since a batch of the KV cache has one offset."""
-    rows = len(request.prompts)
-    tokens_BT = torch.zeros(rows, request.max_new_tokens, dtype=torch.long)
-    logprobs_BT = torch.zeros(rows, request.max_new_tokens)
-    with evaluation_mode(model.chunks):
-        for members in _in_step(model, [*_batches_of_equal_length(request)]):
-            # A batch without members keeps the other ranks company; nothing of it is used.
-            prompts_BP = torch.tensor([list(request.prompts[row]) for row in members] or [[0]])
-            keys_B = request.keys_B[members] if members else torch.zeros(1, dtype=torch.long)
-            next_logits = _next_logits(model, prompts_BP.shape, request.max_new_tokens)
-            tokens, logprobs = _decode(model, prompts_BP, keys_B, request, next_logits, vocab_size)
-            if members:
-                tokens_BT[members], logprobs_BT[members] = tokens, logprobs
-    lengths_B, finished_B = _lengths(tokens_BT, request.stop_ids)
-    padding_BT = torch.arange(request.max_new_tokens) >= lengths_B.unsqueeze(1)
-    return GeneratedRows(
-        tokens_BT.masked_fill_(padding_BT, 0),
-        logprobs_BT.masked_fill_(padding_BT, 0.0),
-        lengths_B,
-        finished_B,
-    )
+    """Answer all prompts."""
+    session = DecodingSession(model, vocab_size)
+    session.add(request)
+    rows, steps = len(request.prompts), request.max_new_tokens
+    tokens_BT, logprobs_BT = torch.zeros(rows, steps, dtype=torch.long), torch.zeros(rows, steps)
+    lengths_B, finished_B = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.bool)
+    while (sampled := session.step()) is not None:
+        at = sampled.rows_N, lengths_B[sampled.rows_N]
+        tokens_BT[at], logprobs_BT[at] = sampled.tokens_N, sampled.logprobs_N
+        lengths_B[sampled.rows_N] += 1
+        finished_B[sampled.rows_N] = sampled.stopped_N
+    return GeneratedRows(tokens_BT, logprobs_BT, lengths_B, finished_B)
+
+
+class DecodingSession:
+    """Responses that grow by a token a step.
+
+    Between two steps requests may be added and cancelled, and the model may be trained or given other weights: the
+    next token is drawn with those, after what the cache holds of the former ones.
+    Rows of equal prompt length run together, since a batch of the KV cache has one offset, and batches run one after
+    the other. All ranks of a model copy make the same calls. Ranks that exchange tokens step alike, however many rows
+    each has. A step that raises ends the session.
+    """
+
+    def __init__(self, model: ForwardBackward, vocab_size: int):
+        self._model, self._vocab_size = model, vocab_size
+        self._waiting: deque[_Waiting] = deque()
+        self._batch: _Batch | None = None
+        self._rows = 0
+
+    def add(self, request: GenerationRequest) -> range:
+        """Queue prompts; returns the numbers of their rows."""
+        first, self._rows = self._rows, self._rows + len(request.prompts)
+        for places in _batches_of_equal_length(request):
+            self._waiting.append(_Waiting(request, {first + place: place for place in places}))
+        return range(first, self._rows)
+
+    def cancel(self, rows: Collection[int]) -> None:
+        """Draw no more tokens for these rows; those that are complete are left alone."""
+        for row in rows:
+            for waiting in self._waiting:
+                waiting.places.pop(row, None)
+            if self._batch is not None:
+                self._batch.open.pop(row, None)
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.places)
+
+    def step(self) -> SampledTokens | None:
+        """Draw a token for each row of the running batch, or of the next one; None when nothing is left to do.
+
+        There may be no row among them: the others that this rank exchanges tokens with are then kept company.
+        """
+        with evaluation_mode(self._model.chunks):
+            self._batch = self._batch or self._next_batch()
+            if self._batch is None:
+                return None
+            sampled = self._batch.step(self._vocab_size)
+        if not self._largest(len(self._batch.open)):
+            self._batch = None
+        return sampled
+
+    def _next_batch(self) -> _Batch | None:
+        waiting = self._waiting.popleft() if self._waiting else None
+        steps = self._largest(0 if waiting is None else waiting.request.max_new_tokens)
+        return _Batch.of(self._model, waiting or _NOTHING, steps) if steps else None
+
+    def _largest(self, number: int) -> int:
+        """The largest of the numbers of this rank and those that it exchanges tokens with in a forward pass."""
+        if self._model.config.expert_model_parallel_size == 1:
+            return number
+        return parallel_groups.largest_of_data_parallel_ranks(number)
 
 
 def _batches_of_equal_length(request: GenerationRequest) -> Iterator[list[int]]:
@@ -86,138 +116,79 @@ def _batches_of_equal_length(request: GenerationRequest) -> Iterator[list[int]]:
         yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
 
-def _exchanges_tokens(model: ForwardBackward) -> bool:
-    """Whether a forward pass meets other data-parallel ranks, which then must make as many passes."""
-    return model.config.expert_model_parallel_size > 1
+@dataclass(frozen=True)
+class _Waiting:
+    """Rows of a request that will run together: row of the session -> place in the request."""
+
+    request: GenerationRequest
+    places: dict[int, int]
 
 
-def _in_step(model: ForwardBackward, batches: list[list[int]]) -> list[list[int]]:
-    """The batches, and empty ones where another rank that this one exchanges tokens with has more."""
-    if not _exchanges_tokens(model):
-        return batches
-    most = parallel_groups.largest_of_data_parallel_ranks(len(batches))
-    return batches + [[]] * (most - len(batches))
+# What a rank without rows runs to keep the others company: one token, of which nothing is used.
+_NOTHING = _Waiting(
+    GenerationRequest(
+        [[0]], torch.zeros(1, dtype=torch.long), 0, StopConditions(), SamplingParams(greedy=True)
+    ),
+    {},
+)
 
 
-def _all_done(model: ForwardBackward, done_B: torch.Tensor) -> bool:
-    """Whether no rank that this one exchanges tokens with has a row left to decode."""
-    done = bool(done_B.all())
-    if not _exchanges_tokens(model):
-        return done
-    return not parallel_groups.largest_of_data_parallel_ranks(int(not done))
+@dataclass
+class _Batch:
+    """Rows that run together. A row that is complete runs on, unseen, until all are.
 
+    open: row of the session -> place in the batch, of those that are not complete.
+    new_tokens: what was drawn for each place.
+    """
 
-def _lengths(tokens_BT: torch.Tensor, stop_ids: frozenset[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tokens each response has, its stop token included, and whether it has one."""
-    is_stop_BT = torch.isin(tokens_BT, torch.tensor(sorted(stop_ids), dtype=torch.long))
-    finished_B = is_stop_BT.any(1)
-    first_stop_B = is_stop_BT.int().argmax(1)
-    return torch.where(finished_B, first_stop_B + 1, tokens_BT.shape[1]), finished_B
+    request: GenerationRequest
+    open: dict[int, int]
+    sequences_BL: torch.Tensor
+    keys_B: torch.Tensor
+    next_logits: NextLogits
+    new_tokens: list[list[int]]
 
+    @classmethod
+    def of(cls, model: ForwardBackward, waiting: _Waiting, steps: int) -> _Batch:
+        """A batch that is decoded by so many tokens at most."""
+        request, device = waiting.request, accelerator.device()
+        places = [*waiting.places.values()] or [0]
+        prompts_BP = torch.tensor([list(request.prompts[place]) for place in places])
+        rows, length = prompts_BP.shape
+        return cls(
+            request,
+            {row: place for place, row in enumerate(waiting.places)},
+            prompts_BP.to(device),
+            request.keys_B[places].to(device),
+            next_logits(model, rows, length + steps),
+            [[] for _ in places],
+        )
 
-def _decode(
-    model: ForwardBackward,
-    prompts_BP: torch.Tensor,
-    keys_B: torch.Tensor,
-    request: GenerationRequest,
-    next_logits: NextLogits,
-    vocab_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and log-probabilities [B, T] on the CPU; what stands behind a row's stop token has no meaning."""
-    device = accelerator.device()
-    sequences_BL, keys_B = prompts_BP.to(device), keys_B.to(device)
-    stop_ids = torch.tensor(sorted(request.stop_ids), dtype=torch.long, device=device)
-    rows, steps = prompts_BP.shape[0], request.max_new_tokens
-    tokens_BT = sequences_BL.new_zeros(rows, steps)
-    logprobs_BT = torch.zeros(rows, steps, device=device)
-    done_B = torch.zeros(rows, dtype=torch.bool, device=device)
-    for step in range(steps):
+    def step(self, vocab_size: int) -> SampledTokens:
+        """Draw a token for each row, and close those that it completes."""
+        drawn = len(self.new_tokens[0])
+        progress.advance(f"token {drawn + 1} of an answer")
         tokens_B, logprobs_B = sample_tokens(
             # The padding rows of the embedding are no tokens.
-            next_logits(sequences_BL)[:, :vocab_size],
-            keyed_uniforms(keys_B, step),
-            request.sampling,
+            self.next_logits(self.sequences_BL)[:, :vocab_size],
+            keyed_uniforms(self.keys_B, drawn),
+            self.request.sampling,
         )
-        tokens_BT[:, step], logprobs_BT[:, step] = tokens_B, logprobs_B
-        done_B |= torch.isin(tokens_B, stop_ids)
-        if _all_done(model, done_B):
-            break
-        sequences_BL = torch.cat([sequences_BL, tokens_B.unsqueeze(1)], dim=1)
-    return tokens_BT.cpu(), logprobs_BT.cpu()
-
-
-def _next_logits(model: ForwardBackward, prompts_shape: torch.Size, max_new_tokens: int) -> NextLogits:
-    """Cached decoding where the layout lets a single token through the model, else a whole pass for each token."""
-    if parallel_groups.pipeline_stages() > 1 or model.config.sequence_parallel:
-        return _RecomputedLogits(model)
-    rows, prompt_length = prompts_shape
-    return _CachedLogits(model, StaticInferenceContext(rows, prompt_length + max_new_tokens))
-
-
-@dataclass(frozen=True)
-class _CachedLogits:
-    """Feeds only the tokens that the cache has not seen: the prompts, then one token a row."""
-
-    model: ForwardBackward
-    cache: StaticInferenceContext
-
-    def __call__(self, sequences_BL: torch.Tensor) -> torch.Tensor:
-        offset = self.cache.sequence_len_offset
-        unread = sequences_BL[:, offset:]
-        logits_BV = self.model.chunks[0](
-            *causal_inputs(sequences_BL, start=offset),
-            inference_context=self.cache,
-            output_processor=_logits_at,
-            output_processor_context=unread.shape[1] - 1,
+        self.sequences_BL = torch.cat([self.sequences_BL, tokens_B.unsqueeze(1)], dim=1)
+        for new_tokens, token in zip(self.new_tokens, tokens_B.tolist(), strict=True):
+            new_tokens.append(token)
+        running = self.open
+        stopped = [self.request.stops.met_by(self.new_tokens[place]) for place in running.values()]
+        at_limit = drawn + 1 == self.request.max_new_tokens
+        self.open = {
+            row: place
+            for (row, place), ends in zip(running.items(), stopped, strict=True)
+            if not (ends or at_limit)
+        }
+        places = torch.tensor([*running.values()], dtype=torch.long)
+        return SampledTokens(
+            torch.tensor([*running], dtype=torch.long),
+            tokens_B.cpu()[places],
+            logprobs_B.cpu()[places],
+            torch.tensor(stopped, dtype=torch.bool),
         )
-        self.cache.increment_sequence_len_offset(unread.shape[1])
-        self.cache.enable_decode_mode()
-        return logits_BV
-
-
-@dataclass(frozen=True)
-class _RecomputedLogits:
-    """Runs all tokens through the schedule, so that pipeline stages and sequence parallelism work as in training."""
-
-    model: ForwardBackward
-
-    def __call__(self, sequences_BL: torch.Tensor) -> torch.Tensor:
-        rows, length = sequences_BL.shape
-        padded = torch.nn.functional.pad(sequences_BL, (0, -length % self.model.sequence_multiple))
-
-        def forward_step(_data: object, chunk: Any) -> Any:
-            logits_BV = chunk(
-                *causal_inputs(padded), output_processor=_logits_at, output_processor_context=length - 1
-            )
-            return logits_BV, lambda output: (output.sum(), no_tokens(output), output)
-
-        chunks = self.model.chunks
-        interleaved = len(chunks) > 1
-        parts = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(()) for _ in chunks] if interleaved else iter(()),
-            model=[*chunks] if interleaved else chunks[0],
-            # The interleaved schedule runs microbatches in multiples of the stages: the same one each time.
-            num_microbatches=parallel_groups.pipeline_stages() if interleaved else 1,
-            seq_length=padded.shape[1],
-            micro_batch_size=rows,
-            forward_only=True,
-        )
-        return parallel_groups.broadcast_tensor_from_last_stage(parts[0] if parts else None)
-
-
-def _logits_at(
-    *,
-    hidden_states: torch.Tensor,
-    output_layer: Any,
-    output_weight: torch.Tensor | None,
-    scale_logits: Any,
-    context: int,
-    **_unused: Any,
-) -> torch.Tensor:
-    """An output processor: the logits [B, V] at one position, gathered over the tensor-parallel ranks."""
-    if not output_layer.sequence_parallel:
-        hidden_states, context = hidden_states[context : context + 1], 0
-    # Under sequence parallelism the output layer gathers the sequence itself, so it is handed the whole.
-    logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=True)
-    return scale_logits(logits)[context]

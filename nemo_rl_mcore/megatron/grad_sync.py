@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def deferred_grad_sync(config: TransformerConfig, chunks: list[DistributedDataParallel]) -> Iterator[None]:
     """Inside, backward passes only add to the local gradient buckets: nothing is reduced, nothing finalised.
 
-    The schedules would otherwise reduce through `grad_sync_func`, leave `no_sync` for each call's last microbatch, and
-    finalise at each call's end. All three functions come back on leaving, also after an exception. Enter it after the
-    buckets were zeroed, since zeroing resets the flag that `no_sync` clears.
+    The schedules (pipeline_parallel/schedules.py) would otherwise reduce through `grad_sync_func`, leave `no_sync` for
+    each call's last microbatch, and finalise at each call's end. All three functions come back on leaving, also after
+    an exception. Enter it after the buckets were zeroed, since zeroing resets the flag that `no_sync` clears.
     """
     saved = config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func
     config.grad_sync_func, config.no_sync_func, config.finalize_model_grads_func = None, nullcontext, None

@@ -24,8 +24,8 @@ from nemo_rl_mcore.megatron.attention import LocalAttention
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm for the local layer spec, also under sequence parallelism.
 
-    Megatron's stock torch norm asserts against sequence parallelism; all that is missing there is the mark on the
-    weight that tells `finalize_model_grads` to sum its gradient over the tensor-parallel ranks.
+    WrappedTorchNorm (transformer/torch_norm.py) asserts against sequence parallelism; all that is missing there is the
+    mark on the weight that tells `finalize_model_grads` to sum its gradient over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: Any):

@@ -1,4 +1,4 @@
-"""The GPT model of a policy: its Megatron config, precision and data-parallel wrapping."""
+"""The model of a policy: its Megatron config, precision and data-parallel wrapping."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed import DistributedDataParallelConfig as MegatronDDPConfig
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.megatron.layer_specs import decoder_spec, prediction_spec, use_transformer_engine
+from nemo_rl_mcore.megatron.model_class import LanguageModel
 from nemo_rl_mcore.megatron.rotary import stretched_frequencies
 from nemo_rl_mcore.megatron.value_head import value_head_of
 
@@ -103,8 +103,8 @@ def _expert_settings(policy: PolicyConfig) -> dict[str, Any]:
     }
 
 
-def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[GPTModel]]:
-    """The model of this rank, one GPTModel per virtual pipeline stage, on the device.
+def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[LanguageModel]]:
+    """The model of this rank, one `LanguageModel` per virtual pipeline stage, on the device.
 
     Its weights are random, or not set at all where `policy.model_name` says that they are loaded next.
     """
@@ -118,8 +118,11 @@ def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[GPTModel]
     return config, [chunk.to(accelerator.device()) for chunk in chunks]
 
 
-def _draw_experts_of_this_rank(config: TransformerConfig, chunks: list[GPTModel]) -> None:
-    """Draw other experts on each rank that holds some: Megatron's initialisation on CPU draws the same ones on all."""
+def _draw_experts_of_this_rank(config: TransformerConfig, chunks: list[LanguageModel]) -> None:
+    """Draw other experts on each rank that holds some.
+
+    _initialize_affine_weight_cpu (tensor_parallel/layers.py) draws the same ones on all.
+    """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(torch.initial_seed() + 1 + parallel_state.get_expert_model_parallel_rank())
         for chunk in chunks:
@@ -130,9 +133,9 @@ def _draw_experts_of_this_rank(config: TransformerConfig, chunks: list[GPTModel]
                     draw(parameter)
 
 
-def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int | None) -> LanguageModel:
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    chunk = GPTModel(
+    chunk = LanguageModel(
         config,
         decoder_spec(policy.megatron_cfg, config, vp_stage),
         vocab_size=padded_vocab_size(policy),
@@ -151,7 +154,7 @@ def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int 
     return chunk
 
 
-def in_precision(config: TransformerConfig, chunks: list[GPTModel]) -> list[MegatronModule]:
+def in_precision(config: TransformerConfig, chunks: list[LanguageModel]) -> list[MegatronModule]:
     """The chunks as they are run in the config's number format; a value head stays fp32."""
     modules: list[MegatronModule] = [
         Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks
@@ -166,7 +169,7 @@ def freeze(modules: list[MegatronModule]) -> list[MegatronModule]:
     """Chunks that are never trained: in evaluation mode, without buffers for gradients.
 
     `requires_grad` stays: every pass over them is one without gradients, and Megatron's linear layers take another way
-    for weights without it, which rounds otherwise.
+    for weights without it, linear_with_frozen_weight (tensor_parallel/layers.py), which rounds otherwise.
     """
     return [module.eval() for module in modules]
 

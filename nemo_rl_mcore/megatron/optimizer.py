@@ -39,7 +39,7 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
     """The schedule, counted in samples: it advances by the global batch size at each applied optimizer step."""
     schedule, peak = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
     samples = policy.train_global_batch_size
-    # Megatron asks for warm-up < decay, both positive; a constant schedule has neither end.
+    # OptimizerParamScheduler asserts warm-up < decay, and decay > 0; a constant schedule has neither end.
     decay_iters = schedule.lr_decay_iters or schedule.lr_warmup_iters + 1
     return OptimizerParamScheduler(
         optimizer,

@@ -94,7 +94,8 @@ def _ensure_moments(part: Any) -> None:
 def _set_step(part: Any, step: float) -> None:
     for state in part.optimizer.state.values():
         if _STEP in state:
-            # A tensor of its own for each weight: where Megatron loads, they share one, and each weight counts it up.
+            # A tensor of its own for each weight: where DistributedOptimizer loads (optimizer/distrib_optimizer.py),
+            # they share one, and each weight counts it up.
             state[_STEP] = torch.full_like(state[_STEP], step)
     for group in part.optimizer.param_groups:
         if _STEP in group:  # Transformer Engine's Adam counts here
@@ -111,7 +112,7 @@ def _without_main(kinds: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_distributed(part: DistributedOptimizer, weights: dict[int, Any]) -> None:
-    # Megatron would look for the steps among what is loaded.
+    # load_parameter_state_from_fully_reshardable would look for the steps among what is loaded.
     steps = [(state, state.pop(_STEP)) for state in part.optimizer.state.values() if _STEP in state]
     if not _keeps_main_copies(part):
         for kinds, weight in zip(weights.values(), _weights_in_order(part), strict=True):

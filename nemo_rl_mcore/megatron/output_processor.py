@@ -1,21 +1,18 @@
 """Log-probabilities of selected tokens, taken from decoder hidden states by Megatron's own hook.
 
 `GPTModel.forward(..., output_processor=, output_processor_context=)` (megatron-core 0.18 and later) calls the processor
-on the last pipeline stage in place of the output layer and the loss. This file is the only one that uses the hook.
+on the last pipeline stage in place of the output layer and the loss; `hook_check` makes sure of it.
 
 Shapes: S sequence, B batch, H hidden, V vocabulary; under sequence parallelism the hidden states are [S/tp, B, H].
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from megatron.core import __version__ as megatron_version
-from megatron.core.models.gpt import GPTModel
 
 from nemo_rl_mcore.megatron.parallel_groups import tensor_parallel_group
 from nemo_rl_mcore.megatron.value_head import ValueHead
@@ -23,8 +20,6 @@ from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linea
 from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
 from nemo_rl_mcore.ops.linear_topk import linear_topk_logprobs
 from nemo_rl_mcore.ops.vocab_parallel import vocab_parallel_logprobs
-
-FIRST_VERSION_WITH_HOOK = "0.18.0"
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class TokenSelection:
 
 
 @dataclass(frozen=True)
-class BestTokens:
+class TopKSelection:
     """How many of the most probable next tokens the model is to name, at the positions of the mask [S, B]."""
 
     k: int
@@ -65,15 +60,6 @@ class StudentSelection:
 
 # A tensor or a tuple of tensors: what 16-bit models know to convert.
 Processor = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
-
-
-def require_hook(model_class: type = GPTModel) -> None:
-    """Raise RuntimeError, naming the version to install, if the model's forward has no output_processor."""
-    if "output_processor" not in inspect.signature(model_class.forward).parameters:
-        raise RuntimeError(
-            f"megatron-core {megatron_version} has no output_processor hook in GPTModel.forward; "
-            f"install megatron-core >= {FIRST_VERSION_WITH_HOOK}"
-        )
 
 
 def unfused_processor(vocab_size: int) -> Processor:
@@ -142,10 +128,12 @@ def student_processor(options: LinearLogprobsOptions) -> Processor:
     return process
 
 
-def best_tokens_processor(options: LinearLogprobsOptions) -> Processor:
+def topk_processor(options: LinearLogprobsOptions) -> Processor:
     """A processor for a teacher: (logits, ids) [S, B, K], then their logsumexp over the vocabulary [S, B]."""
 
-    def process(*, hidden_states: torch.Tensor, context: BestTokens, **hook: Any) -> tuple[torch.Tensor, ...]:
+    def process(
+        *, hidden_states: torch.Tensor, context: TopKSelection, **hook: Any
+    ) -> tuple[torch.Tensor, ...]:
         head = _LinearHead.of(options, **hook)
         best = linear_topk_logprobs(
             hidden_states,

@@ -14,18 +14,21 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from nemo_rl_mcore import accelerator
+from nemo_rl_mcore import accelerator, rendezvous
 from nemo_rl_mcore.config import MegatronConfig
+
+_computing_ranks: dist.ProcessGroup | None = None
 
 
 def initialize(config: MegatronConfig, seed: int) -> None:
-    """Join the process group named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT and split it into the layout.
+    """Join the process group of all ranks, see `rendezvous.join`, and split it into the layout.
 
+    The layout's groups wait for `process_group_timeout_s`: their ranks compute, and so come at about the same time.
+    Whoever may be late for another reason, a file or an engine, is waited for in `rendezvous.patient_group`.
     Raises ValueError when the world size is not a multiple of the model-parallel size.
     """
-    if not dist.is_initialized():
-        timeout = timedelta(seconds=config.process_group_timeout_s)
-        dist.init_process_group(accelerator.communication_backend(), timeout=timeout)
+    global _computing_ranks
+    rendezvous.join()
     model_parallel = (
         config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
     )
@@ -34,6 +37,8 @@ def initialize(config: MegatronConfig, seed: int) -> None:
             f"the world size {dist.get_world_size()} is not a multiple of the model-parallel size {model_parallel}: "
             "change the cluster's size or policy.megatron_cfg.*_parallel_size"
         )
+    dist.barrier(rendezvous.patient_group())  # whatever the ranks did before, they form the groups together
+    timeout = timedelta(seconds=config.process_group_timeout_s)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -41,7 +46,11 @@ def initialize(config: MegatronConfig, seed: int) -> None:
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        distributed_timeout_minutes=timeout / timedelta(minutes=1),  # pyright: ignore[reportArgumentType]
     )
+    # The one group that parallel_state.initialize_model_parallel makes without it.
+    parallel_state.update_pg_timeout(timeout, parallel_state.get_expert_data_parallel_group_gloo())
+    _computing_ranks = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
     _seed_everything(seed, spread_experts=config.expert_model_parallel_size > 1)
 
 
@@ -50,11 +59,14 @@ def destroy() -> None:
 
     A gloo group has threads until nothing refers to it. The layout's own references go here; a model's go with it.
     """
-    groups = parallel_state._global_process_group_list or ()  # Megatron forgets them, and destroys a few
+    global _computing_ranks
+    # parallel_state.destroy_model_parallel forgets them, and destroys a few.
+    groups = parallel_state._global_process_group_list or ()
     parallel_state.destroy_model_parallel()
-    for group in groups:
+    for group in (*groups, _computing_ranks):
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
+    _computing_ranks = None
     RotaryEmbedding.forward.cache_clear()  # which keeps the last models' rotary positions, with a group of each
     gc.collect()  # a former worker holds its groups in cycles
 
@@ -70,6 +82,12 @@ def _seed_everything(seed: int, *, spread_experts: bool) -> None:
         # That call ends on the seed of this rank's experts, and without a GPU it cannot set the generator back:
         # ranks that are to hold equal weights would draw different ones.
         torch.manual_seed(stage_seed)
+
+
+def computing_ranks() -> dist.ProcessGroup:
+    """All ranks, over gloo, for `process_group_timeout_s`: where they meet at the end of what each has computed."""
+    assert _computing_ranks is not None
+    return _computing_ranks
 
 
 def data_parallel_rank() -> int:
@@ -114,7 +132,7 @@ def broadcast_from_last_stage(value: Any) -> Any:
     if pipeline_stages() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=_last_stage_rank(), group=_pipeline_group())
+    dist.broadcast_object_list(box, src=_last_stage_rank(), group=pipeline_group())
     return box[0]
 
 
@@ -129,7 +147,7 @@ def broadcast_tensor_from_last_stage(tensor: torch.Tensor | None) -> torch.Tenso
         if tensor is None
         else tensor.contiguous()
     )
-    dist.broadcast(received, src=_last_stage_rank(), group=_pipeline_group())
+    dist.broadcast(received, src=_last_stage_rank(), group=pipeline_group())
     return received
 
 
@@ -137,5 +155,6 @@ def _last_stage_rank() -> int:
     return parallel_state.get_pipeline_model_parallel_last_rank()
 
 
-def _pipeline_group() -> dist.ProcessGroup:
+def pipeline_group() -> dist.ProcessGroup:
+    """The stages of one model copy."""
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())

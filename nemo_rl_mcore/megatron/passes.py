@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl_mcore.custom_code import custom_code
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Microbatch
 from nemo_rl_mcore.losses.base import (
@@ -23,17 +24,17 @@ from nemo_rl_mcore.losses.base import (
     ValueOutputs,
 )
 from nemo_rl_mcore.megatron.output_processor import (
-    BestTokens,
     Processor,
     StudentSelection,
     TokenSelection,
-    best_tokens_processor,
+    TopKSelection,
     student_processor,
+    topk_processor,
     value_processor,
 )
 from nemo_rl_mcore.megatron.value_head import ValueHead
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
-from nemo_rl_mcore.training.step_sums import LocalSums
+from nemo_rl_mcore.training.sums import LocalSums
 
 # What a schedule's loss function returns: the loss, a token count that Megatron is not to use, and our own result.
 LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
@@ -46,13 +47,13 @@ class ModelPass:
 
     processor: what Megatron's hook calls at the end of the last stage.
     wanted: [B, S] of a microbatch's rows, true at each position whose next token is of interest.
-    context: what the processor gets, from the microbatch, its input_ids and mask as the model takes them [B, S].
+    context: what the processor gets, from the microbatch and that mask as the model takes the tokens.
     collect: the result of the microbatch, from what the processor returned.
     """
 
     processor: Processor
     wanted: Callable[[BatchedDataDict], torch.Tensor]
-    context: Callable[[Microbatch, torch.Tensor, torch.Tensor], Any]
+    context: Callable[[Microbatch, torch.Tensor], Any]
     collect: Callable[[Microbatch, Outputs], LossTriple]
 
 
@@ -80,15 +81,13 @@ class Passes:
         # The hidden state that predicts a token is the state before it, so values shift as log-probabilities do.
         return ModelPass(value_processor(self.value_head), real_next_tokens, _mask, _collect_logprobs)
 
-    def best_tokens(self, k: int) -> ModelPass:
+    def topk(self, k: int) -> ModelPass:
         """The k best next tokens; a result is (places, (logits [B, S, K], ids, logsumexp [B, S], tail [B, S]))."""
 
-        def context(_microbatch: Microbatch, _ids_BS: torch.Tensor, mask_BS: torch.Tensor) -> BestTokens:
-            return BestTokens(k, _by_position(mask_BS), self.temperature)
+        def context(_microbatch: Microbatch, mask_BS: torch.Tensor) -> TopKSelection:
+            return TopKSelection(k, _by_position(mask_BS), self.temperature)
 
-        return ModelPass(
-            best_tokens_processor(self.linear_options), real_next_tokens, context, _collect_unshifted
-        )
+        return ModelPass(topk_processor(self.linear_options), real_next_tokens, context, _collect_unshifted)
 
     def loss(self, loss_fn: LossFunction) -> ModelPass:
         """What a loss function reads, and its sums; a result is `LocalSums`."""
@@ -105,25 +104,36 @@ class Passes:
         return ModelPass(processor, wanted, context, partial(_collect_sums, loss_fn, read))
 
     def _select_tokens(
-        self, _microbatch: Microbatch, ids_BS: torch.Tensor, mask_BS: torch.Tensor, with_entropy: bool = False
+        self, microbatch: Microbatch, mask_BS: torch.Tensor, with_entropy: bool = False
     ) -> TokenSelection:
-        targets_SB = _by_position(ids_BS.roll(-1, dims=1))
-        return TokenSelection(targets_SB, _by_position(mask_BS), self.temperature, with_entropy)
+        targets_BS = microbatch.to_model(next_tokens(microbatch.rows))
+        return TokenSelection(_by_position(targets_BS), _by_position(mask_BS), self.temperature, with_entropy)
 
     def _select_at_ids(
-        self, loss_fn: LossFunction, microbatch: Microbatch, ids_BS: torch.Tensor, mask_BS: torch.Tensor
+        self, loss_fn: LossFunction, microbatch: Microbatch, mask_BS: torch.Tensor
     ) -> StudentSelection:
         tokens = None
         if loss_fn.needs_tokens:
-            tokens = self._select_tokens(microbatch, ids_BS, mask_BS, loss_fn.needs_entropy)
-        teacher_ids_SBK = _by_position(microbatch.rows["teacher_topk_indices"])
-        return StudentSelection(teacher_ids_SBK, _by_position(mask_BS), self.temperature, tokens)
+            tokens = self._select_tokens(microbatch, mask_BS, loss_fn.needs_entropy)
+        teacher_ids_BSK = microbatch.to_model(microbatch.rows["teacher_topk_indices"])
+        return StudentSelection(
+            _by_position(teacher_ids_BSK), _by_position(mask_BS), self.temperature, tokens
+        )
 
 
 def no_tokens(like: torch.Tensor) -> torch.Tensor:
     """The token count of a schedule's loss function: none."""
-    # The step counts valid tokens itself; Megatron's own count would divide each schedule call separately.
+    # The step counts valid tokens itself; by a count of its own forward_step_calc_loss (pipeline_parallel/schedules.py)
+    # would have each schedule call divided separately.
     return torch.zeros((), dtype=torch.int, device=like.device)
+
+
+def next_tokens(rows: BatchedDataDict) -> torch.Tensor:
+    """The id of each position's next token, int64 [B, S]; without meaning at a row's last column.
+
+    The rows are shifted before a microbatch lays them out, where the next column may be another sample's.
+    """
+    return rows["input_ids"].roll(-1, dims=1)
 
 
 def real_next_tokens(rows: BatchedDataDict) -> torch.Tensor:
@@ -147,7 +157,7 @@ def _by_position(values_BS: torch.Tensor) -> torch.Tensor:
     return values_BS.transpose(0, 1).contiguous()
 
 
-def _mask(_microbatch: Microbatch, _ids_BS: torch.Tensor, mask_BS: torch.Tensor) -> torch.Tensor:
+def _mask(_microbatch: Microbatch, mask_BS: torch.Tensor) -> torch.Tensor:
     """The context of a processor that needs to know only where it is to answer."""
     return _by_position(mask_BS)
 
@@ -168,32 +178,37 @@ def _shifted(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
 
 
 def _collect_logprobs(microbatch: Microbatch, output: Outputs) -> LossTriple:
-    values_SB = _all(output)[0]
+    values_SB = all_of(output)[0]
     return values_SB.sum(), no_tokens(values_SB), (microbatch.places, (_shifted(microbatch, values_SB),))
 
 
 def _collect_unshifted(microbatch: Microbatch, output: Outputs) -> LossTriple:
-    values = tuple(_rows(microbatch, value) for value in _all(output))
+    values = tuple(_rows(microbatch, value) for value in all_of(output))
     return values[0].sum(), no_tokens(values[0]), (microbatch.places, values)
 
 
 def _collect_sums(
     loss_fn: LossFunction, read: Callable[[Microbatch, Outputs], Any], microbatch: Microbatch, output: Outputs
 ) -> LossTriple:
-    sums = loss_fn.sums(read(microbatch, output), microbatch.rows)
+    outputs, rows = read(microbatch, output), microbatch.rows
+    if loss_fn.custom_name is None:
+        sums = loss_fn.sums(outputs, rows)
+    else:
+        with custom_code(f"{loss_fn.custom_name}.sums"):
+            sums = loss_fn.sums(outputs, rows)
     return sums.loss, no_tokens(sums.loss), LocalSums.of(sums, microbatch.rows)
 
 
 def _token_outputs(microbatch: Microbatch, output: Outputs) -> TokenOutputs:
-    return TokenOutputs(*(_next_tokens(microbatch, value) for value in _all(output)))
+    return TokenOutputs(*(_next_tokens(microbatch, value) for value in all_of(output)))
 
 
 def _value_outputs(microbatch: Microbatch, output: Outputs) -> ValueOutputs:
-    return ValueOutputs(_shifted(microbatch, _all(output)[0]))
+    return ValueOutputs(_shifted(microbatch, all_of(output)[0]))
 
 
 def _distillation_outputs(microbatch: Microbatch, output: Outputs) -> DistillationOutputs:
-    at_ids, tail, *of_tokens = (_next_tokens(microbatch, value) for value in _all(output))
+    at_ids, tail, *of_tokens = (_next_tokens(microbatch, value) for value in all_of(output))
     data = microbatch.rows
     logprobs = data["teacher_topk_logits"] - data["teacher_logsumexp"].unsqueeze(-1)
     teacher_tail = data.get("teacher_tail_logmass")
@@ -204,5 +219,6 @@ def _distillation_outputs(microbatch: Microbatch, output: Outputs) -> Distillati
     )
 
 
-def _all(output: Outputs) -> tuple[torch.Tensor, ...]:
+def all_of(output: Outputs) -> tuple[torch.Tensor, ...]:
+    """The tensors that a processor returned."""
     return output if isinstance(output, tuple) else (output,)

@@ -39,7 +39,7 @@ class ReferencePolicy:
         return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
 
     def _load(self, weights: list[torch.Tensor]) -> None:
-        # In place: the parameters are views of the buffers that Megatron gathers and reduces.
+        # In place: the parameters are views of Megatron's buckets (distributed/param_and_grad_buffer.py).
         with torch.no_grad():
             for parameter, weight in zip(self._parameters(), weights, strict=True):
                 parameter.copy_(weight)

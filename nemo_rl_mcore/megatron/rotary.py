@@ -12,7 +12,8 @@ from nemo_rl_mcore.config.model import RopeScalingConfig
 def stretched_frequencies(frequencies: torch.Tensor, scaling: RopeScalingConfig) -> torch.Tensor:
     """The inverse frequencies [D/2] of a model whose rotations were stretched by `scaling`.
 
-    Megatron has this formula too, with the original context fixed at 8192 tokens.
+    RotaryEmbedding._apply_scaling (models/common/embeddings/rotary_pos_embedding.py) has this formula too, with the
+    original context fixed at 8192 tokens.
     Fast rotations stay, slow ones are divided by the factor, and those between are a mixture of both.
     Source: https://github.com/meta-llama/llama-models, `apply_scaling`.
     """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.megatron.model_class import LanguageModel
 
 VALUE_HEAD = "value_head"
 """What the head is called among the model's modules."""
@@ -39,7 +39,7 @@ class ValueHead(torch.nn.Module):
         return gather_from_sequence_parallel_region(values_SB, tensor_parallel_output_grad=False)
 
 
-def give_value_head(model: GPTModel) -> None:
+def give_value_head(model: LanguageModel) -> None:
     """Add the head to a last stage, and take the output layer out of training: a critic has no use for it."""
     if not model.post_process:
         return

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO, cast
 
 from rich.console import Console
 
 from nemo_rl_mcore.config import LoggerConfig
+from nemo_rl_mcore.errors import FolderError, folder_error
 from nemo_rl_mcore.observability.progress import ProgressDisplay
 from nemo_rl_mcore.observability.report import HistorySink, Sample, read_history, write_report
-from nemo_rl_mcore.observability.sinks import MetricSink, open_sinks
+from nemo_rl_mcore.observability.sinks import MetricSink, complete_rows, open_sinks
 from nemo_rl_mcore.observability.timing import TIMING_PREFIX, PhaseTimer
+from nemo_rl_mcore.output import BestEffortStream, write_line
+from nemo_rl_mcore.signals import deferred_stop_signals
 
+_KEY = "logger.log_dir"
+_RESERVED_BYTES = 1 << 19
+"""Kept free for the last row and the report, should the disk be full one day."""
 _TOKENS = "train/total_num_tokens"
 _MAX_SAMPLES = 256
 
@@ -25,7 +33,8 @@ _MAX_SAMPLES = 256
 class RunRecorder:
     """A context manager: `phase` times, `log` ends a step, and leaving it closes the sinks and reports.
 
-    The report is also written when the block raises or is interrupted, about the steps that were finished.
+    The report is also written when the block raises or is interrupted, about the steps that were finished. A console
+    that takes no more, as when its terminal is closed, changes nothing else.
     To each step it adds `timing/<phase>`, `timing/total` (wall seconds since the step before) and, when the
     step has `train/total_num_tokens`, `performance/tokens_per_sec`. With `resumed_step` it goes on with the metrics of
     an earlier run in the same folder, up to that step.
@@ -41,7 +50,10 @@ class RunRecorder:
         resumed_step: int | None = None,
     ) -> None:
         self._config = config
+        self._log_dir = Path(config.log_dir)
+        self._reserve = self._log_dir / ".reserve"
         self._console = console or Console()
+        self._console.file = cast(TextIO, BestEffortStream(self._console.file))
         self._history = HistorySink()
         self._resumed_step = resumed_step
         self._progress = ProgressDisplay(
@@ -55,9 +67,11 @@ class RunRecorder:
 
     def __enter__(self) -> Self:
         """Open the sinks and start the display."""
-        files = open_sinks(self._config, self._resumed_step)
-        if self._resumed_step is not None:
-            self._history.rows += read_history(Path(self._config.log_dir))
+        with self._written():
+            files = open_sinks(self._config, self._resumed_step)
+            self._reserve.write_bytes(bytes(_RESERVED_BYTES))
+            if self._resumed_step is not None:
+                self._history.rows += read_history(self._log_dir)
         self._sinks = [self._history, *files, self._progress]
         with ExitStack() as opened:
             for sink in self._sinks:
@@ -70,15 +84,51 @@ class RunRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close everything, then report."""
-        self._opened.close()
+        """Close everything, then report; raises FolderError where that fails and nothing else ended the run."""
+        with deferred_stop_signals(hold=True):
+            failures = list(self._end())
+        if failures and not isinstance(error, FolderError):
+            told = folder_error(_KEY, self._log_dir, failures[0])
+            if error is None:
+                raise told
+            write_line(sys.stderr, f"{told}: the report is not whole")
+
+    def _end(self) -> Iterator[OSError]:
+        """Yield what fails; each part is tried."""
+        for part in (
+            partial(self._reserve.unlink, missing_ok=True),
+            self._opened.close,
+            self._complete,
+            self._report,
+        ):
+            try:
+                part()
+            except OSError as failure:
+                yield failure
+
+    def _complete(self) -> None:
+        if self._history.rows:
+            complete_rows(self._log_dir, self._history.rows)
+
+    def _report(self) -> None:
         write_report(
-            Path(self._config.log_dir),
+            self._log_dir,
             self._history.rows,
             list(self._samples),
             console=self._console,
             show_samples=self._config.num_val_samples_to_print,
         )
+
+    @contextmanager
+    def _written(self) -> Generator[None]:
+        """Raise FolderError for what fails; the room that was kept for the end is then given to it."""
+        try:
+            yield
+        except OSError as failure:
+            told = folder_error(_KEY, self._log_dir, failure)
+            with suppress(OSError):
+                self._reserve.unlink(missing_ok=True)
+            raise told from failure
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase of the step."""
@@ -91,8 +141,9 @@ class RunRecorder:
         row = {**metrics, **self.timer.end_step(), f"{TIMING_PREFIX}total": seconds}
         if _TOKENS in row:
             row["performance/tokens_per_sec"] = row[_TOKENS] / seconds
-        for sink in self._sinks:
-            sink.log(step, row)
+        with self._written():
+            for sink in self._sinks:
+                sink.log(step, row)
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """Keep responses for the report; the newest stay when there are too many."""

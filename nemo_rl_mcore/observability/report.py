@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nemo_rl_mcore.observability.sinks import METRICS_FILE
+from nemo_rl_mcore.observability.sinks import METRICS_FILE, TENSORBOARD_FOLDER
 
 Row = Mapping[str, float]
 """The metrics of one step, with its number under "step"."""
@@ -82,17 +82,20 @@ def write_report(
     console: Console,
     show_samples: int = 8,
 ) -> None:
-    """Write the curves and the samples, and print the summary with the last samples and the files."""
+    """Write the curves and the samples, then print the summary with the last samples and the files."""
     if not rows:
         console.print("No step was finished: nothing to report.")
         return
     log_dir.mkdir(parents=True, exist_ok=True)
-    files = [log_dir / METRICS_FILE, write_curves(rows, log_dir / CURVES_FILE)]
-    console.print(summary_table(rows))
+    files = [log_dir / METRICS_FILE]
     if samples:
         files.append(write_samples(samples, log_dir / SAMPLES_FILE))
-        if show_samples:
-            console.print(sample_table(samples[-show_samples:]))
+    files.append(write_curves(rows, log_dir / CURVES_FILE))
+    if (log_dir / TENSORBOARD_FOLDER).is_dir():
+        files.append(log_dir / TENSORBOARD_FOLDER)
+    console.print(summary_table(rows))
+    if samples and show_samples:
+        console.print(sample_table(samples[-show_samples:]))
     for file in files:
         console.print(f"{file}", markup=False, highlight=False, soft_wrap=True)
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Mapping
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_mcore.config import LoggerConfig, WandbConfig
 
 METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
 
 
 class MetricSink(Protocol):
@@ -58,43 +63,83 @@ class JsonlSink:
 
     def __init__(self, log_dir: Path, resumed_step: int | None = None) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
-        path = log_dir / METRICS_FILE
-        if path.exists() and path.stat().st_size:
+        self._path = log_dir / METRICS_FILE
+        if self._path.exists() and self._path.stat().st_size:
             if resumed_step is None:
-                path.rename(_next_free(path))
+                self._path.rename(_next_free(self._path))
             else:
-                _put_aside_after(resumed_step, path)
-        self._file = path.open("a", encoding="utf-8")
+                _put_aside_after(resumed_step, self._path)
+        self._file = self._path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line and flush it."""
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        self._file.flush()
+        """Append one line; raises OSError, also when the file is no longer there."""
+        self._path.stat()  # a file without a name takes every row
+        _write_whole(self._file, _line({"step": step, **metrics}))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
+def complete_rows(log_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:
+    """Make the file of these rows whole: one that was cut off, and those behind it, are written anew."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    with (log_dir / METRICS_FILE).open("a+b", buffering=0) as file:
+        file.seek(0)
+        text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        if len(whole) < len(text):
+            file.truncate(len(whole))
+        for row in rows[whole.count(b"\n") :]:
+            _write_whole(file, _line(row))
+
+
+def _line(row: Mapping[str, float]) -> bytes:
+    finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+
+
+def _write_whole(file: RawIOBase, line: bytes) -> None:
+    """Write all of a line; a disk that is nearly full takes a part of it and fails at the rest."""
+    left = memoryview(line)
+    while left:
+        left = left[file.write(left) or 0 :]
+
+
 class TensorBoardSink:
-    """`log_dir/tensorboard`: one scalar per metric."""
+    """`log_dir/tensorboard`: one scalar per metric, on disk as soon as it is logged."""
 
     def __init__(self, log_dir: Path, resumed_step: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # The viewer then drops the events of later steps, which the resumed run writes anew.
-        purge_step = None if resumed_step is None else resumed_step + 1
-        self._writer: Any = SummaryWriter(str(log_dir / "tensorboard"), purge_step=purge_step)
+        # Not TensorBoard's own writer of event files: it writes in a thread, which fails by itself, and later.
+        self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
+        folder = log_dir / TENSORBOARD_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        # The viewer reads the files in the order of their names.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("wb")
+        self._records = records.RecordWriter(self._file)
+        self._add(file_version="brain.Event:2")
+        if resumed_step is not None:
+            # The viewer then drops the events of later steps, which the resumed run writes anew.
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._add(step=resumed_step + 1, session_log=start)
+        self._file.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the scalars of a step."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        summary = self._summaries.Summary
+        values = [summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step=step, summary=summary(value=values))
+        self._file.flush()
 
     def close(self) -> None:
-        """Write the events that are still in memory."""
-        self._writer.close()
+        """Close the file."""
+        self._file.close()
+
+    def _add(self, **fields: Any) -> None:
+        self._records.write(self._events.Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 class WandbSink:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.losses.base import LossFunction, LossInputType
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,10 @@ class BatchSizes:
     def of(cls, policy: PolicyConfig, loss_fn: LossFunction, gbs: int | None, mbs: int | None) -> BatchSizes:
         """Return the sizes given in rows, or those of the config, which are in samples.
 
-        Raises ValueError for a size that is no positive multiple of the rows of a sample.
+        Raises ValueError for a size that is no positive multiple of the rows of a sample, and for a loss that expects
+        the fused head of a model without one.
         """
+        _require_its_head(policy, loss_fn)
         rows = loss_fn.rows_per_sample
         gbs = policy.train_global_batch_size * rows if gbs is None else gbs
         mbs = policy.train_micro_batch_size * rows if mbs is None else mbs
@@ -55,3 +57,13 @@ class BatchSizes:
                 "data-parallel ranks)"
             )
         return [data.slice(start, start + rows) for start in range(0, data.size, rows)]
+
+
+def _require_its_head(policy: PolicyConfig, loss_fn: LossFunction) -> None:
+    """What a token's log-probability is computed with is the model's matter; a loss that says otherwise is told so."""
+    fused = policy.megatron_cfg.use_fused_linear_logprobs
+    if loss_fn.use_fused_linear_logprobs and not fused and loss_fn.input_type is LossInputType.LOGPROB:
+        raise ValueError(
+            f"{type(loss_fn).__name__} was made with use_fused_linear_logprobs=True, and this model computes unfused: "
+            "set policy.megatron_cfg.use_fused_linear_logprobs: true, or leave the argument out"
+        )

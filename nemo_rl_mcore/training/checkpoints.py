@@ -2,7 +2,9 @@
 
   checkpoint_dir/step_N/training_info.json   the step, its metrics, the run's counters, every file with its size
                         config.yaml          the recipe, resolved
-                        policy/              what the policy's workers wrote
+                        tokenizer/           the tokenizer, where it is one of files
+                        policy/              what the policy's workers wrote, with checksums of their own
+                        SHA256SUMS           the checksum of every other file
   checkpoint_dir/tmp_*                       being written or deleted; the next run removes it
   checkpoint_dir/aside_step_N                set aside: broken, or behind the step that a run was resumed from
 
@@ -16,11 +18,25 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Generator, Mapping
+import stat
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from nemo_rl_mcore import progress
+from nemo_rl_mcore.strict_json import read_json, shortened
+from nemo_rl_mcore.training.checksums import (
+    SUMS_FILE,
+    outside_of_lists,
+    read_sums,
+    require_sums,
+    sha256,
+    write_sums,
+)
 
 INFO_FILE = "training_info.json"
 POLICY_FOLDER = "policy"
@@ -30,22 +46,33 @@ _TEMPORARY_NAME = re.compile(r"tmp_(deleted_)?step_\d+")
 
 
 class NotACheckpointError(ValueError):
-    """A folder that was named as a checkpoint holds none, or one that is not whole."""
+    """A folder that was named as a checkpoint holds none, or one that is not whole; the message names the file."""
+
+
+class _Info(BaseModel):
+    """`training_info.json`. checksums: the file of checksums beside it; None in those of older versions."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    step: Annotated[int, Field(ge=0)]
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)] | None]
+    counters: dict[str, int | float | str | None]
+    files: dict[str, Annotated[int, Field(ge=0)]]
+    checksums: str | None = None
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint. metrics: those of its step; counters: what the algorithm asked to keep."""
+    """A whole checkpoint. metrics: those of its step; counters: what the algorithm asked to keep.
+
+    has_checksums: False for one of an older version.
+    """
 
     folder: Path
     step: int
     metrics: Mapping[str, float | None]
     counters: Mapping[str, Any]
-
-    @property
-    def policy_folder(self) -> Path:
-        """What the policy's workers wrote."""
-        return self.folder / POLICY_FOLDER
+    has_checksums: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,20 +109,32 @@ class Retention:
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The checkpoints of one run, under one folder."""
+    """The checkpoints of one run, under one folder.
+
+    verify_checksums: take a checkpoint for the latest only if its own files are what was written; those of the models
+    are compared by who loads them.
+    """
 
     root: Path
     retention: Retention = Retention()
+    verify_checksums: bool = True
 
     def checkpoints(self) -> list[Checkpoint]:
         """The whole ones, the oldest first; a folder that lacks a file, or holds a shorter one, is none."""
-        found = [(folder, read_checkpoint(folder)) for folder in _step_folders(self.root)]
+        found = [(folder, _whole(folder, verify_checksums=False)) for folder in _step_folders(self.root)]
         whole = [one for folder, one in found if one is not None and one.step == _step_of(folder)]
         return sorted(whole, key=lambda one: one.step)
 
+    def newest_first(self) -> Iterator[Checkpoint]:
+        """Those to go on from, as their files are now."""
+        for one in reversed(self.checkpoints()):
+            checked = _whole(one.folder, verify_checksums=self.verify_checksums)
+            if checked is not None:
+                yield checked
+
     def latest(self) -> Checkpoint | None:
         """The one with the highest step."""
-        return max(self.checkpoints(), key=lambda one: one.step, default=None)
+        return next(self.newest_first(), None)
 
     def begin_after(self, step: int) -> list[Path]:
         """Make the folder one in which the step after `step` comes next; return what was set aside.
@@ -106,7 +145,7 @@ class CheckpointStore:
         self.root.mkdir(parents=True, exist_ok=True)
         for leftover in self.root.iterdir():
             if _TEMPORARY_NAME.fullmatch(leftover.name):
-                shutil.rmtree(leftover)
+                _remove(leftover)
         aside: list[Path] = []
         for folder in _step_folders(self.root):
             if _step_of(folder) > step:
@@ -127,10 +166,14 @@ class CheckpointStore:
         folder.mkdir(parents=True)
         yield folder
         files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
-        finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        info = {"step": step, "metrics": finite, "counters": dict(counters), "files": files}
+        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        info = _Info(
+            step=step, metrics=finite, counters=dict(counters), files=files, checksums=SUMS_FILE
+        ).model_dump()
         (folder / INFO_FILE).write_text(json.dumps(info, indent=1, allow_nan=False), encoding="utf-8")
+        write_sums(folder, {name: sha256(folder / name) for name in outside_of_lists((INFO_FILE, *files))})
         for path in (*_files(folder), *_folders(folder)):
+            progress.advance(f"bringing {path} to disk")
             _sync(path)
         folder.rename(self.root / f"step_{step}")
         _sync(self.root)
@@ -141,27 +184,85 @@ class CheckpointStore:
             # The rename takes it away as a whole; half deleted it would be a broken checkpoint.
             doomed = self.root / f"tmp_deleted_{checkpoint.folder.name}"
             checkpoint.folder.rename(doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
 
 
-def read_checkpoint(folder: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, or None when it is not whole."""
+def read_checkpoint(folder: Path, *, verify_checksums: bool = True) -> Checkpoint:
+    """The checkpoint in a folder; raises NotACheckpointError, naming the file, when it is not whole.
+
+    verify_checksums: compare its own files with their checksums; those of the models are compared by who loads them.
+    """
+    path = folder / INFO_FILE
     try:
-        info = cast("dict[str, Any]", json.loads((folder / INFO_FILE).read_text(encoding="utf-8")))
-        whole = all((folder / name).stat().st_size == size for name, size in info["files"].items())
-        return Checkpoint(folder, info["step"], info["metrics"], info["counters"]) if whole else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        info = _Info.model_validate(read_json(path, follow_links=False))
+    except OSError as error:
+        raise NotACheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise NotACheckpointError(
+            f"{path} is broken: {shortened(' '.join(str(error).split()), 200)}"
+        ) from error
+    verified = verify_checksums and info.checksums is not None
+    if verified:
+        _require_sums(folder, [INFO_FILE])  # first, since it says which files there are
+    home = folder.resolve()
+    for name, size in info.files.items():
+        _require_file(folder, home, name, size)
+    if verified:
+        _require_sums(folder, [*outside_of_lists(info.files)])
+    return Checkpoint(folder, info.step, info.metrics, info.counters, info.checksums is not None)
+
+
+def _require_sums(folder: Path, names: Iterable[str]) -> None:
+    try:
+        sums = read_sums(folder)
+        if sums is None:
+            raise ValueError(f"{folder / SUMS_FILE} does not exist")
+        require_sums(folder, sums, names)
+    except ValueError as error:
+        raise NotACheckpointError(str(error)) from error
+
+
+def _require_file(folder: Path, home: Path, name: str, size: int) -> None:
+    path = folder / name
+    try:
+        inside = path.resolve() == home / name  # no way out of the folder, and no link
+        status = path.lstat()
+    except (OSError, ValueError) as error:
+        raise NotACheckpointError(
+            f"{shortened(str(path), 200)} is not there: {shortened(str(error))}"
+        ) from error
+    if not inside or not stat.S_ISREG(status.st_mode):
+        raise NotACheckpointError(f"{path} is no file of this folder")
+    if status.st_size != size:
+        raise NotACheckpointError(f"{path} has {status.st_size} bytes, and {size} were written")
+
+
+def _whole(folder: Path, *, verify_checksums: bool) -> Checkpoint | None:
+    try:
+        return read_checkpoint(folder, verify_checksums=verify_checksums)
+    except NotACheckpointError:
         return None
 
 
-def require_checkpoint(folder: Path, key: str) -> Checkpoint:
+def require_checkpoint(folder: Path, key: str, *, verify_checksums: bool = True) -> Checkpoint:
     """The checkpoint in the folder that a key names; raises NotACheckpointError, naming both, when there is none."""
-    checkpoint = read_checkpoint(folder)
-    if checkpoint is not None:
-        return checkpoint
-    inside = [one.folder.name for one in CheckpointStore(folder).checkpoints()]
-    remedy = f"it holds {', '.join(inside)}: name one of them" if inside else "name a folder step_N of a run"
-    raise NotACheckpointError(f"{key}: {str(folder)!r} is no whole checkpoint; {remedy}")
+    try:
+        return read_checkpoint(folder, verify_checksums=verify_checksums)
+    except NotACheckpointError as error:
+        inside = [one.folder.name for one in CheckpointStore(folder).checkpoints()]
+        remedy = (
+            f"it holds {', '.join(inside)}: name one of them" if inside else "name a folder step_N of a run"
+        )
+        what = f"{key}: {str(folder)!r} is no whole checkpoint ({error}); {remedy}"
+        raise NotACheckpointError(what) from error
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder with all that is in it, or a file or link of its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _step_folders(root: Path) -> list[Path]:
@@ -175,7 +276,7 @@ def _step_of(folder: Path) -> int:
 
 def _free_name(wanted: Path) -> Path:
     number, name = 1, wanted
-    while name.exists():
+    while os.path.lexists(name):
         name, number = wanted.with_name(f"{wanted.name}.{number}"), number + 1
     return name
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_mcore.training.metrics import neutral_value
+from nemo_rl_mcore.training.sums import neutral_value
 from nemo_rl_mcore.training.train_step import StepResult
 
 

@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
+from nemo_rl_mcore.agreement import UnequalCallsError
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import EPSILON, LossFunction
-from nemo_rl_mcore.training.step_sums import LocalSums, StepTotals
+from nemo_rl_mcore.training.sums import LocalSums, StepTotals
 
 EMPTY_STEP = "no valid sample in the step"
 """Why a step with nothing to train on did not update the weights; other reasons name a number that is not finite."""
+COMMITTED_IDS_KEPT = 64
+"""How many step_ids are remembered, also by a checkpoint."""
 
 
 class TrainStepError(RuntimeError):
     """A split-step call out of order, or a step whose outcome is unknown; the message says what to call."""
+
+
+class UnequalChunksError(UnequalCallsError):
+    """The ranks were called differently: one adds a chunk to the step that another does not."""
 
 
 class Phase(Enum):
@@ -55,6 +64,17 @@ class StepResult:
 
 class TrainStepBackend(Protocol):
     """What a step needs of the framework that holds the model."""
+
+    def called_together(self, call: str) -> AbstractContextManager[None]:
+        """All ranks enter it with the same call, or all of them raise UnequalChunksError.
+
+        Inside a call is judged, and each rank raises where one did. It holds no collective.
+        """
+        ...
+
+    def done_together(self, call: str) -> AbstractContextManager[None]:
+        """All ranks leave it together: each raises where one did inside."""
+        ...
 
     def snapshot(self) -> Any:
         """State outside weights and gradients that a step changes: random generators, counters, biases."""
@@ -127,12 +147,12 @@ class TrainStep:
     A failure after the optimizer began to step has an unknown outcome: then abort raises, and says to reload.
     """
 
-    def __init__(self, backend: TrainStepBackend):
+    def __init__(self, backend: TrainStepBackend, committed_ids: Iterable[str] = ()):
         self._backend = backend
         self._step: _OpenStep | None = None
         self._phase = Phase.IDLE
         self._resources = ExitStack()
-        self._committed_ids: set[str] = set()
+        self._committed_ids = deque(committed_ids, maxlen=COMMITTED_IDS_KEPT)
         self._last_result: StepResult | None = None  # of the step just committed, if it had an id
 
     @property
@@ -141,61 +161,65 @@ class TrainStep:
         return self._phase
 
     @property
-    def loss_fn(self) -> LossFunction | None:
-        """The loss of the open or failed step; None when idle."""
-        return None if self._step is None else self._step.loss_fn
+    def committed_ids(self) -> tuple[str, ...]:
+        """The step_ids that cannot be opened again: of the last steps that had one, the oldest first."""
+        return tuple(self._committed_ids)
 
     def begin(self, loss_fn: LossFunction, *, gbs: int, mbs: int, step_id: str | None = None) -> None:
         """Open a step with cleared gradients; `mbs` rows run at once.
 
         The scheduler will advance by the samples of `gbs` rows.
-        Raises TrainStepError when a step is open, or when `step_id` is one that was already committed.
+        Raises TrainStepError when a step is open, or when `step_id` is one of the last COMMITTED_IDS_KEPT committed.
         """
-        self._require(Phase.IDLE, "begin_train_step")
-        if step_id is not None and step_id in self._committed_ids:
-            raise TrainStepError(
-                f"step_id {step_id!r} is already committed; begin_train_step needs a new step_id"
-            )
-        self._step = _OpenStep(loss_fn, gbs, mbs, step_id, time.monotonic(), self._backend.snapshot())
-        self._last_result = None
-        self._phase = Phase.FAILED  # until the step is wholly open
-        self._backend.zero_grad()
-        self._resources.enter_context(self._backend.deferred_grad_sync())
+        with self._backend.called_together("begin_train_step"):
+            self._require(Phase.IDLE, "begin_train_step")
+            if step_id is not None and step_id in self._committed_ids:
+                raise TrainStepError(
+                    f"step_id {step_id!r} is already committed; begin_train_step needs a new step_id"
+                )
+            self._open(loss_fn, gbs, mbs, step_id)
         self._phase = Phase.OPEN
 
-    def microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
+    def microbatch(
+        self,
+        data: BatchedDataDict,
+        chunk_id: str | None = None,
+        check: Callable[[LossFunction], None] = lambda _loss_fn: None,
+    ) -> None:
         """Add the gradients and sums of a chunk of rows.
 
-        A repeated `chunk_id` is a TrainStepError; it adds nothing and leaves the step open.
+        A repeated `chunk_id` is a TrainStepError; it adds nothing and leaves the step open. So does what `check`
+        raises, which is asked about the rows first.
         """
-        step = self._require(Phase.OPEN, "train_microbatch")
-        if chunk_id is not None and chunk_id in step.chunk_ids:
-            raise TrainStepError(
-                f"chunk_id {chunk_id!r} was already added to this step; send each chunk once"
-            )
-        self._phase = Phase.FAILED  # until the whole chunk is added
-        step.sums.add_chunk(self._backend.forward_backward(data, step.loss_fn, step.mbs))
+        with self._backend.called_together("train_microbatch"):
+            step = self._require(Phase.OPEN, "train_microbatch")
+            if chunk_id is not None and chunk_id in step.chunk_ids:
+                raise TrainStepError(
+                    f"chunk_id {chunk_id!r} was already added to this step; send each chunk once"
+                )
+            check(step.loss_fn)
+        self._phase = Phase.FAILED  # until the whole chunk is added, on all ranks
+        with self._backend.done_together("train_microbatch"):
+            self._add(step, data)
         if chunk_id is not None:
             step.chunk_ids.add(chunk_id)
         self._phase = Phase.OPEN
 
     def finish(self) -> StepResult:
         """Divide, reduce, update the weights, close the step; after a committed step with an id, its result again."""
-        if self._phase is Phase.IDLE and self._last_result is not None:
-            return self._last_result
-        step = self._require(Phase.OPEN, "finish_train_step")
-        self._phase = Phase.FAILED  # until the step is committed
-        totals = self._backend.reduce(step.sums)
-        outcome = self._update(step, totals)
-        if not outcome.update_successful:
-            # Finalising the gradients has moved the biases of experts: a step that is skipped moves nothing.
-            self._backend.restore(step.snapshot)
-        result = StepResult(totals, outcome, time.monotonic() - step.started)
-        self._step, self._phase = None, Phase.IDLE
-        if step.step_id is not None:
-            self._committed_ids.add(step.step_id)
-            self._last_result = result
-        return result
+        with self._backend.called_together("finish_train_step"):
+            if self._phase is Phase.IDLE and self._last_result is not None:
+                return self._last_result
+            step = self._require(Phase.OPEN, "finish_train_step")
+        return self._commit(step)
+
+    def whole(self, data: BatchedDataDict, loss_fn: LossFunction, *, gbs: int, mbs: int) -> StepResult:
+        """Begin, one chunk and finish, for ranks that were called together: they meet once, when the chunk is added."""
+        self._require(Phase.IDLE, "begin_train_step")
+        with self._backend.done_together("train"):
+            step = self._open(loss_fn, gbs, mbs, None)
+            self._add(step, data)
+        return self._commit(step)
 
     def abort(self) -> None:
         """Drop the open or failed step and restore what it changed; nothing to do when idle.
@@ -213,6 +237,31 @@ class TrainStep:
         self._backend.zero_grad()
         self._backend.restore(self._step.snapshot)
         self._step, self._phase = None, Phase.IDLE
+
+    def _open(self, loss_fn: LossFunction, gbs: int, mbs: int, step_id: str | None) -> _OpenStep:
+        step = _OpenStep(loss_fn, gbs, mbs, step_id, time.monotonic(), self._backend.snapshot())
+        self._step, self._last_result = step, None
+        self._phase = Phase.FAILED  # until the step is wholly open, on all ranks
+        self._backend.zero_grad()
+        self._resources.enter_context(self._backend.deferred_grad_sync())
+        return step
+
+    def _add(self, step: _OpenStep, data: BatchedDataDict) -> None:
+        step.sums.add(self._backend.forward_backward(data, step.loss_fn, step.mbs))
+
+    def _commit(self, step: _OpenStep) -> StepResult:
+        self._phase = Phase.FAILED  # until the step is committed
+        totals = self._backend.reduce(step.sums)
+        outcome = self._update(step, totals)
+        if not outcome.update_successful:
+            # Finalising the gradients has moved the biases of experts: a step that is skipped moves nothing.
+            self._backend.restore(step.snapshot)
+        result = StepResult(totals, outcome, time.monotonic() - step.started)
+        self._step, self._phase = None, Phase.IDLE
+        if step.step_id is not None:
+            self._committed_ids.append(step.step_id)
+            self._last_result = result
+        return result
 
     def _update(self, step: _OpenStep, totals: StepTotals) -> OptimizerOutcome:
         backend = self._backend

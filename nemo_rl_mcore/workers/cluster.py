@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
-import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +16,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.workers.environment import only_environment, rank_environment, session_environment
-from nemo_rl_mcore.workers.signals import deferred_stop_signals, kept_stop_handlers
+from nemo_rl_mcore.signals import deferred_stop_signals, kept_stop_handlers
+from nemo_rl_mcore.workers.environment import rank_environment
+from nemo_rl_mcore.workers.failures import RankIdentity
+from nemo_rl_mcore.workers.gcs_probe import GcsProbe, probe
+from nemo_rl_mcore.workers.local_session import LOOPBACK, LocalSession
+from nemo_rl_mcore.workers.session_processes import state_of
 
-_LOOPBACK = "127.0.0.1"
-_LOCAL_OBJECT_STORE_BYTES = 256 << 20
 _CPU_SHARE_OF_A_RANK = 0.1
-_PROBE_TIMEOUT_S = 3.0
-# Above Ray's worker ports and below Linux's ephemeral ports: nothing else takes one before rank 0 binds it.
-_RENDEZVOUS_PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True)
@@ -70,8 +66,10 @@ class RayCluster:
         """The machines."""
         self._address = os.environ.get("RAY_ADDRESS")
         self._ready_timeout_s = ready_timeout_s
-        self._started_session = False
+        self._session: LocalSession | None = None  # if it was started here
+        self._joined = False
         self._is_local = self._address is None
+        self._gcs: GcsProbe | None = None
         self.log_dir: Path | None = None
         """Folder of the workers' standard error, when they run on this machine."""
 
@@ -81,7 +79,7 @@ class RayCluster:
             self._start()
             self._check_resources()
         except BaseException:
-            self.stop()
+            self.stop(keep_logs=True)
             raise
         return self
 
@@ -89,15 +87,48 @@ class RayCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop what `__enter__` started."""
-        self.stop()
+        self.stop(keep_logs=isinstance(error, Exception))
 
-    def stop(self) -> None:
+    def shared_with(self, config: ClusterConfig) -> RayCluster:
+        """The same session, with places for the ranks of another recipe; it is this one that ends it.
+
+        Raises RunStoppedError as the class does.
+        """
+        other = RayCluster(config, ready_timeout_s=self._ready_timeout_s)
+        other._session, other._gcs, other._is_local = self._session, self._gcs, self._is_local
+        other.log_dir = self.log_dir
+        other._check_resources()
+        return other
+
+    def stop(self, *, keep_logs: bool = False) -> None:
         """End the local session with all its processes, or leave the cluster; idempotent."""
-        if self._started_session and ray.is_initialized():
-            # A second Ctrl-C must not leave half of the session behind.
-            with deferred_stop_signals():
+        # A second Ctrl-C must not leave half of the session behind.
+        with deferred_stop_signals(hold=True):
+            if self._session is not None:
+                self._session.end(keep_logs=keep_logs)
+            elif self._joined and ray.is_initialized():
                 ray.shutdown()
-        self._started_session = False
+        self._session, self._joined = None, False
+
+    def lost(self) -> str | None:
+        """What of Ray itself has died, without which no rank can be reached; None while all is well."""
+        if self._session is not None:
+            return self._session.lost()
+        return self._gcs.lost() if self._gcs is not None else None
+
+    def process_state(self, identity: RankIdentity | None) -> str:
+        """What the system says of a rank's process, as the end of a sentence; nothing for one of another machine."""
+        if identity is None or self._session is None:
+            return ""
+        state = state_of(identity.pid)
+        return ": its process is gone" if state == "gone" else f": its process is {state}"
+
+    def kill(self, actor: Any, identity: RankIdentity | None) -> None:
+        """End a rank at once."""
+        if self._session is not None and identity is not None:
+            self._session.kill(identity.pid)  # also one that is stopped, which does not hear Ray
+        if ray.is_initialized() and self.lost() is None:
+            ray.kill(actor, no_restart=True)
 
     def place_ranks(self) -> Placement:
         """Choose the rendezvous of one worker group and a slot for each of its ranks."""
@@ -105,7 +136,7 @@ class RayCluster:
         group = None if config.on_cpu else self.reserve_gpus(config.gpus_per_node, config.num_nodes)
         return Placement(self._slots(group), group)
 
-    def place_beside(self, ranks: Placement, gpus: Sequence[str]) -> Placement:
+    def place_colocated(self, ranks: Placement, gpus: Sequence[str]) -> Placement:
         """A further worker group on the machines of another one and, where these have some, on its GPUs, by rank."""
         if self.config.on_cpu:
             return self.place_ranks()
@@ -123,8 +154,8 @@ class RayCluster:
         )
 
     def _slots(self, group: PlacementGroup | None) -> tuple[RankSlot, ...]:
-        address = _LOOPBACK if self._is_local else _first_node_address(group)
-        rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), **self.local_network()}
+        address = LOOPBACK if self._is_local else _first_node_address(group)
+        rendezvous = {"MASTER_ADDR": address, **self.local_network()}  # the port is what rank 0 finds free
         return tuple(self._slot(rank, rendezvous, group) for rank in range(self.config.world_size))
 
     def local_network(self) -> dict[str, str]:
@@ -134,50 +165,36 @@ class RayCluster:
 
     def _start(self) -> None:
         if ray.is_initialized():
-            self._is_local = ray.get_runtime_context().gcs_address.startswith(_LOOPBACK)
+            address = ray.get_runtime_context().gcs_address
+            self._is_local, self._gcs = address.startswith(LOOPBACK), GcsProbe(address)
             return
         if self._is_local and self.config.num_nodes > 1:
             raise RunStoppedError(
                 f"cluster.num_nodes={self.config.num_nodes} needs a Ray cluster that runs: start one with "
                 "`ray start` on every machine and set RAY_ADDRESS, or set cluster.num_nodes to 1"
             )
-        self._started_session = True
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        context: Any = self._join(quiet) if self._address else self._start_local(quiet)
-        self.log_dir = Path(context.address_info["session_dir"]) / "logs"
+        if self._address:
+            self._join(self._address, quiet)
+            return
+        cpus = max(2, self.config.world_size)
+        self._session = LocalSession()
+        self._session.start(cpus=cpus, on_cpu=self.config.on_cpu, quiet=quiet)
+        self.log_dir = self._session.log_dir
 
-    def _start_local(self, quiet: Mapping[str, Any]) -> Any:
-        on_cpu = self.config.on_cpu
-        # Interrupted halfway, `ray.init` leaves processes that `ray.shutdown` does not know of.
-        with deferred_stop_signals(), only_environment(session_environment(os.environ)):
-            try:
-                return ray.init(
-                    address="local",
-                    num_cpus=max(2, self.config.world_size),
-                    num_gpus=0 if on_cpu else None,
-                    object_store_memory=_LOCAL_OBJECT_STORE_BYTES if on_cpu else None,
-                    include_dashboard=False,
-                    _node_ip_address=_LOOPBACK,
-                    **quiet,
-                )
-            except Exception as error:  # Ray raises it bare when one of its processes is late
-                raise RunStoppedError(
-                    f"the local Ray session did not start: {error}\nIs this machine out of memory, disk space "
-                    "or process slots, or very busy? Ray's logs are in /tmp/ray/session_latest/logs; try again, "
-                    "or start a cluster with `ray start --head` and set RAY_ADDRESS"
-                ) from error
-
-    def _join(self, quiet: Mapping[str, Any]) -> Any:
-        address = self._address or ""
+    def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
+        self._joined = True
         try:
-            _probe(address)
+            probe(address)
             with kept_stop_handlers():
-                return ray.init(address=address, **quiet)
+                context: Any = ray.init(address=address, **quiet)
         except (OSError, ValueError) as error:
             raise RunStoppedError(
                 f"cannot join the Ray cluster at RAY_ADDRESS={address} ({error}): is it running? A cluster with "
                 "token authentication also needs RAY_AUTH_MODE=token. Unset RAY_ADDRESS for a local session"
             ) from error
+        self._gcs = GcsProbe(ray.get_runtime_context().gcs_address)
+        self.log_dir = Path(context.address_info["session_dir"]) / "logs"
 
     def _check_resources(self) -> None:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -219,16 +236,6 @@ class RayCluster:
         return RankSlot(rank, {**rendezvous, **inherited, **identity}, options)
 
 
-def _probe(address: str) -> None:
-    """Connect to `host:port` and hang up; Ray itself would retry in silence for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        return  # "auto", or a form that Ray checks at once
-    if int(port) not in range(1, 1 << 16):
-        raise ValueError(f"no port {port}")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()
-
-
 def _first_node_address(group: PlacementGroup | None) -> str:
     """Address of the machine of rank 0, where the ranks meet."""
     nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -236,19 +243,3 @@ def _first_node_address(group: PlacementGroup | None) -> str:
         return nodes[ray.get_runtime_context().get_node_id()]
     first = ray.util.placement_group_table(group)["bundles_to_node_id"][0]
     return nodes[first]
-
-
-def free_port(attempts: int = 100) -> int:
-    """Find a port that nothing listens on here."""
-    generator = random.Random(os.getpid() ^ time.monotonic_ns())
-    for _ in range(attempts):
-        port = generator.choice(_RENDEZVOUS_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise RunStoppedError(
-        f"no free port for the rendezvous in {_RENDEZVOUS_PORTS.start}-{_RENDEZVOUS_PORTS.stop - 1}"
-    )

@@ -1,30 +1,38 @@
-"""Where the vLLM engines of a run are: processes of their own on CPU, on the ranks' GPUs, or on GPUs of their own."""
+"""Where the engines of a run are: processes of their own on CPU, on the ranks' GPUs, or on GPUs of their own."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.config.generation import GenerationConfig
+from nemo_rl_mcore.config.vllm import ColocatedConfig
+from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.workers.cluster import Placement, RankSlot, RayCluster
-from nemo_rl_mcore.workers.environment import engine_environment
+from nemo_rl_mcore.workers.environment import rank_environment
 
 _CPU_SHARE_OF_AN_ENGINE = 0.1
 
 
 def place_engines(
-    cluster: RayCluster, generation: GenerationConfig, ranks: Placement, rank_gpus: Sequence[str]
+    cluster: RayCluster,
+    kind: EngineKind,
+    colocated: ColocatedConfig,
+    ranks: Placement,
+    rank_gpus: Sequence[str],
 ) -> Placement:
     """A slot for each engine; `rank_gpus` are the GPUs of the training ranks, by rank, and empty on CPU."""
-    if cluster.config.on_cpu:
-        return _on_cpu(cluster, generation.vllm_cfg.cpu_engines)
-    if generation.colocated.enabled:
-        return _beside_ranks(cluster.config, generation.vllm_cfg.tensor_parallel_size, ranks, rank_gpus)
-    return _apart(cluster, generation)
+    on_cpu = cluster.config.on_cpu
+    environment = {**rank_environment(os.environ, on_cpu=on_cpu), **kind.environment}
+    if on_cpu:
+        return _on_cpu(environment | cluster.local_network(), kind.cpu_engines)
+    if colocated.enabled:
+        return _beside_ranks(cluster.config, environment, kind.gpus, ranks, rank_gpus)
+    return _apart(cluster, environment, kind.gpus, colocated)
 
 
 def transport_of(cluster: ClusterConfig, generation: GenerationConfig) -> str:
@@ -36,32 +44,37 @@ def transport_of(cluster: ClusterConfig, generation: GenerationConfig) -> str:
     return "cuda_ipc" if generation.colocated.enabled else "nccl"
 
 
-def _on_cpu(cluster: RayCluster, engines: int) -> Placement:
-    environment = engine_environment(os.environ, on_cpu=True) | cluster.local_network()
+def _on_cpu(environment: Mapping[str, str], engines: int) -> Placement:
     options: dict[str, Any] = {"num_cpus": _CPU_SHARE_OF_AN_ENGINE, "num_gpus": 0}
     return Placement(tuple(RankSlot(engine, environment, options) for engine in range(engines)))
 
 
-def _beside_ranks(cluster: ClusterConfig, size: int, ranks: Placement, rank_gpus: Sequence[str]) -> Placement:
+def _beside_ranks(
+    cluster: ClusterConfig,
+    environment: Mapping[str, str],
+    size: int,
+    ranks: Placement,
+    rank_gpus: Sequence[str],
+) -> Placement:
     """Each engine on the GPUs of `size` consecutive ranks of one machine, which Ray has given to the ranks."""
     assert ranks.group is not None  # ranks on GPUs have one
-    environment = engine_environment(os.environ, on_cpu=False)
     slots: list[RankSlot] = []
     for engine, first in enumerate(range(0, len(rank_gpus), size)):
         node = first // cluster.workers_per_node
         strategy = PlacementGroupSchedulingStrategy(ranks.group, placement_group_bundle_index=node)
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(rank_gpus[first : first + size])}
         options = {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy}
-        slots.append(RankSlot(engine, environment | gpus, options))
+        slots.append(RankSlot(engine, {**environment, **gpus}, options))
     return Placement(tuple(slots))
 
 
-def _apart(cluster: RayCluster, generation: GenerationConfig) -> Placement:
+def _apart(
+    cluster: RayCluster, environment: Mapping[str, str], size: int, colocated: ColocatedConfig
+) -> Placement:
     """Each engine on GPUs that Ray reserves for it."""
-    size, resources = generation.vllm_cfg.tensor_parallel_size, generation.colocated.resources
+    resources = colocated.resources
     per_node = resources.gpus_per_node or size
     group = cluster.reserve_gpus(per_node, resources.num_nodes or 1)
-    environment = engine_environment(os.environ, on_cpu=False)
     slots: list[RankSlot] = []
     for engine in range(per_node * (resources.num_nodes or 1) // size):
         node = engine * size // per_node

@@ -38,21 +38,7 @@ _RANK_NAMES = frozenset(
 )
 _RANK_PREFIXES = ("NCCL_", "NVTE_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "MEGATRON_")
 
-_ENGINE_PREFIX = "VLLM_"
-_ENGINE_DEFAULTS = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    # An engine does not span machines.
-    "VLLM_HOST_IP": "127.0.0.1",
-}
-_CPU_ENGINE_DEFAULTS = {
-    # Compiling costs more than it saves: an engine on CPU is small.
-    "TORCHDYNAMO_DISABLE": "1",
-    # Threads as OMP_NUM_THREADS says, on any core: the ranks use the same ones.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 _SESSION_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -65,13 +51,15 @@ _LISTEN_ON_ALL_INTERFACES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # On, Ray's default, a driver under `uv run` has its folder packed and an environment built for every worker. On one
 # machine the workers can use the driver's own.
 _REBUILD_UV_ENVIRONMENT = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
-# Ray prints this on the driver's terminal whatever its log settings say; a `WorkerError` tells it better.
-_DEATH_NOTICE = "A worker died or was killed while executing a task"
+# Ray prints these on the driver's terminal whatever its log settings say; a `WorkerError` tells it better.
+_DEATH_NOTICES = (
+    "A worker died or was killed while executing a task|Raylet is terminated|has been marked dead"
+)
 
 
 def set_ray_import_switches(environ: MutableMapping[str, str]) -> None:
     """Set what Ray reads when it is imported; a value that is already there stays."""
-    environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _DEATH_NOTICE)
+    environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _DEATH_NOTICES)
     if not environ.get("RAY_ADDRESS"):
         environ.setdefault(_LISTEN_ON_ALL_INTERFACES, "0")
         environ.setdefault(_REBUILD_UV_ENVIRONMENT, "0")
@@ -98,13 +86,9 @@ def rank_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, s
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else kept
 
 
-def engine_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
-    """Keep what a vLLM engine inherits from the driver, and add the settings of the device."""
-    kept = {name: value for name, value in environ.items() if name.startswith(_ENGINE_PREFIX)}
-    defaults = _ENGINE_DEFAULTS | (_CPU_ENGINE_DEFAULTS if on_cpu else {})
-    # The engine lives in the actor's own process, and ends with it.
-    fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return defaults | rank_environment(environ, on_cpu=on_cpu) | kept | fixed
+def hub_token(environ: Mapping[str, str]) -> dict[str, str]:
+    """The token of the hub, for ranks that fetch weights; in no environment above, since Ray logs those."""
+    return {name: environ[name] for name in _HUB_TOKENS if name in environ}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ray.exceptions import RayTaskError
 
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import PeerLostError, RunStoppedError
 
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _CARETS_ONLY = re.compile(r"^\s*[\^~]+\s*\n", re.MULTILINE)
@@ -17,6 +17,9 @@ _HOST = re.compile(r"\bip[=:]\s*([\w.:]+\w)")
 _PID = re.compile(r"\bpid[=:]\s*(\d+)")
 _RAY_ADVICE = " Some common causes include"
 _STDERR_TAIL_LINES = 30
+_AT_A_MEETING = "raise_together"
+# How ranks tell the errors of others, see `agreement.raise_together`.
+_OF_A_PEER = re.compile(r"['\"]?rank \d+: ")
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,27 @@ class WorkerError(RunStoppedError):
         method: what the group was asked to do.
         context: what the caller said it was for, such as "step 12".
         cause: the exception that the rank raised, when it raised one that could be sent back.
+        group: the name of the group, such as "policy"; empty for one that was given none.
+        usable: whether the group can still be called, since every rank has answered; if not, only its end is left.
 
     """
 
-    def __init__(self, message: str, failure: RankFailure | None, method: str, context: str) -> None:
+    def __init__(
+        self,
+        message: str,
+        failure: RankFailure | None = None,
+        *,
+        method: str,
+        context: str = "",
+        group: str = "",
+        usable: bool = False,
+    ) -> None:
         super().__init__(message)
         self.rank = -1 if failure is None else failure.rank
         self.host = "" if failure is None else failure.identity.host
         self.cause = None if failure is None else failure.cause
-        self.method = method
-        self.context = context
+        self.method, self.context = method, context
+        self.group, self.usable = group, usable
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,11 @@ class RankFailure:
         """The exception as the rank raised it."""
         return self.error.cause if isinstance(self.error, RayTaskError) else None
 
+    @property
+    def is_of_a_peer(self) -> bool:
+        """Whether the rank only says that another one is gone, or what another one has raised."""
+        return isinstance(self.cause, PeerLostError) or _OF_A_PEER.match(str(self.cause)) is not None
+
     def headline(self) -> str:
         """One line of what happened."""
         if self.cause is not None:
@@ -92,9 +111,12 @@ class RankFailure:
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
     """Choose the failure that the others follow from, out of failures in the order of their arrival.
 
-    When a process dies its peers' collectives fail, sometimes before Ray notices the death: it comes first.
+    When a process dies its peers' collectives fail, sometimes before Ray notices the death: it comes first. Errors that
+    ranks take over from another one come last.
     """
-    return next((failure for failure in failures if failure.died), failures[0])
+    died = (failure for failure in failures if failure.died)
+    own = (failure for failure in failures if not failure.is_of_a_peer)
+    return next(died, None) or next(own, failures[0])
 
 
 def stderr_tail(log_dir: Path | None, identity: RankIdentity) -> str:
@@ -107,18 +129,101 @@ def stderr_tail(log_dir: Path | None, identity: RankIdentity) -> str:
     return "\n".join(kept[-_STDERR_TAIL_LINES:])
 
 
+@dataclass(frozen=True)
+class Call:
+    """What the ranks of a group are asked.
+
+    timeout_s: seconds without progress. key: of the recipe, that has the deadline. group: see `WorkerError`.
+    """
+
+    method: str
+    context: str
+    timeout_s: float = 0.0
+    key: str = ""
+    group: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.method} ({self.context})" if self.context else self.method
+
+    def error(self, message: str, failure: RankFailure | None = None, *, usable: bool = False) -> WorkerError:
+        """The failure of this call."""
+        return WorkerError(
+            message, failure, method=self.method, context=self.context, group=self.group, usable=usable
+        )
+
+    def end_of_session(self, lost: str) -> WorkerError:
+        """The failure of this call where Ray itself is gone; lost: what of it."""
+        return self.error(f"{self} did not end: {lost}, and the Ray session with it; its ranks are stopped")
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A rank that did not return, and was stopped for it.
+
+    doing: what it began last. stack: where it stood in its Python code. silent: what is known of the process, if
+    it did not even say that; None if it did.
+    """
+
+    rank: int
+    identity: RankIdentity | None
+    doing: str = ""
+    stack: str = ""
+    silent: str | None = None
+
+    def __str__(self) -> str:
+        if self.silent is not None:
+            return f"does not answer{self.silent}"
+        return f"last began {self.doing!r}" if self.doing else "has not begun"
+
+
+def hung_first(stalls: Sequence[Stall]) -> list[Stall]:
+    """Stalled ranks, those first that the others wait for: they do not answer, or are not at a meeting of the ranks."""
+    return sorted(stalls, key=lambda stall: (stall.silent is None, _AT_A_MEETING in stall.stack))
+
+
+def describe_stall(stalls: Sequence[Stall], ranks: int, call: Call, noun: str = "rank") -> str:
+    """Write the message of a `WorkerError` about a deadline: who did not return, and where each of them stood."""
+    key = f" ({call.key})" if call.key else ""
+    stalls = hung_first(stalls)
+    names = ", ".join(
+        f"{noun} {stall.rank} ({stall.identity or 'starting'}), which {stall}" for stall in stalls
+    )
+    first = (
+        f"{call} made no progress for {call.timeout_s:g} s{key}: stopped {names}; "
+        f"{ranks - len(stalls)} of {ranks} {noun}s returned"
+    )
+    return "\n".join([first, *_stacks(stalls, noun)])
+
+
+def _stacks(stalls: Sequence[Stall], noun: str) -> list[str]:
+    return [f"--- {noun} {stall.rank}, where it stood ---\n{stall.stack}" for stall in stalls if stall.stack]
+
+
 def describe(
-    failures: Sequence[RankFailure], hung: Sequence[int], where: str, log_dir: Path | None, noun: str = "rank"
+    failures: Sequence[RankFailure],
+    stalls: Sequence[Stall],
+    where: str,
+    log_dir: Path | None,
+    noun: str = "rank",
 ) -> str:
     """Write the message of a `WorkerError`: the root cause in full, and a line for every other rank."""
     root = root_cause(failures)
-    kind = "died" if root.died else "failed"
-    parts = [f"{noun} {root.rank} ({root.identity}) {kind} in {where}: {root.headline()}"]
-    others = [f"{noun} {failure.rank}: {failure.headline()}" for failure in failures if failure is not root]
-    others += [f"{noun} {rank}: still waiting, stopped" for rank in hung]
+    lines = {failure: f"{noun} {failure.rank}: {failure.headline()}" for failure in failures}
+    waiting = {stall: f"{noun} {stall.rank}: still waiting, stopped; it {stall}" for stall in stalls}
+    if stalls and not root.died and root.is_of_a_peer:
+        # The others waited in vain for one that hangs: that is the one to look at.
+        hung = hung_first(stalls)[0]
+        waiting.pop(hung)
+        parts = [f"{noun} {hung.rank} ({hung.identity or 'starting'}) did not return from {where}: it {hung}"]
+    else:
+        lines.pop(root)
+        kind = "died" if root.died else "failed"
+        parts = [f"{noun} {root.rank} ({root.identity}) {kind} in {where}: {root.headline()}"]
+    others = [*lines.values(), *waiting.values()]
     if others:
         parts.append("after it:\n" + "\n".join(f"  {line}" for line in others))
     parts.append(f"--- {noun} {root.rank}, as reported ---\n{root.details()}")
     if root.died and (tail := stderr_tail(log_dir, root.identity)):
         parts.append(f"--- {noun} {root.rank}, end of its standard error ---\n{tail}")
+    parts += _stacks(stalls, noun)
     return "\n".join(parts)

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.token_budget import deal_balanced
+from nemo_rl_mcore.data.token_budget import split_balanced
 from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.generation.lengths import check_lengths
+from nemo_rl_mcore.generation.refit.sender import BroadcastRendezvous, Engines, RefitSettings
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.train_step import TrainStepError
-from nemo_rl_mcore.workers.cluster import Placement, RayCluster, free_port
+from nemo_rl_mcore.workers.cluster import Placement, RayCluster
+from nemo_rl_mcore.workers.environment import hub_token
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
-from nemo_rl_mcore.workers.ray_engines import RayEngines
-from nemo_rl_mcore.workers.weight_sync import BroadcastMeeting, RefitSettings
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup, WorkerGroup
+
+_NOBODY: Collection[int] = ()
+_FIRST: Collection[int] = (0,)
 
 
 class Policy:
     """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
 
-    trained, temperature: see `MegatronPolicyWorker`.
-    beside: another one, whose machines and GPUs this one shares.
+    trained, temperature, verify_checksums: see `MegatronPolicyWorker`.
+    name: what errors call it, such as "teacher".
+    colocated_with: another one, whose machines and GPUs this one shares.
     group: what makes the ranks, from the arguments of `RayWorkerGroup`.
 
     Raises WorkerError, naming the rank, when a rank fails or dies. A batch that the model or the loss cannot take is a
@@ -42,14 +47,13 @@ class Policy:
         init_reference_model: bool = False,
         role: Role = Role.POLICY,
         trained: bool = True,
-        beside: Policy | None = None,
+        colocated_with: Policy | None = None,
         temperature: float | None = None,
+        verify_checksums: bool = True,
+        name: str = "policy",
         group: Callable[..., WorkerGroup] = RayWorkerGroup,
     ) -> None:
-        if config.init_checkpoint is not None:
-            # The ranks may run in another folder than the driver.
-            absolute = str(Path(config.init_checkpoint).absolute())
-            config = config.model_copy(update={"init_checkpoint": absolute})
+        config = _with_absolute_paths(config)
         self._config = config
         self._check = BatchCheck.of(config)
         self._workers = group(
@@ -62,8 +66,16 @@ class Policy:
                 "role": role,
                 "trained": trained,
                 "temperature": temperature,
+                "verify_checksums": verify_checksums,
             },
-            placement=None if beside is None else cluster.place_beside(beside.placement, beside.gpus()),
+            start_timeout_s=config.start_timeout_s,
+            call_timeout_s=config.call_timeout_s,
+            deadline_keys="policy",
+            name=name,
+            secrets=hub_token(os.environ) if config.model_name is not None else {},
+            placement=None
+            if colocated_with is None
+            else cluster.place_colocated(colocated_with.placement, colocated_with.gpus()),
         )
         # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
         self._shard_of_rank: list[int] = self._workers.run_all(
@@ -114,12 +126,11 @@ class Policy:
         self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
         sizes = BatchSizes.of(self._config, loss_fn, gbs, mbs)
         sizes.of_shard(self._shards)
-        dealt = [self._deal(step, loss_fn) for step in sizes.steps(data)]
-        shards = [BatchedDataDict.from_batches(steps) for steps in zip(*dealt, strict=True)]
-        answers = self._run(
-            "train", shards, loss_fn=loss_fn, eval_mode=eval_mode, gbs=sizes.gbs, mbs=sizes.mbs
-        )
-        return answers[0]
+        split = [self._split(step, loss_fn) for step in sizes.steps(data)]
+        shards = [BatchedDataDict.from_batches(steps) for steps in zip(*split, strict=True)]
+        return self._run(
+            "train", shards, _FIRST, loss_fn=loss_fn, eval_mode=eval_mode, gbs=sizes.gbs, mbs=sizes.mbs
+        )[0]
 
     def begin_train_step(
         self,
@@ -140,18 +151,18 @@ class Policy:
             raise TrainStepError("train_microbatch without begin_train_step: call begin_train_step first")
         loss_fn = self._open_loss
         self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample)
-        self._run("train_microbatch", self._deal(data, loss_fn), chunk_id=chunk_id)
+        self._run("train_microbatch", self._split(data, loss_fn), _NOBODY, chunk_id=chunk_id)
 
-    def _deal(self, data: BatchedDataDict, loss_fn: LossFunction) -> list[BatchedDataDict]:
+    def _split(self, data: BatchedDataDict, loss_fn: LossFunction) -> list[BatchedDataDict]:
         """The whole samples of a step or of a chunk for each shard."""
         if self._config.token_budgets is None:
-            return data.deal(self._shards, loss_fn.rows_per_sample)
+            return data.split(self._shards, loss_fn.rows_per_sample)
         # Sums do not depend on who adds what, and ranks with equally many tokens wait less for each other.
-        return deal_balanced(data, self._shards, loss_fn.rows_per_sample)
+        return split_balanced(data, self._shards, loss_fn.rows_per_sample)
 
     def finish_train_step(self) -> dict[str, Any]:
         """See `interfaces.PolicyInterface.finish_train_step`; the totals are equal on every rank."""
-        return self._run_all("finish_train_step")[0]
+        return self._first_of_all("finish_train_step")
 
     def abort_train_step(self) -> None:
         """See `interfaces.PolicyInterface.abort_train_step`."""
@@ -172,29 +183,24 @@ class Policy:
 
     def gpus(self) -> Sequence[str]:
         """The GPU of each rank; empty on CPU."""
-        found: list[str] = self._run_all("gpu")
+        found: list[str] = self._workers.run_all("gpu", context=self._next_call("gpu"))
         return [gpu for gpu in found if gpu]
 
-    def connect_engines(self, engines: Sequence[Any], settings: RefitSettings) -> BroadcastMeeting | None:
-        """Get ready to send weights to these actors; says where to meet for a broadcast."""
-        meeting = None
-        if settings.transport == "nccl":
-            host = self._workers.identities[0].host
-            meeting = BroadcastMeeting(host, free_port(), 1 + settings.receivers)
-        self._run_all("connect_engines", engines=RayEngines(engines), settings=settings, meeting=meeting)
-        return meeting
+    def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
+        """Get ready to send weights to these engines; says where to meet for a broadcast."""
+        return self._first_of_all("connect_engines", engines=engines, settings=settings)
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
-        return self._run_all("prepare_refit_info")[0]
+        return self._first_of_all("prepare_refit_info")
 
     def send_weights(self) -> int:
         """Stream all weights to the engines; returns the number of tensors."""
-        return self._run_all("send_weights")[0]
+        return self._first_of_all("send_weights")
 
-    def export_hf(self, folder: str, *, origin: str | None = None, timeout_s: float | None = None) -> None:
+    def export_hf(self, folder: str, *, origin: str | None = None) -> None:
         """Write the weights as a Hugging Face folder, which the first rank's machine must see."""
-        self._run_all("export_hf", folder=folder, origin=origin, timeout_s=timeout_s)
+        self._run_all("export_hf", folder=folder, origin=origin)
 
     def shutdown(self) -> None:
         """End every rank; idempotent."""
@@ -214,21 +220,37 @@ class Policy:
         """Call a method that answers row by row. Rows that do not divide are made up with repeats of the last."""
         missing = -data.size % self._shards
         whole = data.select_indices([*range(data.size), *[data.size - 1] * missing]) if missing else data
-        answers = self._run(method, whole.shard_by_batch_size(self._shards), **kwargs)
         first_of_shard = [self._shard_of_rank.index(shard) for shard in range(self._shards)]
+        answers = self._run(method, whole.shard_by_batch_size(self._shards), first_of_shard, **kwargs)
         return BatchedDataDict.from_batches([answers[rank] for rank in first_of_shard]).slice(0, data.size)
 
-    def _run(self, method: str, shards: Sequence[BatchedDataDict], **kwargs: Any) -> list[Any]:
+    def _run(
+        self, method: str, shards: Sequence[BatchedDataDict], answering: Collection[int], **kwargs: Any
+    ) -> list[Any]:
         # One object for all the ranks of a shard.
         refs = [self._workers.share(shard) for shard in shards]
         per_rank: list[Mapping[str, Any]] = [{"data": refs[shard]} for shard in self._shard_of_rank]
-        return self._workers.run_each(
-            method, per_rank_kwargs=per_rank, context=self._next_call(method), **kwargs
+        return self._workers.run_all(
+            method, per_rank_kwargs=per_rank, answering=answering, context=self._next_call(method), **kwargs
         )
 
-    def _run_all(self, method: str, **kwargs: Any) -> list[Any]:
-        return self._workers.run_all(method, context=self._next_call(method), **kwargs)
+    def _run_all(self, method: str, **kwargs: Any) -> None:
+        self._workers.run_all(method, answering=_NOBODY, context=self._next_call(method), **kwargs)
+
+    def _first_of_all(self, method: str, **kwargs: Any) -> Any:
+        """What the first rank says, where all would say the same or only it has something to say."""
+        return self._workers.run_all(method, answering=_FIRST, context=self._next_call(method), **kwargs)[0]
 
     def _next_call(self, method: str) -> str:
         self._calls[method] = self._calls.get(method, 0) + 1
         return f"call {self._calls[method]}"
+
+
+def _with_absolute_paths(config: PolicyConfig) -> PolicyConfig:
+    """The ranks may run in another folder than the driver."""
+    found: dict[str, Any] = {}
+    if config.init_checkpoint is not None:
+        found["init_checkpoint"] = str(Path(config.init_checkpoint).absolute())
+    if (tokenizer := Path(config.tokenizer.name)).is_dir():
+        found["tokenizer"] = config.tokenizer.model_copy(update={"name": str(tokenizer.absolute())})
+    return config.model_copy(update=found)

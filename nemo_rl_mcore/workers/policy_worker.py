@@ -5,45 +5,44 @@ B rows of this rank's shard, S sequence length, T new tokens.
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.generation.lengths import check_lengths
-from nemo_rl_mcore.losses.base import LossFunction
-from nemo_rl_mcore.ops.sampling import SamplingParams, sample_keys
-from nemo_rl_mcore.training.batch_sizes import BatchSizes
-from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
-from nemo_rl_mcore.training.results import as_result
-from nemo_rl_mcore.training.train_step import OptimizerOutcome, Phase, StepResult, TrainStep, TrainStepError
-from nemo_rl_mcore.workers.weight_sync import (
-    BroadcastMeeting,
+from nemo_rl_mcore.generation.refit.sender import (
+    BroadcastRendezvous,
     Engines,
     RefitSettings,
     WeightSender,
     open_sender,
 )
-
-if TYPE_CHECKING:
-    from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
+from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.ops.sampling import sample_keys
+from nemo_rl_mcore.training.batch_sizes import BatchSizes
+from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
+from nemo_rl_mcore.training.evaluation import evaluate
+from nemo_rl_mcore.training.policy_backend import BackendFactory, BackendOptions, GenerationRequest
+from nemo_rl_mcore.training.results import as_result
+from nemo_rl_mcore.training.train_step import Phase, StepResult, TrainStep, TrainStepError
+from nemo_rl_mcore.workers.backends import open_backend
 
 
 class MegatronPolicyWorker:
-    """Computes log-probabilities, generates and trains with a Megatron-Core model.
+    """Computes log-probabilities, generates and trains with a Megatron-Core model, or with what `backend` opens.
 
     The environment says which rank this is: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, on GPUs, LOCAL_RANK.
     Every rank is sent the rows of its data-parallel shard; tensor- and pipeline-parallel peers are sent the same rows.
-    A batch that the model or the loss cannot take is a ValueError by key and row, before the step's phase changes and
-    before any collective: those peers refuse it alike, data-parallel ranks see their own shard alone.
+    A batch that the model or the loss cannot take is a ValueError by key and row, before the step's phase changes.
+    All ranks are called alike. What one of them raises, a refusal or a failure, the others raise as well: an error of
+    the same class, which names the rank.
 
     Args:
         config: the policy section, as a `PolicyConfig` or the equal mapping.
@@ -53,6 +52,8 @@ class MegatronPolicyWorker:
         temperature: divides the logits in every log-probability, also those of the reference policy and of losses; None
             is generation.temperature, at which the policy's own samples were drawn.
         trained: False builds neither gradient buffers nor an optimizer; what needs one is then a ValueError.
+        verify_checksums: compare the files of every checkpoint that is loaded with their checksums first.
+        backend: what holds the model; the default is the framework that the config's sections switch on.
 
     """
 
@@ -65,55 +66,46 @@ class MegatronPolicyWorker:
         role: str | Role = Role.POLICY,
         temperature: float | None = None,
         trained: bool = True,
+        verify_checksums: bool = True,
+        backend: BackendFactory = open_backend,
     ) -> None:
         self.role = Role(role)
         self.policy = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(config)
         self._check = BatchCheck.of(self.policy)
-        accelerator.install(int(os.environ.get("LOCAL_RANK", "0")))
-        # Megatron is imported after the device is prepared, and never by the driver, which imports this module too.
-        from nemo_rl_mcore.megatron import checkpoint, parallel_groups
-        from nemo_rl_mcore.megatron.backend import MegatronBackend
-        from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
-
-        parallel_groups.initialize(self.policy.megatron_cfg, seed)
-        self._groups = parallel_groups
-        self._checkpoint = checkpoint
         self._seed = seed
-        self.backend = MegatronBackend(self.policy, self.role, trained=trained, temperature=temperature)
+        self._sender: WeightSender | None = None
+        temperature = self.policy.generation.temperature if temperature is None else temperature
+        options = BackendOptions(seed, self.role, trained, temperature, verify_checksums)
+        self.backend = backend(self.policy, options)
         if self.policy.init_checkpoint is not None:
             folder = Path(self.policy.init_checkpoint) / POLICY_FOLDER
-            self._load_weights(folder, of_a_policy=self.role is Role.VALUE)
+            self.backend.load_weights(folder, of_a_policy=self.role is Role.VALUE)
         self.train_step = TrainStep(self.backend)
-        self._sender: WeightSender | None = None
-        self._reference: ReferencePolicy | None = (
-            ReferencePolicy(self.backend.chunks) if init_reference_model else None
-        )
+        self._has_reference = init_reference_model
+        if init_reference_model:
+            self.backend.keep_reference()
 
-    # Log-probabilities
+    # Reads and generation
 
     def get_logprobs(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """{"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
 
         data: input_ids [B, S], input_lengths [B]. Evaluation mode; the worker's temperature divides the logits.
         """
-        self._check.reading(data)
-        return BatchedDataDict(logprobs=self._logprobs(data, micro_batch_size))
+        self._meet("get_logprobs", partial(self._check.reading, data))
+        return BatchedDataDict(logprobs=self.backend.logprobs(data, self._rows(micro_batch_size)))
 
     def get_reference_policy_logprobs(
         self, *, data: BatchedDataDict, micro_batch_size: int | None = None
     ) -> BatchedDataDict:
         """{"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the weights that the run started from."""
-        if self._reference is None:
+        if not self._has_reference:
             raise ValueError(
-                "this worker was built with init_reference_model=False, so it has no reference policy"
+                "this worker has no reference policy: it was built with init_reference_model=False"
             )
-        self._check.reading(data)
-        with self._reference.swapped_in():
-            return BatchedDataDict(reference_logprobs=self._logprobs(data, micro_batch_size))
-
-    def _logprobs(self, data: BatchedDataDict, micro_batch_size: int | None) -> torch.Tensor:
-        local = self.backend.forward.logprobs(data, micro_batch_size or self.policy.logprob_batch_size)
-        return self._groups.broadcast_tensor_from_last_stage(local).cpu()
+        self._meet("get_reference_policy_logprobs", partial(self._check.reading, data))
+        logprobs = self.backend.reference_logprobs(data, self._rows(micro_batch_size))
+        return BatchedDataDict(reference_logprobs=logprobs)
 
     def get_topk_logits(
         self, *, data: BatchedDataDict, k: int, micro_batch_size: int | None = None
@@ -124,14 +116,8 @@ class MegatronPolicyWorker:
         [B, S] over the whole vocabulary, "tail_logmass": fp32 [B, S], the log of the probability of all other ids}.
         Column i is about token i + 1; where that is not real, all is 0.
         """
-        self._check.reading(data, k=k)
-        size = micro_batch_size or self.policy.logprob_batch_size
-        names = ("topk_logits", "topk_indices", "logsumexp", "tail_logmass")
-        local = self.backend.forward.best_tokens(data, k, size) or [None] * len(names)
-        whole = (self._groups.broadcast_tensor_from_last_stage(values).cpu() for values in local)
-        return BatchedDataDict(zip(names, whole, strict=True))
-
-    # Values
+        self._meet("get_topk_logits", partial(self._check.reading, data, k=k))
+        return BatchedDataDict(vars(self.backend.topk_logits(data, k, self._rows(micro_batch_size))))
 
     def get_values(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """{"values": fp32 [B, S] on the CPU} of a worker whose role is value.
@@ -140,11 +126,8 @@ class MegatronPolicyWorker:
         """
         if self.role is not Role.VALUE:
             raise ValueError('this worker is a policy and has no values; build it with role="value"')
-        self._check.reading(data)
-        local = self.backend.forward.values(data, micro_batch_size or self.policy.logprob_batch_size)
-        return BatchedDataDict(values=self._groups.broadcast_tensor_from_last_stage(local).cpu())
-
-    # Generation
+        self._meet("get_values", partial(self._check.reading, data))
+        return BatchedDataDict(values=self.backend.values(data, self._rows(micro_batch_size)))
 
     def generate(
         self, *, data: BatchedDataDict, step: int, stop_ids: list[int], greedy: bool = False
@@ -155,27 +138,21 @@ class MegatronPolicyWorker:
         `step` key the noise of each row.
         Raises ValueError when a prompt and a whole response are longer than `max_total_sequence_length`.
         """
-        from nemo_rl_mcore.megatron.generation import GenerationRequest, generate
+        with self.backend.called_together("generate"):
+            self._check.prompts(data)
+            check_lengths(data["input_lengths"], self.policy)
+            stops = StopConditions.of(self.policy, stop_ids)
+        keys_B = sample_keys(self._seed, step, data["prompt_index"], data["sample_index"])
+        request = GenerationRequest.of(self.policy, data, keys_B, stops, greedy=greedy)
+        return BatchedDataDict(vars(self.backend.generate(request)))
 
-        self._check.prompts(data)
-        check_lengths(data["input_lengths"], self.policy)
-        sampling = self.policy.generation
-        prompts = [
-            row[:length]
-            for row, length in zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
-        ]
-        request = GenerationRequest(
-            prompts=prompts,
-            keys_B=sample_keys(self._seed, step, data["prompt_index"], data["sample_index"]),
-            max_new_tokens=sampling.max_new_tokens,
-            stop_ids=frozenset(stop_ids),
-            batch_size=self.policy.generation_batch_size,
-            sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, greedy),
-        )
-        rows = generate(self.backend.forward, request, self.policy.model.vocab_size)
-        return BatchedDataDict(
-            tokens=rows.tokens_BT, logprobs=rows.logprobs_BT, lengths=rows.lengths_B, finished=rows.finished_B
-        )
+    def _rows(self, micro_batch_size: int | None) -> int:
+        return micro_batch_size or self.policy.logprob_batch_size
+
+    def _meet(self, call: str, check: Callable[[], None] = lambda: None) -> None:
+        """Wait for the other ranks, however late their callers are; what `check` raises on one of them all raise."""
+        with self.backend.called_together(call):
+            check()
 
     # Training
 
@@ -194,18 +171,17 @@ class MegatronPolicyWorker:
         updated. Raises ValueError when the rows are no multiple of the step's.
         """
         self._require_trained("train")
-        self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
-        sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
-        batches = sizes.steps(data, self._groups.data_parallel_size())
+        with self.backend.called_together("train"):
+            self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
+            sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
+            batches = sizes.steps(data, self.backend.data_parallel_size())
         if eval_mode:
-            return as_result([self._evaluate(batch, loss_fn, sizes.mbs) for batch in batches])
+            return as_result([evaluate(self.backend, batch, loss_fn, sizes.mbs) for batch in batches])
         results: list[StepResult] = []
         for batch in batches:
             opens_a_step = self.train_step.phase is Phase.IDLE
             try:
-                self.train_step.begin(loss_fn, gbs=sizes.gbs, mbs=sizes.mbs)
-                self.train_step.microbatch(batch)
-                results.append(self.train_step.finish())
+                results.append(self.train_step.whole(batch, loss_fn, gbs=sizes.gbs, mbs=sizes.mbs))
             except Exception as error:
                 if opens_a_step:  # else the step is the caller's, and begin refused
                     self._abort_after(error)
@@ -227,12 +203,15 @@ class MegatronPolicyWorker:
     def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
         """Add the gradients of this rank's rows of a chunk, whole samples, to the open step.
 
-        Raises ValueError for rows that the loss cannot take, by key and row of this shard; the step stays as it is.
+        Raises ValueError for rows that the loss cannot take, by key and row of their shard, and UnequalChunksError when
+        another rank is not sent this chunk; the step stays as it is.
         """
         self._require_trained("train_microbatch")
-        if (loss_fn := self.train_step.loss_fn) is not None:
-            self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample)
-        self.train_step.microbatch(data, chunk_id)
+        self.train_step.microbatch(
+            data,
+            chunk_id,
+            lambda loss_fn: self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample),
+        )
 
     def finish_train_step(self) -> dict[str, Any]:
         """Divide, reduce and step.
@@ -256,15 +235,6 @@ class MegatronPolicyWorker:
                 f"{call} needs a worker that is trained, and this one was built with trained=False"
             )
 
-    def _evaluate(self, batch: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> StepResult:
-        started = time.monotonic()
-        totals = self.backend.evaluate(batch, loss_fn, mbs)
-        lr, wd = self.backend.learning_rate_and_weight_decay()
-        outcome = OptimizerOutcome(
-            update_successful=False, grad_norm=0.0, lr=lr, wd=wd, skip_reason="eval_mode"
-        )
-        return StepResult(totals, outcome, time.monotonic() - started)
-
     def _abort_after(self, error: Exception) -> None:
         try:
             self.train_step.abort()
@@ -276,86 +246,77 @@ class MegatronPolicyWorker:
     def save_checkpoint(self, folder: str) -> None:
         """Write weights, optimizer, schedule and random state; all ranks write to the one folder, which they all see.
 
-        Raises TrainStepError while a step is open.
+        Raises TrainStepError while a step is open, and ValueError for a folder that is not empty: on all ranks, before
+        anything is written.
         """
-        self._require_trained("save_checkpoint")
-        if self.train_step.phase is not Phase.IDLE:
-            raise TrainStepError(
-                "save_checkpoint while a train step is open: call finish_train_step or abort_train_step first"
-            )
-        self._checkpoint.save_policy(self.backend, self.policy.megatron_cfg, self._reference, Path(folder))
+        with self.backend.called_together("save_checkpoint"):
+            self._require_trained("save_checkpoint")
+            if self.train_step.phase is not Phase.IDLE:
+                raise TrainStepError(
+                    "save_checkpoint while a train step is open: call finish_train_step or abort_train_step first"
+                )
+        self.backend.save(Path(folder), self.train_step.committed_ids)
 
     def load_checkpoint(self, folder: str, weights_only: bool = False) -> None:
         """Set everything back that `save_checkpoint` wrote; with `weights_only` moments and schedule stay as they are.
 
         The layout may be another one than that which saved, and random state is then not set back. An open
-        step is dropped; so is one that failed inside the optimizer, for which this is the way out.
-        Raises ValueError when the folder holds no checkpoint of this model.
+        step is dropped; so is one that failed inside the optimizer, for which this is the way out. The committed
+        step_ids are then those of the checkpoint; with `weights_only` they stay.
+        Raises ValueError on all ranks when the folder holds no checkpoint of this model, or a file that was changed.
         """
-        if not weights_only:
-            self._require_trained("load_checkpoint without weights_only=True")
+        with self.backend.called_together("load_checkpoint"):
+            if not weights_only:
+                self._require_trained("load_checkpoint without weights_only=True")
         with suppress(TrainStepError):  # the weights that such a step may have half updated are replaced
             self.train_step.abort()
+        committed = self.train_step.committed_ids
         if weights_only:
-            self._load_weights(Path(folder))
+            self.backend.load_weights(Path(folder))
         else:
-            self._reference = self._checkpoint.load_policy(
-                self.backend, self.policy.megatron_cfg, self._reference, Path(folder)
-            )
-        self.train_step = TrainStep(self.backend)
+            committed = self.backend.load(Path(folder))
+        self.train_step = TrainStep(self.backend, committed)
 
     def export_hf(self, folder: str, origin: str | None = None) -> None:
-        """Write the weights as a Hugging Face folder, see `megatron.hf_weights.export.save_pretrained`."""
-        from nemo_rl_mcore.megatron.hf_weights.export import save_pretrained
+        """Write the weights as a Hugging Face folder, a new one; `origin`: the model that training started from."""
+        self._meet("export_hf")
+        self.backend.export_hf(Path(folder), origin)
 
-        save_pretrained(self.backend.chunks, self.policy, Path(folder), origin=origin)
+    # Weight sync and life cycle
 
-    def _load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
-        weights = folder / self._checkpoint.WEIGHTS
-        self._checkpoint.load_weights(self.backend.chunks, weights, of_a_policy=of_a_policy)
-        self.backend.weights_replaced()
-
-    # Weight sync
-
-    def connect_engines(
-        self, engines: Engines, settings: RefitSettings, meeting: BroadcastMeeting | None = None
-    ) -> None:
-        """Send weights to these engines from now on; see `weight_sync.WeightSender`."""
+    def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
+        """Send weights to these engines from now on, see `sender.WeightSender`; says where to meet, if need be."""
         self._stop_sending()
-        self._sender = open_sender(settings, engines, accelerator.device(), meeting)
+        self._sender = open_sender(settings, engines, self.backend.device)
+        return self._sender.rendezvous
 
     def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
+        self._meet("prepare_refit_info")
         return {
             name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in self._full_tensors()
+            for name, tensor in self.backend.full_tensors()
         }
 
     def send_weights(self) -> int:
         """Stream all weights to the engines; returns the number of tensors. Every rank calls it together."""
         if self._sender is None:
             raise ValueError("send_weights before connect_engines: there is no engine to send to")
-        return self._sender.send(self._full_tensors())
+        self._meet("send_weights")
+        return self._sender.send(self.backend.full_tensors())
 
     def gpu(self) -> str:
         """Which GPU this rank is on, as CUDA_VISIBLE_DEVICES takes it; empty on CPU."""
-        return accelerator.device_uuid()
-
-    def _full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from nemo_rl_mcore.megatron.hf_weights.export import full_tensors
-
-        return iter(full_tensors(self.backend.chunks, self.policy))
+        return accelerator.device_uuid(self.backend.device)
 
     def _stop_sending(self) -> None:
         if self._sender is not None:
             self._sender.close()
         self._sender = None
 
-    # Life cycle
-
     def data_parallel_rank(self) -> int:
         """Which shard of a batch this rank is to be sent."""
-        return self._groups.data_parallel_rank()
+        return self.backend.data_parallel_rank()
 
     def prepare_for_training(self) -> None:
         """Ready at once: weights, gradients and optimizer state stay on the device."""
@@ -366,6 +327,4 @@ class MegatronPolicyWorker:
     def shutdown(self) -> None:
         """Leave the process groups."""
         self._stop_sending()
-        self._groups.destroy()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        self.backend.shutdown()

@@ -1,88 +1,51 @@
-"""Engines that are Ray actors, as a refit reaches them, and buckets that travel through Ray's object store."""
+"""Engines that are Ray actors, as a refit reaches them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
-import torch
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import RayActorError
 
-from nemo_rl_mcore.generation.vllm.transports import SLOTS, Location, SharedMemorySender
-from nemo_rl_mcore.workers.weight_sync import EngineLostError
+from nemo_rl_mcore import progress
+from nemo_rl_mcore.generation.refit.sender import EngineLostError
+
+_LOOK_EVERY_S = 1.0
 
 
 class RayEngines:
-    """`weight_sync.Engines` over actors with a method `load_bucket`."""
+    """`refit.sender.Engines` over actors with a method `load_bucket`.
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    noun: what messages call one of them. deadline_key: of the recipe, that has the deadline of `wait`.
+    """
+
+    def __init__(self, actors: Sequence[Any], noun: str = "engine", deadline_key: str = "") -> None:
         self._actors = [*actors]
+        self._noun, self._deadline_key = noun, deadline_key
 
     def load_bucket(self, message: dict[str, Any]) -> list[Any]:
         """See `Engines.load_bucket`."""
-        return [actor.load_bucket.remote(message) for actor in self._actors]
+        shared = ray.put(message)  # once for all engines, also where the message brings the bytes
+        return [actor.load_bucket.remote(shared) for actor in self._actors]
 
     def wait(self, loading: list[Any], timeout_s: float) -> None:
         """See `Engines.wait`."""
         for engine, acknowledgement in enumerate(loading):
-            _wait(acknowledgement, engine, timeout_s)
+            self._wait(acknowledgement, f"{self._noun} {engine}", timeout_s)
 
-
-def _wait(acknowledgement: Any, engine: int, timeout_s: float) -> None:
-    try:
-        ray.get(acknowledgement, timeout=timeout_s)
-    except GetTimeoutError as error:
-        raise EngineLostError(
-            f"vLLM engine {engine} did not acknowledge a bucket of weights within {timeout_s:g} s "
-            "(policy.generation.vllm_cfg.call_timeout_s)"
-        ) from error
-    except RayActorError as error:
-        raise EngineLostError(f"vLLM engine {engine} died during a refit") from error
-
-
-class RayObjectSender:
-    """Slots whose bytes travel as objects of Ray's store, to any machine."""
-
-    def __init__(self, slot_bytes: int) -> None:
-        self.slots: Sequence[torch.Tensor] = [
-            torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(SLOTS)
-        ]
-
-    def locate(self, slot: int, used: int) -> Location:
-        """See `SendingEnd.locate`."""
-        return {"kind": "ray", "object": ray.put(self.slots[slot][:used].numpy())}
-
-    def transmit(self, slot: int, used: int) -> None:
-        """Nothing to do: Ray sends the object to who asks for it."""
-
-    def reclaim(self, slot: int) -> None:
-        """Nothing to do: one rank sends."""
-
-    def close(self) -> None:
-        """See `SendingEnd.close`."""
-        self.slots = ()
-
-
-class RayObjectRelay:
-    """Puts buckets that came as Ray objects into shared memory, from where vLLM's own processes read them."""
-
-    def __init__(self) -> None:
-        self._memory: SharedMemorySender | None = None
-
-    def relay(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The same bucket, to be found in shared memory; the one before it must have been loaded."""
-        if message["location"]["kind"] != "ray":
-            return message
-        data = torch.from_numpy(ray.get(message["location"]["object"]).copy())
-        if self._memory is None or self._memory.slots[0].numel() < data.numel():
-            self.close()
-            self._memory = SharedMemorySender(data.numel(), slots=1)
-        self._memory.slots[0][: data.numel()].copy_(data)
-        return {**message, "location": self._memory.locate(0, data.numel())}
-
-    def close(self) -> None:
-        """Free the memory."""
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+    def _wait(self, acknowledgement: Any, engine: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not ray.wait([acknowledgement], timeout=min(_LOOK_EVERY_S, timeout_s))[0]:
+            # This wait has a deadline of its own: the engine is late, not this rank.
+            progress.advance(f"waiting for {engine}")
+            if time.monotonic() >= deadline:
+                key = self._deadline_key and f" ({self._deadline_key})"
+                raise EngineLostError(
+                    f"{engine} did not acknowledge a bucket of weights within {timeout_s:g} s{key}"
+                )
+        try:
+            ray.get(acknowledgement)
+        except RayActorError as error:
+            raise EngineLostError(f"{engine} died during a refit") from error

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import ray
-from ray.exceptions import RayError
 
+from nemo_rl_mcore.signals import deferred_stop_signals
 from nemo_rl_mcore.workers.cluster import Placement, RankSlot, RayCluster
-from nemo_rl_mcore.workers.failures import (
-    RankFailure,
-    RankIdentity,
-    WorkerError,
-    describe,
-    identity_in,
-    root_cause,
-)
+from nemo_rl_mcore.workers.failures import Call, RankIdentity
+from nemo_rl_mcore.workers.pending_call import GroupInUseError, PendingCall, Ranks
+from nemo_rl_mcore.workers.rank_actor import Construction, actor_class
 from nemo_rl_mcore.workers.tensor_transport import use_arrays_for_tensors
 
-_GRACE_S = 5.0
-_KILL_WAIT_S = 2.0
+_MASTER_ADDRESS, _MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 
 
 class WorkerGroup(Protocol):
@@ -44,14 +38,16 @@ class WorkerGroup(Protocol):
         """What to give a call in place of a large value that several ranks get."""
         ...
 
-    def run_all(self, method: str, *, context: str = "", **kwargs: Any) -> list[Any]:
-        """Call a method on every rank with the same arguments."""
-        ...
-
-    def run_each(
-        self, method: str, *, per_rank_kwargs: Sequence[Mapping[str, Any]], context: str = "", **kwargs: Any
+    def run_all(
+        self,
+        method: str,
+        *,
+        per_rank_kwargs: Sequence[Mapping[str, Any]] = (),
+        answering: Collection[int] | None = None,
+        context: str = "",
+        **kwargs: Any,
     ) -> list[Any]:
-        """Call a method with each rank's own arguments."""
+        """Call a method on every rank, with arguments common to all and each rank's own; see `RayWorkerGroup.call`."""
         ...
 
     def shutdown(self) -> None:
@@ -62,20 +58,28 @@ class WorkerGroup(Protocol):
 class RayWorkerGroup:
     """`world_size` actors of one class, each with the environment of its rank.
 
-    A call reaches every rank, because the ranks meet in collectives. The first failure ends it: the others get
-    a grace to report theirs, those that hang are killed, and one `WorkerError` tells the root cause. If every
-    rank answered, be it by raising, none waits in a collective, and the group can be called again, to abort a
-    step for example; otherwise each later call raises the same failure.
+    A call reaches every rank, because the ranks meet in collectives. For the same reason it is one at a time, from one
+    thread: two at once would be right only if they came to every rank in one order.
+
+    The first failure ends a call: the others get a grace to report theirs, those that hang are killed, and one
+    `WorkerError` tells the root cause. If every rank answered, be it by raising, none waits in a collective, and the
+    group can be called again, to abort a step for example; otherwise each later call raises the same failure.
+
+    Deadlines are seconds without progress: of `nemo_rl_mcore.progress`, whose counter each rank tells while it works.
+    A first Ctrl-C or SIGTERM waits until the call is over.
 
     Args:
-        worker_class: a plain class; `ray.remote` wraps it here and nowhere else.
+        worker_class: a plain class; it becomes an actor here and nowhere else.
         cluster: the session that places the ranks.
         args: positional arguments of every worker's constructor.
         kwargs: keyword arguments of every worker's constructor.
         start_timeout_s: deadline for all constructors.
         call_timeout_s: deadline of calls that do not give their own.
+        deadline_keys: the section of a recipe that has these two keys, for messages.
         placement: where the workers run; left out, the cluster places one for each of its ranks.
-        noun: what messages call a worker.
+        name: of the group, such as "policy", for messages and `WorkerError.group`.
+        noun: what messages call a worker, behind the name.
+        secrets: environment variables that constructors need and nobody else is to see.
 
     Raises:
         WorkerError: a constructor failed, or not all finished in time.
@@ -91,22 +95,27 @@ class RayWorkerGroup:
         *,
         start_timeout_s: float = 300,
         call_timeout_s: float = 600,
+        deadline_keys: str = "",
         placement: Placement | None = None,
+        name: str = "",
         noun: str = "rank",
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
-        self._noun = noun
-        self._log_dir = cluster.log_dir
+        self._name = name
+        self._cluster = cluster
         self._call_timeout_s = call_timeout_s
-        self._failure: WorkerError | None = None
-        self._identities: dict[int, RankIdentity] = {}
-        self._actors: list[Any] = []
+        self._deadline_keys = deadline_keys
+        self._last: PendingCall | None = None
+        self._starting = threading.Lock()
         use_arrays_for_tensors()
         self._placement = placement or cluster.place_ranks()
+        self._ranks = Ranks(cluster, f"{name} {noun}".strip(), (), {})
         try:
-            remote_class = ray.remote(worker_class)
-            for slot in self._placement.slots:
-                self._actors.append(_start(remote_class, slot, args, kwargs or {}))
-            self._wait_until_built(worker_class.__name__, start_timeout_s)
+            remote_class = actor_class(worker_class)
+            actors = [_start(remote_class, slot) for slot in self._placement.slots]
+            self._ranks = replace(self._ranks, actors=actors)
+            construction = Construction(args, kwargs or {}, secrets=secrets or {})
+            self._build(construction, f"{worker_class.__name__}()", start_timeout_s)
         except BaseException:
             self.shutdown()
             raise
@@ -119,7 +128,7 @@ class RayWorkerGroup:
     @property
     def actors(self) -> Sequence[Any]:
         """Ray's handle of each rank, for other actors to call."""
-        return tuple(self._actors)
+        return tuple(self._ranks.actors)
 
     @property
     def placement(self) -> Placement:
@@ -127,64 +136,68 @@ class RayWorkerGroup:
         return self._placement
 
     @property
-    def failure(self) -> WorkerError | None:
-        """What ended the group; None while it can be called."""
-        return self._failure
-
-    @property
     def identities(self) -> Mapping[int, RankIdentity]:
         """Host and process of each rank."""
-        return self._identities
+        return self._ranks.identities
 
     def share(self, value: Any) -> Any:
         """Put a value into the object store once, for the calls of several ranks."""
         return ray.put(value)
 
-    def run_all(
-        self, method: str, *args: Any, timeout_s: float | None = None, context: str = "", **kwargs: Any
-    ) -> list[Any]:
-        """Call `method` on every rank with the same arguments; results in the order of the ranks.
-
-        Raises:
-            WorkerError: see the class; also when `timeout_s` passes, naming the ranks that did not return.
-
-        """
-        self._refuse_after_failure(method, context)
-        refs = {
-            getattr(actor, method).remote(*args, **kwargs): rank for rank, actor in enumerate(self._actors)
-        }
-        return self._collect(refs, method, context, timeout_s or self._call_timeout_s)
-
-    def run_each(
+    def call(
         self,
         method: str,
-        per_rank_args: Sequence[Sequence[Any]] = (),
-        *,
+        *args: Any,
         per_rank_kwargs: Sequence[Mapping[str, Any]] = (),
+        answering: Collection[int] | None = None,
         timeout_s: float | None = None,
+        key: str = "call_timeout_s",
         context: str = "",
         **kwargs: Any,
-    ) -> list[Any]:
-        """Call `method` with each rank's own arguments, and `kwargs` common to all; see `run_all`."""
-        for name, given in (("per_rank_args", per_rank_args), ("per_rank_kwargs", per_rank_kwargs)):
-            if given and len(given) != self.world_size:
-                raise ValueError(f"{method}: {name} has {len(given)} entries for {self.world_size} ranks")
-        self._refuse_after_failure(method, context)
-        positional = per_rank_args or [()] * self.world_size
-        keyword = per_rank_kwargs or [{}] * self.world_size
-        refs = {
-            getattr(actor, method).remote(*positional[rank], **{**kwargs, **keyword[rank]}): rank
-            for rank, actor in enumerate(self._actors)
-        }
-        return self._collect(refs, method, context, timeout_s or self._call_timeout_s)
+    ) -> PendingCall:
+        """Begin a call of `method` on every rank, with arguments common to all and, by keyword, each rank's own.
+
+        answering: the ranks whose answers are wanted; None is all. The others run the method, and give None.
+        timeout_s: the deadline; None is the group's. key: of the deadline, in the section of a recipe that the group
+        knows. context: what the call is for, such as "step 12", for messages.
+
+        Raises:
+            GroupInUseError: the result of the call before has not been taken.
+            WorkerError: the group cannot be called any more.
+
+        """
+        if per_rank_kwargs and len(per_rank_kwargs) != self.world_size:
+            raise ValueError(
+                f"{method}: per_rank_kwargs has {len(per_rank_kwargs)} entries for {self.world_size} ranks"
+            )
+        call = Call(method, context, timeout_s or self._call_timeout_s, self._key(key), self._name)
+        own = per_rank_kwargs or [{}] * self.world_size
+        with self._starting, deferred_stop_signals():
+            self._refuse(call)
+            refs: dict[Any, int] = {}
+            for rank, actor in enumerate(self._ranks.actors):
+                answers = answering is None or rank in answering
+                run = getattr(actor, method).remote if answers else partial(actor._only_run.remote, method)
+                refs[run(*args, **kwargs, **own[rank])] = rank
+            self._last = PendingCall(call, self._ranks, refs)
+            return self._last
+
+    def run_all(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        """The result of `call`, in the order of the ranks.
+
+        Raises:
+            WorkerError: see the class; also after `timeout_s` without progress, naming the ranks that did not return.
+
+        """
+        with deferred_stop_signals():
+            return self.call(method, *args, **options).result()
 
     def shutdown(self) -> None:
-        """Kill every rank and give its resources back; idempotent."""
-        if ray.is_initialized():
-            for actor in self._actors:
-                ray.kill(actor, no_restart=True)
-        self._actors.clear()
-        self._placement.release()
+        """Kill every rank and give its resources back; idempotent. A call that is pending fails."""
+        self._ranks.kill(range(len(self._ranks.actors)))
+        self._ranks = replace(self._ranks, actors=())
+        if self._cluster.lost() is None:
+            self._placement.release()
 
     def __enter__(self) -> Self:
         """Return the group."""
@@ -196,109 +209,49 @@ class RayWorkerGroup:
         """Shut down."""
         self.shutdown()
 
-    def _wait_until_built(self, class_name: str, timeout_s: float) -> None:
-        refs = {actor.__ray_call__.remote(_identify): rank for rank, actor in enumerate(self._actors)}
-        identities = self._collect(refs, f"{class_name}()", "start of the workers", timeout_s)
-        self._identities = dict(enumerate(identities))
+    def _build(self, construction: Construction, name: str, timeout_s: float) -> None:
+        """Run the constructors: once all processes are there, and rank 0 has a port where they can meet."""
+        call = Call(name, "start of the workers", timeout_s, self._key("start_timeout_s"), self._name)
+        actors = self._ranks.actors
 
-    def _refuse_after_failure(self, method: str, context: str) -> None:
-        if self._failure is not None:
-            raise WorkerError(
-                f"{_where(method, context)} was not started: the worker group ended with an earlier failure\n"
-                f"{self._failure}",
-                None,
-                method,
-                context,
+        def answers(refs: Mapping[Any, int]) -> list[Any]:
+            return PendingCall(call, self._ranks, refs).interruptible_result()
+
+        identities = answers({actor._identify.remote(): rank for rank, actor in enumerate(actors)})
+        self._ranks = replace(self._ranks, identities=dict(enumerate(identities)))
+        address = self._placement.slots[0].environment.get(_MASTER_ADDRESS)
+        if address is not None:
+            [port] = answers({actors[0]._listen.remote(address): 0})
+            construction = replace(construction, environment={_MASTER_PORT: str(port)})
+        shared = ray.put(construction)
+        answers({actor._build.remote(shared): rank for rank, actor in enumerate(actors)})
+
+    def _key(self, name: str) -> str:
+        return f"{self._deadline_keys}.{name}" if self._deadline_keys and name else ""
+
+    def _refuse(self, call: Call) -> None:
+        """Raise what keeps the group from being called, if anything does."""
+        if not self._ranks.actors:
+            raise call.error(f"{call} was not started: the worker group is shut down")
+        if self._last is not None and not self._last.over:
+            raise GroupInUseError(
+                f"{call} was not started: {self._name or 'the worker group'} is at {self._last}, whose result has not "
+                "been taken; one thread at a time makes one call at a time"
             )
-        if not self._actors:
-            raise WorkerError(
-                f"{_where(method, context)} was not started: the worker group is shut down",
-                None,
-                method,
-                context,
+        if self._last is not None and self._last.error is not None and not self._last.error.usable:
+            headline, _, details = str(self._last.error).partition("\n")
+            raise call.error(
+                f"{call} was not started: the worker group ended with an earlier failure: {headline}\n{details}"
             )
-
-    def _collect(self, refs: dict[Any, int], method: str, context: str, timeout_s: float) -> list[Any]:
-        results, failures = self._wait(dict(refs), timeout_s, stop_at_failure=True)
-        if not failures and len(results) == len(refs):
-            return [results[rank] for rank in range(len(refs))]
-        if failures:
-            waiting = {ref: rank for ref, rank in refs.items() if rank not in _ranks(results, failures)}
-            more_results, more_failures = self._wait(waiting, _GRACE_S, stop_at_failure=False)
-            results |= more_results
-            failures += more_failures
-        hung = {ref: rank for ref, rank in refs.items() if rank not in _ranks(results, failures)}
-        self._kill(hung)
-        where = _where(method, context)
-        if not failures:
-            error = self._deadline_error(sorted(hung.values()), method, context, timeout_s)
-        else:
-            message = describe(failures, sorted(hung.values()), where, self._log_dir, self._noun)
-            error = WorkerError(message, root_cause(failures), method, context)
-        # Ranks that all answered, if only by raising, still serve: an open train step can be aborted.
-        gone = hung or any(failure.died for failure in failures)
-        self._failure = error if gone else None
-        raise error
-
-    def _wait(
-        self, waiting: dict[Any, int], timeout_s: float, *, stop_at_failure: bool
-    ) -> tuple[dict[int, Any], list[RankFailure]]:
-        """Wait for answers until all are there, the time is over or, if asked, a rank failed."""
-        deadline = time.monotonic() + timeout_s
-        results: dict[int, Any] = {}
-        failures: list[RankFailure] = []
-        while waiting and not (failures and stop_at_failure):
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for ref in ready:
-                rank = waiting.pop(ref)
-                try:
-                    results[rank] = ray.get(ref)
-                except RayError as error:
-                    identity = self._identities.get(rank) or identity_in(str(error))
-                    failures.append(RankFailure(rank, identity, error))
-        return results, failures
-
-    def _kill(self, hung: Mapping[Any, int]) -> None:
-        for rank in hung.values():
-            ray.kill(self._actors[rank], no_restart=True)
-        # Reading the answers of the dead keeps Ray from logging each as an unhandled error.
-        ended, _ = ray.wait(list(hung), num_returns=len(hung), timeout=_KILL_WAIT_S) if hung else ([], [])
-        for ref in ended:
-            with suppress(RayError):
-                ray.get(ref)
-
-    def _deadline_error(
-        self, hung: Sequence[int], method: str, context: str, timeout_s: float
-    ) -> WorkerError:
-        names = ", ".join(f"{self._noun} {rank} ({self._identities.get(rank, 'starting')})" for rank in hung)
-        message = (
-            f"{_where(method, context)} did not return within {timeout_s:g} s on {names}, now stopped; "
-            f"{self.world_size - len(hung)} of {self.world_size} {self._noun}s returned"
-        )
-        return WorkerError(message, None, method, context)
+        if (lost := self._cluster.lost()) is not None:
+            raise call.end_of_session(lost)
 
 
-def _start(remote_class: Any, slot: RankSlot, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _start(remote_class: Any, slot: RankSlot) -> Any:
     options = remote_class.options(
         **slot.options,
         max_restarts=0,
         max_task_retries=0,
         runtime_env={"env_vars": dict(slot.environment)},
     )
-    return options.remote(*args, **kwargs)
-
-
-def _identify(_worker: object) -> RankIdentity:
-    use_arrays_for_tensors()
-    context = ray.get_runtime_context()
-    return RankIdentity(ray.util.get_node_ip_address(), os.getpid(), context.get_worker_id())
-
-
-def _ranks(results: Mapping[int, Any], failures: Sequence[RankFailure]) -> set[int]:
-    return set(results) | {failure.rank for failure in failures}
-
-
-def _where(method: str, context: str) -> str:
-    return f"{method} ({context})" if context else method
+    return options.remote()

@@ -136,7 +136,7 @@ def _load_then_save_for_ever(
     import tiny
     import torch.distributed as dist
 
-    from nemo_rl_mcore.training.checkpoints import CheckpointStore, Retention
+    from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER, CheckpointStore, Retention
 
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     worker = tiny.worker(tiny.policy_config())
@@ -144,7 +144,7 @@ def _load_then_save_for_ever(
     latest = store.latest()
     step = latest.step if latest is not None else 0
     if latest is not None:
-        worker.load_checkpoint(str(latest.policy_folder))
+        worker.load_checkpoint(str(latest.folder / POLICY_FOLDER))
         assert _digest(worker) == (folder / f"digest_{step}_{rank}").read_text(), (
             f"step {step} is not what was saved"
         )

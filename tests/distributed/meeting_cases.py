@@ -26,15 +26,6 @@ REFUSED = (
     ),
     *(
         Refusal(
-            {"algorithm": name, "batching": "packed"},
-            (PACKING_KEY, "distillation"),
-            "what the teacher says is laid out sample by sample",
-        )
-        for name, algorithm in ALGORITHMS.items()
-        if algorithm.recipe.name.startswith("distillation")
-    ),
-    *(
-        Refusal(
             {"algorithm": name, "kl": False},
             ("dpo.reference_policy_kl_penalty",),
             "DPO's loss is of nothing without the reference",

@@ -15,7 +15,7 @@ from typing import Any
 from nemo_rl_mcore.config import RunConfig, load_config
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.config.preflight import preflight
+from nemo_rl_mcore.preflight import preflight
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 MEGATRON = "policy.megatron_cfg"

@@ -6,7 +6,7 @@ What is recorded stands in for the two parts whose rows no two runs would share:
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,16 +48,24 @@ class PoolGroup:
     def share(self, value: Any) -> Any:
         return value
 
-    def run_all(self, method: str, *, context: str = "", **kwargs: Any) -> list[Any]:
-        return [
-            pickle.loads(said) for said in self.run(meeting_ranks.call, method, meeting_ranks.packed(kwargs))
-        ]
-
-    def run_each(
-        self, method: str, *, per_rank_kwargs: Sequence[Mapping[str, Any]], context: str = "", **kwargs: Any
+    def run_all(
+        self,
+        method: str,
+        *,
+        per_rank_kwargs: Sequence[Mapping[str, Any]] = (),
+        answering: Collection[int] | None = None,
+        context: str = "",
+        **kwargs: Any,
     ) -> list[Any]:
-        sent = [meeting_ranks.packed(kwargs | own) for own in per_rank_kwargs]
-        return [pickle.loads(said) for said in self.run(meeting_ranks.call_own, method, sent)]
+        if per_rank_kwargs:
+            sent = [meeting_ranks.packed(kwargs | own) for own in per_rank_kwargs]
+            said = self.run(meeting_ranks.call_own, method, sent)
+        else:
+            said = self.run(meeting_ranks.call, method, meeting_ranks.packed(kwargs))
+        return [
+            pickle.loads(answer) if answering is None or rank in answering else None
+            for rank, answer in enumerate(said)
+        ]
 
     def shutdown(self) -> None:
         if self._pool.alive:
@@ -67,7 +75,7 @@ class PoolGroup:
 class NoCluster:
     """The machines, as far as a second model asks for them."""
 
-    def place_beside(self, *_args: Any) -> None: ...
+    def place_colocated(self, *_args: Any) -> None: ...
 
 
 class Observer:
@@ -165,14 +173,14 @@ def run(config: RunConfig, pool: RankPool, ask: Callable[[int, PoolGroup], Any])
 
     Raises RunStoppedError, RankFailedError and whatever else stops a run.
     """
-    checkpoints = open_checkpoints(config, say=lambda _line: None)
+    checkpoints = open_checkpoints(config, notify=lambda _line: None)
     parts = replace(launch._open_parts(config), environment=RecordedRewards())
     groups, observer = _Groups(pool), Observer()
     with ExitStack() as stack:
         stack.enter_context(patch.object(launch, "Policy", partial(Policy, group=groups)))
         stack.enter_context(patch.object(launch, "RunRecorder", lambda *_args, **_options: observer))
         stack.enter_context(patch.object(launch, "_generation", _recorded))
-        launch._algorithm(parts, NoCluster(), checkpoints, stack).run()  # type: ignore[arg-type]
+        launch._train(parts, NoCluster(), checkpoints, stack)  # type: ignore[arg-type]
         asked = [ask(number, group) for number, group in enumerate(groups.made)]
     return Outcome(observer.metrics, asked)
 

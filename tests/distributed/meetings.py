@@ -120,7 +120,7 @@ class Matrix:
         """A checkpoint of another algorithm, whose model is the same, is refused by the names of both."""
         saved = "grpo" if config.algorithm == "sft" else "sft"
         try:
-            open_checkpoints(config, say=lambda _line: None)
+            open_checkpoints(config, notify=lambda _line: None)
         except RunStoppedError as error:
             said = str(error).replace(str(config.checkpointing.checkpoint_dir), "")
             unnamed = [name for name in (saved, config.algorithm) if name not in said]

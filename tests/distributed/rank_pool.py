@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -88,9 +90,12 @@ class RankPool:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below those that the system gives to connections: nothing else takes it before rank 0 does."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port")
 
 
 def prepare_training(rank: int) -> None:

@@ -1,7 +1,6 @@
 """A backend that fails at any of its calls: abort restores every bit, and the next step equals one without the failure.
 
-Where one rank alone fails, its peers stop at a call that needs no answer from it. What becomes of a rank that waits in
-a collective is the worker group's matter: it ends such ranks, and the run reloads.
+Where one rank alone fails in begin or in a chunk, its peers hear of it and fail alike.
 """
 
 from contextlib import suppress
@@ -75,23 +74,24 @@ def clean_step(worker, start):
     return wanted
 
 
-def fail_and_abort(worker, point, finish):
+def fail_and_abort(worker, points, finish):
+    """points: where each rank fails; None for one that only hears of it."""
     import injection
+    import torch.distributed as dist
 
-    with injection.failing(worker, point):
+    with injection.failing(worker, points[dist.get_rank()]):
         try:
             split_step(worker, seed=7, finish=finish)
         except injection.InjectedError:
             failed = True
         else:
             failed = False
-    assert failed == (point is not None), point
+    assert failed == any(points), points
     worker.abort_train_step()
 
 
 def traces_of_failures(sections, points):
     """For each rank's points in turn: what differs after the abort, and after the clean step that follows."""
-    import torch.distributed as dist
     import worker_state
 
     worker = prepared_worker(sections)
@@ -100,7 +100,7 @@ def traces_of_failures(sections, points):
     found = {}
     for point_of_rank in points:
         everyone_fails = all(point_of_rank)
-        fail_and_abort(worker, point_of_rank[dist.get_rank()], finish=everyone_fails)
+        fail_and_abort(worker, point_of_rank, finish=everyone_fails)
         aborted = worker_state.differences(start, worker_state.capture(worker))
         assert split_step(worker, seed=1)["update_successful"]
         cleaned = worker_state.differences(wanted, worker_state.capture(worker))
@@ -127,7 +127,6 @@ def test_a_failure_on_all_ranks_leaves_no_trace(ranks, layout):
 
 
 def test_a_failure_on_one_rank_leaves_no_trace_on_any(ranks):
-    """Without a collective in begin and in a chunk, the peer goes on to the end of its chunks, and is aborted there."""
     alone = [(point, None) for point in (*IN_BEGIN, *IN_MICROBATCH, IN_BACKWARD)]
     assert ranks(2).run(traces_of_failures, {}, alone) == [{}, {}]
 

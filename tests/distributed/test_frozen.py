@@ -38,7 +38,7 @@ def said_by(worker):
     import tiny
     import torch
 
-    from nemo_rl_mcore.config.hf_config import missing_family
+    from nemo_rl_mcore.config.hf.hf_config import missing_family
 
     batch = tiny.grpo_batch()
     if worker.role.value == "value":
@@ -53,7 +53,7 @@ def said_by(worker):
     said |= worker.get_topk_logits(data=batch, k=5)
     said |= worker.generate(data=prompts, step=3, stop_ids=[1])
     if missing_family(worker.policy.model) is None:
-        sent = {name: tensor.clone() for name, tensor in worker._full_tensors()}
+        sent = {name: tensor.clone() for name, tensor in worker.backend.full_tensors()}
         assert sent.keys() == worker.prepare_refit_info().keys()
         said |= sent
     return said

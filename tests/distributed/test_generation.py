@@ -1,5 +1,7 @@
 """The embedded engine on real ranks: it samples what get_logprobs then confirms, whatever the batch looks like."""
 
+import math
+
 import pytest
 from tolerances import GENERATION, LOGPROBS
 
@@ -107,12 +109,11 @@ def recomputed_and_cached():
     import tiny
     import torch
 
-    from nemo_rl_mcore.megatron import generation
+    from nemo_rl_mcore.megatron.next_logits import RecomputedLogits, next_logits
 
     model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
     ids = torch.randint(0, 32, (3, 5))
-    cached = generation._next_logits(model, ids.shape, 4)
-    recomputed = generation._RecomputedLogits(model)
+    cached, recomputed = next_logits(model, rows=3, max_length=9), RecomputedLogits(model)
     differences = []
     with torch.no_grad():
         for _ in range(4):
@@ -123,7 +124,7 @@ def recomputed_and_cached():
 
 def test_recomputed_logits_are_the_cached_ones(ranks):
     kind, differences = ranks(1).run(recomputed_and_cached)[0]
-    assert kind == "_CachedLogits"
+    assert kind == "CachedLogits"
     assert max(differences) < LOGPROBS
 
 
@@ -244,3 +245,118 @@ def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(ranks):
         "row 1 has a prompt of 11 tokens, which policy.generation.max_new_tokens: 6 takes to 17, past "
         "policy.max_total_sequence_length: 16; shorten the prompt or change one of the two"
     )
+
+
+def stopped_by_texts(megatron):
+    """What a stop string of two tokens makes of responses, and what they are without it."""
+    import tiny
+
+    from nemo_rl_mcore.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer("char")
+    asked = requests([3] * 8 + [5] * 8)
+
+    def answers(**stops):
+        generation = generation_config(max_new_tokens=8, **stops)
+        worker = tiny.worker(tiny.policy_config(megatron=megatron, generation=generation))
+        return worker.generate(data=asked, step=5, stop_ids=[tokenizer.eos_token_id])
+
+    plain = answers()
+    strings = (tokenizer.decode(plain["tokens"][0, 2:4].tolist()), "a", "##")
+    stopped = answers(stop_strings=strings)
+    texts = [
+        tokenizer.decode(row[:length])
+        for row, length in zip(stopped["tokens"].tolist(), stopped["lengths"].tolist(), strict=True)
+    ]
+    as_lists = [{name: value.tolist() for name, value in answered.items()} for answered in (plain, stopped)]
+    return strings, texts, *as_lists
+
+
+@pytest.mark.parametrize(
+    ("world_size", "megatron"),
+    [(1, {}), (2, {"pipeline_model_parallel_size": 2})],
+    ids=["one-rank", "pp2"],
+)
+def test_a_stop_string_ends_a_response_and_belongs_to_it(ranks, world_size, megatron):
+    for strings, texts, plain, stopped in ranks(world_size).run(stopped_by_texts, megatron):
+        assert len(strings[0]) == 2
+        assert texts[0].endswith(strings[0])
+        assert stopped["lengths"][0] == 4
+        assert set(stopped["finished"]) == {True, False}
+        for row, text in enumerate(texts):
+            length = stopped["lengths"][row]
+            assert stopped["tokens"][row][:length] == plain["tokens"][row][:length]
+            assert stopped["logprobs"][row][:length] == plain["logprobs"][row][:length]
+            assert not any(string in text[:-1] for string in strings)
+            ends = any(string in text for string in strings) or len(text) < length  # by the end of sequence
+            assert stopped["finished"][row] == ends
+            assert ends or length == 8
+
+
+def a_session_of_two_requests():
+    """Tokens by row, of a session that is interrupted and of whole calls; and the mode between two steps."""
+    import tiny
+    import torch
+
+    from nemo_rl_mcore.data.stop_conditions import StopConditions
+    from nemo_rl_mcore.megatron.generation import DecodingSession, GenerationRequest, generate
+    from nemo_rl_mcore.ops.sampling import SamplingParams
+
+    model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
+    stops = StopConditions(frozenset({1, 7, 11}))
+
+    def request(prompts, first_key, **sampling):
+        keys = torch.arange(first_key, first_key + len(prompts))
+        return GenerationRequest(prompts, keys, 6, stops, SamplingParams(**sampling))
+
+    def whole(asked):
+        rows = generate(model, asked, tiny.VOCABULARY)
+        return [row[:n] for row, n in zip(rows.tokens.tolist(), rows.lengths.tolist(), strict=True)]
+
+    first = request([[1, 2], [3, 4, 5], [5, 6], [6, 7]], 0)
+    second = request([[9, 8], [4]], 10, temperature=2.0)
+    session = DecodingSession(model, tiny.VOCABULARY)
+    rows = [*session.add(first)]
+    found, modes, steps = {}, [], 0
+    while (sampled := session.step()) is not None:
+        steps += 1
+        for row, token in zip(sampled.rows_N.tolist(), sampled.tokens_N.tolist(), strict=True):
+            found.setdefault(row, []).append(token)
+        modes.append(model.chunks[0].training)
+        if steps == 2:
+            rows += session.add(second)
+            session.cancel([2, 5])  # the one runs, the other waits
+    return rows, found, whole(first) + whole(second), modes
+
+
+def test_requests_come_and_go_between_two_tokens(ranks):
+    ((rows, found, whole, modes),) = ranks(1).run(a_session_of_two_requests)
+    assert rows == [0, 1, 2, 3, 4, 5]
+    assert len(whole[2]) > 2
+    assert found == {row: tokens for row, tokens in enumerate(whole) if row not in (2, 5)} | {2: whole[2][:2]}
+    assert all(modes)  # training
+
+
+def logprobs_across_new_weights():
+    import tiny
+    import torch
+
+    from nemo_rl_mcore.data.stop_conditions import StopConditions
+    from nemo_rl_mcore.megatron.generation import DecodingSession, GenerationRequest
+    from nemo_rl_mcore.ops.sampling import SamplingParams
+
+    model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
+    session = DecodingSession(model, tiny.VOCABULARY)
+    session.add(GenerationRequest([[1, 2, 3]], torch.ones(1).long(), 4, StopConditions(), SamplingParams()))
+    first = session.step()
+    named = dict(model.chunks[0].named_parameters())
+    with torch.no_grad():
+        named["module.output_layer.weight"].zero_()
+    return [float(sampled.logprobs_N) for sampled in (first, session.step(), session.step())]
+
+
+def test_the_next_token_is_drawn_with_the_weights_of_its_time(ranks):
+    ((before, *after),) = ranks(1).run(logprobs_across_new_weights)
+    uniform = -math.log(32)
+    assert before != pytest.approx(uniform, abs=1e-3)
+    assert after == pytest.approx([uniform] * 2)

@@ -111,23 +111,85 @@ def test_selected_token_cross_entropy_starts_at_the_default_loss_and_falls(ranks
     assert losses[-1] < 0.7 * losses[0]
 
 
-def refusal_without_hook():
-    from nemo_rl_mcore.megatron import output_processor
+def complaints_about_the_hook():
+    """What the first passes say, of models that call the processor, ignore it, do not know it, or are no last stage."""
+    import torch
 
-    class OlderGPTModel:
-        def forward(self, input_ids, position_ids, attention_mask, labels=None): ...
+    from nemo_rl_mcore.megatron.hook_check import require_hook
 
-    try:
-        output_processor.require_hook(OlderGPTModel)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    class Calls(torch.nn.Module):
+        post_process = True
+
+        def forward(self, hidden, output_processor=None):
+            return output_processor(hidden_states=hidden) if output_processor else hidden
+
+    class Ignores(Calls):
+        def forward(self, hidden, output_processor=None):
+            return hidden
+
+    class TakesAnything(Calls):
+        def forward(self, hidden, **options):
+            return super().forward(hidden, **options)
+
+    class MiddleStage(Ignores):
+        post_process = False
+
+    class Older(Calls):
+        def forward(self, hidden, labels=None):
+            return hidden
+
+    def complaint(model_class):
+        model, told = model_class(), []
+        # The second and the third pass hand a processor over; the last one runs after the check has ended or raised.
+        for processor in (None, _doubled, _doubled):
+            try:
+                if processor is None:
+                    require_hook([model])
+                model(torch.ones(2), output_processor=processor)
+                told.append("")
+            except RuntimeError as error:
+                told.append(str(error))
+            except TypeError:
+                told.append("TypeError")
+        return told
+
+    return {kind.__name__: complaint(kind) for kind in (Calls, TakesAnything, MiddleStage, Ignores, Older)}
 
 
-def test_a_megatron_without_the_hook_is_refused_with_the_version_that_has_it(ranks):
-    message = ranks(1).run(refusal_without_hook)[0]
-    assert "output_processor" in message
-    assert "megatron-core >= 0.18.0" in message
+def _doubled(*, hidden_states):
+    return 2 * hidden_states
+
+
+def test_a_megatron_that_does_not_call_the_processor_is_refused_with_the_version_that_does(ranks):
+    (told,) = ranks(1).run(complaints_about_the_hook)
+    for name in ("Calls", "TakesAnything", "MiddleStage"):
+        assert told[name] == ["", "", ""], name
+    at_first, *later = told["Ignores"]
+    assert at_first == ""
+    for message in later:
+        assert "the forward of Ignores takes, and ignores, the output_processor" in message
+        assert "megatron-core >= 0.18.0" in message
+    assert "megatron-core >= 0.18.0" in told["Older"][0]
+    assert "does not take the output_processor" in told["Older"][0]
+
+
+def hooks_of_a_model():
+    """How many hooks the real model has before and after its first pass, and whether that pass gave the right shape."""
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config())
+    model = worker.backend.chunks[0].module
+
+    def hooks():
+        return len(model._forward_pre_hooks) + len(model._forward_hooks)
+
+    before = hooks()
+    worker.get_logprobs(data=tiny.grpo_batch())
+    return before, hooks()
+
+
+def test_the_first_pass_of_a_model_is_the_only_one_that_is_watched(ranks):
+    assert ranks(1).run(hooks_of_a_model) == [(2, 0)]
 
 
 def test_mup_scale_is_applied_by_both_processors(ranks):

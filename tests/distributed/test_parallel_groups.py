@@ -36,7 +36,7 @@ def threads_of_ten_workers(model, megatron):
     return at_work, left[1:]
 
 
-@pytest.mark.quick_cases("one-rank")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "megatron"),
     [
@@ -52,3 +52,34 @@ def test_ten_workers_leave_no_more_threads_than_one(ranks, model, megatron):
     for at_work, left in ranks(2 if megatron else 1).run(threads_of_ten_workers, model, megatron):
         assert max(left) == left[0]
         assert at_work[-1] > left[-1] + 20, "a layout has threads while it lasts"
+
+
+def listening_of_a_working_rank():
+    """After all that opens connections: passes, training, a refit, a checkpoint."""
+    import sys
+    from pathlib import Path
+
+    sys.path.append(str(Path(__file__).parents[1]))
+    import tempfile
+
+    import tiny
+    import torch.distributed as dist
+    from listening import listening_addresses
+
+    from nemo_rl_mcore.agreement import agreed_on_first
+
+    worker = tiny.worker(tiny.policy_config(megatron={"pipeline_model_parallel_size": 2}))
+    worker.get_logprobs(data=tiny.grpo_batch())
+    worker.train(tiny.grpo_batch(), tiny.grpo_loss())
+    worker.prepare_refit_info()
+    folder = [agreed_on_first(tempfile.mkdtemp)]
+    dist.broadcast_object_list(folder)
+    worker.save_checkpoint(f"{folder[0]}/saved")
+    worker.load_checkpoint(f"{folder[0]}/saved")
+    return listening_addresses()
+
+
+def test_ranks_of_one_machine_listen_on_loopback_alone(ranks):
+    for addresses in ranks(2).run(listening_of_a_working_rank):
+        assert len(addresses) > 5, "the store, and a socket of each group"
+        assert set(addresses) == {"127.0.0.1"}

@@ -167,3 +167,26 @@ def losses_of_a_teacher(broken):
 def test_what_a_teacher_did_not_say_is_refused_on_every_stage(ranks, broken):
     for message in ranks(2).run(losses_of_a_teacher, broken):
         assert f"\n  {broken}" in message
+
+
+def phase_after_a_row_above_the_budget(section):
+    """A chunk with a row that no microbatch has room for; then the step goes on without it."""
+    import tiny
+
+    config = tiny.policy_config(
+        max_total_sequence_length=8,
+        generation={"max_new_tokens": 2},
+        **{section: {"enabled": True, "train_mb_tokens": 8}},
+    )
+    worker = tiny.worker(config, init_reference_model=False)
+    worker.begin_train_step(tiny.grpo_loss())
+    with pytest.raises(ValueError, match=rf"at most 8 tokens \(policy.{section}.train_mb_tokens: 8\)"):
+        worker.train_microbatch(tiny.grpo_batch(length=12))
+    phase = worker.train_step.phase.value
+    worker.train_microbatch(tiny.grpo_batch(length=8))
+    return phase, worker.finish_train_step()["update_successful"]
+
+
+@pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
+def test_a_row_above_a_token_budget_leaves_the_step_open(ranks, section):
+    assert ranks(1).run(phase_after_a_row_above_the_budget, section) == [("open", True)]

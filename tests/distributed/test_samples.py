@@ -63,13 +63,13 @@ def config(way, megatron):
 
 def dealt(worker_config, batch):
     """This rank's pairs, as the driver deals them."""
-    from nemo_rl_mcore.data.token_budget import deal_balanced
+    from nemo_rl_mcore.data.token_budget import split_balanced
     from nemo_rl_mcore.megatron import parallel_groups
 
     ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()
     if worker_config.token_budgets is None:
-        return batch.deal(ranks, 2)[rank]
-    return deal_balanced(batch, ranks, 2)[rank]
+        return batch.split(ranks, 2)[rank]
+    return split_balanced(batch, ranks, 2)[rank]
 
 
 def steps(way, megatron):

@@ -236,8 +236,8 @@ class WorkerMachine(RuleBasedStateMachine):
         broken = self._batch()
         del broken[lacking]
         self._refused(lambda: self.worker.train(broken, self.tiny.grpo_loss()), ValueError, lacking)
-        if self.phase is not self.Phase.IDLE:  # else there is no loss to judge them by
-            self._refused(lambda: self.worker.train_microbatch(broken, "a"), ValueError, lacking)
+        if self.phase is self.Phase.OPEN:  # else there is no loss to judge them by
+            self._refused(lambda: self.worker.train_microbatch(broken, "refused"), ValueError, lacking)
         WorkerMachine.refusals += self.phase is self.Phase.OPEN
 
     def _refused(self, call, kind=None, message=""):

@@ -16,12 +16,13 @@ RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
 PROMPTS = ["527>", "103>", "999>", "648>"]
 
 
-def run(*arguments: object) -> str:
+def run(*arguments: object, folder: Path) -> str:
     """The output of the command, which succeeds and leaves no process."""
     command = [sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"]
     watch = ProcessWatch()
     with subprocess.Popen(
         [*command, *map(str, arguments)],
+        cwd=folder,
         env={**os.environ, **watch.environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -65,20 +66,21 @@ def greedy(folder: Path, prompt: str) -> str:
 
 
 @pytest.mark.exhaustive
-def test_trained_weights_go_out_as_they_came_in(tmp_path):
-    start, output = tmp_path / "start", tmp_path / "exported"
+def test_trained_weights_go_out_as_they_came_in_and_from_any_directory(tmp_path):
+    start, output, elsewhere = tmp_path / "start", tmp_path / "exported", tmp_path / "elsewhere"
+    elsewhere.mkdir()
     save_start(start)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"defaults: {RECIPE}\n"
-        f"policy: {{model: null, model_name: {start}, tokenizer: {{name: {start}}}}}\n"
+        "policy: {model: null, model_name: start, tokenizer: {name: start}}\n"
         f"checkpointing: {{enabled: true, checkpoint_dir: {tmp_path / 'checkpoints'}, save_period: 2}}\n"
         f"logger: {{log_dir: {tmp_path / 'run'}, tensorboard_enabled: false}}\n"
         "grpo: {max_num_steps: 2, val_period: 0, val_at_end: false}\n"
     )
-    run("grpo", "--config", recipe, "policy.megatron_cfg.tensor_model_parallel_size=1")
+    run("grpo", "--config", recipe, "policy.megatron_cfg.tensor_model_parallel_size=1", folder=tmp_path)
     checkpoint = tmp_path / "checkpoints/step_2"
-    run("export", "--checkpoint", checkpoint, "--output", output)
+    run("export", "--checkpoint", checkpoint, "--output", output, folder=elsewhere)
 
     before, after = (load_file(folder / "model.safetensors") for folder in (start, output))
     assert before.keys() == after.keys()
@@ -88,7 +90,8 @@ def test_trained_weights_go_out_as_they_came_in(tmp_path):
     assert (config["model_type"], config["eos_token_id"]) == ("mistral", 15)
 
     asked = [argument for prompt in PROMPTS for argument in ("--prompt", prompt)]
-    shown = run("generate", "--checkpoint", checkpoint, "--greedy", *asked)
+    start.rename(tmp_path / "gone")  # the checkpoint has all that it needs
+    shown = run("generate", "--checkpoint", checkpoint, "--greedy", *asked, folder=elsewhere)
     assert [line for line in shown.splitlines() if ">" in line] == [
         f"{prompt}{greedy(output, prompt)}" for prompt in PROMPTS
     ]

@@ -1,4 +1,4 @@
-"""`nemo-rl-mcore grpo` as a person runs it: a short run, a rank that dies, Ctrl-C or SIGTERM, numbers that explode."""
+"""`nemo-rl-mcore grpo` as a person runs it: a short run, a rank that dies, signals, numbers that explode."""
 
 import json
 import os
@@ -16,17 +16,15 @@ def start(tmp_path: Path) -> Iterator[type[Run]]:
     started: list[Run] = []
 
     class Started(Run):
+        folder = tmp_path
+
         def __init__(self, *overrides: str) -> None:
             super().__init__(tmp_path / "run", *overrides)
             started.append(self)
 
     yield Started  # type: ignore[misc]
     for run in started:
-        run.watch.kill_all()
-        run.process.wait()
-        for pipe in (run.process.stdout, run.process.stderr):
-            assert pipe is not None
-            pipe.close()
+        run.close()
 
 
 def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
@@ -59,6 +57,7 @@ def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
     assert run.watch.all_gone(within_s=10)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
     run = start("grpo.max_num_steps=100000")
     run.wait_for_step(2)
@@ -69,7 +68,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
     code, output, errors = run.end(within_s=15)
     assert time.monotonic() - killed < 15
     assert code == 1
-    assert errors.count("the run stopped: rank ") == 1
+    assert errors.count("the run stopped: policy rank ") == 1
     assert f"pid {ranks[0]}) died in " in errors
     assert "Traceback" not in errors
     assert run.watch.all_gone(within_s=10)
@@ -79,23 +78,90 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
     assert f"{len(finished)} steps" in output
 
 
-@pytest.mark.quick_cases("2-130-interrupted")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("stop", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("stop", "status", "word"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+        (signal.SIGHUP, 129, "hung up"),
+    ],
 )
-def test_ctrl_c_and_sigterm_stop_cleanly_and_keep_the_finished_steps(start, stop, status, word) -> None:
-    run = start("grpo.max_num_steps=100000")
+def test_a_signal_stops_cleanly_and_the_same_command_goes_on(start, stop, status, word) -> None:
+    saved = start.folder / "saved"
+    section = (
+        "checkpointing.enabled=true",
+        "checkpointing.save_period=99999",
+        f"checkpointing.checkpoint_dir={saved}",
+    )
+    run = start("grpo.max_num_steps=100000", *section)
     run.wait_for_step(2)
     if stop == signal.SIGINT:
         os.killpg(run.process.pid, stop)  # as a terminal does, to the whole foreground group
     else:
         run.process.send_signal(stop)
     code, _, errors = run.end(within_s=15)
+    last = len(run.steps())
     assert code == status
-    assert errors == f"{word}; the finished steps are in {run.log_dir}\n"
+    told = f"step {last} is saved in {saved / f'step_{last}'}, and the same command goes on from there"
+    assert errors == f"{word}; {told}\n"
     assert run.watch.all_gone(within_s=10)
-    assert len(run.steps()) >= 2
+    assert last >= 2
     assert (run.log_dir / "curves.png").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_second_ctrl_c_saves_nothing_and_keeps_rows_and_report(start) -> None:
+    run = start("grpo.max_num_steps=100000")
+    run.wait_for_step(2)
+    for _ in range(2):
+        os.killpg(run.process.pid, signal.SIGINT)
+        time.sleep(0.15)
+    code, _, errors = run.end(within_s=15)
+    steps = len(run.steps())
+    assert code == 130
+    assert errors == (
+        f"interrupted; the weights of steps 1 to {steps} are lost (checkpointing.enabled is false)\n"
+    )
+    assert run.watch.all_gone(within_s=10)
+    assert (run.log_dir / "curves.png").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_second_run_in_a_folder_leaves_the_first_alone(start) -> None:
+    first = start("grpo.max_num_steps=100000")
+    first.wait_for_step(1)
+    second = start("grpo.max_num_steps=100000")
+    code, output, errors = second.end(within_s=60)
+    assert (code, output) == (1, "")
+    told = f"the run stopped: logger.log_dir: {first.log_dir} is in use by another run (host "
+    assert errors.startswith(told)
+    assert f", pid {first.process.pid}, since " in errors
+    assert len(errors.splitlines()) == 1
+    before = len(first.steps())
+    first.wait_for_step(before + 2)
+    assert [row["step"] for row in first.steps()] == [*range(1, len(first.steps()) + 1)]
+
+
+@pytest.mark.exhaustive
+def test_the_limit_of_time_ends_a_run_with_its_last_step_saved(start) -> None:
+    saved = start.folder / "saved"
+    section = (
+        "checkpointing.enabled=true",
+        "checkpointing.save_period=99999",
+        f"checkpointing.checkpoint_dir={saved}",
+    )
+    began = time.monotonic()
+    run = start("grpo.max_num_steps=100000", *section, "checkpointing.checkpoint_must_save_by=00:00:01:15")
+    code, output, errors = run.end(within_s=120)
+    assert time.monotonic() - began < 75 + 20
+    assert (code, errors) == (0, "")
+    last = len(run.steps())
+    assert output.splitlines()[-1] == (
+        f"time is up (checkpointing.checkpoint_must_save_by); step {last} is saved in {saved / f'step_{last}'}, and "
+        "the same command goes on from there"
+    )
+    assert run.watch.all_gone(within_s=10)
 
 
 @pytest.mark.exhaustive

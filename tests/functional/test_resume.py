@@ -33,11 +33,7 @@ def start(tmp_path: Path) -> Iterator[object]:
 
     yield run
     for one in started:
-        one.watch.kill_all()
-        one.process.wait()
-        for pipe in (one.process.stdout, one.process.stderr):
-            assert pipe is not None
-            pipe.close()
+        one.close()
 
 
 def results(run: Run) -> list[dict[str, float]]:

@@ -22,9 +22,9 @@ from torch import Tensor
 from worker_part import weights
 
 from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.generation.vllm.buckets import Bucket
-from nemo_rl_mcore.generation.vllm.transports import CudaIpcReceiver, ReceivingEnd, SharedMemoryReceiver
-from nemo_rl_mcore.workers.weight_sync import EngineLostError, RefitSettings, open_sender
+from nemo_rl_mcore.generation.refit.buckets import Bucket
+from nemo_rl_mcore.generation.refit.sender import EngineLostError, RefitSettings, open_sender
+from nemo_rl_mcore.generation.refit.transports import CudaIpcReceiver, ReceivingEnd, SharedMemoryReceiver
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -58,7 +58,7 @@ def run(report: Report, device: str) -> None:
 
 
 class ReceivingProcess:
-    """`weight_sync.Engines`: one process behind a pipe, which answers in the order it is asked."""
+    """`sender.Engines`: one process behind a pipe, which answers in the order it is asked."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._asked = pipe, 0
@@ -274,7 +274,7 @@ def measure_speed(report: Report, engine: ReceivingProcess, device: str) -> None
 @contextmanager
 def _sender(engine: ReceivingProcess, device: str, bucket: int) -> Iterator[Any]:
     settings = RefitSettings(TRANSPORTS[device], bucket, ANSWER_S)
-    sender = open_sender(settings, engine, accelerator.device(), None)
+    sender = open_sender(settings, engine, accelerator.device())
     try:
         yield sender
     finally:

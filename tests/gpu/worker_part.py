@@ -109,7 +109,7 @@ def be_reference(folder: Path, device: str) -> None:
 def _write_start(folder: Path, precision: str, device: str) -> None:
     from tiny import policy_config, worker
 
-    from nemo_rl_mcore.config.hf_config import hf_config_of
+    from nemo_rl_mcore.config.hf.hf_config import hf_config_of
 
     sizes = SIZES[device]
     config = policy_config(

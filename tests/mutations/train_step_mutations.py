@@ -62,11 +62,11 @@ def missing_division() -> AbstractContextManager[Any]:
 @contextmanager
 def mean_of_chunk_means() -> Iterator[None]:
     from nemo_rl_mcore.losses.base import valid_counts
-    from nemo_rl_mcore.megatron.backend import MegatronBackend
+    from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
 
-    added, scaled, chunks = MegatronBackend.forward_backward, MegatronBackend.scale_gradients, 0
+    added, scaled, chunks = MegatronTrainBackend.forward_backward, MegatronTrainBackend.scale_gradients, 0
 
-    def forward_backward(self: MegatronBackend, data: Any, *args: Any) -> Any:
+    def forward_backward(self: MegatronTrainBackend, data: Any, *args: Any) -> Any:
         nonlocal chunks
         chunks += 1
         buffers = [buffer.grad_data for chunk in self.chunks for buffer in chunk.buffers]
@@ -77,14 +77,14 @@ def mean_of_chunk_means() -> Iterator[None]:
             buffer.sub_(old).div_(max(float(tokens), 1.0)).add_(old)
         return sums
 
-    def scale_gradients(self: MegatronBackend, factor: float) -> None:
+    def scale_gradients(self: MegatronTrainBackend, factor: float) -> None:
         nonlocal chunks
         scaled(self, 1.0 / chunks)
         chunks = 0
 
     with (
-        patch.object(MegatronBackend, "forward_backward", forward_backward),
-        patch.object(MegatronBackend, "scale_gradients", scale_gradients),
+        patch.object(MegatronTrainBackend, "forward_backward", forward_backward),
+        patch.object(MegatronTrainBackend, "scale_gradients", scale_gradients),
     ):
         yield
 
@@ -94,7 +94,7 @@ def forgotten_finalize() -> AbstractContextManager[Any]:
 
 
 def hooks_never_restored() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron import backend
+    from nemo_rl_mcore.megatron import train_backend
 
     @contextmanager
     def hold_back(config: Any, chunks: list[Any]) -> Iterator[None]:
@@ -104,7 +104,7 @@ def hooks_never_restored() -> AbstractContextManager[Any]:
                 stack.enter_context(chunk.no_sync())
             yield
 
-    return patch.object(backend, "deferred_grad_sync", hold_back)
+    return patch.object(train_backend, "deferred_grad_sync", hold_back)
 
 
 def scheduler_advances_on_a_skipped_step() -> AbstractContextManager[Any]:
@@ -128,7 +128,7 @@ def finalize_without_reduction() -> AbstractContextManager[Any]:
 
 
 def counts_of_one_rank() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.training.step_sums import LocalSums
+    from nemo_rl_mcore.training.sums import LocalSums
 
     reduce = LocalSums.reduce
     return patch.object(LocalSums, "reduce", lambda self, _all_reduce: reduce(self, lambda *_args: None))
@@ -150,11 +150,15 @@ def repeated_chunk_is_added() -> AbstractContextManager[Any]:
     from nemo_rl_mcore.training.train_step import TrainStep
 
     microbatch = TrainStep.microbatch
-    return patch.object(TrainStep, "microbatch", lambda self, data, _chunk_id=None: microbatch(self, data))
+    return patch.object(
+        TrainStep,
+        "microbatch",
+        lambda self, data, _chunk_id=None, *check: microbatch(self, data, None, *check),
+    )
 
 
 def empty_step_is_stepped() -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.training.step_sums import StepTotals
+    from nemo_rl_mcore.training.sums import StepTotals
 
     count = StepTotals.denominator
     return patch.object(StepTotals, "denominator", lambda self, loss_type: max(count(self, loss_type), 1.0))
@@ -164,9 +168,9 @@ def _nothing(*_args: Any, **_options: Any) -> None: ...
 
 
 def _backend_without(call: str) -> AbstractContextManager[Any]:
-    from nemo_rl_mcore.megatron.backend import MegatronBackend
+    from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
 
-    return patch.object(MegatronBackend, call, _nothing)
+    return patch.object(MegatronTrainBackend, call, _nothing)
 
 
 def _step_without(step_call: str, backend_call: str) -> AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ import pytest
 from nemo_rl_mcore import export, generate, launch
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.config import Role, load_config
-from nemo_rl_mcore.config.saved_run import recipe_text
+from nemo_rl_mcore.preflight.saved_run import recipe_text
 
 EXEMPLARS = Path(__file__).parents[2] / "examples/configs"
 
@@ -51,8 +51,8 @@ class NoCluster:
 @pytest.fixture(autouse=True)
 def started(monkeypatch):
     built.clear()
+    monkeypatch.setattr(launch, "Policy", Started)
     for module in (launch, generate, export):
-        monkeypatch.setattr(module, "Policy", Started)
         monkeypatch.setattr(module, "RayCluster", NoCluster)
 
 
@@ -69,14 +69,15 @@ def started(monkeypatch):
         ),
     ],
 )
-def test_a_run_starts_its_models(exemplar, overrides, models, tmp_path):
+def test_a_run_starts_its_models(exemplar, overrides, models, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.TrainingLoop, "run", lambda _loop, _algorithm: None)
     quiet = [f"logger.log_dir={tmp_path}", "logger.tensorboard_enabled=false"]
     config = load_config(EXEMPLARS / f"{exemplar}.yaml", [*overrides, *quiet])
     with ExitStack() as stack:
-        launch._algorithm(launch._open_parts(config), None, RunCheckpoints(), stack)
+        launch._train(launch._open_parts(config), None, RunCheckpoints(), stack)
     options = [one.options for one in built]
     assert [(o["role"], o["trained"], o["init_reference_model"]) for o in options] == models
-    assert [o["beside"] for o in options] == [None, *[built[0]] * (len(models) - 1)]
+    assert [o["colocated_with"] for o in options] == [None, *[built[0]] * (len(models) - 1)]
     assert [one.config for one in built] == [plan.policy for plan in config.models.values()]
 
 
@@ -86,7 +87,8 @@ def test_the_weights_of_a_checkpoint_are_started_frozen(command, tmp_path, monke
     folder.mkdir()
     config = load_config(EXEMPLARS / "grpo_copy_cpu.yaml", [f"+policy.init_checkpoint={folder}"])
     (folder / "config.yaml").write_text(recipe_text(config))
-    monkeypatch.setattr(export, "require_checkpoint", lambda *_: None)
+    for module in (export, generate):
+        monkeypatch.setattr(module, "require_whole", lambda *_: None)
     if command == "export":
         export.run_export(config, str(tmp_path / "output"))
     else:

@@ -1,5 +1,6 @@
 """What a run has run first: once, again for another seed, and where its weights then are."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from nemo_rl_mcore import launch
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.signals import TimeLimitReachedError, current_stop_signals, stop_signals
 
+SESSION = object()
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_reverse_cpu.yaml"
 
 
@@ -16,9 +19,11 @@ def ran(monkeypatch):
     """The recipes that were run; each leaves the checkpoint of its last step, without weights."""
     configs = []
 
-    def run(parts):
+    def run(parts, cluster):
+        assert cluster is SESSION
         configs.append(parts.config)
-        checkpoints = open_checkpoints(parts.config, say=lambda line: None)
+        current_stop_signals().limit_time(None)  # as a run does at its end
+        checkpoints = open_checkpoints(parts.config, notify=lambda line: None)
         checkpoints.save(parts.config.loop.max_num_steps, {}, {}, {})
 
     monkeypatch.setattr(launch, "_run", run)
@@ -27,7 +32,7 @@ def ran(monkeypatch):
 
 def weights_of(folder, *overrides):
     config = load_config(RECIPE, [f"logger.log_dir={folder}", *overrides])
-    return launch._weights_of(config.warm_start, config, "warm_start")
+    return launch._weights_of(config.warm_start, config, "warm_start", SESSION)
 
 
 def test_a_recipe_is_run_first_with_the_seed_of_the_run_and_not_twice(ran, tmp_path):
@@ -48,3 +53,45 @@ def test_another_number_of_steps_of_the_run_itself_changes_nothing(ran, tmp_path
     weights_of(tmp_path)
     weights_of(tmp_path, "grpo.max_num_steps=7")
     assert len(ran) == 1
+
+
+@pytest.mark.usefixtures("ran")
+def test_the_limit_of_time_holds_on_after_the_run_for_the_weights(tmp_path):
+    with stop_signals() as signals:
+        weights_of(
+            tmp_path, "checkpointing.enabled=true", "++checkpointing.checkpoint_must_save_by='00:00:00:01'"
+        )
+        signals.began -= 60
+        with pytest.raises(TimeLimitReachedError):
+            threading.Event().wait(20)
+
+
+def test_the_session_of_a_command_serves_all_its_runs(tmp_path, monkeypatch):
+    """What watches and ends ranks knows the processes of the session that it has started, and no others."""
+    opened, ran = [], []
+
+    class Session:
+        def __init__(self, config):
+            self.config = config
+
+        def __enter__(self):
+            opened.append(self.config)
+            return self
+
+        def __exit__(self, *_error):
+            pass
+
+        def shared_with(self, config):
+            return Session(config)
+
+    def train(parts, cluster, checkpoints, _stack):
+        ran.append((parts.config.algorithm, cluster.config))
+        checkpoints.save(parts.config.loop.max_num_steps, {}, {}, {})
+
+    monkeypatch.setattr(launch, "RayCluster", Session)
+    monkeypatch.setattr(launch, "_train", train)
+    folders = [f"logger.log_dir={tmp_path}", f"checkpointing.checkpoint_dir={tmp_path}/saved"]
+    config = load_config(RECIPE, [*folders, "checkpointing.enabled=true"])
+    assert launch.run(config) == 0
+    assert [name for name, _ in ran] == ["sft", "grpo"]
+    assert opened == [config.cluster]

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from nemo_rl_mcore.generation.vllm.engine import EngineSettings, Request, Response, SyncEngine
+    from nemo_rl_mcore.generation.engine import Request, Response
+    from nemo_rl_mcore.generation.vllm.engine import EngineSettings, VllmEngine
 
 VOCABULARY = 32
 FAMILIES = {
@@ -29,15 +30,16 @@ PROMPT_LENGTHS = (3, 40, LONGER_THAN_A_BLOCK)
 
 def prepare_engine(_rank: int) -> None:
     """Get the environment ready that the workers give an engine."""
-    from nemo_rl_mcore.workers.environment import engine_environment
+    from nemo_rl_mcore.generation.vllm.kind import vllm_environment
+    from nemo_rl_mcore.workers.environment import rank_environment
 
-    os.environ.update(engine_environment(os.environ, on_cpu=True))
+    os.environ.update(rank_environment(os.environ, on_cpu=True) | vllm_environment(os.environ, on_cpu=True))
 
 
 def hf_config(family: str, *, tied: bool) -> dict[str, object]:
     """config.json of a tiny model, as a run writes it."""
     from nemo_rl_mcore.config import ModelConfig
-    from nemo_rl_mcore.config.hf_config import hf_config_of
+    from nemo_rl_mcore.config.hf.hf_config import hf_config_of
 
     sizes: dict[str, Any] = {
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1, "kv_channels": 32,
@@ -90,8 +92,8 @@ def messages(
     tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = 40_000
 ) -> Iterable[dict[str, Any]]:
     """The tensors in buckets of shared memory that take turns; a bucket is valid until the next but one."""
-    from nemo_rl_mcore.generation.vllm.buckets import Bucket, Packer
-    from nemo_rl_mcore.generation.vllm.transports import SharedMemorySender
+    from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
+    from nemo_rl_mcore.generation.refit.transports import SharedMemorySender
 
     sender = SharedMemorySender(bucket_bytes)
     packers = [Packer(slot) for slot in sender.slots]
@@ -107,7 +109,7 @@ def messages(
     sender.close()
 
 
-def refit(engine: SyncEngine, model: Any, version: int) -> None:
+def refit(engine: VllmEngine, model: Any, version: int) -> None:
     engine.begin_refit(version)
     for message in messages(weights(model)):
         engine.load_bucket(message)
@@ -117,7 +119,7 @@ def refit(engine: SyncEngine, model: Any, version: int) -> None:
 def requests(lengths: Iterable[int] = PROMPT_LENGTHS) -> list[Request]:
     import torch
 
-    from nemo_rl_mcore.generation.vllm.engine import Request
+    from nemo_rl_mcore.generation.engine import Request
 
     generator = torch.Generator().manual_seed(5)
     return [

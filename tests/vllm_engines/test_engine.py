@@ -12,10 +12,11 @@ def errors_after_refits(folder, family, tied):
     """For each refit: the distance of the log-probabilities from its weights, and from the other refit's."""
     import engine_process as tiny
 
-    from nemo_rl_mcore.generation.vllm.engine import Sampling, SyncEngine
+    from nemo_rl_mcore.generation.engine import Sampling
+    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
 
     tiny.model_folder(folder, family, tied=tied)
-    engine = SyncEngine(tiny.settings(folder))
+    engine = VllmEngine(tiny.settings(folder))
     asked, sampling = tiny.requests(), Sampling(16, temperature=0.7)
     models = [tiny.transformers_model(folder, seed) for seed in (0, 1)]
     found = []
@@ -23,7 +24,7 @@ def errors_after_refits(folder, family, tied):
         tiny.refit(engine, model, version)
         answered = engine.generate(asked, sampling, version)
         found.append([tiny.largest_error(models[i], asked, answered, 0.7) for i in (version, 1 - version)])
-    engine.close()
+    engine.shutdown()
     return found
 
 
@@ -39,10 +40,11 @@ def test_after_a_refit_the_logprobs_are_those_of_the_new_weights(engine_process,
 def refused_versions(folder):
     import engine_process as tiny
 
-    from nemo_rl_mcore.generation.vllm.engine import Sampling, SyncEngine, WrongWeightsError
+    from nemo_rl_mcore.generation.engine import Sampling, WrongWeightsError
+    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
 
     tiny.model_folder(folder)
-    engine = SyncEngine(tiny.settings(folder))
+    engine = VllmEngine(tiny.settings(folder))
     model, tensors = tiny.transformers_model(folder, 0), tiny.weights(tiny.transformers_model(folder, 0))
     asked, sampling = tiny.requests([3]), Sampling(4)
     refusals = {}
@@ -83,7 +85,7 @@ def refused_versions(folder):
     other = tiny.transformers_model(folder, 1)
     tiny.refit(engine, other, 2)
     error = tiny.largest_error(other, asked, engine.generate(asked, sampling, 2), 1.0)
-    engine.close()
+    engine.shutdown()
     return refusals, error
 
 
@@ -107,10 +109,11 @@ def sampled(folder):
     """Answers to the same requests: twice, in another order, one by one, with other seeds."""
     import engine_process as tiny
 
-    from nemo_rl_mcore.generation.vllm.engine import Request, Sampling, SyncEngine
+    from nemo_rl_mcore.generation.engine import Request, Sampling
+    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
 
     tiny.model_folder(folder)
-    engine = SyncEngine(tiny.settings(folder))
+    engine = VllmEngine(tiny.settings(folder))
     tiny.refit(engine, tiny.transformers_model(folder, 0), 0)
     asked, sampling = tiny.requests([5, 9, 5, 30, 2]), Sampling(12)
 
@@ -121,7 +124,7 @@ def sampled(folder):
     found = (
         tokens(asked), tokens(asked), tokens(asked[::-1])[::-1], [tokens([one])[0] for one in asked], tokens(reseeded)
     )  # fmt: skip
-    engine.close()
+    engine.shutdown()
     return found
 
 
@@ -135,18 +138,19 @@ def endings(folder, stop_ids, stop_strings):
     import engine_process as tiny
 
     from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, load_tokenizer
-    from nemo_rl_mcore.generation.vllm.engine import Request, Sampling, SyncEngine
+    from nemo_rl_mcore.generation.engine import Request, Sampling
+    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
 
     tiny.model_folder(folder)
     tokenizer = load_tokenizer("char")
     tokenizer.save_as_hugging_face(folder)
-    engine = SyncEngine(tiny.settings(folder, tokenizer=str(folder)))
+    engine = VllmEngine(tiny.settings(folder, tokenizer=str(folder)))
     tiny.refit(engine, tiny.transformers_model(folder, 0), 0)
     asked = [Request(tokenizer.encode("12+3="), seed) for seed in range(24)]
     ends = Sampling(10, stop_ids=stop_ids, stop_strings=stop_strings)
     stopped = engine.generate(asked, ends, 0)
     whole = engine.generate(asked, Sampling(10), 0)
-    engine.close()
+    engine.shutdown()
     texts = ["".join(CHAR_VOCABULARY[token] for token in response.tokens) for response in stopped]
     ends = [(r.tokens, r.finished, text) for r, text in zip(stopped, texts, strict=True)]
     return ends, [response.tokens for response in whole]
@@ -175,15 +179,16 @@ def greedy_answers(folder):
     import engine_process as tiny
     import torch
 
-    from nemo_rl_mcore.generation.vllm.engine import Sampling, SyncEngine
+    from nemo_rl_mcore.generation.engine import Sampling
+    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
 
     tiny.model_folder(folder, "qwen3")
-    engine = SyncEngine(tiny.settings(folder))
+    engine = VllmEngine(tiny.settings(folder))
     model = tiny.transformers_model(folder, 0)
     tiny.refit(engine, model, 0)
     asked = tiny.requests()
     found = [response.tokens for response in engine.generate(asked, Sampling(16, 0.7, greedy=True), 0)]
-    engine.close()
+    engine.shutdown()
     expected = [generate(model, torch.tensor([request.prompt])) for request in asked]
     return found, expected
 
@@ -206,7 +211,8 @@ def in_flight(folder):
 
     import engine_process as tiny
 
-    from nemo_rl_mcore.generation.vllm.engine import AsyncEngine, Sampling
+    from nemo_rl_mcore.generation.engine import Sampling
+    from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine
 
     tiny.model_folder(folder)
     models = [tiny.transformers_model(folder, seed) for seed in (0, 1)]
@@ -218,7 +224,7 @@ def in_flight(folder):
         await engine.finish_refit(version, len(tiny.weights(models[version])))
 
     async def scenario():
-        engine = AsyncEngine(tiny.settings(folder))
+        engine = AsyncVllmEngine(tiny.settings(folder))
         early = asyncio.create_task(engine.generate(tiny.requests([5]), Sampling(4)))
         await asyncio.sleep(0.1)
         waited = not early.done()
@@ -235,13 +241,13 @@ def in_flight(folder):
             "waited for weights": waited and len((await early)[0].tokens) == 4,
             "overtaken": [running, still_running],
             "lengths": [len(response.tokens) for response in responses],
-            "versions": [(response.first_version, response.last_version) for response in responses],
+            "versions": [(response.versions[0], response.versions[-1]) for response in responses],
             "before": tiny.largest_error(models[0], tiny.requests(), before, 1.0),
             "after": tiny.largest_error(models[1], tiny.requests(), after, 1.0),
             # Whose the last tokens are: with the key-value cache computed anew they are of the new weights alone.
             "tail": tail_error(models[1], tiny.requests([5, 9, 2, 7]), responses),
         }
-        await engine.close()
+        await engine.shutdown()
         return found
 
     return asyncio.run(scenario())
@@ -250,12 +256,12 @@ def in_flight(folder):
 def tail_error(model, asked, answered, tokens=20):
     import engine_process as tiny
 
-    from nemo_rl_mcore.generation.vllm.engine import Request, Response
+    from nemo_rl_mcore.generation.engine import Request, Response
 
     tails = [
         (
             Request([*request.prompt, *response.tokens[:-tokens]], 0),
-            Response(response.tokens[-tokens:], response.logprobs[-tokens:], False, 0, 0),
+            Response(response.tokens[-tokens:], response.logprobs[-tokens:], False, []),
         )
         for request, response in zip(asked, answered, strict=True)
     ]

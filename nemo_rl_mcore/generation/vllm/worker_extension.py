@@ -17,8 +17,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import utils as vllm_linear
 
 from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.generation.vllm.buckets import Bucket
-from nemo_rl_mcore.generation.vllm.transports import (
+from nemo_rl_mcore.generation.refit.buckets import Bucket
+from nemo_rl_mcore.generation.refit.transports import (
     BroadcastReceiver,
     CudaIpcReceiver,
     ReceivingEnd,

@@ -6,16 +6,18 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from nemo_rl_mcore import accelerator
+from nemo_rl_mcore import accelerator, progress
+from nemo_rl_mcore.agreement import agreed_on_first, together
 from nemo_rl_mcore.config import ModelConfig, PolicyConfig
-from nemo_rl_mcore.config.hf_config import family_of, hf_config_of
-from nemo_rl_mcore.config.hub import local_folder
-from nemo_rl_mcore.config.pretrained import read_hf_config
+from nemo_rl_mcore.config.hf.hf_config import family_of, hf_config_of
+from nemo_rl_mcore.config.hf.hub import local_folder
+from nemo_rl_mcore.config.hf.pretrained import read_hf_config
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.megatron.hf_weights.files import ShardWriter
 from nemo_rl_mcore.megatron.hf_weights.names import Weight, all_weights
@@ -63,24 +65,30 @@ def save_pretrained(
 
     The first rank writes, to a folder beside it that is renamed at the end. `origin` names the model that training
     started from, whose family, special tokens and generation_config.json are kept.
-    Raises ValueError when the folder exists.
+    Raises ValueError when the folder exists, and OSError where it cannot be written: on all ranks.
     """
-    writes = dist.get_rank() == 0
-    if writes and folder.exists():
-        raise ValueError(f"the folder {str(folder)!r} exists already; name another one")
     partial = folder.with_name(f".{folder.name}.partial")
-    if writes:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    agreed_on_first(lambda: _make_room(folder, partial))
+    writes = dist.get_rank() == 0
     writer = ShardWriter(partial, _bytes_of(policy), shard_bytes)
     for name, tensor in full_tensors(chunks, policy):
+        progress.advance(f"exporting {name}")
+        # While a file is written the others wait here, with patience, and not in the collectives of the next tensor.
+        with together(f"the export of {name}") if writer.ends_a_file(name) else nullcontext():
+            if writes:
+                writer.add(name, tensor)
+    with together("the end of the export"):
         if writes:
-            writer.add(name, tensor)
-    if writes:
-        writer.close()
-        _write_surroundings(policy, partial, origin or policy.model_name)
-        partial.rename(folder)
-    dist.barrier()
+            writer.close()
+            _write_surroundings(policy, partial, origin or policy.model_name)
+            partial.rename(folder)
+
+
+def _make_room(folder: Path, partial: Path) -> None:
+    if folder.exists():
+        raise ValueError(f"the folder {str(folder)!r} exists already; name another one")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
 
 
 def _write_surroundings(policy: PolicyConfig, folder: Path, origin: str | None) -> None:

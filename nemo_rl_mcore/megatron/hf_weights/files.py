@@ -7,11 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from nemo_rl_mcore import progress
+from nemo_rl_mcore.data.weight_files import read_weight_map, weight_file
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -63,12 +66,12 @@ class TensorFiles:
     def _locate(self) -> dict[str, Path]:
         index, file = self._folder / INDEX, self._folder / ONE_FILE
         if index.is_file():
-            return _read_index(index)
+            return {name: weight_file(self._folder, file) for name, file in read_weight_map(index).items()}
         if not file.is_file():
             raise ValueError(
                 f"{str(self._folder)!r} holds neither {ONE_FILE} nor {INDEX}; other formats are not read"
             )
-        return dict.fromkeys(self._opened(file).keys(), file)
+        return dict.fromkeys(self._opened(weight_file(self._folder, ONE_FILE)).keys(), file)
 
     def _slices(self, name: str) -> Any:
         path = self._file_of[name]
@@ -86,14 +89,6 @@ class TensorFiles:
         return self._files[path]
 
 
-def _read_index(index: Path) -> dict[str, Path]:
-    try:
-        file_of = cast("Mapping[str, str]", json.loads(index.read_bytes())["weight_map"])
-        return {name: index.parent / file for name, file in file_of.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(index)!r} is not an index of safetensors files: {error}") from error
-
-
 class ShardWriter:
     """Writes tensors, whose names and sizes are known before, to files of at most `shard_bytes` each (or one tensor).
 
@@ -108,11 +103,16 @@ class ShardWriter:
         self._pending: dict[str, torch.Tensor] = {}
         self._number = 0
 
+    def ends_a_file(self, name: str) -> bool:
+        """Whether this tensor is the last of its file, which is written when it comes."""
+        return any(shard[-1] == name for shard in self._shards)
+
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take the next tensor; they come in the order of the sizes."""
         self._pending[name] = tensor.to("cpu", copy=True)
         if list(self._pending) == self._shards[self._number]:
             file = self._name(self._number)
+            progress.advance(f"writing {self._folder / file}")
             save_file(self._pending, self._folder / file, metadata={"format": "pt"})
             self._written |= dict.fromkeys(self._pending, file)
             self._pending, self._number = {}, self._number + 1

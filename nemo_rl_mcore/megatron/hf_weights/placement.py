@@ -9,12 +9,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import unwrap_model
 
 from nemo_rl_mcore.config import ModelConfig
 from nemo_rl_mcore.megatron.hf_weights.names import Weight, find_weight
+from nemo_rl_mcore.megatron.model_class import language_models
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ def local_parameters(
     Raises ValueError for a parameter without a counterpart in Hugging Face models.
     """
     first_expert = place.expert.rank() * ((model.num_moe_experts or 0) // place.expert.size())
-    for chunk in chunks:
-        stage = cast(GPTModel, unwrap_model(chunk))
+    for stage in language_models(chunks):
         layers = [cast(TransformerLayer, layer).layer_number - 1 for layer in stage.decoder.layers]
         for name, parameter in stage.named_parameters():
             yield find_weight(name, layers, first_expert, model), parameter

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
+from nemo_rl_mcore.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import DigitTaskSource
@@ -46,6 +48,25 @@ def train_result(reasons=(None, None), **metrics):
     }
 
 
+def assert_ranks_and_engine_take_turns(calls):
+    """The engine answers awake, is put to sleep once, and sleeps whenever ranks compute."""
+    awake = False
+    for number, call in enumerate(calls):
+        before = f"call {number} of {calls}"
+        match call:
+            case "update_weights":
+                awake = True
+            case "offload":
+                assert awake, f"asleep already: {before}"
+                awake = False
+            case "generate" | "validate":
+                assert awake, f"asleep: {before}"
+            case "save" | "load" | "abort":
+                pass
+            case _:
+                assert not awake, f"the engine has the memory: {before}"
+
+
 @dataclass(frozen=True)
 class TrainCall:
     data: BatchedDataDict
@@ -79,6 +100,9 @@ class FakeModel:
         reasons = ("eval_mode",) * 2 if eval_mode else self.reasons
         return train_result(reasons, accuracy=[0.25, 0.75])
 
+    def abort_train_step(self):
+        self.calls.append(f"abort{self.name}")
+
     def save_checkpoint(self, folder):
         self.calls.append(f"save{self.name}")
         (Path(folder) / "weights").write_text(str(len(self.trained)))
@@ -96,7 +120,7 @@ class FakePolicy(FakeModel):
 
     def __init__(self, calls=None, reasons=(None, None)):
         super().__init__(calls, reasons=reasons)
-        self.versions, self.offloaded_before = [], []
+        self.versions = []
 
     def generate(self, data, *, step, greedy=False):
         self.calls.append("validate" if greedy else "generate")
@@ -123,7 +147,7 @@ class FakePolicy(FakeModel):
         self.versions.append((version, len(self.trained)))
 
     def offload(self):
-        self.offloaded_before.append(self.calls[-1])
+        self.calls.append("offload")
 
     def get_logprobs(self, data):
         self.calls.append("logprobs")
@@ -201,4 +225,15 @@ def source(config):
 
 
 def collector(config, engine):
-    return RolloutCollector(engine, ArithmeticEnvironment(), TOKENIZER, config.data.max_prompt_length)
+    return RolloutCollector(engine, TOKENIZER, config.data.max_prompt_length, ArithmeticEnvironment())
+
+
+def train(algorithm, checkpoints=None, **others):
+    """Run an algorithm; `others` are the models that are trained beside the policy."""
+    TrainingLoop(
+        algorithm.config,
+        {"policy": algorithm.policy} | others,
+        algorithm.collector.generation,
+        algorithm.observer,
+        checkpoints or RunCheckpoints(),
+    ).run(algorithm)

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_mcore.algorithms.advantages import (
+    AdvantageEstimator,
     GeneralizedAdvantageEstimator,
     GRPOAdvantageEstimator,
     ReinforcePlusPlusAdvantageEstimator,
     make_advantage_estimator,
 )
 from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
+from nemo_rl_mcore.data import BatchedDataDict
 
 ESTIMATORS = {
     "grpo": GRPOAdvantageEstimator,
@@ -58,15 +60,61 @@ def plain_kl(loss: ClippedPGLossConfig, c: float, r: float) -> float:
     return kl if limit is None else min(max(kl, -limit), limit)
 
 
-@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_the_name_picks_the_estimator(name: str):
     cfg = AdvantageEstimatorConfig(name=name)
     assert type(make_advantage_estimator(cfg, ClippedPGLossConfig())) is ESTIMATORS[name]
 
 
-def test_gae_is_not_made_without_a_critic():
-    with pytest.raises(ValueError, match=r"adv_estimator\.name: gae needs a critic; .* grpo or reinforce"):
-        make_advantage_estimator(AdvantageEstimatorConfig(name="gae"), ClippedPGLossConfig())
+def made(name: str) -> AdvantageEstimator:
+    return make_advantage_estimator(AdvantageEstimatorConfig(name=name), ClippedPGLossConfig(**KL_IN_REWARD))
+
+
+def rollout_batch() -> BatchedDataDict:
+    """Two answers to each of two prompts; the last one is dropped."""
+    generator = torch.Generator().manual_seed(3)
+    values, policy, reference = torch.randn(3, 4, 5, generator=generator)
+    return BatchedDataDict(
+        prompt_index=torch.tensor([7, 7, 9, 9]),
+        rewards=torch.tensor([0.0, 1.0, 0.25, 0.5]),
+        token_mask=torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 1, 1], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1]]).float(),
+        sample_mask=torch.tensor([1.0, 1.0, 1.0, 0.0]),
+        values=values,
+        prev_logprobs=policy,
+        reference_policy_logprobs=reference,
+    )
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_a_batch_is_given_the_advantages_of_its_tensors(name):
+    batch = rollout_batch()
+    made(name).add_to(batch)
+    expected = estimator(name, KL_IN_REWARD).compute_advantage(
+        batch["prompt_index"],
+        batch["rewards"],
+        batch["token_mask"] * batch["sample_mask"][:, None],
+        logprobs_policy=batch["prev_logprobs"],
+        logprobs_reference=batch["reference_policy_logprobs"],
+    )
+    assert torch.equal(batch["advantages"], expected)
+
+
+def test_gae_gives_a_batch_advantages_and_returns_and_needs_the_values():
+    batch = rollout_batch()
+    made("gae").add_to(batch)
+    advantages, returns = estimator("gae", KL_IN_REWARD).compute_advantage(
+        None,
+        batch["rewards"],
+        batch["token_mask"] * batch["sample_mask"][:, None],
+        values=batch["values"],
+        logprobs=batch["prev_logprobs"],
+        reference_logprobs=batch["reference_policy_logprobs"],
+    )
+    assert torch.equal(batch["advantages"], advantages)
+    assert torch.equal(batch["returns"], returns)
+    del batch["values"]
+    with pytest.raises(ValueError, match=r"no 'values', which adv_estimator\.name: gae needs"):
+        made("gae").add_to(batch)
 
 
 # --- GRPO ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakeModel, FakePolicy, Notes, collector, recipe, source
+from algorithm_fakes import (
+    LARGE_REWARDS,
+    TOKENIZER,
+    FakeModel,
+    FakePolicy,
+    Notes,
+    collector,
+    recipe,
+    source,
+    train,
+)
 
 from nemo_rl_mcore.algorithms.distillation import Distillation
 from nemo_rl_mcore.config import ConfigError
@@ -35,16 +45,14 @@ def run(distillation=None, loss_fn=None, **top):
     teacher = FakeTeacher(policy.calls)
     config = recipe("distillation", distillation=distillation or {}, loss_fn=loss_fn or {}, **top)
     prompts = source(config)
-    Distillation(config, policy, teacher, collector(config, policy), prompts, notes).run()
+    train(Distillation(config, policy, collector(config, policy), prompts, notes, teacher=teacher))
     return policy, teacher, notes, prompts
 
 
 def test_on_policy_the_teacher_judges_the_students_answers():
     policy, teacher, notes, _ = run()
-    step = ["generate", "topk", "train", "update_weights"]
-    assert policy.calls == ["update_weights", *step * 2]
-    assert notes.phases == ["generation", "teacher", "train", "weight_sync"] * 2
-    assert policy.offloaded_before == ["generate"] * 2
+    assert policy.calls == ["update_weights", "generate", "offload", "topk", "train"] * 2
+    assert notes.phases == ["generation", "teacher", "train", "weight_sync", "generation", "teacher", "train"]
     assert teacher.asked == [({"input_ids", "input_lengths"}, 2)] * 2
     assert not teacher.trained
     assert policy.batches[0].size == 12
@@ -70,8 +78,8 @@ def test_off_policy_the_answers_are_those_of_the_data_set():
     policy, _, notes, prompts = run(
         {"on_policy": False, "num_generations_per_prompt": 1, "val_at_end": True}, {"kl_type": "reverse"}
     )
-    step = ["topk", "train", "update_weights"]
-    assert policy.calls == ["update_weights", *step * 2, "validate"]
+    validation = ["update_weights", "validate", "offload"]
+    assert policy.calls == ["update_weights", "offload", *["topk", "train"] * 2, *validation]
     for number, batch in enumerate(policy.batches, start=1):
         drawn = prompts.train_batch(number, 4)
         for row, prompt in enumerate(drawn):
@@ -92,7 +100,7 @@ def test_the_loss_is_that_of_the_recipe():
 def test_the_policy_gradient_beside_it_has_its_log_probabilities_and_advantages():
     estimator = {"normalize_rewards": False}
     policy, _, notes, _ = run({"adv_estimator": estimator}, RL)
-    assert policy.calls[1:5] == ["generate", "logprobs", "topk", "train"]
+    assert policy.calls[1:6] == ["generate", "offload", "logprobs", "topk", "train"]
     assert notes.phases[:4] == ["generation", "logprobs", "teacher", "train"]
     for batch in policy.batches:
         rewards = batch["rewards"].view(4, 3)
@@ -118,7 +126,7 @@ def test_large_advantages_of_the_policy_gradient_are_told(capsys):
 
 def test_its_penalty_asks_the_reference():
     policy, _, _, _ = run(loss_fn=RL | {"rl": {"reference_policy_kl_penalty": 0.1}})
-    assert policy.calls[1:5] == ["generate", "logprobs", "reference", "topk"]
+    assert policy.calls[1:6] == ["generate", "offload", "logprobs", "reference", "topk"]
     assert "reference_policy_logprobs" in policy.batches[0]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source
+from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
 
 from nemo_rl_mcore.algorithms.dpo import DPO, best_against_worst
 from nemo_rl_mcore.algorithms.rollout import Rollout
@@ -19,14 +19,14 @@ def run(policy_keys=None, reasons=(None, None), **dpo):
     config = recipe("dpo", policy_keys, dpo=dpo)
     prompts = source(config)
     pairs = None if config.dpo.online else WrongAnswerPairs(prompts, TOKENIZER)
-    DPO(config, policy, collector(config, policy), prompts, pairs, notes).run()
+    train(DPO(config, policy, collector(config, policy), prompts, notes, pairs=pairs))
     return policy, notes, pairs
 
 
 def test_offline_a_step_takes_the_pairs_asks_the_reference_and_trains():
     policy, notes, pairs = run()
-    assert policy.calls == ["update_weights", *["reference", "train", "update_weights"] * 2]
-    assert notes.phases == ["reference", "train", "weight_sync"] * 2
+    assert policy.calls == ["update_weights", "offload", *["reference", "train"] * 2]
+    assert notes.phases == ["reference", "train"] * 2
     for step, batch in enumerate(policy.batches, start=1):
         given = pairs.train_batch(step, 4)
         assert torch.equal(batch["input_ids"], given["input_ids"])
@@ -69,7 +69,7 @@ def test_the_loss_is_that_of_the_recipe(fused):
 
 def test_a_validation_offline_takes_the_loss_of_held_out_pairs_too():
     policy, notes, pairs = run(val_period=2, val_batches=2)
-    assert policy.calls[-3:] == ["validate", "reference", "evaluate"]
+    assert policy.calls[-5:] == ["update_weights", "validate", "offload", "reference", "evaluate"]
     (call,) = policy.evaluated
     assert torch.equal(call.data["input_ids"], pairs.validation(8)["input_ids"])
     assert call.data["reference_policy_logprobs"][0, 0] == 1, "rolled as in training"
@@ -82,10 +82,10 @@ def test_a_validation_offline_takes_the_loss_of_held_out_pairs_too():
 
 def test_online_a_step_makes_its_pairs():
     policy, notes, _ = run({"train_global_batch_size": 12}, **ONLINE, val_at_end=True)
-    step = ["generate", "reference", "train", "update_weights"]
-    assert policy.calls == ["update_weights", *step * 2, "validate"], "no loss of held-out pairs"
+    step = ["update_weights", "generate", "offload", "reference", "train"]
+    validation = ["update_weights", "validate", "offload"]
+    assert policy.calls == [*step * 2, *validation], "no loss of held-out pairs"
     assert notes.phases[:4] == ["generation", "reference", "train", "weight_sync"]
-    assert policy.offloaded_before == ["generate"] * 2
     batch = policy.batches[0]
     assert batch.size == 24
     chosen, rejected = batch["rewards"][::2], batch["rewards"][1::2]

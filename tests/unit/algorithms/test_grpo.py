@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakePolicy, Notes, collector, recipe, source
+from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
@@ -19,14 +19,15 @@ def master(grpo=None, loss_fn=None, **top):
 
 def run(config, policy=None, **options):
     policy, notes = policy or FakePolicy(), Notes()
-    GRPO(config, policy, collector(config, policy), source(config), notes, **options).run()
+    train(GRPO(config, policy, collector(config, policy), source(config), notes), **options)
     return policy, notes
 
 
-def test_the_engine_gets_the_weights_at_the_start_and_after_each_step_and_rests_while_training():
+def test_the_engine_gets_the_weights_before_each_step_and_each_validation():
     policy, _ = run(master())
-    assert policy.versions == [(0, 0), (1, 1), (2, 2)], "version and steps trained"
-    assert policy.offloaded_before == ["generate", "generate"]
+    assert policy.versions == [(0, 0), (1, 1)], "version and steps trained"
+    policy, _ = run(master({"val_at_start": True, "val_at_end": True}))
+    assert policy.versions == [(0, 0), (0, 0), (1, 1), (2, 2)]
 
 
 def test_each_step_reports_the_mismatch_and_masks_what_is_above_the_threshold():
@@ -43,8 +44,9 @@ def test_each_step_reports_the_mismatch_and_masks_what_is_above_the_threshold():
 
 def test_a_step_is_generate_logprobs_train():
     policy, notes = run(master())
-    assert policy.calls == ["update_weights", *["generate", "logprobs", "train", "update_weights"] * 2]
-    assert notes.phases == ["generation", "logprobs", "train", "weight_sync"] * 2
+    assert policy.calls == ["update_weights", "generate", "offload", "logprobs", "train"] * 2
+    phases = ["generation", "logprobs", "train"]
+    assert notes.phases == [*phases, "weight_sync", *phases]
     assert sorted(notes.steps) == [1, 2]
     first, second = (set(batch["prompt_index"].tolist()) for batch in policy.batches)
     assert len(first) == len(second) == 4
@@ -53,8 +55,7 @@ def test_a_step_is_generate_logprobs_train():
 
 def test_the_reference_is_asked_only_where_the_kl_penalty_is_not_zero():
     policy, _ = run(master(loss_fn={"reference_policy_kl_penalty": 0.1}))
-    step = ["generate", "logprobs", "reference", "train", "update_weights"]
-    assert policy.calls == ["update_weights", *step * 2]
+    assert policy.calls == ["update_weights", "generate", "offload", "logprobs", "reference", "train"] * 2
     reference = policy.batches[0]["reference_policy_logprobs"]
     assert torch.equal(reference, torch.arange(float(reference.shape[1])).expand_as(reference))
 
@@ -187,7 +188,7 @@ def test_skipped_steps_are_counted_and_end_the_run_at_the_limit_after_they_were_
     policy, notes = FakePolicy(reasons=["the loss is nan"] * 2), Notes()
     config = master(grpo={"max_num_steps": 9}, max_consecutive_skips=5)
     with pytest.raises(TooManySkippedStepsError, match="step 3"):
-        GRPO(config, policy, collector(config, policy), source(config), notes).run()
+        train(GRPO(config, policy, collector(config, policy), source(config), notes))
     assert [notes.steps[step]["train/skipped_steps"] for step in (1, 2, 3)] == [2, 4, 6]
 
 
@@ -215,15 +216,7 @@ def test_a_resumed_run_is_the_rest_of_the_run(tmp_path):
     first, before = run_with_checkpoints(tmp_path / "cut", 3, val_at_start=True)
     assert first.calls.count("save") == 2, "after step 2 and after the last one"
     second, after = run_with_checkpoints(tmp_path / "cut", 4, val_at_start=True)
-    assert second.calls == [
-        "load",
-        "update_weights",
-        "generate",
-        "logprobs",
-        "train",
-        "update_weights",
-        "save",
-    ]
+    assert second.calls == ["load", "update_weights", "generate", "offload", "logprobs", "train", "save"]
     assert before.steps | after.steps == whole.steps
     assert after.steps[4]["train/skipped_steps"] == 8, "the skipped steps before count"
 

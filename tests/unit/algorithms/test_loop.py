@@ -1,66 +1,35 @@
 """The loop that the algorithms share, over fakes of an algorithm, its models and the engine."""
 
-from dataclasses import dataclass, field
-
 import pytest
-import torch
-from algorithm_fakes import FakeModel, Notes, recipe
+from loop_fakes import loop_run
 
-from nemo_rl_mcore.algorithms.loop import StepOutcome, TrainingLoop
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
-from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
-BATCH = BatchedDataDict(
-    rewards=torch.tensor([1.0]), prompt_index=torch.tensor([7]), sample_index=torch.tensor([0])
-)
 
-
-@dataclass
-class FakeAlgorithm:
-    """Reports the number of its step, and as many optimizer steps as `reasons` has for it."""
-
-    calls: list[str]
-    reasons: dict[int, list[str | None]] = field(default_factory=dict)
-
-    def step(self, step):
-        self.calls.append(f"step {step}")
-        return StepOutcome({"train/number": float(step)}, self.reasons.get(step, [None]), BATCH)
-
-    def validate(self, step):
-        self.calls.append(f"validate {step}")
-        return {"validation/number": float(step)}
-
-
-class FakeEngine:
-    def __init__(self, calls):
-        self.calls = calls
-
-    def update_weights(self, version):
-        self.calls.append(f"weights {version}")
-
-
-def run(loop=None, checkpoints=None, reasons=None, **top):
+def run(*arguments, **options):
     """What was called, in which order, what was noted, and the models."""
-    calls, notes = [], Notes()
-    config = recipe("sft", sft={"max_num_steps": 3} | (loop or {}), **top)
-    models = {"policy": FakeModel(calls, "policy"), "value": FakeModel(calls, "value")}
-    algorithm = FakeAlgorithm(calls, reasons or {})
-    whole = TrainingLoop(config, models, FakeEngine(calls), notes, checkpoints or RunCheckpoints())
+    whole = loop_run(*arguments, **options)
     try:
-        whole.run(algorithm)
+        whole.go()
     except TooManySkippedStepsError as error:
-        return calls, notes, models, error
-    return calls, notes, models, None
+        return whole.calls, whole.notes, whole.models, error
+    return whole.calls, whole.notes, whole.models, None
 
 
-def test_the_engine_has_the_weights_before_the_first_step_and_after_every_one():
+def test_the_engine_has_the_weights_before_every_step_that_samples():
     calls, notes, _, _ = run()
-    assert calls == ["weights 0", "step 1", "weights 1", "step 2", "weights 2", "step 3", "weights 3"]
-    assert notes.phases == ["weight_sync"] * 3
+    assert calls == ["weights 0", "step 1", "weights 1", "step 2", "weights 2", "step 3"]
+    assert notes.phases == ["weight_sync"] * 2
     assert notes.steps[2] == {"train/number": 2.0, "train/skipped_steps": 0, "train/empty_steps": 0}
+
+
+def test_the_engine_sleeps_through_steps_that_are_given_their_answers():
+    calls, notes, _, _ = run({"val_period": 2}, algorithm="sft")
+    assert calls == ["weights 0", "asleep", "step 1", "step 2", "weights 2", "validate 2", "step 3"]
+    assert notes.phases == ["weight_sync", "validation"]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +84,7 @@ def test_a_run_goes_on_after_the_step_of_its_checkpoint(tmp_path):
     start = CheckpointStore(tmp_path).checkpoints()[1]
     calls, notes, models, _ = run({"val_at_start": True, "max_num_steps": 4}, RunCheckpoints(start=start))
     assert calls[:2] == ["load policy", "load value"]
-    assert calls[2:] == ["weights 2", "step 3", "weights 3", "step 4", "weights 4"], "no validation at step 0"
+    assert calls[2:] == ["weights 2", "step 3", "weights 3", "step 4"], "no validation at step 0"
     assert models["value"].loaded == "0"
     assert notes.steps[3]["train/skipped_steps"] == 1, "counted on"
 
@@ -134,7 +103,7 @@ def test_steps_skipped_in_a_row_end_the_run_after_they_are_noted_and_before_they
     assert "step 3: the optimizer step was skipped 2 times in a row" in str(error)
     assert "its prompts are [7]" in str(error)
     assert notes.steps[3]["train/skipped_steps"] == 2
-    assert calls[-1] == "weights 3"
+    assert calls[-1] == "step 3"
     assert CheckpointStore(tmp_path).latest().step == 2
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from algorithm_fakes import LARGE_REWARDS, FakeModel, FakePolicy, Notes, collector, recipe, source
+from algorithm_fakes import LARGE_REWARDS, FakeModel, FakePolicy, Notes, collector, recipe, source, train
 
 from nemo_rl_mcore.algorithms.ppo import PPO, explained_variance, shuffled_rows
 from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
@@ -31,21 +31,22 @@ def run(ppo=None, loss_fn=None, policy_reasons=(None, None), critic_reasons=(Non
     policy, notes = FakePolicy(reasons=policy_reasons), Notes()
     critic = FakeCritic(policy.calls, critic_reasons)
     config = recipe("ppo", ppo=ppo or {}, loss_fn=loss_fn or {}, **top)
-    PPO(config, policy, critic, collector(config, policy), source(config), notes).run()
+    ppo = PPO(config, policy, collector(config, policy), source(config), notes, critic=critic)
+    train(ppo, value=critic)
     return policy, critic, notes
 
 
 def test_a_step_asks_the_critic_before_it_trains_both():
     policy, _, notes = run()
-    step = ["generate", "logprobs", "values", "train value", "train", "update_weights"]
-    assert policy.calls == ["update_weights", *step * 2]
-    assert notes.phases == ["generation", "logprobs", "values", "train", "weight_sync"] * 2
-    assert policy.offloaded_before == ["generate"] * 2
+    step = ["update_weights", "generate", "offload", "logprobs", "values", "train value", "train"]
+    assert policy.calls == step * 2
+    phases = ["generation", "logprobs", "values", "train"]
+    assert notes.phases == [*phases, "weight_sync", *phases]
 
 
 def test_the_reference_is_asked_for_a_penalty():
     policy, _, _ = run(loss_fn={"reference_policy_kl_penalty": 0.1})
-    assert policy.calls[1:4] == ["generate", "logprobs", "reference"]
+    assert policy.calls[1:5] == ["generate", "offload", "logprobs", "reference"]
     assert "reference_policy_logprobs" in policy.batches[0]
 
 
@@ -98,7 +99,7 @@ def test_samples_that_are_left_out_do_not_count_in_the_whitening():
 
 def test_each_epoch_has_its_order_and_both_models_share_it():
     policy, critic, _ = run({"ppo_epochs": 3})
-    assert policy.calls[4:10] == ["train value", "train"] * 3
+    assert policy.calls[5:11] == ["train value", "train"] * 3
     orders = [
         [(p, s) for p, s in zip(b["prompt_index"].tolist(), b["sample_index"].tolist(), strict=True)]
         for b in policy.batches

@@ -37,7 +37,7 @@ class Scripted:
 
 def collect(texts, prompts, samples, max_prompt_length=6):
     engine = Scripted(texts)
-    collector = RolloutCollector(engine, ArithmeticEnvironment(), TOKENIZER, max_prompt_length)
+    collector = RolloutCollector(engine, TOKENIZER, max_prompt_length, ArithmeticEnvironment())
     return collector.collect(prompts, samples, step=9), engine
 
 

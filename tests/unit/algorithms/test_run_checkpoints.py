@@ -1,13 +1,18 @@
 """Where a run begins and what it leaves, over a policy that writes one file."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
+from chat_tokenizer import save_chat_tokenizer
 
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.preflight.saved_run import load_recipe_of
 
 RECIPE = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
 
@@ -40,10 +45,12 @@ def opened(root, *overrides):
     return open_checkpoints(configure(root, *overrides), said.append), said
 
 
-def run_to(root, *steps, overrides=()):
+def run_to(root, *steps, overrides=(), counters=None):
     checkpoints, _ = opened(root, *overrides)
     for step in steps:
-        checkpoints.save(step, {"policy": FakePolicy()}, {"train/reward": step / 10}, {"total": step})
+        checkpoints.save(
+            step, {"policy": FakePolicy()}, {"train/reward": step / 10}, counters or {"total": step}
+        )
 
 
 def test_without_checkpointing_nothing_is_found_and_nothing_is_written(tmp_path):
@@ -193,7 +200,58 @@ def test_a_recipe_that_cannot_be_read_stops_the_run(tmp_path):
         b"\xff" * (tmp_path / "step_1/config.yaml").stat().st_size
     )
     with pytest.raises(RunStoppedError, match=r"config\.yaml cannot be read"):
-        opened(tmp_path)
+        opened(tmp_path, "checkpointing.verify_checksums=false")
+
+
+def test_a_recipe_that_was_changed_is_not_gone_on_from(tmp_path):
+    run_to(tmp_path, 1, 2)
+    recipe = tmp_path / "step_2" / "config.yaml"
+    recipe.write_text(recipe.read_text().replace("seed: 42", "seed: 43"))
+    checkpoints, said = opened(tmp_path)
+    assert checkpoints.resumed_step == 1
+    assert said[-1] == f"set aside: {tmp_path}/aside_step_2"
+
+
+@pytest.mark.parametrize(
+    "counters",
+    [{"total": "1"}, {"total": -1}, {"unknown": 1}, {"last_reason": 5}, {"total": 1.5}],
+)
+def test_counters_that_are_none_of_a_run_are_not_gone_on_from(tmp_path, counters):
+    run_to(tmp_path, 1, counters={"total": 1, "last_reason": "x"})
+    checkpoints, _ = opened(tmp_path)
+    checkpoints.save(2, {"policy": FakePolicy()}, {}, counters)
+    assert opened(tmp_path, f"checkpointing.checkpoint_dir={tmp_path}")[0].resumed_step == 1
+    with pytest.raises(RunStoppedError, match=r"aside_step_2/training_info.json are none of a run"):
+        opened(tmp_path, f"checkpointing.resume={tmp_path}/aside_step_2")
+
+
+def test_a_checkpoint_without_checksums_is_gone_on_from_with_a_line(tmp_path):
+    run_to(tmp_path, 1)
+    info = tmp_path / "step_1" / "training_info.json"
+    info.write_text(info.read_text().replace(',\n "checksums": "SHA256SUMS"', ""))
+    (tmp_path / "step_1" / "SHA256SUMS").unlink()
+    checkpoints, said = opened(tmp_path)
+    assert checkpoints.resumed_step == 1
+    assert said[0] == f"{tmp_path}/step_1 was saved without checksums: its files are not verified"
+    assert "without checksums" not in "".join(opened(tmp_path, "checkpointing.verify_checksums=false")[1])
+
+
+def test_a_checkpoint_holds_the_tokenizer_unless_it_is_the_one_built_in(tmp_path):
+    tokenizer = load_tokenizer(save_chat_tokenizer(tmp_path / "tiny"))
+    for name in ("char", str(tmp_path / "tiny")):
+        config = configure(tmp_path / "run", f"policy.tokenizer.name={name}", "policy.model.vocab_size=128")
+        checkpoints = open_checkpoints(config, lambda line: None, tokenizer)
+        checkpoints.save(1 if name == "char" else 2, {"policy": FakePolicy()}, {}, {})
+    assert not (tmp_path / "run/step_1/tokenizer").exists()
+    assert load_recipe_of(tmp_path / "run/step_1").policy.tokenizer.name == "char"
+    shutil.rmtree(tmp_path / "tiny")
+    config = load_recipe_of(tmp_path / "run/step_2")
+    preflight(config, of_a_run=False)
+    own = load_tokenizer(config.policy.tokenizer.name)
+    text = "What is 1 + 1?"
+    assert own.encode(text) == tokenizer.encode(text)
+    other = load_recipe_of(tmp_path / "run/step_2", ["policy.tokenizer.name=char"])
+    assert other.policy.tokenizer.name == "char"
 
 
 def test_the_best_by_the_metric_stay(tmp_path):
@@ -203,3 +261,23 @@ def test_the_best_by_the_metric_stay(tmp_path):
         checkpoints.save(step, {"policy": FakePolicy()}, {"train/reward": reward}, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_3"]
     assert yaml.safe_load((tmp_path / "step_1/config.yaml").read_text())["checkpointing"]["keep_top_k"] == 1
+
+
+@pytest.mark.parametrize("resume", ["auto", "{}/step_7"])
+@pytest.mark.parametrize("last_step", [7, 5])
+def test_a_run_that_is_at_its_last_step_says_so_and_touches_nothing(tmp_path, resume, last_step):
+    run_to(tmp_path, 3, 7, overrides=("grpo.max_num_steps=7",))
+    (tmp_path / "tmp_step_8").mkdir()
+    keys = (f"grpo.max_num_steps={last_step}", f"checkpointing.resume={resume.format(tmp_path)}")
+    checkpoints, said = opened(tmp_path, *keys)
+    assert checkpoints.nothing_left
+    assert said == [
+        f"already finished after step 7, saved in {tmp_path / 'step_7'}; nothing was done (grpo.max_num_steps)"
+    ]
+    assert (tmp_path / "tmp_step_8").is_dir()
+
+
+def test_a_run_with_steps_left_is_not_finished(tmp_path):
+    assert not opened(tmp_path)[0].nothing_left
+    run_to(tmp_path, 3)
+    assert not opened(tmp_path)[0].nothing_left

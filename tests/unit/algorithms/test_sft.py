@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source
+from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
 
 from nemo_rl_mcore.algorithms.sft import SFT
 from nemo_rl_mcore.losses import NLLLossFn
@@ -12,14 +12,14 @@ def run(policy_keys=None, **sft):
     policy, notes = FakePolicy(), Notes()
     config = recipe("sft", policy_keys, sft=sft)
     prompts = source(config)
-    SFT(config, policy, collector(config, policy), prompts, notes).run()
+    train(SFT(config, policy, collector(config, policy), prompts, notes))
     return policy, notes, prompts
 
 
 def test_a_step_trains_on_other_prompts_with_their_answers():
     policy, notes, prompts = run()
-    assert policy.calls == ["update_weights", *["train", "update_weights"] * 2]
-    assert notes.phases == ["train", "weight_sync"] * 2
+    assert policy.calls == ["update_weights", "offload", "train", "train"]
+    assert notes.phases == ["train"] * 2
     for step, batch in enumerate(policy.batches, start=1):
         drawn = prompts.train_batch(step, 4)
         assert batch["prompt_index"].tolist() == [prompt.index for prompt in drawn]
@@ -51,7 +51,7 @@ def test_the_loss_is_the_likelihood_of_the_recipe(fused):
 
 def test_a_validation_takes_the_loss_of_held_out_answers_and_asks_for_answers():
     policy, notes, prompts = run(val_period=2, val_batches=2, val_batch_size=3)
-    assert policy.calls[-3:] == ["evaluate", "validate", "validate"]
+    assert policy.calls[-5:] == ["update_weights", "validate", "validate", "offload", "evaluate"]
     (call,) = policy.evaluated
     held_out = prompts.validation(8)
     assert call.data["prompt_index"].tolist() == [prompt.index for prompt in held_out]

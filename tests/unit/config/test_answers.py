@@ -1,8 +1,8 @@
 import pytest
 
 from nemo_rl_mcore.config import EnvConfig
-from nemo_rl_mcore.config.answer_kinds import as_quantity, as_words, gold_answer, has_unit, why_unreadable
 from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
+from nemo_rl_mcore.preflight.answer_kinds import as_quantity, as_words, gold_answer, has_unit, why_unreadable
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all she sold <<48+24=72>>72 clips.\n#### 72"
 

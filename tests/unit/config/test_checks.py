@@ -34,13 +34,10 @@ def test_the_prompts_that_the_config_promises_exist(load, digits):
         ),
         (["policy.train_global_batch_size=100"], "set it to a divisor, such as 64"),
         (
-            ["policy.train_micro_batch_size=96"],
-            "policy.train_global_batch_size: 256 is not divisible by data-parallel ranks * "
-            "policy.train_micro_batch_size = 2 * 96 = 192",
-        ),
-        (
-            ["policy.logprob_batch_size=96"],
-            "policy.logprob_batch_size: the 256 samples of a step are not divisible by",
+            ["policy.train_global_batch_size=1"],
+            "policy.train_global_batch_size: 1 is not divisible by the 2 data-parallel ranks; set it to a multiple "
+            "that divides the 256 samples of a step (grpo.num_prompts_per_step * grpo.num_generations_per_prompt), "
+            "such as 2",
         ),
         (
             [
@@ -111,6 +108,10 @@ def test_the_prompts_that_the_config_promises_exist(load, digits):
         (["checkpointing.metric_name='val:'"], "'val:' does not say where the metric comes from"),
         (["checkpointing.resume=step_3"], "checkpointing.resume: 'step_3' is not read with enabled: false"),
         (
+            ["checkpointing.checkpoint_must_save_by=00:03:45:00"],
+            "checkpointing.checkpoint_must_save_by: '00:03:45:00' asks for a checkpoint with enabled: false",
+        ),
+        (
             [
                 "checkpointing.enabled=true",
                 "policy.megatron_cfg.optimizer.optimizer=sgd",
@@ -176,3 +177,18 @@ def test_rules_hold_without_the_loader(tree):
     tree["policy"]["train_global_batch_size"] = 100
     with pytest.raises(ValidationError, match="100 does not divide the 256 samples"):
         GRPOMasterConfig.model_validate(tree)
+
+
+def test_a_limit_of_time_is_read_as_days_hours_minutes_and_seconds(load):
+    config = load("checkpointing.enabled=true", "checkpointing.checkpoint_must_save_by=01:02:03:04")
+    assert config.checkpointing.must_save_by_s == 93784
+    assert load().checkpointing.must_save_by_s is None
+
+
+@pytest.mark.parametrize("given", ["'3:45:00'", "'00:00:00:00'", "216000", "soon", "'1:2:3:-4'"])
+def test_what_is_no_limit_of_time(refusals, given):
+    """YAML 1.1 reads 1:00:00:00 without quotes as 216000."""
+    (text,) = refusals("checkpointing.enabled=true", f"checkpointing.checkpoint_must_save_by={given}")
+    told = f"checkpointing.checkpoint_must_save_by: {given} is no time: days, hours, minutes and seconds, together"
+    assert text.replace("'soon'", "soon").startswith(told)
+    assert 'write it as "00:03:45:00", in quotes' in text

@@ -5,8 +5,8 @@ import yaml
 from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 
 from nemo_rl_mcore.config import ConfigError, DataConfig, EnvConfig, load_config
-from nemo_rl_mcore.config.jsonl import RowKind
-from nemo_rl_mcore.config.preflight import preflight
+from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.preflight import preflight
 
 
 def refused(kind, given):

@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig, load_config
-from nemo_rl_mcore.config.hf_config import FAMILIES, family_of, hf_config_of, model_config_from_hf
-from nemo_rl_mcore.config.hub import is_hub_id, local_folder
-from nemo_rl_mcore.config.known_models import KNOWN_MODELS
-from nemo_rl_mcore.config.preflight import preflight
-from nemo_rl_mcore.config.pretrained import explicit_fields
+from nemo_rl_mcore.config.hf.hf_config import FAMILIES, family_of, hf_config_of, model_config_from_hf
+from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
+from nemo_rl_mcore.config.hf.known_models import KNOWN_MODELS
+from nemo_rl_mcore.config.hf.pretrained import explicit_fields
+from nemo_rl_mcore.preflight import preflight
 
 SIZES = {
     "hidden_size": 64,
@@ -431,7 +431,7 @@ def test_reading_a_model_imports_no_framework(tmp_path):
     folder = saved_model(tmp_path / "model", config_of("llama"))
     code = (
         "import sys\n"
-        "from nemo_rl_mcore.config.pretrained import pretrained_model\n"
+        "from nemo_rl_mcore.config.hf.pretrained import pretrained_model\n"
         f"assert pretrained_model({str(folder)!r}).hidden_size == 64\n"
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules), 'heavy import'\n"
     )

@@ -4,7 +4,9 @@ import sys
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_rl_mcore.config.imports import ImportPath, build, import_problems
+from nemo_rl_mcore.config.imports import ImportPath
+from nemo_rl_mcore.custom_code import build
+from nemo_rl_mcore.preflight.packages import import_problems
 
 KEY = "env.custom.type"
 
@@ -41,7 +43,7 @@ def test_the_working_directory_is_searched_after_what_is_installed(tmp_path):
     (tmp_path / "mine.py").write_text("class Mine: pass")
     code = (
         "import sys; sys.path = [entry for entry in sys.path if entry]\n"
-        "from nemo_rl_mcore.config.imports import build\n"
+        "from nemo_rl_mcore.custom_code import build\n"
         "assert type(build('mine:Mine', 'key.type', None, needs=())).__name__ == 'Mine'\n"
         "build('sched:scheduler', 'key.type', None, needs=())\n"
     )
@@ -49,7 +51,7 @@ def test_the_working_directory_is_searched_after_what_is_installed(tmp_path):
 
 
 def test_a_class_is_called_with_its_arguments():
-    built = build("own_parts:LengthReward", KEY, {"wanted": 3}, needs=("score",))
+    built = build("custom_parts:LengthReward", KEY, {"wanted": 3}, needs=("score",))
     assert built.wanted == 3
 
 
@@ -61,20 +63,24 @@ def test_a_class_is_called_with_its_arguments():
             {},
             r"^env\.custom\.type: gone\.mod:Name cannot be imported: No module named 'gone'",
         ),
-        ("own_parts:Gone", {}, r"^env\.custom\.type: own_parts:Gone: the module own_parts has no Gone"),
-        ("own_parts:NOT_A_CLASS", {}, r"holds something else than a class under the name NOT_A_CLASS"),
-        ("own_parts:Counting", {"seed": 1}, r"^env\.custom\.type: own_parts:Counting lacks score"),
         (
-            "own_parts:LengthReward",
+            "custom_parts:Gone",
+            {},
+            r"^env\.custom\.type: custom_parts:Gone: the module custom_parts has no Gone",
+        ),
+        ("custom_parts:NOT_A_CLASS", {}, r"holds something else than a class under the name NOT_A_CLASS"),
+        ("custom_parts:Counting", {"seed": 1}, r"^env\.custom\.type: custom_parts:Counting lacks score"),
+        (
+            "custom_parts:LengthReward",
             {"length": 3},
             r"^env\.custom\.args: .* \(length\): got an unexpected keyword",
         ),
         (
-            "own_parts:BadReward",
+            "custom_parts:BadReward",
             {},
             r"^env\.custom\.args: .* \(none\): missing a required argument: 'scores'",
         ),
-        ("own_parts:Unfinished", {}, r"lacks sums"),
+        ("custom_parts:Unfinished", {}, r"lacks sums"),
     ],
 )
 def test_what_does_not_serve_names_its_key(path, arguments, message):

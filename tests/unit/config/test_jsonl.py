@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from nemo_rl_mcore.config.data import DataConfig
-from nemo_rl_mcore.config.jsonl import Example, Message, RowKind, hash_fraction, read_examples
+from nemo_rl_mcore.config.data import DataConfig, RowKind
+from nemo_rl_mcore.data.jsonl import Example, hash_fraction, read_examples
+from nemo_rl_mcore.data.messages import Message
 
 TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
@@ -91,6 +92,9 @@ def test_pairs(read):
         ({"messages": [{"role": "user"}]}, RowKind.ANSWERS, 'holds {"role": "user"}, which is no message'),
         ({"messages": ["hi"]}, RowKind.ANSWERS, 'holds "hi", which is no message'),
         ({"prompt": "a", "chosen": "b"}, RowKind.PAIRS, "no key 'rejected'"),
+        ("[" * 100_000, RowKind.PROMPTS, "nested too deeply"),
+        ('{"input": "a", "output": NaN}', RowKind.PROMPTS, "not JSON: NaN is no number"),
+        ('{"input": "a", "output": "b", "output": "c"}', RowKind.PROMPTS, "the key 'output' is there twice"),
     ],
 )
 def test_a_bad_line_is_named(read, tmp_path, line, kind, message):
@@ -99,6 +103,12 @@ def test_a_bad_line_is_named(read, tmp_path, line, kind, message):
     assert [problem.path for problem in problems] == ["train.data_path"]
     assert problems[0].what.startswith(f"{tmp_path / 'train.jsonl'}:2: ")
     assert message in problems[0].what
+
+
+def test_a_long_key_does_not_make_a_long_message(read):
+    _, problems = read([{"k" * 5_000_000: "b"}])
+    assert "no key 'input'; it has 'kkk" in problems[0].what
+    assert len(problems[0].what) < 500
 
 
 def test_of_many_bad_lines_the_first_are_told(read):

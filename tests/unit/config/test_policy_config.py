@@ -246,7 +246,7 @@ def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
         ({"megatron_cfg__optimizer__bf16": True}, "bf16: true contradicts policy.precision: float32"),
         ({"megatron_cfg__optimizer__clip_grad": 0.5}, "0.5 contradicts policy.max_grad_norm: 1.0"),
         ({"precision": "float16"}, "fp16 gradients overflow .* set precision: bfloat16"),
-        ({"generation__stop_strings": ["a"]}, "compares token ids"),
+        ({"generation__stop_strings": ["a", ""]}, "an empty text would end every response"),
         ({"generation__temperature": 0}, "greater than 0"),
         (
             {"generation__stop_token_ids": [32, 31, -1, 0]},

@@ -4,10 +4,10 @@ import pytest
 from rich.console import Console
 
 from nemo_rl_mcore.config import ConfigError, load_config
-from nemo_rl_mcore.config.guardrails import fused_guardrails
-from nemo_rl_mcore.config.memory import estimate_memory
-from nemo_rl_mcore.config.preflight import preflight
-from nemo_rl_mcore.config.render import render
+from nemo_rl_mcore.config.rules.fused_logprobs import fused_guardrails
+from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.preflight.memory import estimate_memory
+from nemo_rl_mcore.preflight.render import render
 
 UNFUSED = "policy.megatron_cfg.use_fused_linear_logprobs=false"
 TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
@@ -52,6 +52,14 @@ def test_batch_arithmetic_adds_up(load):
     assert plan.layout.data == 2
     assert batch.optimizer_steps * batch.microbatches_per_optimizer_step * 8 * 2 == batch.samples
     assert batch.logprob_passes * 16 * 2 == batch.samples
+
+
+@pytest.mark.parametrize("budgets", [(), ("+policy.dynamic_batching.enabled=true",)])
+def test_the_last_microbatch_and_the_last_pass_may_hold_fewer_samples(load, budgets):
+    batch = preflight(
+        load("policy.train_micro_batch_size=96", "policy.logprob_batch_size=48", *budgets)
+    ).batch
+    assert (batch.microbatches_per_optimizer_step, batch.logprob_passes) == (2, 3)  # of 128 samples a rank
 
 
 def test_unfused_has_no_guardrails(load):
@@ -162,7 +170,7 @@ def test_missing_tokenizer_folder(load, tmp_path, monkeypatch):
 
 def test_every_missing_thing_is_reported(load, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr("nemo_rl_mcore.config.preflight._installed", lambda package: False)
+    monkeypatch.setattr("nemo_rl_mcore.preflight.packages.installed", lambda package: False)
     config = load(
         "policy.tokenizer.name=nowhere",
         "logger.wandb_enabled=true",
@@ -179,7 +187,9 @@ def test_every_missing_thing_is_reported(load, tmp_path, monkeypatch):
 
 
 def test_packages_of_other_machines_are_only_noted(load, monkeypatch):
-    monkeypatch.setattr("nemo_rl_mcore.config.preflight._installed", lambda package: package == "tensorboard")
+    monkeypatch.setattr(
+        "nemo_rl_mcore.preflight.packages.installed", lambda package: package == "tensorboard"
+    )
     plan = preflight(load("logger.wandb_enabled=true"), elsewhere=True)
     assert [problem.path for problem in plan.missing] == ["logger.wandb_enabled"]
     with pytest.raises(ConfigError, match="wandb"):
@@ -188,10 +198,12 @@ def test_packages_of_other_machines_are_only_noted(load, monkeypatch):
 
 def test_transformer_engine_must_be_installed(load, monkeypatch):
     overrides = ("cluster.gpus_per_node=2", "policy.megatron_cfg.transformer_impl=transformer_engine")
-    monkeypatch.setattr("nemo_rl_mcore.config.preflight._installed", lambda package: package == "tensorboard")
+    monkeypatch.setattr(
+        "nemo_rl_mcore.preflight.packages.installed", lambda package: package == "tensorboard"
+    )
     assert "needs the Python package transformer_engine" in refused(load(*overrides))[0]
     assert preflight(load("cluster.gpus_per_node=2")).layout.transformer_impl == "local"
-    monkeypatch.setattr("nemo_rl_mcore.config.preflight._installed", lambda package: True)
+    monkeypatch.setattr("nemo_rl_mcore.preflight.packages.installed", lambda package: True)
     assert preflight(load(*overrides)).layout.transformer_impl == "transformer_engine"
     assert preflight(load("cluster.gpus_per_node=2")).layout.transformer_impl == "transformer_engine"
     assert preflight(load()).layout.transformer_impl == "local"

@@ -1,8 +1,8 @@
 import pytest
 
 from nemo_rl_mcore.config import ConfigError
-from nemo_rl_mcore.config.preflight import preflight
-from nemo_rl_mcore.config.saved_run import load_recipe_of, recipe_text
+from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.preflight.saved_run import changes_since, load_recipe_of, read_recipe_of, recipe_text
 
 
 def saved(folder, config):
@@ -40,8 +40,19 @@ def test_a_start_from_another_architecture_is_refused(load, tmp_path, overrides,
     assert complaint in str(refused.value)
 
 
+DOUBLED = "a: &a {x: 1}\n" + "".join(
+    f"{chr(98 + number)}: &{chr(98 + number)} {{k: *{chr(97 + number)}, l: *{chr(97 + number)}}}\n"
+    for number in range(24)
+)
+
+
 @pytest.mark.parametrize(
-    "content", [None, b"\xff", b"- a list", b"policy: {model: {num_layers: x}}", b"a: ["]
+    "content",
+    [
+        *(None, b"\xff", b"- a list", b"policy: {model: {num_layers: x}}", b"a: [", b"[" * 3_000),
+        *(DOUBLED.encode(), b"defaults: elsewhere.yaml", b"a: !!python/object/apply:os.getcwd []"),
+    ],
+    ids=["none", "bytes", "list", "model", "cut", "deep", "doubled", "parent", "code"],
 )
 def test_a_start_from_what_is_no_checkpoint_is_refused(load, tmp_path, content):
     if content is not None:
@@ -50,3 +61,9 @@ def test_a_start_from_what_is_no_checkpoint_is_refused(load, tmp_path, content):
         ConfigError, match=r"^policy\.init_checkpoint: .*; name a folder step_N of a run with this"
     ):
         preflight(load(f"+policy.init_checkpoint={tmp_path}"))
+
+
+def test_deadlines_change_nothing_of_a_run(load, tmp_path):
+    folder = saved(tmp_path / "step_3", load())
+    longer = load("++policy.call_timeout_s=3600", "++policy.megatron_cfg.process_group_timeout_s=60")
+    assert changes_since(read_recipe_of(folder), longer) == []

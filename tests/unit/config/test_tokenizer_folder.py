@@ -4,10 +4,11 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from nemo_rl_mcore.config import ConfigError
-from nemo_rl_mcore.config.preflight import preflight
-from nemo_rl_mcore.config.tokenizer_folder import tokenizer_problems
+from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.preflight.tokenizer_folder import tokenizer_problems
 
+EXEMPLAR = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
 WORDS = {"a": 0, "b": 1, "ab": 2}
 MODELS = {
     "WordLevel": models.WordLevel(WORDS, unk_token="a"),
@@ -18,7 +19,8 @@ MODELS = {
 
 
 def problems_of(folder: Path, vocab_size: int) -> list[str]:
-    return [str(problem) for problem in tokenizer_problems(str(folder), vocab_size)]
+    given = [f"policy.tokenizer.name={folder}", f"policy.model.vocab_size={vocab_size}"]
+    return [str(problem) for problem in tokenizer_problems(load_config(EXEMPLAR, given).policy)]
 
 
 def write(folder: Path, content: object, name: str = "tokenizer.json") -> None:
@@ -49,8 +51,8 @@ def test_ids_with_gaps_need_rows_up_to_the_highest(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("", "Invalid JSON: EOF"),
-        ("{", "Invalid JSON: EOF"),
+        ("", "not JSON: Expecting value"),
+        ("{", "not JSON"),
         ([], "should be an object"),
         ({}, "added_tokens: Field required"),
         ({"added_tokens": []}, "model: Field required"),
@@ -69,10 +71,10 @@ def test_a_file_that_the_library_would_refuse_is_refused(tmp_path, content, reas
 
 def test_bytes_that_are_not_text_and_folders_in_place_of_files_are_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe{}")
-    assert "Invalid JSON" in problems_of(tmp_path, 32)[0]
+    assert "not JSON" in problems_of(tmp_path, 32)[0]
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").mkdir()
-    assert "cannot be read: Is a directory" in problems_of(tmp_path, 32)[0]
+    assert "cannot be read: no regular file" in problems_of(tmp_path, 32)[0]
 
 
 @pytest.mark.parametrize("content", ["{", []])

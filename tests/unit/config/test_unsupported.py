@@ -55,7 +55,6 @@ def test_the_refusals_of_the_stock_recipe(stock_problems):
         "data.train.data_path",
         "data.default",
         "logger.monitor_gpus",
-        "grpo.max_val_samples",
     }
 
 

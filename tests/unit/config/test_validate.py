@@ -80,7 +80,6 @@ def test_field_and_cross_field_problems_come_together(tree):
             "sed",
             "logger.log_dir",
             "policy.train_global_batch_size",
-            "policy.train_global_batch_size",
             "policy.megatron_cfg.use_fused_linear_logprobs",
             "loss_fn.use_cispo",
             "grpo.max_rollout_turns",

@@ -217,17 +217,17 @@ def test_the_package_gives_the_batch_on_demand_and_nothing_else():
 @pytest.mark.parametrize(("rows", "shards", "sizes"), [(7, 2, [3, 4]), (1, 3, [0, 0, 1]), (0, 2, [0, 0])])
 def test_deal_is_as_even_as_can_be_and_drops_nothing(rows, shards, sizes):
     data = batch(8).slice(0, rows)
-    parts = data.deal(shards)
+    parts = data.split(shards)
     assert sorted(part.size for part in parts) == sizes
     assert same(BatchedDataDict.from_batches(parts), data)
 
 
 def test_deal_keeps_the_rows_of_a_sample_together():
     data = BatchedDataDict(row=torch.arange(12))
-    parts = data.deal(4, rows_per_sample=2)
+    parts = data.split(4, rows_per_sample=2)
     assert [part["row"].tolist() for part in parts] == [[0, 1], [2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
     with pytest.raises(ValueError, match="11 rows are no whole samples of 2 rows"):
-        data.slice(0, 11).deal(4, rows_per_sample=2)
+        data.slice(0, 11).split(4, rows_per_sample=2)
 
 
 def test_shards_never_part_a_sample():

@@ -1,10 +1,10 @@
 import pytest
 from chat_tokenizer import FORGETFUL, VOCABULARY, chat_tokenizer
 
-from nemo_rl_mcore.config.jsonl import Message
 from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.data.chat import conversation_row, with_template
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.preference import Preference, preference_rows
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 

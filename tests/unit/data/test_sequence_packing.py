@@ -39,7 +39,7 @@ def test_a_length_above_the_capacity_is_refused():
 
 
 def packs(tokens=14, **options):
-    return PackedRows(TokenBudget(tokens, "key", **options))
+    return PackedRows(TokenBudget(tokens, **options))
 
 
 def test_a_packed_row_is_its_samples_without_padding():
@@ -64,15 +64,25 @@ def test_gradients_reach_the_tokens_they_come_from(lengths, tokens):
     for part in made(packs(tokens, length_round=3), batch(lengths)):
         length = part.model_rows["input_ids"].shape[1]
         assert length <= tokens
-        values = torch.randn(1, length, requires_grad=True)
-        weights = torch.randn(part.rows["input_ids"].shape)
-        (part.from_model(values) * weights).sum().backward()
-        real = part.to_model(part.rows["token_mask"])
-        assert torch.equal(values.grad, part.to_model(weights) * real)
+        for more in ((), (2,)):
+            values = torch.randn(1, length, *more, requires_grad=True)
+            weights = torch.randn(*part.rows["input_ids"].shape, *more)
+            (part.from_model(values) * weights).sum().backward()
+            real = part.to_model(part.rows["token_mask"]).view(1, length, *[1 for _ in more])
+            assert torch.equal(values.grad, part.to_model(weights) * real)
+
+
+def test_values_of_several_numbers_a_token_are_packed_alike():
+    packed = made(packs(length_round=4), batch([3, 0, 4, 2]))[0]
+    rows = packed.rows["input_ids"]
+    laid_out = packed.to_model(torch.stack([rows, 10 * rows], dim=-1))
+    assert laid_out.shape == (1, 12, 2)
+    assert torch.equal(laid_out[..., 0], packed.model_rows["input_ids"])
+    assert torch.equal(laid_out[..., 1], 10 * packed.model_rows["input_ids"])
 
 
 def test_pipelines_get_rows_of_one_length():
-    cut = PackedRows(TokenBudget(8, "key", length_round=2), equal_columns=True)
+    cut = PackedRows(TokenBudget(8, length_round=2), equal_columns=True)
     parts = made(cut, batch([7, 3, 2]), empty=1)
     assert {part.model_rows["input_ids"].shape for part in parts} == {(1, 8)}
     assert parts[-1].borders == (0, 8)
@@ -80,18 +90,18 @@ def test_pipelines_get_rows_of_one_length():
 
 def test_a_pair_is_packed_whole():
     # Tokens of the pairs: 9, 10, 5.
-    cut = PackedRows(TokenBudget(15, "key"), rows_per_sample=2)
+    cut = PackedRows(TokenBudget(15), rows_per_sample=2)
     assert cut.groups(batch([7, 2, 3, 7, 2, 3])) == [[2, 3, 4, 5], [0, 1]]
 
 
 def test_a_pair_above_the_budget_raises_the_budget_of_its_batch():
-    cut = PackedRows(TokenBudget(8, "key"), rows_per_sample=2)
+    cut = PackedRows(TokenBudget(8), rows_per_sample=2)
     packed = made(cut, batch([7, 6, 2, 1, 3, 4]))
     assert [part.places.tolist() for part in packed] == [[0, 1], [4, 5, 2, 3]]
     assert [part.model_rows["input_ids"].shape[1] for part in packed] == [13, 10]
 
 
 def test_filling_of_a_packed_row_is_a_whole_sample():
-    parts = made(PackedRows(TokenBudget(20, "key"), rows_per_sample=2), batch([4, 1]), empty=1)
+    parts = made(PackedRows(TokenBudget(20), rows_per_sample=2), batch([4, 1]), empty=1)
     assert [part.rows.size for part in parts] == [2, 2]
     assert not parts[1].rows["sample_mask"].any()

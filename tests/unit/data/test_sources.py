@@ -199,11 +199,11 @@ def test_the_chat_template_is_applied_to_texts_and_conversations(recipe, tmp_pat
 
 
 def test_a_class_is_called_with_the_seed_and_its_arguments(recipe):
-    config = recipe(data={"dataset_name": "custom", "type": "own_parts:Counting", "args": {"start": 5}})
+    config = recipe(data={"dataset_name": "custom", "type": "custom_parts:Counting", "args": {"start": 5}})
     source = open_prompts(config, CHAR)
     assert [prompt.index for prompt in source.train_batch(1, 3)] == [42005, 42006, 42007]
     with pytest.raises(
-        ValueError, match=r"data\.type: own_parts:Counting: validation\(2\) gave 2 prompts with 1 diff"
+        ValueError, match=r"data\.type: custom_parts:Counting: validation\(2\) gave 2 prompts with 1 diff"
     ):
         source.validation(2)
 
@@ -212,11 +212,11 @@ def test_a_class_is_called_with_the_seed_and_its_arguments(recipe):
     ("data", "message"),
     [
         (
-            {"type": "own_parts:LengthReward"},
-            r"data\.type: own_parts:LengthReward lacks train_batch, validation",
+            {"type": "custom_parts:LengthReward"},
+            r"data\.type: custom_parts:LengthReward lacks train_batch, validation",
         ),
         (
-            {"type": "own_parts:Counting", "args": {"begin": 5}},
+            {"type": "custom_parts:Counting", "args": {"begin": 5}},
             r"data\.args: .* unexpected keyword argument 'begin'",
         ),
     ],

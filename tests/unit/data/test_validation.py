@@ -7,12 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.data.validation import BatchCheck
 
 ROWS, COLUMNS, VOCABULARY, CHOICES = 4, 6, 32, 3
 CHECK = BatchCheck(VOCABULARY, positions=8)
+PACKING = TokenBudgets("policy.sequence_packing", packed=True, train=5, logprob=4, length_round=1)
+CHECK_OF_BUDGETS = BatchCheck(VOCABULARY, 8, PACKING)
 TEACHER = (
     Column("ids", "the teacher", ColumnKind.TOKEN_IDS, "BSK", of_next_token=True),
     Column("logits", "the teacher", ColumnKind.BELOW_INFINITY, "BSK", of_next_token=True),
@@ -205,12 +208,32 @@ def test_lengths_are_needed_where_something_reads_them():
     data = batch(input_lengths=None)
     (line,) = refusal(CHECK.reading, data)
     assert "input_lengths: missing, and a pass without a loss needs it" in line
-    (line,) = refusal(training, data, BatchCheck(VOCABULARY, 8, budgets="policy.sequence_packing"))
+    (line,) = refusal(training, data, BatchCheck(VOCABULARY, 8, PACKING))
     assert "input_lengths: missing, and policy.sequence_packing needs it" in line
     experts = BatchCheck(VOCABULARY, 8, layers="the bias of experts")
     (line,) = refusal(training, data, experts)
     assert "input_lengths: missing, and the bias of experts needs it" in line
     training(data, experts, eval_mode=True)  # without gradients those layers are not followed
+
+
+def test_rows_that_no_microbatch_has_room_for_are_refused():
+    data = batch(input_lengths=torch.tensor([5, 4, 0, 6]), token_mask=torch.ones(4, 6))
+    (line,) = refusal(CHECK_OF_BUDGETS.reading, data)
+    assert (
+        "input_lengths: 5 in rows 0, 3; allowed: rows of at most 4 tokens (policy.sequence_packing.logprob_mb"
+        in line
+    )
+    lines = refusal(training, data, CHECK_OF_BUDGETS)
+    assert (
+        "input_lengths: 6 in row 3; allowed: rows of at most 5 tokens (policy.sequence_packing.train_mb"
+        in lines[0]
+    )
+    assert (
+        "token_mask: 1.0 in rows 0, 1, 2; allowed: 0 behind input_lengths (policy.sequence_packing.tr"
+        in lines[1]
+    )
+    within = torch.arange(6) < torch.tensor([[5], [4], [0], [5]])
+    training(batch(input_lengths=torch.tensor([5, 4, 0, 5]), token_mask=within.float()), CHECK_OF_BUDGETS)
 
 
 def test_prompts_have_a_token_and_the_key_of_their_noise():
@@ -237,6 +260,6 @@ def test_the_check_of_a_policy_knows_what_reads_the_lengths():
     plain = BatchCheck.of(load_config(recipe).policy)
     assert (plain.vocab_size, plain.budgets, plain.layers) == (32, None, None)
     dynamic = load_config(recipe, ["policy.dynamic_batching.enabled=true"]).policy
-    assert BatchCheck.of(dynamic).budgets == "policy.dynamic_batching"
+    assert BatchCheck.of(dynamic).budgets == dynamic.token_budgets
     predicting = load_config(recipe, ["policy.model.mtp_num_layers=1"]).policy
     assert BatchCheck.of(predicting).layers == "multi-token prediction"

@@ -15,7 +15,7 @@ def batch(lengths, columns=COLUMNS):
         input_ids=torch.arange(1, rows * columns + 1).view(rows, columns) * real,
         input_lengths=torch.tensor(lengths, dtype=torch.long),
         token_mask=real.float(),
-        topk=real.float().unsqueeze(2).expand(rows, columns, 3),
+        topk=real.unsqueeze(2) * torch.arange(1, rows * columns * 3 + 1).view(rows, columns, 3),
         sample_mask=torch.ones(rows),
         texts=[str(row) for row in range(rows)],
     )

@@ -8,8 +8,8 @@ import yaml
 
 from nemo_rl_mcore import launch
 from nemo_rl_mcore.config import ConfigError, load_config
-from nemo_rl_mcore.config.preflight import preflight
-from nemo_rl_mcore.config.saved_run import load_recipe_of, recipe_text
+from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.preflight.saved_run import load_recipe_of, recipe_text
 
 MATH = importlib.util.find_spec("math_verify") is not None
 needs_math = pytest.mark.skipif(not MATH, reason="the extra math is not installed")
@@ -195,7 +195,7 @@ def test_recipes_that_are_run_first_stop_the_run_before_ray(recipe, no_cluster, 
 @needs_math
 def test_a_class_is_asked_for_its_first_step(recipe, no_cluster, capsys):
     config = recipe("grpo", SAMPLED, solutions(40))
-    own = {"dataset_name": "custom", "type": "own_parts:Counting", "train": None, "validation": None}
+    own = {"dataset_name": "custom", "type": "custom_parts:Counting", "train": None, "validation": None}
     config = config.model_copy(update={"data": config.data.model_copy(update=own)})
     assert launch.run(config) == launch.EXIT_FAILED
     said = capsys.readouterr().err

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_mcore.config import ConfigError, EnvConfig
-from nemo_rl_mcore.config.answer_kinds import is_plain_number
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments import MathEnvironment, make_environment
 from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.preflight.answer_kinds import is_plain_number
 
 MATH = importlib.util.find_spec("math_verify") is not None
 pytestmark = pytest.mark.skipif(not MATH, reason="the extra math is not installed")

@@ -19,20 +19,20 @@ def test_without_another_the_environment_is_that_of_the_embedded_tasks(sections)
 
 
 def test_a_class_of_ones_own_scores():
-    environment = make(custom={"type": "own_parts:LengthReward", "args": {"wanted": 1}})
+    environment = make(custom={"type": "custom_parts:LengthReward", "args": {"wanted": 1}})
     assert environment.score(PROMPTS, ["1", "22"], [True, True]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        ([1.0], r"env\.custom\.type: own_parts:BadReward gave 1 scores of 2 responses"),
-        ([1.0, float("nan")], r"own_parts:BadReward scored nan for prompt 8"),
+        ([1.0], r"env\.custom\.type: custom_parts:BadReward gave 1 scores of 2 responses"),
+        ([1.0, float("nan")], r"custom_parts:BadReward scored nan for prompt 8"),
         ([float("-inf"), 0.0], r"scored -inf for prompt 7"),
     ],
 )
 def test_scores_that_cannot_be_rewards_name_the_class(scores, message):
-    environment = make(custom={"type": "own_parts:BadReward", "args": {"scores": scores}})
+    environment = make(custom={"type": "custom_parts:BadReward", "args": {"scores": scores}})
     with pytest.raises(ValueError, match=message):
         environment.score(PROMPTS, ["1", "2"], [True, True])
 

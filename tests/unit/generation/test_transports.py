@@ -1,32 +1,36 @@
 """The broadcast of weights, over gloo; NCCL differs in its backend alone. CUDA IPC runs in tests/gpu/."""
 
 import inspect
-import socket
+import pickle
 import threading
 from datetime import timedelta
 
+import msgpack
+import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from nemo_rl_mcore.generation.vllm.buckets import Bucket, Packer
-from nemo_rl_mcore.generation.vllm.transports import (
+from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
+from nemo_rl_mcore.generation.refit.ipc_handle import IpcHandle
+from nemo_rl_mcore.generation.refit.transports import (
     BroadcastReceiver,
     BroadcastSender,
-    CudaIpcReceiver,
-    CudaIpcSender,
     join_broadcast_group,
 )
+from nemo_rl_mcore.rendezvous import listen_at
 
 CPU = torch.device("cpu")
 
 
 def test_engines_outside_the_trainers_group_get_what_its_first_rank_broadcasts():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    listening = listen_at("127.0.0.1")
+    port = listening.getsockname()[1]
     groups, received = {}, {}
 
     def join(rank):
-        groups[rank] = join_broadcast_group("127.0.0.1", port, rank, 3, timedelta(seconds=60), "cpu")
+        groups[rank] = join_broadcast_group(
+            "127.0.0.1", port, rank, 3, timedelta(seconds=60), "cpu", None if rank else listening
+        )
 
     in_threads(join, range(3))
     sender = BroadcastSender(1 << 10, CPU, groups[0])
@@ -58,7 +62,41 @@ def in_threads(function, ranks):
         thread.join()
 
 
-def test_torch_names_device_and_counter_of_a_shared_tensor_where_we_read_them():
-    names = [*inspect.signature(rebuild_cuda_tensor).parameters]
-    assert names[CudaIpcReceiver._DEVICE_INDEX] == "storage_device"
-    assert names[CudaIpcSender._COUNTER] == ["ref_counter_handle", "ref_counter_offset"]
+HANDLE = IpcHandle(
+    tensor_size=64, tensor_offset=0, storage_handle=b"h" * 66, storage_size_bytes=64, storage_offset_bytes=512,
+    ref_counter_handle=b"/torch_1_2_3", ref_counter_offset=4, event_handle=b"", event_sync_required=False,
+)  # fmt: skip
+
+
+def test_a_handle_of_gpu_memory_is_what_torch_opens_a_tensor_by():
+    """Every argument of torch's is a field, or given where the handle is opened."""
+    given = {"tensor_cls", "tensor_stride", "storage_cls", "dtype", "storage_device", "requires_grad"}
+    assert {*HANDLE.to_message()} | given == {*inspect.signature(rebuild_cuda_tensor).parameters}
+
+
+def test_a_handle_of_gpu_memory_travels_in_plain_types():
+    message = msgpack.unpackb(msgpack.packb(HANDLE.to_message()))
+    assert IpcHandle.from_message(message) == HANDLE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"storage_handle": "text"},
+        {"storage_handle": b"h" * 10_000},
+        {"event_sync_required": 1},
+        {"tensor_offset": -1},
+        {"tensor_offset": 1},
+        {"tensor_size": 2**60},
+        {"tensor_cls": torch.Tensor},
+    ],
+)
+def test_a_handle_of_other_fields_or_types_is_refused(change):
+    with pytest.raises(ValueError, match="of GPU memory"):
+        IpcHandle.from_message(HANDLE.to_message() | change)
+
+
+@pytest.mark.parametrize("message", [pickle.dumps(HANDLE), None, [], {}])
+def test_what_is_no_handle_is_refused(message):
+    with pytest.raises(ValueError, match="a handle of GPU memory has the fields tensor_size"):
+        IpcHandle.from_message(message)

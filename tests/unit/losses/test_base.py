@@ -9,13 +9,13 @@ from nemo_rl_mcore.losses.base import (
     LossType,
     Masks,
     MetricKind,
+    MetricSum,
     denominator,
+    divide,
     gradient_kind,
-    masked_mean,
     masked_sum,
     normalize,
     require,
-    to_floats,
     valid_counts,
 )
 
@@ -31,13 +31,17 @@ VALUES = torch.tensor([[1.0, 2.0], [4.0, 8.0], [16.0, 32.0]], dtype=torch.float6
 EXAMPLE = masks([[0, 1, 1], [1, 0, 1], [1, 1, 1]], [1, 1, 0])
 
 
-def test_masked_mean_adds_epsilon_to_the_count():
+def test_a_masked_sum_is_blind_to_what_is_masked():
     values = torch.tensor([3.0, math.nan, 5.0], dtype=torch.float64)
     mask = torch.tensor([1, 0, 1])
     assert masked_sum(values, mask).item() == 8
-    assert masked_mean(values, mask, 2).item() == 8 / (2 + 1e-8)
-    assert masked_mean(values, 0 * mask, 0).item() == 0
-    assert masked_mean(values, mask, 0).item() == pytest.approx(8e8)
+    assert masked_sum(values, 0 * mask).item() == 0
+
+
+def test_a_mean_adds_epsilon_to_the_count():
+    eight = {"x": MetricSum(torch.tensor(8.0, dtype=torch.float64), MetricKind.TOKENS)}
+    assert divide(eight, 1, 2) == {"x": 8 / (2 + 1e-8)}
+    assert divide(eight, 1, 0)["x"] == pytest.approx(8e8)
 
 
 def test_masks_are_read_in_the_next_token_frame():
@@ -120,7 +124,17 @@ def test_a_missing_key_is_named_with_its_reason_and_what_there_is():
 
 def test_floats_keep_names_and_order():
     values = {"z": torch.tensor(1.5), "a": torch.tensor(2, dtype=torch.float64), "m": torch.tensor(math.inf)}
-    floats = to_floats(values)
+    floats = divide({name: MetricSum(value, MetricKind.NONE) for name, value in values.items()}, 3, 7)
     assert floats == {"z": 1.5, "a": 2.0, "m": math.inf}
     assert list(floats) == ["z", "a", "m"]
-    assert to_floats({}) == {}
+    assert divide({}, 3, 7) == {}
+
+
+def test_each_sum_is_divided_by_the_count_of_its_kind():
+    twelve = torch.tensor(12.0)
+    found = divide({kind.value: MetricSum(twelve, kind) for kind in MetricKind}, 3, torch.tensor(6.0))
+    assert found == {"tokens": 2, "sequences": 4, "none": 12, "min": 12, "max": 12}
+
+
+def test_the_mean_of_nothing_is_zero():
+    assert divide({"loss": MetricSum(torch.tensor(0.0), MetricKind.TOKENS)}, 0, 0) == {"loss": 0}

@@ -1,6 +1,7 @@
 """The table of weights by itself: names of both layer implementations, cuts and packings, files."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -214,3 +215,62 @@ def test_folders_without_readable_weights_say_why(tmp_path):
             files.read("a", (slice(None),))
         with pytest.raises(ValueError, match=r"there.safetensors' does not hold the tensor b"):
             files.read("b", (slice(None),))
+
+
+def indexed(folder, file):
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["relative", "absolute", "link"])
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path, kind):
+    outside, folder = tmp_path / "outside.safetensors", tmp_path / "model"
+    save_file({"a": torch.ones(1)}, outside)
+    folder.mkdir()
+    (folder / "link.safetensors").symlink_to(outside)
+    file = {"relative": "../outside.safetensors", "absolute": str(outside), "link": "link.safetensors"}[kind]
+    with pytest.raises(ValueError, match=r"leads out of the folder, to '.*outside.safetensors'"):
+        TensorFiles(indexed(folder, file))
+
+
+def test_weights_in_one_file_do_not_lead_out_of_their_folder(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        TensorFiles(tmp_path / "model")
+
+
+def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path):
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    save_file({"a": torch.ones(1)}, blobs / "beef")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/beef")
+    with TensorFiles(snapshot) as files:
+        assert files.read("a", (slice(None),)).tolist() == [1.0]
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "part.safetensors").symlink_to("../../blobs/beef")
+    with TensorFiles(indexed(snapshot, "part.safetensors")) as files:
+        assert files.read("a", (slice(None),)).tolist() == [1.0]
+
+
+def test_a_pipe_among_the_weights_is_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "part.safetensors")
+    with pytest.raises(ValueError, match=r"part.safetensors' cannot be read: no regular file"):
+        TensorFiles(indexed(tmp_path, "part.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "the key 'a' is there twice"),
+        ('{"weight_map": {"a": 5}}', "weight_map.a is no name of a file"),
+        ('{"weight_map": []}', "has no weight_map"),
+    ],
+)
+def test_what_is_wrong_with_an_index_is_said(tmp_path, content, complaint):
+    (tmp_path / INDEX).write_text(content)
+    with pytest.raises(ValueError, match=complaint):
+        TensorFiles(tmp_path)

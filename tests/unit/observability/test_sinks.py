@@ -1,6 +1,7 @@
 import json
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,19 @@ def test_wandb_without_the_package_names_key_and_extra_and_closes_the_rest(
     with pytest.raises(ValueError, match=r"logger\.wandb_enabled: .* `uv sync --extra wandb`"):
         open_sinks(LoggerConfig(log_dir=str(tmp_path), wandb_enabled=True))
     assert closed == [tmp_path]
+
+
+def test_tensorboard_events_are_on_disk_at_once_and_a_full_disk_is_an_error_there(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    sink.log(1, {"train/reward": 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, 0.5)]
+    sink._file.close()
+    sink._file = sink._records._writer = open("/dev/full", "wb")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left on device"):
+        sink.log(2, {"train/reward": 0.5})
+    with suppress(OSError):
+        sink.close()

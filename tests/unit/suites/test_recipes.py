@@ -9,10 +9,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from nemo_rl_mcore.config import RunConfig, load_config
+from nemo_rl_mcore.config.hf.pretrained import pretrained_model
 from nemo_rl_mcore.config.master import RUN_CONFIGS, DistillationMasterConfig
-from nemo_rl_mcore.config.preflight import preflight
-from nemo_rl_mcore.config.pretrained import pretrained_model
 from nemo_rl_mcore.config.sources import read_recipe
+from nemo_rl_mcore.preflight import preflight
 
 REPO = Path(__file__).parents[3]
 SUITES = REPO / "tests/test_suites"

@@ -1,12 +1,14 @@
 """Rows and samples: what a recipe counts, what the worker's API counts, and what is no whole sample."""
 
+from functools import partial
+
 import pytest
 import torch
 from fake_backend import FakeBackend, SumOfRewards, rows
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
+from nemo_rl_mcore.losses import ClippedPGLossFn, DistillationLossFn, DPOLossFn, MseValueLossFn, NLLLossFn
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.train_step import TrainStep
 
@@ -30,6 +32,25 @@ def policy():
 def test_the_config_counts_samples_and_the_api_rows(policy, loss_fn, given, wanted):
     sizes = BatchSizes.of(policy, loss_fn, *given)
     assert (sizes.gbs, sizes.mbs) == wanted
+
+
+@pytest.mark.parametrize("loss", [NLLLossFn, partial(DPOLossFn, {}), partial(ClippedPGLossFn, {})])
+def test_a_loss_that_expects_the_fused_head_needs_a_model_with_one(policy, loss):
+    BatchSizes.of(policy, loss(use_fused_linear_logprobs=True), None, None)
+    megatron = policy.megatron_cfg.model_copy(update={"use_fused_linear_logprobs": False})
+    unfused = policy.model_copy(update={"megatron_cfg": megatron})
+    BatchSizes.of(unfused, loss(), None, None)
+    with pytest.raises(
+        ValueError, match=r"LossFn was made with .* set policy\.megatron_cfg\.use_fused_linear"
+    ):
+        BatchSizes.of(unfused, loss(use_fused_linear_logprobs=True), None, None)
+
+
+def test_losses_that_have_one_head_only_take_either_argument(policy):
+    megatron = policy.megatron_cfg.model_copy(update={"use_fused_linear_logprobs": False})
+    unfused = policy.model_copy(update={"megatron_cfg": megatron})
+    for loss in (MseValueLossFn, DistillationLossFn):
+        BatchSizes.of(unfused, loss({}, use_fused_linear_logprobs=True), None, None)
 
 
 @pytest.mark.parametrize(

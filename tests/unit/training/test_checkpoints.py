@@ -14,6 +14,7 @@ from nemo_rl_mcore.training.checkpoints import (
     read_checkpoint,
     require_checkpoint,
 )
+from nemo_rl_mcore.training.checksums import read_sums, sha256, write_sums
 
 WRITER = Path(__file__).with_name("checkpoint_writer.py")
 
@@ -39,10 +40,31 @@ def test_a_checkpoint_holds_what_it_says(tmp_path):
     assert store.latest() == latest
     assert (first.step, first.metrics, first.counters) == (1, {"train/reward": 0.5}, {"total": 1})
     assert latest.metrics == {"train/reward": None}, "JSON knows no NaN"
-    assert latest.policy_folder == latest.folder / "policy"
     info = json.loads((latest.folder / "training_info.json").read_text())
     assert info["files"] == {"config.yaml": 8, "policy/weights/0.distcp": 100}
     assert names(store.root) == ["step_1", "step_2"]
+
+
+def fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def linked(path):
+    path.rename(path.with_name("real"))
+    path.symlink_to("real")
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[content.index(at) + len(at) - 1] ^= 1
+    path.write_bytes(content)
+
+
+def change(folder, how):
+    info = json.loads((folder / "training_info.json").read_text())
+    how(info)
+    (folder / "training_info.json").write_text(json.dumps(info))
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path):
@@ -59,9 +81,25 @@ def test_nothing_is_found_where_nothing_is(tmp_path):
         lambda folder: (folder / "policy/weights/0.distcp").write_bytes(b"short"),
         lambda folder: (folder / "config.yaml").unlink(),
         lambda folder: folder.rename(folder.with_name("step_7")),
+        lambda folder: (folder / "training_info.json").write_text("[" * 100_000),
+        lambda folder: fifo(folder / "training_info.json"),
+        lambda folder: fifo(folder / "config.yaml"),
+        lambda folder: change(folder, lambda info: info.update(counters={"total": [1]})),
+        lambda folder: change(folder, lambda info: info.update(step="2")),
+        lambda folder: change(folder, lambda info: info["files"].update({"/etc/hostname": 1})),
+        lambda folder: change(folder, lambda info: info["files"].update({"../step_1/config.yaml": 8})),
+        lambda folder: linked(folder / "policy"),
+        lambda folder: linked(folder / "config.yaml"),
+        lambda folder: (folder / "config.yaml").write_text("step: 3\n"),
+        lambda folder: flip(folder / "training_info.json", b'"total": 2'),
+        lambda folder: flip(folder / "SHA256SUMS", b"config"),
+        lambda folder: (folder / "SHA256SUMS").unlink(),
+        lambda folder: (folder / "SHA256SUMS").write_bytes(b"\xff"),
     ],
-    ids=["no info", "cut info", "other info", "short file", "missing file", "other step"],
-)
+    ids=["no info", "cut info", "other info", "short file", "missing file", "other step", "deep info", "pipe of info",
+         "pipe", "counters", "step", "absolute", "outside", "linked folder", "linked file", "changed file",
+         "flipped counter", "flipped name", "no sums", "no text"],
+)  # fmt: skip
 def test_the_latest_is_the_latest_whole_one(tmp_path, damage):
     store = filled(tmp_path, 0.0, 0.0)
     damage(tmp_path / "step_2")
@@ -122,7 +160,7 @@ def test_a_folder_that_is_none_is_refused_with_the_way_out(tmp_path):
     filled(tmp_path, 0.0, 0.0)
     assert require_checkpoint(tmp_path / "step_1", "key") == read_checkpoint(tmp_path / "step_1")
     with pytest.raises(
-        NotACheckpointError, match=r"^key: .* is no whole checkpoint; it holds step_1, step_2: name"
+        NotACheckpointError, match=r"^key: .* is no whole checkpoint \(.*\); it holds step_1, step_2: name"
     ):
         require_checkpoint(tmp_path, "key")
     with pytest.raises(NotACheckpointError, match="name a folder step_N of a run"):
@@ -139,7 +177,7 @@ def test_all_is_on_disk_before_the_name_says_so(tmp_path, monkeypatch):
 
     def rename(path, target):
         inodes = {part.stat().st_ino for part in (path, *path.rglob("*"))}
-        assert len(inodes) == 6
+        assert len(inodes) == 7
         assert inodes <= synced
         synced.clear()
         return plain_rename(path, target)
@@ -163,6 +201,7 @@ def before_death(root):
     (root / "tmp_step_3" / "policy" / "half").write_bytes(b"half")
 
 
+@pytest.mark.exhaustive
 def test_a_death_at_any_call_to_the_filesystem_leaves_the_newest_checkpoint_whole(tmp_path):
     before_death(tmp_path / "undisturbed")
     calls = int(run_writer(tmp_path / "undisturbed", 0).stdout)
@@ -182,3 +221,53 @@ def test_a_death_at_any_call_to_the_filesystem_leaves_the_newest_checkpoint_whol
         assert not [name for name in names(root) if not name.startswith("step_")]
     assert newest == sorted(newest)
     assert set(newest) == {2, 3, 4}
+
+
+def test_leftovers_that_are_no_folders_are_removed_and_what_they_point_to_stays(tmp_path):
+    store = filled(tmp_path, 0.0)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "tmp_step_2").write_text("a file")
+    (tmp_path / "tmp_step_3").symlink_to("kept")
+    (tmp_path / "tmp_deleted_step_4").symlink_to("gone")
+    assert store.begin_after(1) == []
+    assert names(tmp_path) == ["kept", "step_1"]
+
+
+def without_checksums(folder):
+    """What an older version wrote."""
+    change(folder, lambda info: info.pop("checksums"))
+    (folder / "SHA256SUMS").unlink()
+
+
+def test_a_checkpoint_of_an_older_version_has_no_checksums_and_is_whole(tmp_path):
+    store = filled(tmp_path, 0.0)
+    assert store.latest().has_checksums
+    without_checksums(tmp_path / "step_1")
+    assert not store.latest().has_checksums
+
+
+def test_checksums_are_compared_unless_that_is_turned_off(tmp_path):
+    filled(tmp_path, 0.0)
+    (tmp_path / "step_1" / "config.yaml").write_text("step: 9\n")
+    with pytest.raises(
+        NotACheckpointError, match=r"config.yaml is not what was written: its SHA-256 differs"
+    ):
+        require_checkpoint(tmp_path / "step_1", "key")
+    assert require_checkpoint(tmp_path / "step_1", "key", verify_checksums=False).step == 1
+    assert CheckpointStore(tmp_path, verify_checksums=False).latest().step == 1
+
+
+def test_sha256sum_reads_the_list(tmp_path):
+    filled(tmp_path, 0.0)
+    subprocess.run(["sha256sum", "--quiet", "-c", "SHA256SUMS"], cwd=tmp_path / "step_1", check=True)
+
+
+def test_a_list_inside_vouches_for_its_own_files(tmp_path):
+    with CheckpointStore(tmp_path).writing(1, {}, {}) as folder:
+        (folder / "policy").mkdir()
+        (folder / "policy" / "state.json").write_text("{}")
+        write_sums(folder / "policy", {"state.json": sha256(folder / "policy" / "state.json")})
+    assert sorted(read_sums(tmp_path / "step_1")) == ["policy/SHA256SUMS", "training_info.json"]
+    flip(tmp_path / "step_1" / "policy" / "SHA256SUMS", b"state")
+    with pytest.raises(NotACheckpointError, match="policy/SHA256SUMS is not what was written"):
+        read_checkpoint(tmp_path / "step_1")

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -17,15 +18,20 @@ from processes import ProcessWatch
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.failures import RankIdentity
 
 DRIVER = """
 import os, sys, time
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.worker_group import RayWorkerGroup, WorkerError
+from nemo_rl_mcore.workers.failures import RankIdentity
+from nemo_rl_mcore.workers.failures import WorkerError
+from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
 class Rank:
+    def rank(self):
+        return os.environ["RANK"]
     def hang(self):
         time.sleep(600)
 
@@ -115,7 +121,63 @@ def test_a_session_listens_on_the_loopback_only_and_leaves_nothing(start_driver:
     assert addresses <= {LOOPBACK_V4, LOOPBACK_V4_IN_V6}
     code, output, errors = driver.wait()
     assert (code, output, errors) == (0, "left\n", "")
-    assert driver.watch.all_gone(within_s=5)
+    assert driver.watch.all_gone(within_s=5), driver.watch.alive()
+
+
+def servers(driver: Driver, name: str) -> int:
+    """The process of Ray with that name."""
+    [pid] = [pid for pid, title in driver.watch.alive().items() if Path(title.split()[0]).name == name]
+    return pid
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_a_dead_server_of_ray_is_named_and_ends_the_run(start_driver: type[Driver], server: str) -> None:
+    driver = start_driver("group.run_all('hang')")
+    driver.wait_until_ready()
+    os.kill(servers(driver, server), signal.SIGKILL)
+    code, _, errors = driver.wait(
+        timeout_s=40
+    )  # told within 2 s; then Ray takes its time to leave a dead session
+    assert code == 1
+    assert f"WorkerError: hang did not end: Ray's {server} (pid " in errors
+    assert driver.watch.all_gone(within_s=5), driver.watch.alive()
+
+
+@pytest.mark.exhaustive
+def test_signals_to_the_whole_process_group_reach_the_driver_alone(start_driver: type[Driver]) -> None:
+    arm = "signal.signal(number, lambda *_: print('signalled', flush=True))"
+    driver = start_driver(
+        f"import signal; [{arm} for number in (signal.SIGTERM, signal.SIGHUP)]; print('armed', flush=True); "
+        "sys.stdin.readline(); print('all there' if group.run_all('rank') else '', flush=True)"
+    )
+    driver.wait_until_ready()
+    assert driver.next_line() == "armed"
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        os.killpg(driver.process.pid, number)
+        assert driver.next_line() == "signalled"
+    code, output, errors = driver.wait()
+    assert (code, output, errors) == (0, "all there\nleft\n", "")
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Ray's sockets have no room for pytest's."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.exhaustive
+def test_the_folder_of_a_session_is_private_and_goes_with_it(
+    start_driver: type[Driver], short_folder: Path
+) -> None:
+    driver = start_driver("sys.stdin.readline()", RAY_TMPDIR=str(short_folder))
+    driver.wait_until_ready()
+    [folder] = short_folder.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [*folder.glob("ray/session_*/logs")]
+    assert driver.wait()[0] == 0
+    assert [*short_folder.iterdir()] == []
 
 
 @pytest.mark.exhaustive
@@ -123,15 +185,17 @@ def test_ctrl_c_stops_the_session_cleanly(start_driver: type[Driver]) -> None:
     driver = start_driver("group.run_all('hang')")
     driver.wait_until_ready()
     time.sleep(0.5)
-    os.killpg(driver.process.pid, signal.SIGINT)  # a terminal sends it to the whole foreground group
+    for _ in range(2):  # the first one waits for the call to return
+        os.killpg(driver.process.pid, signal.SIGINT)  # a terminal sends it to the whole foreground group
+        time.sleep(0.5)
     code, _, errors = driver.wait(timeout_s=15)
     assert code == -signal.SIGINT
     assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"
     assert errors.count("Traceback") == 1
-    assert driver.watch.all_gone(within_s=5)
+    assert driver.watch.all_gone(within_s=5), driver.watch.alive()
 
 
-@pytest.mark.quick_cases("1.5")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("delay_s", [0.5, 1.5])
 def test_ctrl_c_while_ray_starts_leaves_nothing(start_driver: type[Driver], delay_s: float) -> None:
     driver = start_driver("sys.stdin.readline()")
@@ -152,8 +216,7 @@ def test_a_killed_driver_takes_its_session_along(start_driver: type[Driver]) -> 
     driver.wait_until_ready()
     assert len(driver.watch.alive()) >= 5
     driver.process.kill()
-    # The raylet's two agents notice its death by themselves, at Ray's own pace; they hold no GPU and no rank.
-    assert driver.watch.all_gone(within_s=15, but={"ray::DashboardAgent", "ray::RuntimeEnvAgent"})
+    assert driver.watch.all_gone(within_s=15)
 
 
 def test_a_session_of_the_process_is_used_and_left_alone(cluster: RayCluster) -> None:
@@ -162,6 +225,24 @@ def test_a_session_of_the_process_is_used_and_left_alone(cluster: RayCluster) ->
         assert len(second.place_ranks().slots) == 1
     assert ray.is_initialized()
     assert ray.get_runtime_context().get_job_id() == before
+
+
+def test_a_session_that_is_shared_protects_the_ranks_of_both(cluster: RayCluster) -> None:
+    other = cluster.shared_with(ClusterConfig(cpu_workers_per_node=1))
+    assert len(other.place_ranks().slots) == 1
+    assert other.log_dir == cluster.log_dir is not None
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        stopped = other.process_state(RankIdentity("here", process.pid, ""))
+        assert stopped == cluster.process_state(RankIdentity("here", process.pid, "")) != ""
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.raises(RunStoppedError, match=r"cluster\.gpus_per_node=4 does not fit"):
+        cluster.shared_with(ClusterConfig(gpus_per_node=4))
+    assert ray.is_initialized()
 
 
 @pytest.mark.usefixtures("cluster")

@@ -2,6 +2,8 @@ import pytest
 from ray.util.placement_group import PlacementGroup
 
 from nemo_rl_mcore.config import ClusterConfig, GenerationConfig
+from nemo_rl_mcore.config.vllm import ColocatedConfig
+from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster
 from nemo_rl_mcore.workers.engine_placement import place_engines, transport_of
 
@@ -10,6 +12,13 @@ GPUS = tuple(f"GPU-{number}" for number in range(8))
 
 def generation(**keys):
     return GenerationConfig.model_validate({"backend": "vllm", "max_new_tokens": 4, **keys})
+
+
+def kind(cpu_engines=1, gpus=1):
+    return EngineKind(
+        name="tiny", engine=object, settings=None, environment={"ENGINES_OWN": "1"}, cpu_engines=cpu_engines,
+        gpus=gpus, sleeps=False, bucket_bytes=64, section="", start_timeout_s=1, call_timeout_s=1, max_restarts=0,
+    )  # fmt: skip
 
 
 APART = {"colocated": {"enabled": False, "resources": {"gpus_per_node": 2}}}
@@ -34,18 +43,19 @@ def test_the_transport_follows_the_machines(cluster, keys, transport):
 def test_engines_on_cpu_are_processes_of_their_own(monkeypatch):
     monkeypatch.setenv("WORKERS_TEST_TOKEN", "hunter2")
     cluster = RayCluster(ClusterConfig())
-    placed = place_engines(cluster, generation(vllm_cfg={"cpu_engines": 2}), Placement(()), [])
+    placed = place_engines(cluster, kind(cpu_engines=2), ColocatedConfig(), Placement(()), [])
     assert [slot.rank for slot in placed.slots] == [0, 1]
     for slot in placed.slots:
         assert slot.options["num_gpus"] == 0
         assert slot.environment["GLOO_SOCKET_IFNAME"] == "lo"
+        assert slot.environment["ENGINES_OWN"] == "1"
         assert "WORKERS_TEST_TOKEN" not in slot.environment
 
 
 def test_colocated_engines_see_the_gpus_of_consecutive_ranks_of_one_machine():
     cluster = RayCluster(ClusterConfig(num_nodes=2, gpus_per_node=4))
     ranks = Placement((), PlacementGroup.empty())
-    placed = place_engines(cluster, generation(vllm_cfg={"tensor_parallel_size": 2}), ranks, GPUS)
+    placed = place_engines(cluster, kind(gpus=2), ColocatedConfig(), ranks, GPUS)
     seen = [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in placed.slots]
     assert seen == ["GPU-0,GPU-1", "GPU-2,GPU-3", "GPU-4,GPU-5", "GPU-6,GPU-7"]
     nodes = [slot.options["scheduling_strategy"].placement_group_bundle_index for slot in placed.slots]
@@ -57,7 +67,7 @@ def test_colocated_engines_see_the_gpus_of_consecutive_ranks_of_one_machine():
 def test_a_second_model_shares_the_gpus_of_the_first_rank_by_rank():
     cluster = RayCluster(ClusterConfig(gpus_per_node=4))
     first = Placement((), PlacementGroup.empty())
-    placed = cluster.place_beside(first, GPUS[:4])
+    placed = cluster.place_colocated(first, GPUS[:4])
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in placed.slots] == [*GPUS[:4]]
     assert {slot.options["num_gpus"] for slot in placed.slots} == {0}
     assert [slot.environment["RANK"] for slot in placed.slots] == ["0", "1", "2", "3"]

@@ -4,7 +4,6 @@ import os
 import pytest
 
 from nemo_rl_mcore.workers.environment import (
-    engine_environment,
     only_environment,
     rank_environment,
     session_environment,
@@ -70,20 +69,3 @@ def test_a_local_session_stays_off_the_network_and_in_the_drivers_environment_un
     chosen = {name: "1"}
     set_ray_import_switches(chosen)
     assert chosen[name] == "1"
-
-
-def test_an_engine_gets_vllms_own_variables_and_defaults_that_they_override():
-    driver = {
-        "VLLM_LOGGING_LEVEL": "DEBUG",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "SECRET": "s",
-        "NCCL_DEBUG": "INFO",
-    }
-    found = engine_environment(driver, on_cpu=True)
-    assert found["VLLM_LOGGING_LEVEL"] == "DEBUG"
-    assert found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "the engine ends with its actor"
-    assert found["NCCL_DEBUG"] == "INFO"
-    assert found["HF_HUB_OFFLINE"] == "1"
-    assert found["CUDA_VISIBLE_DEVICES"] == ""
-    assert "SECRET" not in found
-    assert "TORCHDYNAMO_DISABLE" not in engine_environment(driver, on_cpu=False)

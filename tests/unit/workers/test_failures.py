@@ -1,11 +1,16 @@
+from dataclasses import replace
 from pathlib import Path
 
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from nemo_rl_mcore.errors import PeerLostError
 from nemo_rl_mcore.workers.failures import (
+    Call,
     RankFailure,
     RankIdentity,
+    Stall,
     describe,
+    describe_stall,
     identity_in,
     root_cause,
     stderr_tail,
@@ -21,9 +26,46 @@ def died(rank: int) -> RankFailure:
     return RankFailure(rank, RankIdentity("node7", 40 + rank, f"worker{rank}"), ActorDiedError())
 
 
+def hung(rank: int) -> Stall:
+    identity = RankIdentity("node7", 40 + rank, f"worker{rank}")
+    return Stall(rank, identity, doing="microbatch 3", stack="in all_reduce")
+
+
 def test_the_first_to_raise_is_the_root_cause() -> None:
     failures = [raised(3, ValueError("first")), raised(0, RuntimeError("gloo: connection closed"))]
     assert root_cause(failures).rank == 3
+
+
+def test_an_error_taken_over_from_another_rank_is_no_root_cause() -> None:
+    failures = [raised(0, ValueError("rank 1: bad row")), raised(1, ValueError("bad row"))]
+    assert root_cause(failures).rank == 1
+
+
+def test_the_rank_that_the_others_waited_for_comes_first() -> None:
+    waited = raised(0, PeerLostError("rank 0 waited in vain for the other ranks before train"))
+    lines = describe([waited], [hung(2)], "train (step 4)", None).splitlines()
+    assert lines[:3] == [
+        "rank 2 (host node7, pid 42) did not return from train (step 4): it last began 'microbatch 3'",
+        "after it:",
+        "  rank 0: PeerLostError: rank 0 waited in vain for the other ranks before train",
+    ]
+
+
+def test_a_rank_that_does_not_answer_comes_before_those_that_wait_for_it() -> None:
+    waited = raised(2, PeerLostError("rank 2 waited in vain for the other ranks before train"))
+    at_the_meeting = replace(hung(0), stack="in raise_together")
+    silent = Stall(3, None, silent=": its process is stopped")
+    first, *_ = describe([waited], [at_the_meeting, silent], "train (step 4)", None).splitlines()
+    assert (
+        first
+        == "rank 3 (starting) did not return from train (step 4): it does not answer: its process is stopped"
+    )
+    first, *_ = describe_stall([at_the_meeting, hung(1)], 4, Call("train", "", 30)).splitlines()
+    assert first.startswith("train made no progress for 30 s: stopped rank 1 ")
+
+
+def test_an_error_whose_text_is_quoted_is_known_as_another_ranks_too() -> None:
+    assert root_cause([raised(0, KeyError("rank 1: 'x'")), raised(1, KeyError("x"))]).rank == 1
 
 
 def test_a_death_comes_before_the_errors_it_causes() -> None:
@@ -32,16 +74,30 @@ def test_a_death_comes_before_the_errors_it_causes() -> None:
 
 def test_describe_tells_the_root_in_full_and_the_others_in_a_line() -> None:
     failures = [raised(1, ValueError("bad row\nmore")), raised(0, RuntimeError("gloo: closed"))]
-    assert describe(failures, [2], "train (step 4)", None).splitlines() == [
+    assert describe(failures, [hung(2)], "train (step 4)", None).splitlines() == [
         "rank 1 (host node7, pid 41) failed in train (step 4): ValueError: bad row",
         "after it:",
         "  rank 0: RuntimeError: gloo: closed",
-        "  rank 2: still waiting, stopped",
+        "  rank 2: still waiting, stopped; it last began 'microbatch 3'",
         "--- rank 1, as reported ---",
         "Traceback",
         "  frame",
         "ValueError: bad row",
         "more",
+        "--- rank 2, where it stood ---",
+        "in all_reduce",
+    ]
+
+
+def test_a_stall_names_deadline_key_and_what_each_rank_was_at() -> None:
+    call = Call("train", "step 4", 30, "policy.call_timeout_s")
+    silent = Stall(1, None, silent=": its process is stopped")
+    assert describe_stall([silent, hung(2)], 4, call).splitlines() == [
+        "train (step 4) made no progress for 30 s (policy.call_timeout_s): stopped rank 1 (starting), which does not "
+        "answer: its process is stopped, rank 2 (host node7, pid 42), which last began 'microbatch 3'; 2 of 4 ranks "
+        "returned",
+        "--- rank 2, where it stood ---",
+        "in all_reduce",
     ]
 
 

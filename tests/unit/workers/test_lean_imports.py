@@ -18,7 +18,7 @@ import torch
 from nemo_rl_mcore import accelerator
 accelerator.install()
 import tiny
-from nemo_rl_mcore.workers import weight_sync
+from nemo_rl_mcore.generation.refit import sender
 
 class Nobody:
     def load_bucket(self, message):
@@ -34,7 +34,7 @@ for fused in (False, True):
     assert worker.train(batch, tiny.grpo_loss(fused=fused))["update_successful"]
 worker.save_checkpoint(sys.argv[2] + "/saved")
 worker.load_checkpoint(sys.argv[2] + "/saved")
-worker.connect_engines(Nobody(), weight_sync.RefitSettings("shared_memory", 1 << 20, 60.0))
+worker.connect_engines(Nobody(), sender.RefitSettings("shared_memory", 1 << 20, 60.0))
 assert worker.send_weights() == len(worker.prepare_refit_info())
 tiny.leave()
 worker.shutdown()

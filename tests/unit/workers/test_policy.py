@@ -1,6 +1,7 @@
 """The driver's handle of a model: what each rank is sent, and what becomes of the answers. The ranks are a fake."""
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -29,23 +30,28 @@ class Ranks:
         self.shared += 1
         return value
 
-    def run_all(self, method: str, *, context: str = "", **kwargs: Any) -> list[Any]:
+    def run_all(
+        self,
+        method: str,
+        *,
+        per_rank_kwargs: Sequence[dict[str, Any]] = (),
+        answering: Collection[int] | None = None,
+        context: str = "",
+        **kwargs: Any,
+    ) -> list[Any]:
         if method == "data_parallel_rank":
             return self.shards
-        self.calls.append((method, [kwargs] * len(self.shards)))
-        return [f"{method} of rank {rank}" for rank in range(len(self.shards))]
-
-    def run_each(
-        self, method: str, *, per_rank_kwargs: list[dict[str, Any]], context: str = "", **kwargs: Any
-    ) -> list[Any]:
-        self.calls.append((method, [kwargs | own for own in per_rank_kwargs]))
-        if method in ("train", "train_microbatch"):
-            return [f"{method} of rank {rank}" for rank in range(len(self.shards))]
-        # Every rank answers; only the first of a shard is asked for.
+        own = per_rank_kwargs or [{}] * len(self.shards)
+        self.calls.append((method, [kwargs | of_rank for of_rank in own]))
+        answers = [self.answer(method, rank, of_rank) for rank, of_rank in enumerate(own)]
         return [
-            BatchedDataDict(logprobs=own["data"]["row"].float() + 1000 * self.shards[:rank].count(shard))
-            for rank, (shard, own) in enumerate(zip(self.shards, per_rank_kwargs, strict=True))
+            answer if answering is None or rank in answering else None for rank, answer in enumerate(answers)
         ]
+
+    def answer(self, method: str, rank: int, own: dict[str, Any]) -> Any:
+        if method != "get_logprobs":
+            return f"{method} of rank {rank}"
+        return BatchedDataDict(logprobs=own["data"]["row"].float())
 
     def shutdown(self) -> None: ...
 

@@ -21,12 +21,10 @@ class Ranks:
     def share(self, value):
         return value
 
-    def run_all(self, method, **_options):
+    def run_all(self, method, *, per_rank_kwargs=(), **_options):
+        assert not per_rank_kwargs, f"rows were sent for {method}"
         self.calls.append(method)
         return [0, 1]
-
-    def run_each(self, method, **_options):
-        raise AssertionError(f"rows were sent for {method}")
 
 
 @pytest.fixture

@@ -10,17 +10,24 @@ from typing import Any
 import pytest
 import ray
 
+from nemo_rl_mcore import progress
 from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.worker_group import RayWorkerGroup, WorkerError
+from nemo_rl_mcore.workers.failures import WorkerError
+from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
 # pytest's module names mean nothing to a worker.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Rank:
-    def __init__(self, greeting: str = "", *, fail_on: int = -1, hang_on: int = -1) -> None:
+    def __init__(
+        self, greeting: str = "", *, fail_on: int = -1, hang_on: int = -1, work_s: float = 0
+    ) -> None:
         self.rank = int(os.environ["RANK"])
         self.greeting = greeting
+        self.token = os.environ.get("HF_TOKEN")
+        if work_s:
+            self.work(int(work_s / 0.3), 0.3)
         if self.rank == fail_on:
             raise ValueError("this rank refuses its config")
         if self.rank == hang_on:
@@ -32,6 +39,10 @@ class Rank:
     def combine(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return self.rank, args, kwargs
 
+    def count(self) -> int:
+        self.counted = vars(self).get("counted", 0) + 1
+        return self.counted
+
     def fail(self, on: list[int]) -> int:
         if self.rank in on:
             raise KeyError(f"rank {self.rank} has no such row")
@@ -41,6 +52,15 @@ class Rank:
         if self.rank in on:
             time.sleep(600)
         return self.rank
+
+    def work(self, pieces: int, pause_s: float) -> int:
+        for piece in range(pieces):
+            progress.advance(f"piece {piece}")
+            time.sleep(pause_s)
+        return self.rank
+
+    def token_at_construction(self) -> str | None:
+        return self.token
 
     def crash(self, on: int) -> None:
         if self.rank == on:
@@ -56,6 +76,8 @@ class GlooRank(Rank):
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        if self.rank == 0:
+            os.close(int(os.environ["MASTER_LISTEN_FD"]))  # torch binds the port itself here
         dist.init_process_group("gloo")
 
     def all_reduce(self, action: str = "", on: int = -1) -> float:
@@ -145,22 +167,25 @@ def test_run_all_sends_the_same_to_all_and_answers_in_order(steady: RayWorkerGro
     ]
 
 
-def test_run_each_sends_every_rank_its_own(steady: RayWorkerGroup) -> None:
-    assert steady.run_each("combine", [(10,), (20,)], common=7) == [
-        (0, (10,), {"common": 7}),
-        (1, (20,), {"common": 7}),
-    ]
-    assert steady.run_each("combine", per_rank_kwargs=[{"data": "a"}, {"data": "b"}], common=7) == [
-        (0, (), {"common": 7, "data": "a"}),
-        (1, (), {"common": 7, "data": "b"}),
+def test_every_rank_is_sent_its_own_arguments_and_what_is_common_to_all(steady: RayWorkerGroup) -> None:
+    assert steady.run_all("combine", 5, per_rank_kwargs=[{"data": "a"}, {"data": "b"}], common=7) == [
+        (0, (5,), {"common": 7, "data": "a"}),
+        (1, (5,), {"common": 7, "data": "b"}),
     ]
 
 
-def test_run_each_counts_the_ranks(steady: RayWorkerGroup) -> None:
-    with pytest.raises(ValueError, match="combine: per_rank_args has 3 entries for 2 ranks"):
-        steady.run_each("combine", [(1,), (2,), (3,)])
+def test_the_ranks_with_arguments_of_their_own_are_counted(steady: RayWorkerGroup) -> None:
     with pytest.raises(ValueError, match="combine: per_rank_kwargs has 1 entries for 2 ranks"):
-        steady.run_each("combine", per_rank_kwargs=[{}])
+        steady.run_all("combine", per_rank_kwargs=[{}])
+
+
+def test_a_rank_whose_answer_nobody_wants_runs_the_method_and_ships_nothing(steady: RayWorkerGroup) -> None:
+    before = steady.run_all("count")
+    assert steady.run_all("count", answering=[1]) == [None, before[1] + 1]
+    assert steady.run_all("count", answering=[]) == [None, None]
+    assert steady.run_all("count") == [count + 3 for count in before]
+    error, _ = timed_error(lambda: steady.run_all("fail", on=[0], answering=[]))
+    assert (error.rank, error.usable) == (0, True)
 
 
 def test_when_every_rank_raises_the_group_stays_usable(steady: RayWorkerGroup) -> None:
@@ -199,6 +224,7 @@ def test_one_rank_raises_while_its_peer_waits_in_a_collective(make_group: Any) -
     assert "NaN in the loss" in str(again)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_is_the_root_cause(make_group: Any) -> None:
     group = make_group(GlooRank)
     error, seconds = timed_error(lambda: group.run_all("all_reduce", "kill", on=0, context="step 5"))
@@ -221,11 +247,49 @@ def test_a_deadline_names_what_it_waited_for(make_group: Any) -> None:
     error, seconds = timed_error(lambda: group.run_all("hang", on=[1], context="step 7", timeout_s=1.5))
     assert 1.4 < seconds < 4
     assert error.rank == -1
+    first, *rest = str(error).splitlines()
+    rank = f"rank 1 ({group.identities[1]})"
     expected = (
-        f"hang (step 7) did not return within 1.5 s on rank 1 ({group.identities[1]}), now stopped; 1 of 2"
+        f"hang (step 7) made no progress for 1.5 s: stopped {rank}, which last began 'starting'; 1 of 2"
     )
-    assert expected in str(error)
+    assert first.startswith(expected)
+    assert rest[0] == "--- rank 1, where it stood ---"
+    assert rest[-1].strip() == "time.sleep(600)"
     assert becomes_true(lambda: not running(group.identities[1].pid))
+
+
+def test_a_call_may_take_longer_than_its_deadline_while_it_makes_progress(steady: RayWorkerGroup) -> None:
+    assert steady.run_all("work", pieces=12, pause_s=0.3, timeout_s=1.5) == [0, 1]
+
+
+@pytest.mark.exhaustive
+def test_a_start_may_take_longer_than_its_deadline_while_it_makes_progress(cluster: RayCluster) -> None:
+    with RayWorkerGroup(Rank, cluster, (), {"work_s": 18}, start_timeout_s=12) as group:
+        assert group.run_all("combine", timeout_s=5) == [(0, (), {}), (1, (), {})]
+
+
+def test_a_stopped_rank_is_named_and_ended(make_group: Any) -> None:
+    group = make_group(Rank)
+    pid = group.identities[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    error, seconds = timed_error(lambda: group.run_all("combine", timeout_s=2, context="step 8"))
+    assert seconds < 7
+    first_line = str(error).splitlines()[0]
+    rank = f"rank 1 ({group.identities[1]})"
+    assert first_line.startswith(
+        f"combine (step 8) made no progress for 2 s: stopped {rank}, which does not answer: "
+    )
+    assert "its process is stopped; 1 of 2 ranks returned" in first_line
+    assert becomes_true(lambda: not running(pid))
+
+
+def test_a_secret_is_there_for_the_constructor_and_nowhere_else(cluster: RayCluster) -> None:
+    with RayWorkerGroup(Rank, cluster, secrets={"HF_TOKEN": "hf_hunter2"}) as group:
+        assert group.run_all("token_at_construction") == ["hf_hunter2"] * 2
+        assert all("HF_TOKEN" not in environment for environment in group.run_all("environment"))
+    assert cluster.log_dir is not None
+    for log in cluster.log_dir.rglob("*"):
+        assert not log.is_file() or b"hf_hunter2" not in log.read_bytes(), log
 
 
 def test_a_constructor_that_fails_names_its_rank(cluster: RayCluster) -> None:
@@ -236,9 +300,14 @@ def test_a_constructor_that_fails_names_its_rank(cluster: RayCluster) -> None:
     assert "Rank() (start of the workers): ValueError: this rank refuses its config" in str(error)
 
 
+@pytest.mark.exhaustive
 def test_a_constructor_that_hangs_meets_a_deadline(cluster: RayCluster) -> None:
-    error, _ = timed_error(lambda: RayWorkerGroup(Rank, cluster, (), {"hang_on": 0}, start_timeout_s=4))
-    assert "Rank() (start of the workers) did not return within 4 s on rank 0 (starting)" in str(error)
+    error, _ = timed_error(lambda: RayWorkerGroup(Rank, cluster, (), {"hang_on": 0}, start_timeout_s=12))
+    assert (
+        "Rank() (start of the workers) made no progress for 12 s: stopped rank 0 (host 127.0.0.1, pid "
+        in str(error)
+    )
+    assert "time.sleep(600)" in str(error)
 
 
 def test_a_second_group_has_its_own_rendezvous_and_its_own_end(

@@ -1,0 +1,82 @@
+"""What every algorithm is: a step, and a validation, over the parts that a run gives it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.interfaces import PolicyInterface
+from nemo_rl_mcore.observability import Sample
+
+
+class StepObserver(Protocol):
+    """What watches the run: timed phases, metrics, samples."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Time a phase of the step."""
+        ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a finished step."""
+        ...
+
+    def add_samples(self, samples: Iterable[Sample]) -> None:
+        """Keep answers for the report."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step was.
+
+    metrics: its numbers. skip_reasons: of its optimizer steps in order, None for one that was applied.
+    batch: what it trained on.
+    """
+
+    metrics: dict[str, float]
+    skip_reasons: Sequence[str | None]
+    batch: BatchedDataDict
+
+
+@dataclass(frozen=True)
+class Algorithm[Config: RunConfig](ABC):
+    """An algorithm over its parts; `TrainingLoop` runs it.
+
+    A subclass writes `step`, and extends `validate` where there is more to judge than the policy's answers. A further
+    model is a field of its own.
+    """
+
+    config: Config
+    policy: PolicyInterface
+    collector: RolloutCollector
+    prompts: PromptSource
+    observer: StepObserver
+
+    @abstractmethod
+    def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
+        """Train the models one step further.
+
+        `begin_update` is called before the first change of a weight: until then the step may be dropped, and from
+        then on a stop waits until it is finished and recorded. The engine sleeps when its answers are there.
+        """
+
+    def validate(self, step: int) -> dict[str, float]:
+        """The greedy answers to the held-out prompts: mean reward and share of full marks; the engine then sleeps."""
+        loop = self.config.loop
+        prompts = self.prompts.validation(loop.max_val_samples)
+        rewards: list[float] = []
+        for start in range(0, len(prompts), loop.val_batch_size):
+            asked = prompts[start : start + loop.val_batch_size]
+            rollout = self.collector.collect(asked, 1, step=step, greedy=True)
+            self.observer.add_samples(rollout.one_sample_a_prompt(step))
+            rewards += rollout.batch["rewards"].tolist()
+        self.collector.generation.offload()
+        perfect = sum(reward >= 1.0 for reward in rewards) / len(rewards)
+        return {"validation/reward": sum(rewards) / len(rewards), "validation/accuracy": perfect}

@@ -1,0 +1,129 @@
+"""Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `generate` samples.
+
+Nothing heavy is imported here: a mistake in a recipe is reported before torch, Ray or Megatron start.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from nemo_rl_mcore import __version__
+from nemo_rl_mcore.config import ConfigError, RunConfig, load_config
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.output import BestEffortStream, write_line
+from nemo_rl_mcore.preflight import Plan, preflight
+from nemo_rl_mcore.preflight.saved_run import load_recipe_of
+from nemo_rl_mcore.training.checkpoints import NotACheckpointError, require_checkpoint
+
+EXIT_CONFIG_ERROR = 2
+"""Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
+
+
+def run_command(arguments: Sequence[str] | None) -> int:
+    """Run the command of a command line (None: of the process); see `cli.main`."""
+    options, overrides = _parse(arguments)
+    try:
+        config = _load(options, overrides)
+        of_a_run = options.command not in ("generate", "export")
+        plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run)
+    except (ConfigError, NotACheckpointError) as error:
+        write_line(sys.stderr, str(error))
+        return EXIT_CONFIG_ERROR
+    match options.command:
+        case "check":
+            return _check(plan)
+        case "generate":
+            return _generate(config, options)
+        case "export":
+            return _export(config, options)
+        case _:
+            return _run(config)
+
+
+def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="nemo-rl-mcore", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, purpose in (
+        *((name, f"check a recipe with a section {name}, then run it") for name in RUN_CONFIGS),
+        ("check", "check a recipe and print the resolved plan: layout, batches, guardrails, memory"),
+    ):
+        command = _add_command(commands, name, purpose)
+        command.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
+    generate = _add_command(commands, "generate", "answer prompts with the weights of a checkpoint")
+    generate.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
+    generate.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="may be repeated; left out, held-out prompts",
+    )
+    generate.add_argument(
+        "--greedy", action="store_true", help="take the likeliest token instead of sampling"
+    )
+    export = _add_command(commands, "export", "write the weights of a checkpoint as a Hugging Face folder")
+    export.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
+    export.add_argument(
+        "--output", required=True, metavar="DIR", help="the folder to write; it must not exist"
+    )
+    # argparse takes one group of overrides; those on the other side of --config come back as unknown.
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [text for text in rest if text.startswith("-")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options, [*options.overrides, *rest]
+
+
+def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=purpose, description=purpose, allow_abbrev=False
+    )
+    command.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="Hydra's grammar: a.b=c, +new=1, ~gone"
+    )
+    return command
+
+
+def _load(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
+    if "checkpoint" in options:
+        # Its checksums are compared when the recipe has said whether they are to be.
+        found = require_checkpoint(Path(options.checkpoint), "--checkpoint", verify_checksums=False)
+        return load_recipe_of(found.folder, overrides)
+    config = load_config(options.config, overrides)
+    if options.command in RUN_CONFIGS and options.command != config.algorithm:
+        what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
+        raise ConfigError([Problem(options.config, what, f"call nemo-rl-mcore {config.algorithm}")])
+    return config
+
+
+def _check(plan: Plan) -> int:
+    from rich.console import Console
+
+    from nemo_rl_mcore.preflight.render import render
+
+    console = Console(highlight=False, file=cast(TextIO, BestEffortStream(sys.stdout)))
+    console.print(render(plan), soft_wrap=True)
+    return 0
+
+
+def _run(config: RunConfig) -> int:
+    # Brings in Ray and torch, which the preflight does without.
+    from nemo_rl_mcore.launch import run
+
+    return run(config)
+
+
+def _generate(config: RunConfig, options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.generate import run_generate
+
+    return run_generate(config, options.prompt, greedy=options.greedy)
+
+
+def _export(config: RunConfig, options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.export import run_export
+
+    return run_export(config, options.output)

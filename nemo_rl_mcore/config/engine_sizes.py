@@ -1,0 +1,37 @@
+"""Bytes that a vLLM engine gets: a bucket of weights on their way to it, and its key-value cache on CPU."""
+
+from nemo_rl_mcore.config.policy import PolicyConfig
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_DEFAULT_BUCKET_BYTES = 64 << 20
+_CPU_CACHE_SEQUENCES = 64
+"""Sequences of full length that the key-value cache on CPU has room for by default; more wait their turn."""
+
+
+def largest_weight_bytes(policy: PolicyConfig) -> int:
+    """Bytes of the largest tensor that a refit sends."""
+    model = policy.model
+    rows = max(model.vocab_size, model.ffn_size, model.num_attention_heads * model.head_dim)
+    return rows * model.hidden_size * _BYTES[policy.precision]
+
+
+def refit_bucket_bytes(policy: PolicyConfig) -> int:
+    """Size of a bucket: what is asked for, or 64 MiB, and in any case the largest tensor."""
+    return max(policy.generation.refit_bucket_bytes or _DEFAULT_BUCKET_BYTES, largest_weight_bytes(policy))
+
+
+def cpu_cache_bytes(policy: PolicyConfig) -> int:
+    """Size of the key-value cache on CPU."""
+    vllm, model = policy.generation.vllm_cfg, policy.model
+    if vllm.kv_cache_memory_bytes is not None:
+        return vllm.kv_cache_memory_bytes
+    block = 128  # tokens; the cache is cut into whole blocks
+    length = -(-(vllm.max_model_len or policy.max_total_sequence_length) // block) * block
+    token = (
+        2
+        * model.num_layers
+        * model.query_groups
+        * model.head_dim
+        * _BYTES[vllm.precision or policy.precision]
+    )
+    return _CPU_CACHE_SEQUENCES * length * token

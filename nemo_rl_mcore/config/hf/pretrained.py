@@ -1,0 +1,135 @@
+"""What `policy.model_name` settles: the architecture, and the tokenizer where none is named."""
+
+from collections.abc import Mapping
+from typing import cast
+
+from pydantic import ValidationError
+
+from nemo_rl_mcore.config.base import DEFER, ConfigError, Problem
+from nemo_rl_mcore.config.hf.hf_config import HFConfig, model_config_from_hf
+from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
+from nemo_rl_mcore.config.hf.known_models import KNOWN_MODELS
+from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.strict_json import read_json
+
+Section = dict[str, object]
+
+MODEL_NAME = "model_name"
+OF_TRAINING = frozenset(
+    (
+        *("init_method_std", "moe_aux_loss_coeff", "moe_router_load_balancing_type", "moe_router_dtype"),
+        *("moe_router_bias_update_rate", "mtp_loss_scaling_factor"),
+    )
+)
+"""Fields of policy.model that the weights say nothing about."""
+
+
+def fill_from_model_name(
+    policy: Mapping[str, object], *, tokenizer: bool = True
+) -> tuple[Section, list[Problem]]:
+    """Complete a policy section by what its `model_name` says; paths of problems are relative to the section.
+
+    tokenizer: whether the section has one, which then is the model's where it names none.
+    """
+    section = dict(policy)
+    name = section.get(MODEL_NAME)
+    if not isinstance(name, str):
+        return section, []
+    named = section.get("tokenizer", {})
+    if tokenizer and isinstance(named, Mapping):
+        section["tokenizer"] = {"name": name, **cast("Section", named)}
+    given = section.get("model")
+    try:
+        derived = pretrained_model(name)
+    except ConfigError as error:
+        return section, [*error.problems]
+    if derived is None:
+        return section, [] if given is not None else [_unknown(name)]
+    if isinstance(given, ModelConfig):
+        return section, differences(given, derived, name)
+    if given is not None and not isinstance(given, Mapping):
+        return section, []
+    merged = derived.model_dump() | dict(cast("Section", given or {}))
+    section["model"] = merged
+    try:
+        model = ModelConfig.model_validate(merged, context=DEFER)
+    except ValidationError:
+        return section, []  # the section's own validation says which field is wrong
+    contradictions = differences(model, derived, name)
+    if contradictions:  # a mixture of the two would raise further problems that are none
+        section["model"] = derived
+    return section, contradictions
+
+
+def pretrained_model(name: str) -> ModelConfig | None:
+    """The architecture of a local folder or a hub id; None for a hub id that is neither cached nor known.
+
+    Raises ConfigError with a problem of `model_name` for each thing that stops it from being used.
+    """
+    config = read_hf_config(name)
+    if config is None:
+        return None
+    try:
+        return model_config_from_hf(config)
+    except ConfigError as error:
+        raise ConfigError(_problem(f"{name!r}: {problem}") for problem in error.problems) from error
+
+
+def read_hf_config(name: str) -> HFConfig | None:
+    """The config.json of a local folder or a hub id; None for a hub id that is neither cached nor known."""
+    folder = local_folder(name)
+    if folder is None:
+        if not is_hub_id(name):
+            raise ConfigError([_problem(f"no folder {name!r}", "name a Hugging Face folder or a hub id")])
+        return KNOWN_MODELS.get(name)
+    path = folder / "config.json"
+    if not path.is_file():
+        if name in KNOWN_MODELS:  # a cache may hold other files of the model
+            return KNOWN_MODELS[name]
+        raise ConfigError([_problem(f"the folder {str(folder)!r} holds no config.json")])
+    try:
+        config = read_json(path, finite=False)  # transformers writes Infinity
+    except OSError as error:
+        raise ConfigError([_problem(f"{str(path)!r} cannot be read: {error.strerror}")]) from error
+    except ValueError as error:
+        raise ConfigError([_problem(f"{str(path)!r} is not JSON: {error}")]) from error
+    if not isinstance(config, dict):
+        raise ConfigError([_problem(f"{str(path)!r} does not hold an object")])
+    return cast("HFConfig", config)
+
+
+def differences(given: ModelConfig, derived: ModelConfig, name: str) -> list[Problem]:
+    """A problem for each field in which policy.model differs from the architecture of the weights."""
+    ours, theirs = explicit_fields(given), explicit_fields(derived)
+    return [
+        Problem(
+            f"model.{key}",
+            f"{ours[key]} contradicts the {theirs[key]} of policy.{MODEL_NAME}: {name!r}",
+            "remove it; the architecture is that of the weights",
+            (MODEL_NAME,),
+        )
+        for key in theirs
+        if key not in OF_TRAINING and ours[key] != theirs[key]
+    ]
+
+
+def explicit_fields(model: ModelConfig) -> Section:
+    """The fields, with the sizes that others imply."""
+    return {
+        **model.model_dump(),
+        "num_query_groups": model.query_groups,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.ffn_size,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+    }
+
+
+def _unknown(name: str) -> Problem:
+    return _problem(
+        f"{name!r} is no local folder, and its config.json is neither in the local Hugging Face cache nor known here",
+        "download the model, or describe the architecture in policy.model",
+    )
+
+
+def _problem(what: str, remedy: str = "") -> Problem:
+    return Problem(MODEL_NAME, what, remedy)

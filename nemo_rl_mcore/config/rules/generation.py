@@ -1,0 +1,135 @@
+"""What the generation engine cannot do, and what it is asked for that the model lacks."""
+
+from collections.abc import Iterator
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.engine_sizes import largest_weight_bytes
+from nemo_rl_mcore.config.hf.hf_config import missing_family
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.rules.feature import Rules
+
+SMALLEST_CPU_HEAD = 32
+"""Size of a head below which vLLM's attention on CPU has no kernel."""
+
+
+def _stop_ids(policy: PolicyConfig) -> Iterator[Problem]:
+    vocabulary = policy.model.vocab_size
+    foreign = [stop for stop in policy.generation.stop_token_ids or () if not 0 <= stop < vocabulary]
+    if foreign:
+        yield Problem(
+            "generation.stop_token_ids",
+            f"{foreign} is outside 0 to {vocabulary - 1}, the ids of policy.model.vocab_size: {vocabulary}",
+            "remove them, or raise vocab_size" if policy.weights is None else "remove them",
+            ("model.vocab_size",),
+        )
+
+
+def _vllm_policy(policy: PolicyConfig) -> Iterator[Problem]:
+    """Yield what the engine cannot do with this policy, on any device."""
+    generation = policy.generation
+    if generation.backend != "vllm":
+        return
+    for key, value, neutral in (("top_p", generation.top_p, 1.0), ("top_k", generation.top_k, None)):
+        if value != neutral:
+            yield Problem(
+                f"generation.{key}",
+                f"{value} does not go with generation.backend: vllm, whose log-probabilities are those after the "
+                "filter while training computes them before it",
+                f"set {key}: {'null' if neutral is None else neutral}, or backend: embedded",
+                ("generation.backend",),
+            )
+    longest = generation.vllm_cfg.max_model_len
+    if longest is not None and longest < policy.max_total_sequence_length:
+        yield Problem(
+            "generation.vllm_cfg.max_model_len",
+            f"{longest} is below policy.max_total_sequence_length: {policy.max_total_sequence_length}",
+            "set it to null, or raise it",
+            ("max_total_sequence_length",),
+        )
+    # Of weights that are named, the key that names them is told.
+    if policy.model_name is None and (reason := missing_family(policy.model)):
+        yield Problem("generation.backend", f"vllm: {reason}", "set backend: embedded", ("model",))
+    given = generation.refit_bucket_bytes
+    if given is not None and given < largest_weight_bytes(policy):
+        yield Problem(
+            "generation.refit_bucket_bytes",
+            f"{given} is below the {largest_weight_bytes(policy)} bytes of the largest weight",
+            "set it to null, or raise it",
+            ("model",),
+        )
+
+
+def _vllm_machines(config: RunConfig) -> Iterator[Problem]:
+    """Yield what the engine cannot do on these machines."""
+    if config.policy.generation.backend != "vllm":
+        return
+    yield from _cpu_problems(config) if config.cluster.on_cpu else _gpu_problems(config)
+
+
+def _cpu_problems(config: RunConfig) -> Iterator[Problem]:
+    model, generation = config.policy.model, config.policy.generation
+    related = ("policy.generation.backend", "cluster.gpus_per_node")
+    if model.head_dim < SMALLEST_CPU_HEAD:
+        yield Problem(
+            "policy.model.kv_channels" if model.kv_channels else "policy.model.num_attention_heads",
+            f"the head size {model.head_dim} is below {SMALLEST_CPU_HEAD}, the smallest of vLLM on CPU "
+            "(policy.generation.backend: vllm, cluster.gpus_per_node: 0)",
+            "set backend: embedded"
+            if config.policy.weights
+            else f"set kv_channels: {SMALLEST_CPU_HEAD}, use fewer heads, or set backend: embedded",
+            ("policy.model", *related),
+        )
+    if model.num_moe_experts is not None:
+        yield Problem(
+            "policy.generation.backend",
+            "vllm cannot take new weights for experts (family qwen3_moe) on CPU, where it packs them when it starts",
+            "set backend: embedded, or run on GPUs",
+            ("policy.model.num_moe_experts", "cluster.gpus_per_node"),
+        )
+    if generation.vllm_cfg.tensor_parallel_size > 1:
+        yield Problem(
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            f"{generation.vllm_cfg.tensor_parallel_size} needs GPUs, and cluster.gpus_per_node is 0",
+            "set it to 1; cpu_engines adds engines",
+            related,
+        )
+    if generation.refit_transport in ("cuda_ipc", "nccl"):
+        yield Problem(
+            "policy.generation.refit_transport",
+            f"{generation.refit_transport} needs GPUs, and cluster.gpus_per_node is 0",
+            "set it to null: shared_memory on one machine",
+            related,
+        )
+
+
+def _gpu_problems(config: RunConfig) -> Iterator[Problem]:
+    generation, cluster = config.policy.generation, config.cluster
+    size = generation.vllm_cfg.tensor_parallel_size
+    shared, resources = generation.colocated.enabled, generation.colocated.resources
+    available = cluster.gpus_per_node if shared else resources.gpus_per_node
+    source = "cluster" if shared else "policy.generation.colocated.resources"
+    if available is None:
+        yield Problem(
+            "policy.generation.colocated.enabled",
+            "false needs GPUs of the engines' own, and resources.gpus_per_node is null",
+            "set policy.generation.colocated.resources.gpus_per_node, or enabled: true",
+            ("policy.generation.colocated.resources",),
+        )
+    elif available % size:
+        yield Problem(
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            f"{size} does not divide {source}.gpus_per_node: {available}",
+            "make it a divisor",
+            (f"{source}.gpus_per_node",),
+        )
+    if generation.refit_transport == "cuda_ipc" and not shared:
+        yield Problem(
+            "policy.generation.refit_transport",
+            "cuda_ipc needs engines on the ranks' GPUs, and colocated.enabled is false",
+            "set it to null: nccl",
+            ("policy.generation.colocated.enabled",),
+        )
+
+
+RULES = Rules(of_policies=(_stop_ids, _vllm_policy), of_runs=(_vllm_machines,))

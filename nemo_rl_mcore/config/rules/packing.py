@@ -1,0 +1,55 @@
+"""What does not go with sequence packing: all of it stands here."""
+
+from collections.abc import Iterator
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail
+
+_PACKING = "sequence_packing"
+
+
+def fused_guardrail(policy: PolicyConfig) -> Guardrail:
+    """How packing stands with the fused log-probabilities, where they are on."""
+    packed = policy.sequence_packing.enabled
+    return Guardrail(
+        f"{_PACKING}.enabled", str(packed).lower(), not packed, "the fused path reads padded rows", "false"
+    )
+
+
+def _fused(policy: PolicyConfig) -> Iterator[Problem]:
+    if policy.megatron_cfg.use_fused_linear_logprobs:
+        yield from fused_guardrail(policy).problems()
+
+
+def _dynamic_batching(policy: PolicyConfig) -> Iterator[Problem]:
+    if policy.sequence_packing.enabled and policy.dynamic_batching.enabled:
+        yield refusal(_PACKING, "dynamic_batching.enabled", "true", "a microbatch has one size")
+
+
+def _prediction_layers(policy: PolicyConfig) -> Iterator[Problem]:
+    layers = policy.model.mtp_num_layers
+    if policy.sequence_packing.enabled and layers:
+        reason = "those layers would predict the tokens of the next sample"
+        yield refusal(_PACKING, "model.mtp_num_layers", str(layers), reason)
+
+
+def _balance_of_each_sample(policy: PolicyConfig) -> Iterator[Problem]:
+    kind = policy.model.moe_router_load_balancing_type
+    if policy.sequence_packing.enabled and policy.model.load_balancing_loss and kind == "seq_aux_loss":
+        reason = "it balances each sample by itself"
+        yield refusal(_PACKING, "model.moe_router_load_balancing_type", kind, reason)
+
+
+def refusal(section: str, other: str, value: str, reason: str) -> Problem:
+    """A way of sizing microbatches by tokens that does not go with another key of the policy."""
+    return Problem(
+        f"{section}.enabled",
+        f"true does not go with policy.{other}: {value} ({reason})",
+        f"set policy.{section}.enabled: false, or change the other key",
+        (other,),
+    )
+
+
+RULES = Rules(of_policies=(_fused, _dynamic_batching, _prediction_layers, _balance_of_each_sample))

@@ -1,0 +1,94 @@
+"""What a run asks of its data set: enough prompts and rows, and answers that can be scored."""
+
+from collections.abc import Iterator
+
+from nemo_rl_mcore.config.algorithm import RolloutConfig
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.rules.feature import Rules
+
+
+def _drawn_prompts(config: RunConfig) -> Iterator[Problem]:
+    name, data, loop = config.algorithm, config.data, config.loop
+    if not isinstance(loop, RolloutConfig):
+        return
+    drawn = loop.num_prompts_per_step * loop.batch_multiplier
+    if drawn != int(drawn):
+        yield Problem(
+            f"{name}.batch_multiplier",
+            f"{loop.batch_multiplier} times num_prompts_per_step: {loop.num_prompts_per_step} is not whole",
+            "give a multiple that is",
+            (f"{name}.num_prompts_per_step",),
+        )
+    rounds = loop.dynamic_sampling_max_gen_batches if loop.use_dynamic_sampling else 1
+    if data.embedded and drawn * rounds > data.train_prompts:
+        factors = (
+            "batch_multiplier and dynamic_sampling_max_gen_batches" if rounds > 1 else "batch_multiplier"
+        )
+        yield Problem(
+            f"{name}.num_prompts_per_step",
+            f"{loop.num_prompts_per_step} (times {factors}) is above the {data.train_prompts} "
+            f"different training prompts of data.num_digits: {data.num_digits}",
+            "lower it, or raise data.num_digits",
+            (
+                "data.dataset_name",
+                "data.num_digits",
+                f"{name}.batch_multiplier",
+                f"{name}.dynamic_sampling_max_gen_batches",
+            ),
+        )
+
+
+def _given_rows(config: RunConfig) -> Iterator[Problem]:
+    """Yield batches of an embedded task's rows that are larger than the task, where a step takes one such batch."""
+    data, batch, held_out = config.data, config.policy.train_global_batch_size, config.val_batches
+    if not data.embedded or isinstance(config.loop, RolloutConfig):
+        return
+    if batch > data.train_prompts:
+        yield Problem(
+            "policy.train_global_batch_size",
+            f"{batch} is above the {data.train_prompts} different training prompts of data.num_digits: "
+            f"{data.num_digits}",
+            "lower it, or raise data.num_digits",
+            ("data.dataset_name", "data.num_digits"),
+        )
+    if config.loop.validates and held_out * batch > data.validation_prompts:
+        yield Problem(
+            f"{config.algorithm}.val_batches",
+            f"{held_out} times policy.train_global_batch_size: {batch} is above the "
+            f"{data.validation_prompts} held-out prompts of data.num_digits: {data.num_digits}",
+            "lower one of the two, or raise data.num_digits",
+            ("data.dataset_name", "data.num_digits", "policy.train_global_batch_size"),
+        )
+
+
+def _held_out_prompts(config: RunConfig) -> Iterator[Problem]:
+    name, loop, data = config.algorithm, config.loop, config.data
+    if data.embedded and loop.validates and loop.max_val_samples > data.validation_prompts:
+        yield Problem(
+            f"{name}.max_val_samples",
+            f"{loop.max_val_samples} is above the {data.validation_prompts} held-out prompts of "
+            f"data.num_digits: {data.num_digits}",
+            "lower it, raise data.num_digits, or turn validation off (val_period: 0, val_at_start and "
+            "val_at_end: false)",
+            (
+                "data.dataset_name",
+                "data.num_digits",
+                f"{name}.val_period",
+                f"{name}.val_at_start",
+                f"{name}.val_at_end",
+            ),
+        )
+
+
+def _gold_answers(config: RunConfig) -> Iterator[Problem]:
+    if config.data.embedded and config.env.math is not None and config.env.math.gold is not None:
+        yield Problem(
+            "env.math.gold",
+            f"does not go with data.dataset_name: {config.data.dataset_name}, whose answers are digits and no more",
+            "set it to null",
+            ("data.dataset_name",),
+        )
+
+
+RULES = Rules(of_runs=(_drawn_prompts, _given_rows, _held_out_prompts, _gold_answers))

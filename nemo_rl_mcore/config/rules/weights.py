@@ -1,0 +1,52 @@
+"""What the architecture must be for the weights, the tokenizer and the sequences that a model gets."""
+
+from collections.abc import Iterator
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.hf.hf_config import missing_family
+from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.rules.feature import Rules
+
+CHAR_VOCABULARY = 32
+"""Tokens of the embedded character tokenizer."""
+
+
+def _family(policy: PolicyConfig) -> Iterator[Problem]:
+    if policy.model_name is not None and (reason := missing_family(policy.model)):
+        yield Problem("model_name", f"{policy.model_name!r}: {reason}", "change policy.model", ("model",))
+
+
+def _vocabulary(policy: PolicyConfig) -> Iterator[Problem]:
+    if policy.tokenizer.name != "char" or policy.model.vocab_size >= CHAR_VOCABULARY:
+        return
+    if policy.weights is not None:
+        yield Problem(
+            "tokenizer.name",
+            f"char has {CHAR_VOCABULARY} tokens, and the weights (policy.{policy.weights}) have "
+            f"{policy.model.vocab_size}",
+            "name the tokenizer of the weights",
+            (policy.weights, "model.vocab_size"),
+        )
+    else:
+        yield Problem(
+            "model.vocab_size",
+            f"{policy.model.vocab_size} is below the {CHAR_VOCABULARY} tokens of tokenizer.name: char",
+            f"set vocab_size: {CHAR_VOCABULARY}",
+            ("tokenizer.name",),
+        )
+
+
+def _positions(policy: PolicyConfig) -> Iterator[Problem]:
+    longest, positions = policy.max_total_sequence_length, policy.model.max_position_embeddings
+    if longest > positions:
+        yield Problem(
+            "max_total_sequence_length",
+            f"{longest} is above policy.model.max_position_embeddings: {positions}",
+            "lower the one or raise the other"
+            if policy.model_name is None
+            else f"set it to {positions} at most",
+            ("model.max_position_embeddings",),
+        )
+
+
+RULES = Rules(of_models=(_family, _vocabulary, _positions))

@@ -1,0 +1,103 @@
+"""Code of the user's own: imported by the path that a recipe names; what it raises is told with its key and line."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from nemo_rl_mcore.errors import CustomCodeError
+
+_OURS = str(Path(__file__).parent)
+_LIBRARIES = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
+
+
+class custom_code:  # a context manager; contextlib's would let a StopIteration through
+    """Raise CustomCodeError for what the block raises, SystemExit among it. name: the key, and what is called.
+
+    An error that says already what it is about passes through, as does what stops the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Raise the error in other words."""
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, CustomCodeError):
+            raise CustomCodeError(f"{self._name} raised {_told(error)}") from error
+
+
+def _told(error: BaseException) -> str:
+    """The error, the user's line, and the traceback from where the user's code begins."""
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    trace = _from_first(error.__traceback__, _LIBRARIES) or _from_first(error.__traceback__, (_OURS,))
+    if trace is None:
+        return what
+    frames = traceback.extract_tb(trace)
+    line = next((one for one in reversed(frames) if not one.filename.startswith(_LIBRARIES)), frames[-1])
+    shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return f"{what} ({line.filename}:{line.lineno})\n{shown}"
+
+
+def _from_first(trace: TracebackType | None, others: tuple[str, ...]) -> TracebackType | None:
+    """The traceback without the frames of other files that it begins with."""
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(others):
+        trace = trace.tb_next
+    return trace
+
+
+def build(
+    path: str, key: str, arguments: Mapping[str, Any] | None, *positional: object, needs: Sequence[str]
+) -> object:
+    """Import a class and call it. `key` is that of the path; `needs` names the members that the class must have.
+
+    Raises ValueError, naming the key, for a module or class that is not there, for arguments that do not fit, and, with
+    the user's line, for what the class itself raises.
+    """
+    kind, arguments = _imported(path, key), arguments or {}
+    abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
+    if lacking := [name for name in needs if not hasattr(kind, name) or name in abstract]:
+        raise ValueError(f"{key}: {path} lacks {', '.join(lacking)}; such a class has {', '.join(needs)}")
+    try:
+        inspect.signature(kind).bind(*positional, **arguments)
+    except TypeError as error:
+        given = ", ".join(arguments) or "none"
+        section = key.rpartition(".")[0]
+        raise ValueError(f"{section}.args: {path} cannot take these arguments ({given}): {error}") from error
+    with custom_code(f"{key}: {path}"):
+        return kind(*positional, **arguments)
+
+
+def _imported(path: str, key: str) -> type:
+    module_name, _, name = path.partition(":")
+    see_working_directory()
+    with custom_code(f"{key}: {path}: its module"):
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise CustomCodeError(f"{key}: {path} cannot be imported: {error}") from error
+    kind = getattr(module, name, None)
+    if not isinstance(kind, type):
+        what = "has no" if kind is None else "holds something else than a class under the name"
+        raise ValueError(f"{key}: {path}: the module {module_name} {what} {name}")
+    return kind
+
+
+def see_working_directory() -> None:
+    """Let the driver import from the folder that it was started in, as the ranks can; what is installed comes first."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+        importlib.invalidate_caches()

@@ -1,0 +1,227 @@
+"""What an engine is to the driver: it answers with weights of a known version, and takes new ones bucket by bucket.
+
+B rows, P prompt length, T new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from nemo_rl_mcore.data import BatchedDataDict
+
+type Eventually[Result] = Result | Awaitable[Result]
+
+
+class WrongWeightsError(RuntimeError):
+    """An engine was asked to answer with weights that it does not hold, or to go back to older ones."""
+
+
+class GenerationCancelledError(RuntimeError):
+    """The answer was cancelled before it was there."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn and where they end.
+
+    stop_ids end a response and belong to it; stop_strings need a tokenizer. greedy takes the likeliest token, whose
+    log-probability is then that of temperature 1.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and the seed of its noise, not negative."""
+
+    prompt: Sequence[int]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """What came back, by token; `finished` says that it ended by itself, not at the length limit.
+
+    versions: of the weights that drew each token; they never fall.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finished: bool
+    versions: list[int]
+
+
+class Engine(Protocol):
+    """The class of an engine's actor. Where its methods are coroutines, calls overlap, and weights change in between.
+
+    A refit is `begin_refit`, buckets (see `refit.buckets`), `finish_refit`; before the first one, and after one that
+    did not come to its end, the engine holds weights of no version.
+    """
+
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, version: int | None, ticket: str = ""
+    ) -> Eventually[list[Response]]:
+        """The responses, in the order of the requests.
+
+        version: of the weights to answer with, which the engine must hold now; None is whatever it holds, also if that
+        changes under way. ticket: what `cancel` calls this group of requests.
+
+        Raises WrongWeightsError, and GenerationCancelledError.
+        """
+        ...
+
+    def cancel(self, ticket: str) -> Eventually[None]:
+        """Give a group of requests up; one that is not being answered is no error."""
+        ...
+
+    def begin_refit(self, version: int) -> Eventually[None]:
+        """Prepare for the buckets of a version; raises WrongWeightsError unless it is newer than
+        any before, or the last one, which a sleep gave up.
+        """
+        ...
+
+    def load_bucket(self, message: Mapping[str, Any]) -> Eventually[None]:
+        """Load a bucket; when it returns, the sender may reuse the memory."""
+        ...
+
+    def finish_refit(self, version: int, tensors: int) -> Eventually[int]:
+        """Acknowledge the version once all its `tensors` are in place; what was cached of older weights is dropped."""
+        ...
+
+    def join_broadcast(
+        self, *, address: str, port: int, first_rank: int, world_size: int, timeout_s: float
+    ) -> Eventually[None]:
+        """Join the group in which the trainer's rank 0 broadcasts; this engine's processes start at `first_rank`."""
+        ...
+
+    def sleep(self) -> Eventually[None]:
+        """Give the GPU's memory back: the weights, which the next refit sends again, and the key-value cache."""
+        ...
+
+    def wake_up(self, tags: Sequence[str]) -> Eventually[None]:
+        """Take memory again for `weights` or `kv_cache`."""
+        ...
+
+    def health(self) -> Eventually[None]:
+        """Return, if all processes of the engine are alive; else raise what they died of."""
+        ...
+
+    def shutdown(self) -> Eventually[None]:
+        """End the engine with its processes."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """All that the driver knows of the engines that it places, starts, refits and starts again.
+
+    name: of the kind, for messages. engine: the class of an actor, an `Engine` that is built from `settings`.
+    environment: variables of its processes besides those of a rank. cpu_engines: how many there are without GPUs;
+    gpus: of each one, where there are some. sleeps: whether training gets its memory. section: of the recipe, which has
+    the keys start_timeout_s, call_timeout_s and max_restarts.
+    """
+
+    name: str
+    engine: type[Engine]
+    settings: Any
+    environment: Mapping[str, str]
+    cpu_engines: int
+    gpus: int
+    sleeps: bool
+    bucket_bytes: int
+    section: str
+    start_timeout_s: float
+    call_timeout_s: float
+    max_restarts: int
+
+    @property
+    def noun(self) -> str:
+        """What messages call one of them."""
+        return f"{self.name} engine"
+
+
+@dataclass
+class HeldWeights:
+    """Which weights an engine holds: of a version, or of none from the beginning of a refit to its end."""
+
+    newest: int | None = None
+    """The version of the last refit that ended well."""
+    whole: bool = False
+    """Whether the weights are of that version; false while a refit is under way, or after one that failed."""
+
+    @property
+    def version(self) -> int | None:
+        """The version that the engine can answer with, if any."""
+        return self.newest if self.whole else None
+
+    def begin(self, version: int) -> None:
+        """From here on the weights are of no version.
+
+        Raises WrongWeightsError unless the new one is higher, or the one that was given up for sleep or broke off.
+        """
+        if self.newest is not None and (version < self.newest or (self.whole and version == self.newest)):
+            raise WrongWeightsError(
+                f"weights of version {version} are not newer than those of {self.newest} that came before"
+            )
+        self.whole = False
+
+    def finish(self, version: int) -> int:
+        """All weights of this version are there."""
+        self.newest, self.whole = version, True
+        return version
+
+    def drop(self) -> None:
+        """The weights are gone until the next refit."""
+        self.whole = False
+
+    def require(self, version: int | None) -> int:
+        """The version to answer with; raises WrongWeightsError unless it is held (None: any)."""
+        if self.version is None or version not in (None, self.version):
+            asked = "any" if version is None else f"version {version}"
+            held = (
+                "of no version: no refit has ended well since"
+                if self.version is None
+                else f"of {self.version}"
+            )
+            raise WrongWeightsError(f"asked for weights of {asked}, and the engine's are {held}")
+        return self.version
+
+
+def as_requests(data: BatchedDataDict) -> list[Request]:
+    """The rows of input_ids [B, P] and input_lengths [B], without their padding, with seeds [B]."""
+    rows = zip(
+        data["input_ids"].tolist(), data["input_lengths"].tolist(), data["seeds"].tolist(), strict=True
+    )
+    return [Request(ids[:length], seed) for ids, length, seed in rows]
+
+
+def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
+    """What `interfaces.GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 behind the end."""
+    tokens_BT = torch.zeros(len(responses), max_new_tokens, dtype=torch.long)
+    logprobs_BT = torch.zeros(len(responses), max_new_tokens)
+    versions_BT = torch.full_like(tokens_BT, -1)
+    for row, response in enumerate(responses):
+        length = len(response.tokens)
+        tokens_BT[row, :length] = _integers(response.tokens)
+        logprobs_BT[row, :length] = torch.tensor(response.logprobs)
+        versions_BT[row, :length] = _integers(response.versions)
+    return BatchedDataDict(
+        tokens=tokens_BT,
+        logprobs=logprobs_BT,
+        lengths=_integers(len(response.tokens) for response in responses),
+        finished=_integers(response.finished for response in responses).bool(),
+        weight_versions=versions_BT,
+    )
+
+
+def _integers(values: Iterable[int]) -> torch.Tensor:
+    return torch.tensor([*values], dtype=torch.long)

@@ -1,0 +1,95 @@
+"""The vLLM engines of a recipe, as the driver runs them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config.engine_sizes import cpu_cache_bytes, refit_bucket_bytes
+from nemo_rl_mcore.config.hf.hf_config import hf_config_of
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.generation.engine import EngineKind
+from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine, EngineSettings, VllmEngine
+
+_PREFIX = "VLLM_"
+_DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    # An engine does not span machines.
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+_CPU_DEFAULTS = {
+    # Compiling costs more than it saves: an engine on CPU is small.
+    "TORCHDYNAMO_DISABLE": "1",
+    # Threads as OMP_NUM_THREADS says, on any core: the ranks use the same ones.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+# The engine lives in the actor's own process, and ends with it.
+_FIXED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def vllm_kind(config: PolicyConfig, folder: Path, environ: Mapping[str, str], *, on_cpu: bool) -> EngineKind:
+    """The engines that run this policy.
+
+    folder: of the run; `vllm_model/` is written into it, which the engines start from. environ: of the driver.
+    """
+    vllm = config.generation.vllm_cfg
+    settings = engine_settings(config, _write_model_folder(config, folder), on_cpu=on_cpu)
+    return EngineKind(
+        name="vLLM",
+        engine=AsyncVllmEngine if vllm.async_engine else VllmEngine,
+        settings=settings,
+        environment=vllm_environment(environ, on_cpu=on_cpu),
+        cpu_engines=vllm.cpu_engines,
+        gpus=vllm.tensor_parallel_size,
+        sleeps=settings.enable_sleep_mode,
+        bucket_bytes=refit_bucket_bytes(config),
+        section="policy.generation.vllm_cfg",
+        start_timeout_s=vllm.start_timeout_s,
+        call_timeout_s=vllm.call_timeout_s,
+        max_restarts=vllm.max_restarts,
+    )
+
+
+def vllm_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
+    """What vLLM reads, besides what a rank is given: the driver's own variables before our defaults."""
+    defaults = _DEFAULTS | (_CPU_DEFAULTS if on_cpu else {})
+    own = {name: value for name, value in environ.items() if name in defaults or name.startswith(_PREFIX)}
+    return defaults | own | _FIXED
+
+
+def engine_settings(config: PolicyConfig, model_folder: Path, *, on_cpu: bool) -> EngineSettings:
+    """How vLLM is to run this policy."""
+    vllm = config.generation.vllm_cfg
+    return EngineSettings(
+        model_dir=str(model_folder),
+        precision=vllm.precision or config.precision,
+        max_model_len=vllm.max_model_len or config.max_total_sequence_length,
+        max_num_seqs=vllm.max_num_seqs,
+        tensor_parallel_size=vllm.tensor_parallel_size,
+        gpu_memory_utilization=vllm.gpu_memory_utilization,
+        kv_cache_memory_bytes=cpu_cache_bytes(config) if on_cpu else vllm.kv_cache_memory_bytes,
+        enforce_eager=vllm.enforce_eager or on_cpu,
+        enable_sleep_mode=config.generation.colocated.enabled and not on_cpu,
+        tokenizer=_tokenizer_folder(config, model_folder) if config.generation.stop_strings else None,
+    )
+
+
+def _write_model_folder(config: PolicyConfig, folder: Path) -> Path:
+    """The folder that engines start from: the architecture alone, since weights are sent."""
+    folder = folder.absolute() / "vllm_model"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(
+        json.dumps(hf_config_of(config.model, dtype=config.precision), indent=2)
+    )
+    return folder
+
+
+def _tokenizer_folder(config: PolicyConfig, folder: Path) -> str:
+    """The tokenizer of the run as a Hugging Face folder."""
+    load_tokenizer(config.tokenizer.name).save_as_hugging_face(folder)
+    return str(folder)

@@ -1,0 +1,69 @@
+"""The loss of a section: the one it is named for, or a class of the user's own in its place."""
+
+from collections.abc import Callable
+from typing import Any
+
+from nemo_rl_mcore.config.loss import (
+    ClippedPGLossConfig,
+    CustomLossConfig,
+    DistillationLossConfig,
+    MseValueLossConfig,
+    NLLLossConfig,
+)
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.custom_code import build
+from nemo_rl_mcore.losses.base import LossFunction, LossInputType
+from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
+from nemo_rl_mcore.losses.distillation import DistillationLossFn
+from nemo_rl_mcore.losses.nll import NLLLossFn
+from nemo_rl_mcore.losses.value import MseValueLossFn
+
+_STANDARD: dict[type[CustomLossConfig], tuple[Callable[[Any, bool], LossFunction], LossInputType]] = {
+    ClippedPGLossConfig: (ClippedPGLossFn, LossInputType.LOGPROB),
+    NLLLossConfig: (NLLLossFn, LossInputType.LOGPROB),
+    DistillationLossConfig: (DistillationLossFn, LossInputType.DISTILLATION),
+    MseValueLossConfig: (MseValueLossFn, LossInputType.VALUE),
+}
+
+
+def make_loss(
+    cfg: CustomLossConfig, use_fused_linear_logprobs: bool = False, *, section: str = "loss_fn"
+) -> LossFunction:
+    """Build the loss that the section describes or, where it names one, the class that takes its place.
+
+    Both are called with the section and the flag, and the latter with the section's `args` as well.
+    Raises ValueError, naming the key, for a class that is not there or is no loss of the same inputs.
+    """
+    standard, inputs = _STANDARD[type(cfg)]
+    if cfg.type is None:
+        return standard(cfg, use_fused_linear_logprobs)
+    key = f"{section}.type"
+    loss = build(cfg.type, key, cfg.args, cfg, use_fused_linear_logprobs, needs=("sums",))
+    if not isinstance(loss, LossFunction):
+        raise ValueError(f"{key}: {cfg.type} is no subclass of nemo_rl_mcore.losses.LossFunction")
+    if lacking := [name for name in ("loss_type", "input_type") if not hasattr(loss, name)]:
+        raise ValueError(f"{key}: {cfg.type} does not say its {' and '.join(lacking)}")
+    if loss.input_type is not inputs:
+        raise ValueError(f"{key}: {cfg.type} reads {loss.input_type.name}, and is given {inputs.name} here")
+    loss.custom_name = f"{key}: {cfg.type}"
+    return loss
+
+
+def check_losses(config: RunConfig) -> None:
+    """Build every loss of a run, for the ValueError that `make_loss` may raise.
+
+    Raises it also, naming the key, for a loss that reads several rows together where a step holds no such samples.
+    """
+    for section, cfg in config.losses.items():
+        rows = make_loss(cfg, section=section).rows_per_sample
+        if rows == 1:
+            continue
+        where = f"{section}.type: {cfg.type} reads {rows} rows together"
+        if config.algorithm == "ppo":
+            raise ValueError(f"{where}, and each of ppo.ppo_epochs shuffles single rows; use another loss")
+        batch = config.policy.train_global_batch_size
+        if config.samples_per_step % (rows * batch):
+            raise ValueError(
+                f"{where}, so that an optimizer step takes {rows} times policy.train_global_batch_size: {batch} rows, "
+                f"and a step has {config.samples_per_step}; lower policy.train_global_batch_size"
+            )

@@ -1,0 +1,108 @@
+"""The logits of the next token, on every parallel layout.
+
+Shapes: B rows, L length so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from nemo_rl_mcore.agreement import together
+from nemo_rl_mcore.megatron import parallel_groups
+from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, causal_inputs
+from nemo_rl_mcore.megatron.guard import Collect, Guard
+from nemo_rl_mcore.megatron.passes import no_tokens
+
+NextLogits = Callable[[torch.Tensor], torch.Tensor]
+"""From all tokens so far [B, L] to the logits [B, V] of the next one, the same on every rank of a model copy."""
+
+
+def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogits:
+    """Cached decoding where the layout lets a single token through the model, else a whole pass for each token."""
+    if parallel_groups.pipeline_stages() > 1 or model.config.sequence_parallel:
+        return RecomputedLogits(model)
+    return CachedLogits(model, StaticInferenceContext(rows, max_length))
+
+
+@dataclass(frozen=True)
+class CachedLogits:
+    """Feeds only the tokens that the cache has not seen: the prompts, then one token a row."""
+
+    model: ForwardBackward
+    cache: StaticInferenceContext
+
+    def __call__(self, sequences_BL: torch.Tensor) -> torch.Tensor:
+        """See `NextLogits`."""
+        offset = self.cache.sequence_len_offset
+        unread = sequences_BL[:, offset:]
+        logits_BV = self.model.chunks[0](
+            *causal_inputs(sequences_BL, start=offset),
+            inference_context=self.cache,
+            output_processor=_logits_at,
+            output_processor_context=unread.shape[1] - 1,
+        )
+        self.cache.increment_sequence_len_offset(unread.shape[1])
+        self.cache.enable_decode_mode()
+        return logits_BV
+
+
+@dataclass(frozen=True)
+class RecomputedLogits:
+    """Runs all tokens through the schedule, so that pipeline stages and sequence parallelism work as in training."""
+
+    model: ForwardBackward
+
+    def __call__(self, sequences_BL: torch.Tensor) -> torch.Tensor:
+        """See `NextLogits`."""
+        rows, length = sequences_BL.shape
+        padded = torch.nn.functional.pad(sequences_BL, (0, -length % self.model.sequence_multiple))
+
+        guard = Guard(self.model.config)
+
+        def forward_step(_data: object, chunk: Any) -> Any:
+            def run() -> tuple[torch.Tensor, Collect]:
+                logits_BV = chunk(
+                    *causal_inputs(padded), output_processor=_logits_at, output_processor_context=length - 1
+                )
+                return logits_BV, lambda output: (output.sum(), no_tokens(output), output)
+
+            return guard.forward_step(chunk, padded, run)
+
+        chunks = self.model.chunks
+        interleaved = len(chunks) > 1
+        parts = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(()) for _ in chunks] if interleaved else iter(()),
+            model=[*chunks] if interleaved else chunks[0],
+            # The interleaved schedule runs microbatches in multiples of the stages: the same one each time.
+            num_microbatches=parallel_groups.pipeline_stages() if interleaved else 1,
+            seq_length=padded.shape[1],
+            micro_batch_size=rows,
+            forward_only=True,
+        )
+        with together("the next token", parallel_groups.pipeline_group()):
+            guard.raise_error()
+        return parallel_groups.broadcast_tensor_from_last_stage(parts[0] if parts else None)
+
+
+def _logits_at(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: Any,
+    output_weight: torch.Tensor | None,
+    scale_logits: Any,
+    context: int,
+    **_unused: Any,
+) -> torch.Tensor:
+    """An output processor: the logits [B, V] at one position, gathered over the tensor-parallel ranks."""
+    if not output_layer.sequence_parallel:
+        hidden_states, context = hidden_states[context : context + 1], 0
+    # Under sequence parallelism the output layer gathers the sequence itself, so it is handed the whole.
+    logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=True)
+    return scale_logits(logits)[context]

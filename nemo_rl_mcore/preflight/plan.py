@@ -1,0 +1,164 @@
+"""Everything that can be known about a run before Ray, torch or Megatron is imported."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nemo_rl_mcore.config.algorithm import RolloutConfig
+from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.batching import TokenBudgets
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrails
+from nemo_rl_mcore.config.rules.packing import fused_guardrail
+from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data
+from nemo_rl_mcore.preflight.folders import folder_problems
+from nemo_rl_mcore.preflight.memory import RunMemory, estimate_memory
+from nemo_rl_mcore.preflight.packages import import_problems, missing_packages, transformer_impl
+from nemo_rl_mcore.preflight.saved_run import init_checkpoint_problems
+from nemo_rl_mcore.preflight.tokenizer_folder import tokenizer_problems
+from nemo_rl_mcore.preflight.warm_start import warm_start_problems
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks are divided."""
+
+    device: str
+    num_nodes: int
+    workers_per_node: int
+    world_size: int
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    data: int
+    sequence_parallel: bool
+    transformer_impl: str
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """How the samples of a step are divided; where nothing is sampled, each has one given answer.
+
+    With token budgets the numbers of microbatches and passes depend on the samples' lengths; the two given are those
+    of samples as long as can be.
+    """
+
+    prompts: int
+    generations_per_prompt: int
+    samples: int
+    rows_per_sample: int
+    samples_per_rank: int
+    optimizer_steps: int
+    microbatches_per_optimizer_step: int
+    logprob_passes: int
+    token_budgets: TokenBudgets | None
+    longest_prompt: int
+    max_new_tokens: int
+    max_sequence: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The resolved run: what `check` prints and what the launcher goes by."""
+
+    layout: Layout
+    batch: BatchArithmetic
+    fused_logprobs: bool
+    guardrails: tuple[Guardrail, ...]
+    memory: RunMemory
+    data: DataPlan | None
+    steps: int
+    reference_policy: bool
+    log_dir: str
+    missing: tuple[Problem, ...] = ()
+
+
+def preflight(config: RunConfig, *, elsewhere: bool = False, of_a_run: bool = True) -> Plan:
+    """Resolve a run on paper; raises ConfigError for files and packages that are missing.
+
+    `elsewhere` says that it is to run on other machines: packages that lack on this one, and folders that it cannot
+    write to, are then the plan's `missing`.
+    Without `of_a_run`, which is for a checkpoint, the data set and the classes of the user's own are not looked for.
+    """
+    data, of_data = examine_data(config) if of_a_run else (None, [])
+    of_classes = import_problems(config.import_paths) if of_a_run else ()
+    missing = (*(folder_problems(config) if of_a_run else ()), *missing_packages(config))
+    problems = (
+        *_environment_problems(config, of_a_run),
+        *of_data,
+        *of_classes,
+        *(() if elsewhere else missing),
+    )
+    if problems:
+        raise ConfigError(problems)
+    return Plan(
+        layout=_layout(config),
+        batch=_batch(config),
+        fused_logprobs=config.policy.megatron_cfg.use_fused_linear_logprobs,
+        guardrails=tuple(_guardrails(config.policy)),
+        memory=estimate_memory(config),
+        data=data,
+        steps=config.loop.max_num_steps if data is None else data.steps,
+        reference_policy=config.needs_reference,
+        log_dir=config.logger.log_dir,
+        missing=missing,
+    )
+
+
+def _guardrails(policy: PolicyConfig) -> Iterator[Guardrail]:
+    if policy.megatron_cfg.use_fused_linear_logprobs:
+        yield from fused_guardrails(policy)
+        yield fused_guardrail(policy)
+
+
+def _layout(config: RunConfig) -> Layout:
+    cluster, megatron = config.cluster, config.policy.megatron_cfg
+    return Layout(
+        device="CPU (gloo)" if cluster.on_cpu else "GPU (NCCL)",
+        num_nodes=cluster.num_nodes,
+        workers_per_node=cluster.workers_per_node,
+        world_size=cluster.world_size,
+        tensor=megatron.tensor_model_parallel_size,
+        pipeline=megatron.pipeline_model_parallel_size,
+        context=megatron.context_parallel_size,
+        expert=megatron.expert_model_parallel_size,
+        data=config.data_parallel_size,
+        sequence_parallel=megatron.sequence_parallel,
+        transformer_impl=transformer_impl(config),
+    )
+
+
+def _batch(config: RunConfig) -> BatchArithmetic:
+    policy, loop, samples, ranks = (
+        config.policy,
+        config.loop,
+        config.samples_per_step,
+        config.data_parallel_size,
+    )
+    generations = loop.num_generations_per_prompt if isinstance(loop, RolloutConfig) else 1
+    per_rank = samples // ranks
+    per_pass = ranks * policy.train_micro_batch_size
+    return BatchArithmetic(
+        prompts=samples // generations,
+        generations_per_prompt=generations,
+        samples=samples,
+        rows_per_sample=config.rows_per_sample,
+        samples_per_rank=per_rank,
+        optimizer_steps=samples // policy.train_global_batch_size,
+        microbatches_per_optimizer_step=-(-policy.train_global_batch_size // per_pass),
+        logprob_passes=-(-per_rank // policy.logprob_batch_size),
+        token_budgets=policy.token_budgets,
+        longest_prompt=config.max_prompt_length,
+        max_new_tokens=policy.generation.max_new_tokens,
+        max_sequence=policy.max_total_sequence_length,
+    )
+
+
+def _environment_problems(config: RunConfig, of_a_run: bool) -> Iterator[Problem]:
+    policy = config.policy
+    yield from tokenizer_problems(policy)
+    # Models that start from the same folder have the same problems with it.
+    started = [plan for plan in config.models.values() if of_a_run or plan.policy is policy]
+    yield from dict.fromkeys(problem for plan in started for problem in init_checkpoint_problems(plan))
+    yield from warm_start_problems(config)

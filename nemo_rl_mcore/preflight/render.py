@@ -1,0 +1,107 @@
+"""The plan of a run as lines for the terminal."""
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Group
+from rich.text import Text
+
+from nemo_rl_mcore.preflight.memory import MemoryEstimate
+from nemo_rl_mcore.preflight.plan import Plan
+
+Row = tuple[str, str]
+_NAME_WIDTH = 22
+
+
+def render(plan: Plan) -> Group:
+    """Lay out a plan: parallel layout, batch arithmetic, guardrails, memory; print it with soft_wrap.
+
+    A line longer than the terminal runs over instead of being broken inside a key.
+    """
+    sections = (
+        ("Parallel layout", _layout_rows(plan)),
+        ("Batch arithmetic of a step", _batch_rows(plan)),
+        ("Run", _run_rows(plan)),
+        ("Fused log-probabilities", _guardrail_rows(plan)),
+        *_memory_sections(plan),
+    )
+    return Group(*(line for title, rows in sections for line in (Text(title, style="bold"), *_lines(rows))))
+
+
+def _lines(rows: Iterable[Row]) -> Iterator[Text]:
+    table = [*rows]
+    width = max(_NAME_WIDTH, *(len(name) for name, _ in table))
+    for name, value in table:
+        yield Text(f"  {name:<{width}}  {value}")
+
+
+def _layout_rows(plan: Plan) -> Iterator[Row]:
+    layout = plan.layout
+    yield "device", f"{layout.device}, {layout.transformer_impl} layers"
+    yield "ranks", f"{layout.num_nodes} node(s) x {layout.workers_per_node} = {layout.world_size}"
+    sequence = " with sequence parallelism" if layout.sequence_parallel else ""
+    yield "tensor parallel", f"{layout.tensor}{sequence}"
+    yield "pipeline parallel", str(layout.pipeline)
+    yield "context parallel", str(layout.context)
+    yield "expert parallel", str(layout.expert)
+    model_ranks = layout.tensor * layout.pipeline * layout.context
+    yield "data parallel", f"{layout.world_size} / {model_ranks} = {layout.data}"
+
+
+def _batch_rows(plan: Plan) -> Iterator[Row]:
+    batch = plan.batch
+    yield "samples", f"{batch.prompts} prompts x {batch.generations_per_prompt} answers = {batch.samples}"
+    yield "samples per copy", f"{batch.samples} / {plan.layout.data} = {batch.samples_per_rank}"
+    yield "optimizer steps", str(batch.optimizer_steps)
+    budgets = batch.token_budgets
+    if budgets is None:
+        yield "microbatches", f"{batch.microbatches_per_optimizer_step} per rank and optimizer step"
+        yield "log-probability passes", f"{batch.logprob_passes} per rank"
+    else:
+        kind = "packed" if budgets.packed else "of like length"
+        yield "microbatches", f"up to {budgets.of_training(batch.rows_per_sample)} tokens, samples {kind}"
+        yield "log-probability passes", f"up to {budgets.logprob} tokens, samples {kind}"
+    used = f"{batch.longest_prompt} prompt + {batch.max_new_tokens} new"
+    yield "tokens", f"{used} <= {batch.max_sequence}"
+
+
+def _run_rows(plan: Plan) -> Iterator[Row]:
+    if (data := plan.data) is not None:
+        yield "rows", f"{data.rows} to train on, {data.held_out} held out"
+        yield "a pass over the rows", f"{data.rows} / {data.rows_per_step} = {data.steps_per_epoch:g} steps"
+    yield "steps", str(plan.steps)
+    yield "reference policy", "yes" if plan.reference_policy else "no (its KL penalty is 0)"
+    yield "log_dir", plan.log_dir
+    for problem in plan.missing:
+        yield "not on this machine", str(problem)
+
+
+def _guardrail_rows(plan: Plan) -> Iterator[Row]:
+    if not plan.fused_logprobs:
+        yield "use_fused_linear_logprobs", "off"
+    for guardrail in plan.guardrails:
+        verdict = "ok" if guardrail.ok else "refused"
+        yield verdict, f"policy.{guardrail.other}: {guardrail.value}"
+
+
+def _memory_sections(plan: Plan) -> Iterator[tuple[str, Iterable[Row]]]:
+    """One for each model, and one for all where there are several."""
+    models = plan.memory.models
+    for name, memory in models.items():
+        of_which = f" of the {name}" if len(models) > 1 else ""
+        yield f"Memory per rank{of_which}, without activations and key-value cache", _memory_rows(memory)
+    if len(models) > 1:
+        yield "Memory per rank of all models", [("total", _bytes(plan.memory.total))]
+
+
+def _memory_rows(memory: MemoryEstimate) -> Iterator[Row]:
+    yield "model", f"{memory.parameters:,} weights, {memory.rank_parameters:,} on the fullest rank"
+    for name in ("weights", "gradients", "optimizer", "reference", "logits", "total"):
+        yield name, _bytes(getattr(memory, name))
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"

@@ -1,0 +1,181 @@
+"""The recipe that stands in a checkpoint, and what a run that goes on from there has changed."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import yaml
+from pydantic import ValidationError
+
+from nemo_rl_mcore.config.base import DEFER, ConfigError, Problem, join_path
+from nemo_rl_mcore.config.hf.pretrained import OF_TRAINING, explicit_fields
+from nemo_rl_mcore.config.load import load_config
+from nemo_rl_mcore.config.master import RunConfig, kind_of
+from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.run_models import ModelPlan
+from nemo_rl_mcore.strict_json import read_regular, shortened
+
+RECIPE_FILE = "config.yaml"
+TOKENIZER_FOLDER = "tokenizer"
+
+Tree = Mapping[str, object]
+
+_WITHOUT_EFFECT = ("checkpointing", "logger", "policy.init_checkpoint", "policy.model_name")
+"""What a run leaves behind, and the weights that the checkpoint has replaced."""
+_DEADLINE = "_timeout_s"
+"""How long the driver, ranks and engines wait for each other."""
+_OF_THE_STATE = ("policy.precision", "policy.megatron_cfg.optimizer.optimizer")
+"""What decides which tensors the checkpoint of a model holds, besides the architecture."""
+_ONLY_A_RUN_STARTS = {
+    "value": ("~value", "+value={optimizer: {lr: 1.0}}"),
+    "teacher": ("~teacher", "+teacher={init_checkpoint: none}"),
+}
+"""The models that a checkpoint's weights are used without, and what leaves nothing of their sections to be wrong."""
+_NOT_IN_WEIGHTS = OF_TRAINING | {"max_position_embeddings"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value is not the one that the checkpoint was saved under."""
+
+    path: str
+    was: object
+    now: object
+
+    def __str__(self) -> str:
+        return f"{self.path}: {_shown(self.now)} (was {_shown(self.was)})"
+
+
+def recipe_text(config: RunConfig) -> str:
+    """The resolved recipe as YAML, to be saved; it loads again to the same configuration, in any directory."""
+    tree = config.model_dump(mode="json")
+    if config.policy.model_name is not None and Path(config.policy.model_name).is_dir():
+        tree["policy"]["model_name"] = str(Path(config.policy.model_name).absolute())
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def load_recipe_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The configuration of a run that starts from a checkpoint's weights, by its own recipe and tokenizer.
+
+    Raises ConfigError.
+    """
+    # What the run itself began with, or learned from, may be gone by now.
+    without = ["policy.model_name=null", "warm_start=null"]
+    path = folder / RECIPE_FILE
+    try:
+        sections = read_recipe_of(folder)
+    except ValueError as error:
+        raise ConfigError([Problem(str(path), str(error), "name another checkpoint")]) from error
+    without += [
+        change for name, changes in _ONLY_A_RUN_STARTS.items() if name in sections for change in changes
+    ]
+    config = load_config(path, [*without, *overrides])
+    own, tokenizer = folder.absolute() / TOKENIZER_FOLDER, config.policy.tokenizer
+    if own.is_dir() and tokenizer.name == dict(_leaves(sections, "")).get("policy.tokenizer.name"):
+        tokenizer = tokenizer.model_copy(update={"name": str(own)})
+    changed = {"init_checkpoint": str(folder.absolute()), "tokenizer": tokenizer}
+    return config.model_copy(update={"policy": config.policy.model_copy(update=changed)})
+
+
+def read_recipe_of(folder: Path) -> Tree:
+    """The recipe in a checkpoint's folder; raises ValueError when there is none, as `recipe_text` writes it."""
+    path = folder / RECIPE_FILE
+    try:
+        text = read_regular(path, follow_links=False).decode()
+        events = cast("Iterator[yaml.Event]", yaml.parse(text, Loader=yaml.SafeLoader))  # pyright: ignore[reportUnknownMemberType]
+        if any(isinstance(event, yaml.AliasEvent) for event in events):
+            raise ValueError("it has references, which may stand for any number of values")
+        recipe: object = yaml.safe_load(text)
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = shortened(" ".join(str(error).split()), 300)
+        raise ValueError(f"{str(folder)!r} is no checkpoint: {path} cannot be read: {reason}") from error
+    if not isinstance(recipe, dict) or "defaults" in recipe:
+        raise ValueError(f"{str(folder)!r} is no checkpoint: {path} holds no recipe")
+    return cast("Tree", recipe)
+
+
+def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
+    """What changes the result of a run that was saved under `saved` and goes on under `config`."""
+    before, after = dict(_leaves(saved, "")), dict(_leaves(config.model_dump(mode="json"), ""))
+    return [
+        Change(path, before.get(path), after.get(path))
+        for path in {**after, **before}
+        if before.get(path) != after.get(path) and not _has_no_effect(path)
+    ]
+
+
+def _has_no_effect(path: str) -> bool:
+    return _below(path, _WITHOUT_EFFECT) or path.endswith(_DEADLINE)
+
+
+def does_not_fit(saved: Tree, plan: ModelPlan) -> list[str]:
+    """In which fields the architecture of a saved policy is not that of a model of the run."""
+    section = saved.get("policy")
+    model = cast("Tree", section).get("model") if isinstance(section, dict) else None
+    try:
+        theirs = explicit_fields(ModelConfig.model_validate(model, context=DEFER))
+    except ValidationError as error:
+        return [f"its policy.model cannot be read: {error.error_count()} wrong fields"]
+    ours = explicit_fields(plan.policy.model)
+    return [
+        str(Change(plan.key(f"policy.model.{key}"), theirs[key], ours[key]))
+        for key in theirs
+        if key not in _NOT_IN_WEIGHTS and ours[key] != theirs[key]
+    ]
+
+
+def cannot_resume(saved: Tree, config: RunConfig) -> str | None:
+    """Why a run cannot go on from what was saved under another recipe, and the way out; None where it can."""
+    before = kind_of(saved).algorithm
+    if before != config.algorithm:
+        return (
+            f"was saved by a run of {before}, and this is one of {config.algorithm}; name another "
+            "checkpointing.checkpoint_dir (policy.init_checkpoint takes the weights alone)"
+        )
+    trained = [plan for plan in config.models.values() if plan.trained]
+    of_the_state = tuple(plan.key(path) for plan in trained for path in _OF_THE_STATE)
+    misfits = [misfit for plan in trained for misfit in does_not_fit(saved, plan)]
+    misfits += [str(change) for change in changes_since(saved, config) if _below(change.path, of_the_state)]
+    if not misfits:
+        return None
+    return (
+        f"was saved under another policy: {', '.join(dict.fromkeys(misfits))}; set it back, or name another "
+        "checkpointing.checkpoint_dir"
+    )
+
+
+def init_checkpoint_problems(plan: ModelPlan) -> Iterator[Problem]:
+    """Yield what stops a model's init_checkpoint from being loaded, as far as its recipe tells."""
+    folder = plan.policy.init_checkpoint
+    if folder is None:
+        return
+    key, remedy = plan.key("policy.init_checkpoint"), "name a folder step_N of a run with this architecture"
+    try:
+        differing = does_not_fit(read_recipe_of(Path(folder)), plan)
+    except ValueError as error:
+        yield Problem(key, str(error), remedy)
+        return
+    if differing:
+        yield Problem(key, f"{folder!r} holds another model: {', '.join(differing)}", remedy)
+
+
+def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        path = join_path(prefix, key)
+        if isinstance(value, dict) and value:
+            yield from _leaves(cast("Tree", value), path)
+        else:
+            yield path, value
+
+
+def _below(path: str, sections: tuple[str, ...]) -> bool:
+    return any(path == section or path.startswith(f"{section}.") for section in sections)
+
+
+def _shown(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -1,0 +1,208 @@
+"""What asks a process to stop, and when it does: SIGINT, SIGTERM, SIGHUP, and a limit of time.
+
+The first one lets a block that defers come to its end, the second one does not wait, later ones change nothing: the
+process is ending already. Only short blocks that must never be cut, such as the end of a Ray session, hold off both.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+EXIT_STATUS_OF_A_SIGNAL = 128
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+# Of a timer that nothing else uses: math-verify sets SIGALRM to its own ends.
+_TIME_IS_UP = signal.SIGVTALRM
+_ONE_STOP_S = 1.0
+"""A terminal that closes, or a scheduler, may send SIGHUP or SIGTERM to a process twice."""
+
+
+class TimeLimitReachedError(KeyboardInterrupt):
+    """The time that the process was given is over; as little an error of what runs as Ctrl-C is."""
+
+
+class StopSignals:
+    """What has asked this process to stop, and whether that has to wait. `began` is a `time.monotonic`."""
+
+    def __init__(self, *, deferring: bool = False, holding: bool = False) -> None:
+        self.began = time.monotonic()
+        self._asked: list[int] = []
+        self._asked_at = 0.0
+        self.time_is_up = False
+        self._due = False
+        self._deferring, self._holding = int(deferring), int(holding)
+        self._timer: threading.Timer | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return bool(self._asked)
+
+    @property
+    def insisted(self) -> bool:
+        """Whether a second one has."""
+        return len(self._asked) > 1
+
+    @property
+    def word(self) -> str:
+        """What the first signal did to the process."""
+        return _WORDS[signal.Signals(self._asked[0] if self._asked else signal.SIGINT)]
+
+    @property
+    def exit_status(self) -> int:
+        """What a shell reports for a program that the first signal ended: 130, 143 or 129; 0 where the time did."""
+        if self.time_is_up and not self._asked:
+            return 0
+        return EXIT_STATUS_OF_A_SIGNAL + (self._asked[0] if self._asked else signal.SIGINT)
+
+    def arrive(self, number: int, _frame: FrameType | None = None) -> None:
+        """The handler of the signals."""
+        now = time.monotonic()
+        if number == _TIME_IS_UP:
+            if self._asked or self.time_is_up:
+                return  # the process is ending already
+            self.time_is_up = True
+        else:
+            again = self.asked and number != signal.SIGINT and now - self._asked_at < _ONE_STOP_S
+            if again or self.insisted:
+                return
+            self._asked.append(number)
+            self._asked_at = now
+        self._due = True
+        self.stop_if_due()
+
+    def stop_if_due(self) -> None:
+        """Raise KeyboardInterrupt for a signal that has come, unless it is to wait."""
+        if not self._due or self._holding or (self._deferring and not self.insisted):
+            return
+        self._due = False
+        raise KeyboardInterrupt if self._asked else TimeLimitReachedError
+
+    def stop_if_asked(self) -> None:
+        """Raise it also where code that is not ours has swallowed it before."""
+        self._due |= self.asked or self.time_is_up
+        self.stop_if_due()
+
+    @contextmanager
+    def waiting(self, *, hold: bool) -> Generator[None]:
+        """Let the first signal wait until the outermost such block has ended; with `hold`, let all of them wait."""
+        self._deferring += 1
+        self._holding += hold
+        try:
+            yield
+        finally:
+            self._deferring -= 1
+            self._holding -= hold
+            self.stop_if_due()
+
+    def end_for_time(self) -> None:
+        """Raise TimeLimitReachedError, before the time is over."""
+        self.time_is_up = True
+        raise TimeLimitReachedError
+
+    def limit_time(self, seconds: float | None) -> None:
+        """Ask to stop so many seconds after `began`, in place of what was set before; None: never."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if seconds is not None:
+            # A thread: an alarm of the process is math-verify's. The signal wakes the main thread from a wait.
+            left = max(0.0, self.began + seconds - time.monotonic())
+            main = threading.main_thread().ident
+            self._timer = threading.Timer(left, lambda: signal.pthread_kill(main or 0, _TIME_IS_UP))
+            self._timer.daemon = True
+            self._timer.start()
+
+    @property
+    def due(self) -> bool:
+        """Whether what has come has not raised yet."""
+        return self._due
+
+    def raise_again(self) -> None:
+        """Send what has come to the handlers that are there now."""
+        for number in self._asked:
+            signal.raise_signal(number)
+
+
+_current: StopSignals | None = None
+"""Signals belong to the process, and so does who listens to them."""
+
+
+def current_stop_signals() -> StopSignals:
+    """Those that are listened to; others, which nothing reaches, where nobody listens."""
+    return _current or StopSignals()
+
+
+@contextmanager
+def stop_signals() -> Generator[StopSignals]:
+    """Listen to the signals inside the block, of which the outermost counts them; what they did is for it to say.
+
+    Entered again inside, it takes back handlers that a library has put in their place. A signal that is ignored stays
+    ignored, as under nohup. Outside of the main thread nothing is listened to.
+    """
+    with _listening(_current or StopSignals()) as signals:
+        yield signals
+
+
+@contextmanager
+def deferred_stop_signals(*, hold: bool = False) -> Generator[None]:
+    """Let the first signal wait until the outermost such block has ended, however it ends; a second one does not wait.
+
+    hold: let all of them wait, for a short block that must never be cut. Where nobody listens to the signals, the
+    handlers that there are get them after the block. Outside of the main thread no signal arrives, nothing is done.
+    """
+    if _current is not None and _in_main_thread():
+        with kept_stop_handlers(), _current.waiting(hold=hold):
+            yield
+        return
+    alone = StopSignals(deferring=True, holding=hold)
+    try:
+        with _listening(alone):
+            yield
+    finally:
+        if alone.due:
+            alone.raise_again()
+
+
+@contextmanager
+def _listening(signals: StopSignals) -> Generator[StopSignals]:
+    global _current
+    if not _in_main_thread():
+        yield signals
+        return
+    outer = _current
+    with kept_stop_handlers():
+        for number in (*_STOP_SIGNALS, _TIME_IS_UP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signals.arrive)
+        _current = signals
+        try:
+            yield signals
+        finally:
+            _current = outer
+            if outer is not signals:
+                signals.limit_time(None)
+
+
+@contextmanager
+def kept_stop_handlers() -> Generator[None]:
+    """Put the handlers of the signals back after a block that replaces them, as `ray.init` does."""
+    if not _in_main_thread():
+        yield
+        return
+    handlers = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, _TIME_IS_UP)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:  # None: not installed by Python, which cannot put it back
+                signal.signal(number, handler)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,73 @@
+"""JSON that others wrote: what json.loads lets pass, or dies of, is a ValueError with a short message here."""
+
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+_SHOWN = 60
+
+
+def read_json(path: Path, *, finite: bool = True, follow_links: bool = True) -> object:
+    """The value in a file; raises ValueError as `parse_json` does, OSError as `read_regular` does."""
+    return parse_json(read_regular(path, follow_links=follow_links), finite=finite)
+
+
+def parse_json(text: bytes | str, *, finite: bool = True) -> object:
+    """The value of a text.
+
+    Raises ValueError for what is not JSON, for an object that names a key twice, for nesting without end and, with
+    `finite`, for numbers that are none: NaN, Infinity and what is too large for a float.
+    """
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_refuse if finite else None,
+            parse_float=_finite if finite else None,
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
+    """The bytes of a regular file; OSError for anything else, such as a pipe, which is not waited for."""
+    if not follow_links and path.is_symlink():
+        raise OSError(errno.ELOOP, "a link, and no file", str(path))
+    # Without O_NONBLOCK the opening of a pipe waits for whoever writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def shortened(text: str, limit: int = _SHOWN) -> str:
+    """The text, cut for a message."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen = set[str]()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {shortened(repr(twice))} is there twice")
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{shortened(text)} is too large")
+    return number

@@ -1,0 +1,208 @@
+"""`PolicyBackend`: all that a worker asks of the framework which holds its model.
+
+Shapes: B rows of this rank's shard, S sequence length, K ids a token, T new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.stop_conditions import StopConditions
+from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.ops.sampling import SamplingParams
+from nemo_rl_mcore.training.sums import StepTotals
+from nemo_rl_mcore.training.train_step import TrainStepBackend
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """How a policy's model is built, beside what its config says.
+
+    seed: of the random initialisation and of dropout.
+    role: a policy says how probable tokens are, a critic how much is to be expected of a state.
+    trained: whether there are gradient buffers, an optimizer and its schedule; what needs them is not called else.
+    temperature: divides the logits in every log-probability.
+    verify_checksums: whether a checkpoint's files are compared with their checksums before they are read.
+    """
+
+    seed: int
+    role: Role
+    trained: bool
+    temperature: float
+    verify_checksums: bool
+
+
+@dataclass(frozen=True)
+class TopKLogits:
+    """The K most probable next tokens at each position, on the CPU; 0 where the next token is not real.
+
+    topk_logits: fp32 [B, S, K], divided by the temperature, the largest first; topk_indices: int64 [B, S, K], their
+    ids. logsumexp: fp32 [B, S], over the whole vocabulary; tail_logmass: fp32 [B, S], the log of the probability of all
+    other ids.
+    """
+
+    topk_logits: Tensor
+    topk_indices: Tensor
+    logsumexp: Tensor
+    tail_logmass: Tensor
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What to generate: ragged prompts, each with the key of its noise.
+
+    prompts: token ids of each row; keys_B: int64 [B], see `ops.sampling.sample_keys`; stops: what ends a row;
+    batch_size: rows that are decoded together at most, None for all.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    keys_B: Tensor
+    max_new_tokens: int
+    stops: StopConditions
+    sampling: SamplingParams
+    batch_size: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        policy: PolicyConfig,
+        data: BatchedDataDict,
+        keys_B: Tensor,
+        stops: StopConditions,
+        *,
+        greedy: bool,
+    ) -> Self:
+        """Sample as the config says, from right-padded prompts: input_ids [B, P], input_lengths [B]."""
+        ids: list[list[int]] = data["input_ids"].tolist()
+        lengths: list[int] = data["input_lengths"].tolist()
+        sampling = policy.generation
+        return cls(
+            prompts=[row[:length] for row, length in zip(ids, lengths, strict=True)],
+            keys_B=keys_B,
+            max_new_tokens=sampling.max_new_tokens,
+            stops=stops,
+            sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, greedy),
+            batch_size=policy.generation_batch_size,
+        )
+
+
+@dataclass(frozen=True)
+class GeneratedRows:
+    """Responses on the CPU: tokens int64 [B, T] and logprobs fp32 [B, T], both 0 from `lengths` int64 [B] on.
+
+    finished: bool [B], the row met a stop condition, and did not end at the length limit.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    lengths: Tensor
+    finished: Tensor
+
+
+class PolicyBackend(TrainStepBackend, Protocol):
+    """The model of one rank, and all that is done with it.
+
+    The ranks of a run call alike. They meet in `called_together` before each call, where the arguments are judged; the
+    calls raise on every rank what they raise on one. Results are the same on all ranks that share a shard of the batch.
+    """
+
+    @property
+    def trained(self) -> bool:
+        """Whether the train step, `save` and `load` can be called."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """What the model is on."""
+        ...
+
+    def data_parallel_rank(self) -> int:
+        """Which shard of a batch this rank is to be sent."""
+        ...
+
+    def data_parallel_size(self) -> int:
+        """How many shards a batch has."""
+        ...
+
+    def logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
+        """fp32 [B, S] on the CPU: column i is log p of token i; column 0 and the right padding are 0.
+
+        In evaluation mode, as all reads; an open train step is left as it is.
+        """
+        ...
+
+    def keep_reference(self) -> None:
+        """Keep the present weights as those of the reference policy."""
+        ...
+
+    def reference_logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
+        """`logprobs` under the weights that `keep_reference` kept; the policy's own are back also after an error."""
+        ...
+
+    def topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int) -> TopKLogits:
+        """The k most probable next tokens."""
+        ...
+
+    def values(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
+        """fp32 [B, S] on the CPU, of a critic: column i is of the state before token i; column 0 and padding are 0."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> GeneratedRows:
+        """Answer the prompts; a row's tokens depend on the weights, its prompt and its key alone."""
+        ...
+
+    def evaluate(self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int) -> StepTotals:
+        """The loss and metrics of the rows of all ranks, without gradients."""
+        ...
+
+    def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
+        """Write all that the next step depends on, the reference weights included, into an empty or new folder.
+
+        Raises ValueError, before anything is written, when the folder holds something, and OSError when it cannot be
+        written.
+        """
+        ...
+
+    def load(self, folder: Path) -> Sequence[str]:
+        """Set back what `save` wrote, and return the committed step_ids.
+
+        Raises ValueError for what is no checkpoint of this model.
+        """
+        ...
+
+    def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
+        """Set the weights back alone; moments and schedule stay.
+
+        of_a_policy: this is a critic, and the folder's model has no value head: its own stays.
+        """
+        ...
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor of the Hugging Face model by its name, whole, on every rank; all must iterate to the end.
+
+        One that is to outlast its turn must be copied.
+        """
+        ...
+
+    def export_hf(self, folder: Path, origin: str | None) -> None:
+        """Write a new Hugging Face folder; `origin` names the model that training started from.
+
+        Raises ValueError when the folder exists.
+        """
+        ...
+
+    def shutdown(self) -> None:
+        """Leave the other ranks."""
+        ...
+
+
+BackendFactory = Callable[[PolicyConfig, BackendOptions], PolicyBackend]
+"""Builds the backend of this rank; the environment says which rank it is."""

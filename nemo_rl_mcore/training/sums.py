@@ -1,0 +1,157 @@
+"""What a train step adds up: sums of microbatches, then of ranks, divided once; and several steps taken together.
+
+The division itself, a sum by the count of its kind, is `losses.base.divide`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.base import LossSums, LossType, MetricKind, MetricSum, divide, valid_counts
+
+# The counts travel with the metrics, in the same collective.
+_VALID_SEQS, _VALID_TOKS = "global_valid_seqs", "global_valid_toks"
+
+EXTREMA = frozenset((MetricKind.MIN, MetricKind.MAX))
+# What a step without that metric adds to several steps together: nothing.
+_NEUTRAL = {MetricKind.MIN: float("inf"), MetricKind.MAX: float("-inf")}
+
+
+class ReduceKind(Enum):
+    """How a packed tensor combines over ranks."""
+
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+
+
+AllReduce = Callable[[torch.Tensor, ReduceKind], None]
+"""Reduces a 1-d fp64 tensor over ranks, in place."""
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """One step's sums over all data-parallel ranks: counts of valid rows and tokens, metrics already divided.
+
+    moe_metrics, mtp_metrics: the losses of the model's own layers, for a model with experts or prediction layers.
+    """
+
+    valid_seqs: float
+    valid_toks: float
+    metrics: Mapping[str, float]
+    kinds: Mapping[str, MetricKind]
+    moe_metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    mtp_metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def denominator(self, loss_type: LossType) -> float:
+        """How many tokens or sequences the loss is a mean over."""
+        return self.valid_toks if loss_type is LossType.TOKEN_LEVEL else self.valid_seqs
+
+
+@dataclass
+class LocalSums:
+    """The sums of this rank's microbatches so far, on the device; nothing waits for it before `reduce`."""
+
+    parts: list[dict[str, MetricSum]] = field(default_factory=list[dict[str, MetricSum]])
+
+    @classmethod
+    def of(cls, sums: LossSums, microbatch: BatchedDataDict) -> LocalSums:
+        """The sums of one microbatch, with its counts."""
+        seqs, toks = valid_counts(microbatch)
+        counts = {
+            _VALID_SEQS: MetricSum(seqs, MetricKind.NONE),
+            _VALID_TOKS: MetricSum(toks, MetricKind.NONE),
+        }
+        return cls([sums.metrics | counts])
+
+    def add(self, other: LocalSums) -> None:
+        """Take in further microbatches of this rank."""
+        self.parts.extend(other.parts)
+
+    def reduce(self, all_reduce: AllReduce) -> StepTotals:
+        """Sum over ranks; the one place where a step's metrics wait for the device. A step without a chunk is all 0.
+
+        All ranks have added equally many chunks, or none: see `TrainStepBackend.called_together`.
+        """
+        if not self.parts:
+            return StepTotals(0.0, 0.0, {"loss": 0.0}, {"loss": MetricKind.TOKENS})
+        totals = reduce_metrics(combine_metrics(self.parts), all_reduce)
+        seqs, toks = (float(totals.pop(name).value) for name in (_VALID_SEQS, _VALID_TOKS))
+        kinds = {name: metric.kind for name, metric in totals.items()}
+        return StepTotals(seqs, toks, divide(totals, seqs, toks), kinds)
+
+
+def combine(parts: Sequence[MetricSum]) -> MetricSum:
+    """Return the metric of the union of parts: extrema by minimum and maximum, all else by addition.
+
+    The value is fp64. Nothing is averaged, and the device is not waited for.
+    Raises ValueError for no part or differing kinds.
+    """
+    kinds = {part.kind for part in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"metrics to combine must have one kind, got {sorted(kind.value for kind in kinds)}")
+    (kind,) = kinds
+    values = torch.stack([part.value.to(torch.float64) for part in parts])
+    if kind is MetricKind.MIN:
+        return MetricSum(values.amin(), kind)
+    if kind is MetricKind.MAX:
+        return MetricSum(values.amax(), kind)
+    return MetricSum(values.sum(), kind)
+
+
+def combine_metrics(parts: Iterable[Mapping[str, MetricSum]]) -> dict[str, MetricSum]:
+    """Return, per name, the metric of the union of microbatches; a microbatch may lack a metric."""
+    grouped: dict[str, list[MetricSum]] = {}
+    for part in parts:
+        for name, metric in part.items():
+            grouped.setdefault(name, []).append(metric)
+    return {name: combine(metrics) for name, metrics in grouped.items()}
+
+
+def reduce_metrics(sums: Mapping[str, MetricSum], all_reduce: AllReduce) -> dict[str, MetricSum]:
+    """Return the metrics of all ranks together, each value a 0-d fp64 tensor.
+
+    Every rank passes the same names and kinds, in any order; `all_reduce` is called at most once per
+    ReduceKind. Further counts (valid sequences and tokens) may ride along as metrics of kind NONE.
+    """
+    reduced: dict[str, MetricSum] = {}
+    for reduce_kind in ReduceKind:
+        names = sorted(name for name, metric in sums.items() if _reduction(metric.kind) is reduce_kind)
+        if not names:
+            continue
+        packed = torch.stack([sums[name].value.to(torch.float64) for name in names])
+        all_reduce(packed, reduce_kind)
+        for name, value in zip(names, packed.unbind(), strict=True):
+            reduced[name] = MetricSum(value, sums[name].kind)
+    return {name: reduced[name] for name in sums}
+
+
+def combine_steps(
+    kind: MetricKind, values: Sequence[float], valid_seqs: Sequence[float], valid_toks: Sequence[float]
+) -> float:
+    """Return a metric of several optimizer steps as if they had been one: means are weighted by their counts."""
+    if kind is MetricKind.MIN:
+        return min(values)
+    if kind is MetricKind.MAX:
+        return max(values)
+    if kind is MetricKind.NONE:
+        return sum(values)
+    weights = valid_toks if kind is MetricKind.TOKENS else valid_seqs
+    weighted = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+    return weighted / (sum(weights) or 1.0)
+
+
+def neutral_value(kind: MetricKind) -> float:
+    """Return the value that changes nothing when steps are combined."""
+    return _NEUTRAL.get(kind, 0.0)
+
+
+def _reduction(kind: MetricKind) -> ReduceKind:
+    if kind is MetricKind.MIN:
+        return ReduceKind.MIN
+    return ReduceKind.MAX if kind is MetricKind.MAX else ReduceKind.SUM

@@ -1,0 +1,112 @@
+"""A Ray session of this machine alone: started for one run in a private folder, and ended with all its processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.signals import deferred_stop_signals
+from nemo_rl_mcore.workers.environment import only_environment, session_environment
+from nemo_rl_mcore.workers.session_processes import RayServers, Reaper, kill, processes_of
+
+LOOPBACK = "127.0.0.1"
+_OBJECT_STORE_BYTES = 256 << 20
+_NEEDED_TO_LEAVE = ("gcs_server", "raylet", "ray::")
+
+
+class LocalSession:
+    """The session of this process; only this machine can reach it, and only this user its folder.
+
+    log_dir: folder of the workers' standard error, once it has started.
+    """
+
+    def __init__(self) -> None:
+        self.log_dir: Path | None = None
+        # For this user alone; not under TMPDIR, since the names of Unix sockets must be short.
+        parent = os.environ.get("RAY_TMPDIR", "/tmp")
+        self._folder = Path(
+            tempfile.mkdtemp(prefix="nemo_rl_mcore_", dir=parent)
+        ).resolve()  # as /proc tells it
+        self._reaper = Reaper(self._folder)
+        self._servers: RayServers | None = None
+
+    def start(self, *, cpus: int, on_cpu: bool, quiet: Mapping[str, Any]) -> None:
+        """Start Ray; `quiet` are further arguments of `ray.init`. On CPU it has no GPUs, and a small object store.
+
+        Raises RunStoppedError when it does not come up; `end` is to follow in any case.
+        """
+        # Interrupted halfway, `ray.init` leaves processes that `ray.shutdown` does not know of.
+        with (
+            deferred_stop_signals(hold=True),
+            _children_ignore_stops(),
+            only_environment(session_environment(os.environ)),
+        ):
+            try:
+                context: Any = ray.init(
+                    address="local",
+                    num_cpus=cpus,
+                    num_gpus=0 if on_cpu else None,
+                    object_store_memory=_OBJECT_STORE_BYTES if on_cpu else None,
+                    include_dashboard=False,
+                    _node_ip_address=LOOPBACK,
+                    _temp_dir=str(
+                        self._folder / "ray"
+                    ),  # which Ray opens to everybody: hence the folder above
+                    **quiet,
+                )
+            except Exception as error:  # Ray raises it bare when one of its processes is late
+                raise RunStoppedError(
+                    f"the local Ray session did not start: {error}\nIs this machine out of memory, disk space "
+                    f"or process slots, or very busy? Ray's logs are in {self._folder}; try again, "
+                    "or start a cluster with `ray start --head` and set RAY_ADDRESS"
+                ) from error
+            self.log_dir = Path(context.address_info["session_dir"]) / "logs"
+        self._servers = RayServers(self._folder)
+
+    def lost(self) -> str | None:
+        """Which of Ray's servers has died."""
+        return None if self._servers is None else self._servers.lost()
+
+    def kill(self, pid: int) -> None:
+        """Kill a process, if it is one of the session's."""
+        kill([process for _, process in processes_of(self._folder) if process.pid == pid], wait_s=0)
+
+    def end(self, *, keep_logs: bool) -> None:
+        """Kill all its processes, however they fare, and remove the folder; idempotent."""
+        # From a session that is lost this process takes leave at its very end, which may take Ray some seconds.
+        if self.lost() is None and ray.is_initialized():
+            # Ray asks its processes to stop one by one, and waits a second for those that do not listen. Without the
+            # raylet, which goes with its agents, Ray would end this process here and now, whatever it has to say yet.
+            kill([one for name, one in processes_of(self._folder) if not name.startswith(_NEEDED_TO_LEAVE)])
+            ray.shutdown()
+        else:
+            sys.excepthook = (
+                sys.__excepthook__
+            )  # Ray's would tell a dead server of an exception, and wait for it
+        stuck = kill([process for _, process in processes_of(self._folder)])
+        self._reaper.dismiss()
+        if not keep_logs and not stuck:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def _children_ignore_stops() -> Generator[None]:
+    """Processes that are started inside do not see SIGTERM and SIGHUP, which schedulers and terminals send to all.
+
+    The driver decides what becomes of its ranks. Ray itself keeps Ctrl-C away from them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,167 @@
+"""A call that the ranks of a group are at: whether it is over, what it gave, or the one error that tells why not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_mcore.progress import Progress
+from nemo_rl_mcore.signals import deferred_stop_signals
+from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.failures import (
+    Call,
+    RankFailure,
+    RankIdentity,
+    Stall,
+    WorkerError,
+    describe,
+    describe_stall,
+    identity_in,
+    root_cause,
+)
+from nemo_rl_mcore.workers.rank_calls import Ended, RankCalls
+
+# Python hears of signals between two waits, and of two signals that came during one it hears once.
+_WAKE_EVERY_S = 0.2
+_KILL_WAIT_S = 2.0
+
+
+class GroupInUseError(RuntimeError):
+    """A group was called while a call to it was pending, or two threads asked for the result of one at once."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a group. noun: what messages call one of them. identities: of those that have said theirs."""
+
+    cluster: RayCluster
+    noun: str
+    actors: Sequence[Any]
+    identities: Mapping[int, RankIdentity]
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """Kill ranks, stopped processes too, which do not hear Ray."""
+        for rank in ranks:
+            self.cluster.kill(self.actors[rank], self.identities.get(rank))
+
+
+class PendingCall:
+    """What `RayWorkerGroup.call` has begun; one thread at a time asks it.
+
+    It is pending until `result` has given or raised what came of it, and the group takes no other call before. Calls to
+    several groups are waited for together by asking each whether it is `done`, about every second: progress is heard,
+    and deadlines pass, only while somebody asks or waits.
+
+    refs: rank by Ray's reference of its answer.
+    """
+
+    def __init__(self, call: Call, ranks: Ranks, refs: Mapping[Any, int]) -> None:
+        self.over = False
+        """Whether `result` has told how it ended."""
+        self.error: WorkerError | None = None
+        """What `result` has raised."""
+        self._call, self._ranks = call, ranks
+        self._calls = RankCalls(refs, ranks.actors, call.timeout_s, ranks.cluster.lost)
+        self._ended: Ended | None = None
+        self._asking = threading.Lock()
+
+    def __str__(self) -> str:
+        """Method and context."""
+        return str(self._call)
+
+    @property
+    def timeout_s(self) -> float:
+        """The deadline, in seconds without progress of any rank."""
+        return self._call.timeout_s
+
+    @property
+    def progress(self) -> Mapping[int, Progress]:
+        """What each rank said last, of those that have said anything; any thread may ask."""
+        return dict(self._calls.watch.progress)
+
+    def done(self) -> bool:
+        """Whether `result` has no more to wait for: the ranks have answered, or the call has failed. Never waits.
+
+        Raises GroupInUseError when another thread asks, too.
+        """
+        with self._one_thread():
+            return self._poll(0)
+
+    def result(self) -> list[Any]:
+        """Wait for the answers, in the order of the ranks; a first Ctrl-C or SIGTERM waits until the call is over.
+
+        Raises WorkerError: see `RayWorkerGroup`. GroupInUseError when another thread asks, too.
+        """
+        with deferred_stop_signals():
+            return self.interruptible_result()
+
+    def interruptible_result(self) -> list[Any]:
+        """As `result`, but no signal has to wait: for workers that nobody else has heard of yet."""
+        with self._one_thread():
+            if not self.over:
+                self._finish()
+            if self.error is not None:
+                raise self.error
+            return [answer for _, answer in sorted(self._calls.results.items(), key=lambda item: item[0])]
+
+    @contextmanager
+    def _one_thread(self) -> Iterator[None]:
+        if not self._asking.acquire(blocking=False):
+            raise GroupInUseError(f"{self}: another thread asks for its result; one at a time")
+        try:
+            yield
+        finally:
+            self._asking.release()
+
+    def _poll(self, wait_s: float) -> bool:
+        if self._ended is None:
+            self._ended = self._calls.poll(wait_s)
+        return self._ended is not None
+
+    def _finish(self) -> None:
+        try:
+            while not self._poll(_WAKE_EVERY_S):
+                pass
+            self.error = None if self._ended is Ended.ANSWERED else self._failure()
+        except BaseException:  # a second Ctrl-C: nobody knows where the ranks are
+            self.error = self._call.error(f"{self} was interrupted")
+            raise
+        finally:
+            self.over = True
+
+    def _failure(self) -> WorkerError:
+        """What went wrong; ranks that do not return are killed."""
+        calls, ranks, call = self._calls, self._ranks, self._call
+        failures = [RankFailure(rank, self._identity(rank, error), error) for rank, error in calls.errors]
+        # Ranks that all answered, if only by raising, still serve: an open train step can be aborted.
+        usable = not calls.waiting and not any(failure.died for failure in failures)
+        if not usable and (lost := ranks.cluster.lost()) is not None:
+            return call.end_of_session(lost)
+        stalls = self._stalls()
+        ranks.kill([stall.rank for stall in stalls])
+        calls.wait_at_most(_KILL_WAIT_S if stalls else 0)  # else Ray logs the answers of the dead
+        if self._ended is Ended.STALLED:
+            return call.error(describe_stall(stalls, len(ranks.actors), call, ranks.noun))
+        message = describe(failures, stalls, str(call), ranks.cluster.log_dir, ranks.noun)
+        return call.error(message, root_cause(failures), usable=usable)
+
+    def _stalls(self) -> list[Stall]:
+        """What is known of the ranks that have not answered; it is asked for before they are killed."""
+        calls, ranks = self._calls, self._ranks
+        stacks = calls.stacks() if calls.waiting else {}
+        return [
+            Stall(
+                rank,
+                ranks.identities.get(rank),
+                doing=calls.watch.doing(rank),
+                stack=stacks.get(rank, ""),
+                silent=None if rank in stacks else ranks.cluster.process_state(ranks.identities.get(rank)),
+            )
+            for rank in calls.waiting
+        ]
+
+    def _identity(self, rank: int, error: BaseException) -> RankIdentity:
+        return self._ranks.identities.get(rank) or identity_in(str(error))

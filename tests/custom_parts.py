@@ -1,0 +1,120 @@
+"""Classes as a user writes them, named in recipes by `custom_parts:Name`."""
+
+import torch
+
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.losses import (
+    ClippedPGLossFn,
+    LossFunction,
+    LossInputType,
+    LossSums,
+    LossType,
+    MetricKind,
+    MetricSum,
+    NLLLossFn,
+    TokenLossFunction,
+)
+from nemo_rl_mcore.losses.base import Masks
+
+
+class ScaledNLL(NLLLossFn):
+    def __init__(self, cfg, use_fused_linear_logprobs=False, *, scale):
+        super().__init__(cfg, use_fused_linear_logprobs)
+        self.scale = scale
+
+    def sums(self, outputs, data):
+        whole = super().sums(outputs, data)
+        return LossSums(whole.loss * self.scale, whole.metrics)
+
+
+class CountedPG(ClippedPGLossFn):
+    def __init__(self, cfg, use_fused_linear_logprobs=False, *, weight):
+        super().__init__(cfg, use_fused_linear_logprobs)
+        self.weight = weight
+
+    def sums(self, outputs, data):
+        whole = super().sums(outputs, data)
+        weight = self.weight * Masks.of(data).valid.sum()
+        return LossSums(whole.loss, whole.metrics | {"own_weight": MetricSum(weight, MetricKind.TOKENS)})
+
+
+class FromScratch(TokenLossFunction):
+    loss_type = LossType.TOKEN_LEVEL
+
+    def __init__(self, cfg, use_fused_linear_logprobs=False):
+        self.cfg = cfg
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+
+    def sums(self, outputs, data):
+        loss = outputs.logprobs.sum()
+        return LossSums(loss, {"loss": MetricSum(loss.detach(), MetricKind.TOKENS)})
+
+
+class Leaving(FromScratch):
+    def sums(self, outputs, data):
+        raise SystemExit("a loss that leaves")
+
+
+class OfPairs(FromScratch):
+    rows_per_sample = 2
+
+
+class Unfinished(FromScratch):
+    sums = TokenLossFunction.sums
+
+
+class OfValues(LossFunction):
+    loss_type = LossType.TOKEN_LEVEL
+    input_type = LossInputType.VALUE
+
+    def __init__(self, cfg, use_fused_linear_logprobs=False):
+        pass
+
+    def sums(self, outputs, data):
+        raise NotImplementedError
+
+
+class OfNoType(TokenLossFunction):
+    def __init__(self, cfg, use_fused_linear_logprobs=False):
+        pass
+
+    def sums(self, outputs, data):
+        raise NotImplementedError
+
+
+class Stranger:
+    def __init__(self, cfg, use_fused_linear_logprobs=False):
+        pass
+
+    def sums(self, outputs, data):
+        return torch.zeros(())
+
+
+class LengthReward:
+    def __init__(self, wanted=2):
+        self.wanted = wanted
+
+    def score(self, prompts, responses, finished):
+        return [float(len(response) == self.wanted) for response in responses]
+
+
+class BadReward:
+    def __init__(self, scores):
+        self.scores = scores
+
+    def score(self, prompts, responses, finished):
+        return self.scores
+
+
+class Counting:
+    def __init__(self, seed, start=0):
+        self.first = 1000 * seed + start
+
+    def train_batch(self, step, count):
+        return [Prompt(self.first + index, f"{index}>", str(index)) for index in range(count)]
+
+    def validation(self, count):
+        return [Prompt(0, "0>", "0")] * count
+
+
+NOT_A_CLASS = "text"

@@ -1,0 +1,125 @@
+"""What every engine keeps to, see `generation.engine.Engine`; asserted of whichever is given."""
+
+import asyncio
+import inspect
+from dataclasses import replace
+
+import pytest
+
+from nemo_rl_mcore.generation.engine import GenerationCancelledError, Sampling, WrongWeightsError
+from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
+from nemo_rl_mcore.generation.refit.transports import MessageSender, SharedMemorySender
+
+TOKENS = 8
+
+
+async def told(answer):
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def messages(tensors, sender):
+    """The tensors in buckets, one after the other in the same slot: the engine has loaded one before the next comes."""
+    packer = Packer(sender.slots[0])
+    for name, tensor in tensors:
+        if not packer.add(name, tensor):
+            yield Bucket(sender.locate(0, packer.used), packer.tensors).to_message()
+            packer.clear()
+            assert packer.add(name, tensor)
+    yield Bucket(sender.locate(0, packer.used), packer.tensors).to_message()
+
+
+async def load(engine, tensors, version, *, sender=SharedMemorySender, announced=None, bucket_bytes=40_000):
+    sending = sender(bucket_bytes)
+    await told(engine.begin_refit(version))
+    for message in messages(tensors, sending):
+        await told(engine.load_bucket(message))
+    acknowledged = await told(engine.finish_refit(version, announced or len(tensors)))
+    sending.close()
+    assert acknowledged == version
+
+
+async def refused(engine, requests, version, held):
+    with pytest.raises(WrongWeightsError, match=f"the engine's are of {held}"):
+        await told(engine.generate(requests, Sampling(TOKENS), version))
+
+
+async def keeps_to_the_contract(engine, old, new, requests, *, overlaps, sleeps):
+    """old, new: named tensors of two models. overlaps: calls do. sleeps: the engine can give its memory back."""
+    sampling = Sampling(TOKENS)
+
+    async def answers(asked, version, sampling=sampling):
+        return await told(engine.generate(asked, sampling, version))
+
+    await told(engine.health())
+    await refused(engine, requests, 0, "no version")
+
+    await load(engine, old, 0)
+    first = await answers(requests, 0)
+    assert [len(answer.tokens) for answer in first] == [TOKENS] * len(requests)
+    for answer in first:
+        assert len(answer.logprobs) == TOKENS
+        assert max(answer.logprobs) <= 0
+        assert (answer.versions, answer.finished) == ([0] * TOKENS, False)
+    alone = [(await answers([request], 0))[0].tokens for request in requests]
+    assert alone == [answer.tokens for answer in first], "who else asks does not matter"
+    reseeded = [replace(request, seed=request.seed + 1000) for request in requests]
+    assert [answer.tokens for answer in await answers(reseeded, 0)] != alone
+
+    stop = first[0].tokens[2]
+    [stopped] = await answers(requests[:1], 0, replace(sampling, stop_ids=(stop,)))
+    assert stopped.finished
+    assert stopped.tokens == first[0].tokens[: first[0].tokens.index(stop) + 1], (
+        "the stop token belongs to it"
+    )
+
+    await refused(engine, requests, 1, "0")
+    with pytest.raises(WrongWeightsError, match="not newer"):
+        await told(engine.begin_refit(0))
+    assert [answer.tokens for answer in await answers(requests, None)] == alone, "a refusal changes nothing"
+
+    half = SharedMemorySender(40_000)
+    await told(engine.begin_refit(1))
+    await told(engine.load_bucket(next(iter(messages(new, half)))))
+    for version in (0, 1):
+        await refused(engine, requests, version, "no version")
+    half.close()
+    with pytest.raises(Exception, match=f"{len(new)} of {len(new) + 1} tensors"):
+        await load(engine, new, 1, announced=len(new) + 1)
+    await refused(engine, requests, 1, "no version")
+
+    await load(engine, new, 2, sender=MessageSender)
+    second = await answers(requests, 2)
+    assert [answer.versions for answer in second] == [[2] * TOKENS] * len(requests)
+    assert [answer.logprobs for answer in second] != [answer.logprobs for answer in first]
+
+    await told(engine.cancel("nobody asked for this"))
+    if overlaps:
+        await _is_overtaken_and_cancelled(engine, old, requests)
+    if sleeps:
+        await told(engine.sleep())
+        await refused(engine, requests, 2, "no version")
+        for _ in range(2):  # what a sleep gave up comes again under its own number, where nothing was trained
+            await told(engine.wake_up(["weights"]))
+            await load(engine, old, 4)
+            await told(engine.wake_up(["kv_cache"]))
+            assert [answer.logprobs for answer in await answers(requests, 4)] == [
+                answer.logprobs for answer in first
+            ]
+            await told(engine.sleep())
+    await told(engine.shutdown())
+
+
+async def _is_overtaken_and_cancelled(engine, tensors, requests):
+    long = Sampling(200)
+    overtaken = asyncio.create_task(engine.generate(requests, long, None, "kept"))
+    dropped = asyncio.create_task(engine.generate(requests, long, None, "dropped"))
+    await asyncio.sleep(0.1)
+    assert not overtaken.done()
+    await told(engine.cancel("dropped"))
+    await load(engine, tensors, 3)
+    with pytest.raises(GenerationCancelledError):
+        await dropped
+    for answer in await overtaken:
+        assert len(answer.tokens) == len(answer.versions) == 200
+        assert answer.versions == sorted(answer.versions)
+        assert set(answer.versions) == {2, 3}

@@ -1,0 +1,79 @@
+"""A small engine of its own kind: its answers are arithmetic of seed, prompt and the weights it was sent."""
+
+import asyncio
+
+from nemo_rl_mcore.generation.engine import GenerationCancelledError, HeldWeights, Response
+from nemo_rl_mcore.generation.refit.buckets import Bucket
+from nemo_rl_mcore.generation.refit.transports import MessageRelay, SharedMemoryReceiver
+
+VOCABULARY = 29
+
+
+class FakeEngine:
+    """An `Engine` whose calls overlap; a token takes `pause_s`."""
+
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self.weights, self._pause_s = HeldWeights(), pause_s
+        self._relay, self._receiver = MessageRelay(), SharedMemoryReceiver()
+        self._tensors, self._scale = {}, 0.0
+        self._may_generate, self._asked, self._awake = asyncio.Event(), set(), True
+
+    async def generate(self, requests, sampling, version=None, ticket=""):
+        if version is not None:
+            self.weights.require(version)
+        self._asked.add(ticket)
+        answers = [Response([], [], finished=False, versions=[]) for _ in requests]
+        open_rows = dict(enumerate(requests))
+        for position in range(sampling.max_new_tokens):
+            await asyncio.sleep(self._pause_s)
+            await self._may_generate.wait()
+            if ticket not in self._asked:
+                raise GenerationCancelledError(ticket)
+            for row, request in [*open_rows.items()]:
+                self._draw(answers[row], request, position)
+                if answers[row].tokens[-1] in sampling.stop_ids:
+                    answers[row] = Response(**vars(answers[row]) | {"finished": True})
+                    del open_rows[row]
+        return answers
+
+    def _draw(self, answer, request, position):
+        token = (31 * request.seed + 7 * position + sum(request.prompt)) % VOCABULARY
+        answer.tokens.append(token)
+        answer.logprobs.append(-abs(self._scale) / (token + 1))
+        answer.versions.append(self.weights.newest)
+
+    async def cancel(self, ticket):
+        self._asked.discard(ticket)
+
+    async def begin_refit(self, version):
+        assert self._awake
+        self.weights.begin(version)
+        self._may_generate.clear()
+        self._tensors = {}
+
+    async def load_bucket(self, message):
+        bucket = Bucket.from_message(self._relay.relay(message))
+        for name, tensor in bucket.read(self._receiver.open(bucket.location)):
+            self._tensors[name] = float(tensor.sum())
+
+    async def finish_refit(self, version, tensors):
+        self._relay.close()
+        if len(self._tensors) != tensors:
+            raise RuntimeError(f"{len(self._tensors)} of {tensors} tensors arrived")
+        self._scale = sum(self._tensors.values())
+        self._may_generate.set()
+        return self.weights.finish(version)
+
+    async def join_broadcast(self, **rendezvous):
+        raise NotImplementedError
+
+    async def sleep(self):
+        self.weights.drop()
+        self._awake = False
+
+    async def wake_up(self, tags):
+        self._awake = self._awake or "weights" in tags
+
+    async def health(self): ...
+
+    async def shutdown(self): ...

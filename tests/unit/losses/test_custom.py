@@ -1,0 +1,119 @@
+import pytest
+import torch
+from custom_parts import FromScratch, ScaledNLL
+
+from nemo_rl_mcore.config import (
+    ClippedPGLossConfig,
+    ConfigError,
+    DistillationLossConfig,
+    MseValueLossConfig,
+    NLLLossConfig,
+    load_config,
+)
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import (
+    ClippedPGLossFn,
+    DistillationLossFn,
+    MseValueLossFn,
+    NLLLossFn,
+    check_losses,
+    make_loss,
+)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "kind"),
+    [
+        (ClippedPGLossConfig(ratio_clip_max=0.3), ClippedPGLossFn),
+        (NLLLossConfig(), NLLLossFn),
+        (DistillationLossConfig(kl_type="reverse"), DistillationLossFn),
+        (MseValueLossConfig(scale=2.0), MseValueLossFn),
+    ],
+)
+def test_a_section_without_a_type_is_the_loss_that_it_is_named_for(cfg, kind):
+    loss = make_loss(cfg, True)
+    assert type(loss) is kind
+    assert loss.cfg is cfg
+    assert loss.use_fused_linear_logprobs
+
+
+def test_a_class_of_ones_own_gets_the_section_the_flag_and_its_arguments():
+    cfg = NLLLossConfig(type="custom_parts:ScaledNLL", args={"scale": 3.0})
+    loss = make_loss(cfg, True)
+    assert isinstance(loss, ScaledNLL)
+    assert loss.cfg is cfg
+    assert loss.use_fused_linear_logprobs
+    batch = BatchedDataDict(token_mask=torch.ones(1, 3), sample_mask=torch.ones(1))
+    value, _ = loss(torch.tensor([[-1.0, -2.0]]), batch, 1, 2)
+    assert float(value) == pytest.approx(4.5)
+    assert isinstance(make_loss(ClippedPGLossConfig(type="custom_parts:FromScratch")), FromScratch)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "custom_parts:Stranger",
+            r"loss_fn\.type: custom_parts:Stranger is no subclass of nemo_rl_mcore\.losses",
+        ),
+        (
+            "custom_parts:OfValues",
+            r"loss_fn\.type: custom_parts:OfValues reads VALUE, and is given LOGPROB here",
+        ),
+        ("custom_parts:OfNoType", r"loss_fn\.type: custom_parts:OfNoType does not say its loss_type"),
+        ("custom_parts:Unfinished", r"loss_fn\.type: custom_parts:Unfinished lacks sums"),
+        ("custom_parts:ScaledNLL", r"loss_fn\.args: .* missing a required (keyword-only )?argument: 'scale'"),
+    ],
+)
+def test_what_is_no_such_loss_names_its_key(path, message):
+    with pytest.raises(ValueError, match=message):
+        make_loss(ClippedPGLossConfig(type=path))
+
+
+def test_the_key_is_that_of_the_section():
+    assert make_loss(MseValueLossConfig(type="custom_parts:OfValues"), section="value_loss_fn")
+    with pytest.raises(ValueError, match=r"^value_loss_fn\.type: .* reads LOGPROB"):
+        make_loss(MseValueLossConfig(type="custom_parts:FromScratch"), section="value_loss_fn")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        (NLLLossConfig, {"args": {"scale": 1}}, "args: does nothing with type: null"),
+        (ClippedPGLossConfig, {"type": "custom_parts.ScaledNLL"}, "no import path"),
+        (
+            DistillationLossConfig,
+            {"rl_weight": 1.0, "rl": {"type": "custom_parts:FromScratch"}},
+            "no place beside",
+        ),
+    ],
+)
+def test_a_section_refuses(kind, given, message):
+    with pytest.raises((ConfigError, ValueError), match=message):
+        kind.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "message"),
+    [
+        (
+            "grpo_copy_cpu",
+            ["policy.train_global_batch_size=128", "policy.train_micro_batch_size=64"],
+            None,
+        ),
+        (
+            "grpo_copy_cpu",
+            ["policy.train_global_batch_size=256"],
+            "takes 2 times .*: 256 rows, and a step has 256",
+        ),
+        ("sft_cpu", [], "reads 2 rows together, so that an optimizer step takes 2 times"),
+        ("ppo_cpu", [], "reads 2 rows together, and each of ppo.ppo_epochs shuffles single rows"),
+    ],
+)
+def test_a_loss_of_pairs_needs_steps_that_hold_them(recipe, sizes, message):
+    config = load_config(f"examples/configs/{recipe}.yaml", ["+loss_fn.type=custom_parts:OfPairs", *sizes])
+    if message is None:
+        check_losses(config)
+        return
+    with pytest.raises(ValueError, match=rf"^loss_fn\.type: custom_parts:OfPairs {message}|{message}"):
+        check_losses(config)

@@ -1,0 +1,136 @@
+"""How a command ends: its status, its one line, and what does not even begin."""
+
+import signal
+import time
+
+import pytest
+
+from nemo_rl_mcore import export, launch
+from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
+from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.signals import current_stop_signals, deferred_stop_signals
+
+RECIPE = "examples/configs/grpo_copy_cpu.yaml"
+
+
+def raises(error, *notes):
+    def run():
+        for note in notes:
+            error.add_note(note)
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "word"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+        (signal.SIGHUP, 129, "hung up"),
+    ],
+)
+def test_a_signal_has_its_status_and_one_line(capsys, number, status, word):
+    def run():
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt as stop:
+            stop.add_note("step 3 is saved")
+            raise
+
+    assert launch.exit_status(run, lambda: "and this was left") == status
+    assert capsys.readouterr() == ("", f"{word}; step 3 is saved; and this was left\n")
+
+
+def test_the_limit_of_time_is_no_failure(capsys):
+    def run():
+        current_stop_signals().time_is_up = True
+        raises(KeyboardInterrupt(), "step 3 is saved")()
+
+    assert launch.exit_status(run) == 0
+    assert capsys.readouterr() == (
+        "time is up (checkpointing.checkpoint_must_save_by); step 3 is saved\n",
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_time", "status", "how"),
+    [(False, 130, "interrupted"), (True, 1, "time is up (checkpointing.checkpoint_must_save_by)")],
+)
+def test_a_failure_that_had_to_wait_for_a_stop_is_told_whole(capsys, of_time, status, how):
+    def run():
+        try:
+            with deferred_stop_signals():
+                if of_time:
+                    current_stop_signals().limit_time(0)
+                    time.sleep(0.1)
+                else:
+                    signal.raise_signal(signal.SIGINT)
+                raise RunStoppedError("rank 1 died\nand this is why")
+        except KeyboardInterrupt as stop:
+            stop.add_note("step 3 is saved")
+            raise
+
+    assert launch.exit_status(run) == status
+    told = f"{how}; step 3 is saved\nthe run stopped: rank 1 died\nand this is why\n"
+    assert capsys.readouterr() == ("", told)
+
+
+def test_a_failure_is_told_with_what_is_kept(capsys):
+    assert launch.exit_status(raises(RunStoppedError("rank 1 died"), "step 3 is saved")) == 1
+    assert capsys.readouterr().err == "the run stopped: rank 1 died\nstep 3 is saved\n"
+
+
+@pytest.fixture
+def finished(tmp_path, monkeypatch):
+    """A recipe whose run is at its last step; no cluster may be started."""
+    monkeypatch.delattr(launch, "RayCluster")
+    section = [f"logger.log_dir={tmp_path}/log", f"checkpointing.checkpoint_dir={tmp_path}/saved"]
+    config = load_config(RECIPE, [*section, "checkpointing.enabled=true", "grpo.max_num_steps=2"])
+    open_checkpoints(config, print).save(2, {}, {}, {})
+    return config
+
+
+def test_a_run_that_is_finished_starts_no_ranks_and_reports_nothing(finished, capsys):
+    assert launch.run(finished) == 0
+    folder = f"{finished.checkpointing.checkpoint_dir}/step_2"
+    told = f"already finished after step 2, saved in {folder}; nothing was done (grpo.max_num_steps)\n"
+    assert capsys.readouterr() == (told, "")
+
+
+def test_what_ends_before_a_step_says_so(finished, monkeypatch, capsys):
+    class NoCluster:
+        def __init__(self, _config):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(launch, "RayCluster", NoCluster, raising=False)
+    loop = finished.grpo.model_copy(update={"max_num_steps": 9})
+    assert launch.run(finished.model_copy(update={"grpo": loop})) == 143
+    folder = f"{finished.checkpointing.checkpoint_dir}/step_2"
+    assert capsys.readouterr().err == (
+        f"terminated; no step was finished; step 2 is saved in {folder}, and the same command goes on from there\n"
+    )
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_an_export_that_is_interrupted_tells_what_is_there(tmp_path, monkeypatch, capsys, written):
+    def write(_config, folder):
+        if written:
+            folder.mkdir()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(export, "_export", write)
+    folder = tmp_path / "hf"
+    assert export.run_export(None, str(folder)) == 130
+    left = f"the weights are in {folder}" if written else f"'{folder}' was not written"
+    assert capsys.readouterr().err == f"interrupted; {left}\n"
+
+
+def test_an_interrupted_export_does_not_take_a_folder_that_was_there_for_its_own(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(export, "_export", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert export.run_export(None, str(tmp_path)) == 130
+    assert capsys.readouterr().err == f"interrupted; '{tmp_path}' was not written\n"

@@ -1,0 +1,187 @@
+"""The driver's handle over a fake engine in real Ray actors: what it asks, when it refits, whom it starts again."""
+
+import os
+import signal
+import sys
+from itertools import pairwise
+
+import fake_engine
+import pytest
+import ray
+import torch
+from fake_engine import VOCABULARY, FakeEngine
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.generation.engine import EngineKind, WrongWeightsError
+from nemo_rl_mcore.generation.refit.sender import open_sender
+from nemo_rl_mcore.workers.cluster import Placement
+from nemo_rl_mcore.workers.engine_generation import EngineGeneration
+from nemo_rl_mcore.workers.failures import WorkerError
+
+# pytest's module names mean nothing to a worker.
+ray.cloudpickle.register_pickle_by_value(fake_engine)
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+STOP = (0, 1, 2, 3, 4, 5)
+
+
+class Weights:
+    """A `WeightSource` of one process; `fail` breaks the next refit off."""
+
+    placement = Placement(())
+
+    def __init__(self):
+        self.scale, self.fail, self.sent = 1.0, False, 0
+
+    def gpus(self):
+        return ()
+
+    def connect_engines(self, engines, settings):
+        self._sender = open_sender(settings, engines, torch.device("cpu"))
+
+    def send_weights(self):
+        if self.fail:
+            self.fail = False
+            raise RuntimeError("broke off")
+        self.sent += 1
+        return self._sender.send((f"weight.{i}", torch.full((50,), self.scale)) for i in range(10))
+
+
+def kind(**changes):
+    return EngineKind(
+        **{
+            "name": "fake", "engine": FakeEngine, "settings": 0.0, "environment": {}, "cpu_engines": 2, "gpus": 1,
+            "sleeps": False, "bucket_bytes": 1024, "section": "policy.generation.fake", "start_timeout_s": 60.0,
+            "call_timeout_s": 60.0, "max_restarts": 0, **changes,
+        }
+    )  # fmt: skip
+
+
+def generation(cluster, source, transport=None, **changes):
+    config = PolicyConfig.model_validate(
+        {
+            "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 32},
+            "tokenizer": {"name": "char"},
+            "train_global_batch_size": 8,
+            "train_micro_batch_size": 8,
+            "max_total_sequence_length": 16,
+            "megatron_cfg": {"optimizer": {"lr": 1e-3}},
+            "generation": {"backend": "vllm", "max_new_tokens": 6, "refit_transport": transport},
+        }
+    )
+    return EngineGeneration(kind(**changes), config, cluster, source, stop_ids=STOP, seed=3)
+
+
+def prompts(*lengths):
+    rows = torch.arange(len(lengths))
+    return BatchedDataDict(
+        input_ids=torch.ones(len(lengths), max(lengths), dtype=torch.long),
+        input_lengths=torch.tensor(lengths),
+        prompt_index=rows,
+        sample_index=torch.zeros_like(rows),
+    )
+
+
+def test_a_prompt_that_leaves_no_room_for_a_response_is_refused_as_by_the_training_model(cluster):
+    """An engine alone would cut the response short at the longest sequence, and say that it did not finish."""
+    with pytest.raises(
+        ValueError, match=r"row 1 has a prompt of 11 tokens.* 6 takes to 17, past .*_length: 16"
+    ):
+        generation(cluster, Weights()).generate(prompts(10, 11), step=1)
+    with pytest.raises(WrongWeightsError, match="call update_weights first"):
+        generation(cluster, Weights()).generate(prompts(10, 10), step=1)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "ray"])
+def test_rows_keep_their_order_and_their_noise_and_tell_the_weights_of_each_token(cluster, transport):
+    source, asked = Weights(), prompts(3, 5, 1, 4, 2)
+    with generation(cluster, source, transport) as engines:
+        engines.update_weights(0)
+        first = engines.generate(asked, step=1)
+        for row, length in enumerate(first["lengths"].tolist()):
+            tokens = first["tokens"][row, :length].tolist()
+            assert first["finished"][row] == (tokens[-1] in STOP)
+            assert {(b - a) % VOCABULARY for a, b in pairwise(tokens)} <= {7}, "of one seed and one prompt"
+            assert first["weight_versions"][row].tolist() == [0] * length + [-1] * (6 - length)
+        again = engines.generate(asked, step=1)
+        assert again["tokens"].tolist() == first["tokens"].tolist()
+        assert engines.generate(asked, step=2)["tokens"].tolist() != first["tokens"].tolist()
+
+        source.scale = 2.0
+        assert engines.generate(asked, step=1)["logprobs"].tolist() == first["logprobs"].tolist()
+        engines.update_weights(1)
+        fresh = engines.generate(asked, step=1)
+        assert fresh["tokens"].tolist() == first["tokens"].tolist()
+        torch.testing.assert_close(fresh["logprobs"], 2 * first["logprobs"])
+        assert fresh["weight_versions"].tolist() == [
+            [1 if version == 0 else -1 for version in row] for row in first["weight_versions"].tolist()
+        ]
+        assert source.sent == 2
+    with generation(cluster, source, transport, cpu_engines=1) as one:
+        one.update_weights(7)
+        assert one.generate(asked, step=1)["tokens"].tolist() == first["tokens"].tolist()
+
+
+def test_a_refit_that_broke_off_is_done_again_before_the_next_answer(cluster):
+    source, asked = Weights(), prompts(3, 2)
+    with generation(cluster, source) as engines:
+        engines.update_weights(0)
+        source.fail = True
+        with pytest.raises(RuntimeError, match="broke off"):
+            engines.update_weights(1)
+        assert engines.generate(asked, step=1)["weight_versions"].max() == 1
+
+
+def test_engines_that_share_the_ranks_memory_sleep_and_are_refitted_when_they_wake(cluster):
+    source, asked = Weights(), prompts(3, 2)
+    with generation(cluster, source, sleeps=True) as engines:
+        engines.update_weights(0)
+        expected = engines.generate(asked, step=1)["logprobs"].tolist()
+        engines.offload()
+        engines.offload()
+        engines.update_weights(1)
+        assert engines.generate(asked, step=1)["logprobs"].tolist() == expected
+        assert source.sent == 2
+        engines.offload()
+        engines.update_weights(1)  # a validation came between: nothing was trained
+        assert engines.generate(asked, step=1)["weight_versions"].max() == 1
+        assert source.sent == 3
+
+
+class ForgetsToSleep(FakeEngine):
+    async def sleep(self):
+        raise RuntimeError("no room")
+
+
+def test_an_engine_that_fails_but_lives_is_not_started_again(cluster):
+    with generation(cluster, Weights(), engine=ForgetsToSleep, sleeps=True, max_restarts=1) as engines:
+        engines.update_weights(0)
+        with pytest.raises(WorkerError, match=r"^fake engine \d .* failed in sleep: .*no room") as caught:
+            engines.offload()
+        assert (caught.value.group, caught.value.usable) == ("fake", True)
+        engines.generate(prompts(3), step=1)
+
+
+def test_lost_engines_start_anew_as_often_as_the_kind_allows_then_end_the_run(cluster, capsys):
+    source, asked = Weights(), prompts(3, 5, 1)
+
+    def kill():
+        os.kill(engines._group.identities[1].pid, signal.SIGKILL)
+
+    with generation(cluster, source, max_restarts=1) as engines:
+        engines.update_weights(4)
+        expected = engines.generate(asked, step=4)
+        kill()
+        again = engines.generate(asked, step=4)
+        assert {key: again[key].tolist() for key in again} == {
+            key: expected[key].tolist() for key in expected
+        }
+        said = capsys.readouterr().err
+        assert (
+            "fake engines start anew, 0 restarts left (policy.generation.fake.max_restarts): fake eng" in said
+        )
+        kill()
+        with pytest.raises(WorkerError, match=r"^fake engine 1 .* died in generate \(step 4\)") as caught:
+            engines.generate(asked, step=4)
+        assert (caught.value.group, caught.value.usable) == ("fake", False)
