@@ -111,6 +111,7 @@ class _Parts:
 
 
 def _open_parts(config: RunConfig) -> _Parts:
+    _require_engine(config)
     tokenizer = tokenizer_of(config.policy)
     try:
         check_losses(config)
@@ -125,6 +126,17 @@ def _open_parts(config: RunConfig) -> _Parts:
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
     return _Parts(config, tokenizer, prompts, environment)
+
+
+def _require_engine(config: RunConfig) -> None:
+    """Raise RunStoppedError for what a recipe may say and `check` explains, and no run can do yet."""
+    generation = config.policy.generation
+    if config.asynchronous:
+        raise RunStoppedError("grpo.async_grpo.enabled: true cannot be run yet; set it to false")
+    if generation.backend == "embedded" and not generation.decodes_on_ranks:
+        raise RunStoppedError(
+            "policy.generation.colocated.enabled: false cannot be run yet with backend: embedded; set it to true"
+        )
 
 
 def _run(parts: _Parts, outer: RayCluster | None = None) -> None:

@@ -10,9 +10,11 @@ from nemo_rl_mcore.config.algorithm import (
     RewardShapingConfig,
     RolloutConfig,
 )
+from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem, hold_to
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig, WandbConfig
 from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
+from nemo_rl_mcore.config.embedded import EmbeddedConfig
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.load import load_config
 from nemo_rl_mcore.config.loss import (
@@ -51,6 +53,7 @@ from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
 __all__ = [
     "AdvantageEstimatorConfig",
     "ArithmeticEnvConfig",
+    "AsyncGRPOConfig",
     "CheckpointingConfig",
     "ClippedPGLossConfig",
     "ClusterConfig",
@@ -64,6 +67,7 @@ __all__ = [
     "DistillationMasterConfig",
     "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
+    "EmbeddedConfig",
     "EnvConfig",
     "GRPOConfig",
     "GRPOMasterConfig",

@@ -5,6 +5,7 @@ from typing import Literal, cast
 
 from pydantic import model_validator
 
+from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.config.base import (
     Float,
     Fraction,
@@ -173,6 +174,29 @@ class GRPOConfig(RolloutConfig):
     """Shorthand for adv_estimator.use_leave_one_out_baseline, which is the value that is read."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     """How rewards become advantages."""
+    async_grpo: AsyncGRPOConfig = AsyncGRPOConfig()
+    """Sampling beside training."""
+
+    @property
+    def max_live_groups(self) -> int:
+        """Of an asynchronous run: groups that are being answered, wait, or are trained on, all together."""
+        return (self.async_grpo.max_trajectory_age_steps + 1) * self.num_prompts_per_step
+
+    @property
+    def max_inflight_groups(self) -> int:
+        """Of an asynchronous run: groups that are being answered at most."""
+        return min(self.async_grpo.max_inflight_prompts or self.max_live_groups, self.max_live_groups)
+
+    @property
+    def min_groups_per_chunk(self) -> int:
+        """Of an asynchronous run: groups for which a step waits before it trains on them; its last may be fewer."""
+        groups = self.num_prompts_per_step
+        return min(self.async_grpo.min_groups_for_streaming_train or groups, groups)
+
+    @property
+    def streams(self) -> bool:
+        """Whether a step trains on some of its groups before the others are there."""
+        return self.async_grpo.enabled and self.min_groups_per_chunk < self.num_prompts_per_step
 
     @model_validator(mode="before")
     @classmethod

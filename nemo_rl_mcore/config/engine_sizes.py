@@ -1,4 +1,4 @@
-"""Bytes that a vLLM engine gets: a bucket of weights on their way to it, and its key-value cache on CPU."""
+"""Bytes that an engine gets: a bucket of weights on their way to it, and vLLM's key-value cache on CPU."""
 
 from nemo_rl_mcore.config.policy import PolicyConfig
 

@@ -14,6 +14,7 @@ from nemo_rl_mcore.config.base import (
     StrictModel,
     StrTuple,
 )
+from nemo_rl_mcore.config.embedded import EmbeddedConfig
 from nemo_rl_mcore.config.vllm import ColocatedConfig, MismatchConfig, VllmConfig
 
 
@@ -25,7 +26,7 @@ class GenerationConfig(StrictModel):
     """
 
     backend: Literal["embedded", "vllm"] = "embedded"
-    """The engine: `embedded` decodes on the training model itself, `vllm` on a copy of its weights."""
+    """The engine: `embedded` decodes on the training model itself, or on a copy (see colocated); `vllm` on a copy."""
     max_new_tokens: PositiveInt
     """Tokens of a response at most, end-of-sequence included."""
     temperature: PositiveFloat = 1.0
@@ -43,14 +44,21 @@ class GenerationConfig(StrictModel):
     """Texts that end a response and belong to it."""
     vllm_cfg: VllmConfig = VllmConfig()
     """The vLLM engines."""
+    embedded_cfg: EmbeddedConfig = EmbeddedConfig()
+    """The embedded engines of their own."""
     colocated: ColocatedConfig = ColocatedConfig()
-    """Where the vLLM engines run."""
+    """Where the engines run."""
     refit_transport: Literal["shared_memory", "ray", "cuda_ipc", "nccl"] | None = None
-    """How weights reach vLLM; null is shared_memory on CPU (ray on several machines), on GPUs cuda_ipc or nccl."""
+    """How copies get weights; null is shared_memory on CPU (ray on several machines), on GPUs cuda_ipc or nccl."""
     refit_bucket_bytes: PositiveInt | None = None
     """Size of each of the two buffers of weights on their way (ours); null is 64 MiB, or a larger weight's size."""
     mismatch: MismatchConfig = MismatchConfig()
     """When the engine and training disagree."""
+
+    @property
+    def decodes_on_ranks(self) -> bool:
+        """Whether the training ranks answer themselves; otherwise engines do, to which weights are sent."""
+        return self.backend == "embedded" and self.colocated.enabled
 
     def problems(self) -> Iterator[Problem]:
         """Yield a text that every response contains."""

@@ -112,6 +112,11 @@ class RunConfig(StrictModel):
         return {name: loss for name, loss in sections.items() if isinstance(loss, CustomLossConfig)}
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether later steps are sampled while one trains."""
+        return False
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the log-probabilities of the weights at the start are needed."""
         return False
@@ -161,6 +166,11 @@ class GRPOMasterConfig(RunConfig):
     """The loop."""
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
     """The loss."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """As grpo.async_grpo says."""
+        return self.grpo.async_grpo.enabled
 
     @property
     def needs_reference(self) -> bool:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from nemo_rl_mcore.config.base import StrictModel, join_path
 from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.config.schema import allowed, section_of
+from nemo_rl_mcore.config.translated import TRANSLATED
 from nemo_rl_mcore.config.unsupported import ANY, OFF, ON, UNSUPPORTED, AnyWithout, SameAs, Unsupported
 
 _INTRODUCTION = """\
@@ -35,12 +36,20 @@ that gives the advice of the last column. The table stands in `nemo_rl_mcore/con
 """
 
 
+_TRANSLATED_INTRODUCTION = """\
+## NeMo RL keys that have another name here
+
+A recipe may keep these; they fill the key beside them, and `async_rl` makes the run asynchronous.
+"""
+
+
 def reference_page() -> str:
     """Return the page as Markdown, ending with a line feed."""
     others = (kind for kind in RUN_CONFIGS.values() if kind is not GRPOMasterConfig)
     sections = (
         *_sections(GRPOMasterConfig, ""),
         *chain.from_iterable(_sections_of_its_own(kind) for kind in others),
+        _translated_section(),
         _unsupported_section(),
     )
     return "\n".join((_INTRODUCTION, *sections))
@@ -71,6 +80,11 @@ def _sections(model: type[StrictModel], path: str) -> Iterator[str]:
 def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
     default = "required" if field.is_required() else f"`{_yaml(field.default)}`"
     return f"`{name}`", allowed(field), default, field.description or ""
+
+
+def _translated_section() -> str:
+    rows = ((f"`{foreign}`", f"`{own}`") for foreign, own in TRANSLATED.items())
+    return _TRANSLATED_INTRODUCTION + "\n" + _table(("key", "read as"), rows)
 
 
 def _unsupported_section() -> str:

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl_mcore.config.base import StrictModel, join_path
 from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
+from nemo_rl_mcore.config.translated import TRANSLATED
 from nemo_rl_mcore.config.unsupported import UNSUPPORTED
 
 Kind = type[RunConfig]
@@ -38,10 +39,10 @@ def section_of(field: FieldInfo) -> type[StrictModel] | None:
 
 
 def is_known(path: str, kind: Kind = GRPOMasterConfig) -> bool:
-    """Whether a key exists, or is in the table of unsupported keys (or inside a section of it)."""
+    """Whether a key exists, has another name here, or is in the table of unsupported keys (or below one of them)."""
     parts = path.split(".")
     parents = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return path in fields(kind) or any(parent in UNSUPPORTED for parent in parents)
+    return path in fields(kind) or path in TRANSLATED or any(parent in UNSUPPORTED for parent in parents)
 
 
 def suggestion(path: str, kind: Kind = GRPOMasterConfig) -> str:

@@ -95,6 +95,10 @@ _OWN_FILE = "remove it and set data_path to a JSONL file, with data.dataset_name
 _ROW_FORMATS = (None, "ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format")
 """Formats whose keys are those of data.train; which one a row has is seen from the row and the algorithm."""
 _EPOCHS = "remove it; grpo.max_num_steps ends the run"
+_IN_ORDER = (
+    "set it to in_order; groups train in the order in which their prompts are drawn, and none becomes too old"
+)
+_NO_WATCH = "remove it; policy.generation has the deadlines and restarts of engines"
 
 UNSUPPORTED: dict[str, Unsupported] = {
     # grpo
@@ -116,11 +120,36 @@ UNSUPPORTED: dict[str, Unsupported] = {
         False,
         remedy="remove it; a reference policy exists only where loss_fn.reference_policy_kl_penalty is not 0",
     ),
-    "grpo.async_grpo": _only(OFF, remedy="set grpo.async_grpo.enabled: false; runs are synchronous"),
     "grpo.reward_shaping.stop_properly_penalty_coef": _only(None, remedy=_REMOVE_NULL),
     "reward_penalties": _only(OFF, remedy="remove it"),
     # loss_fn
     "loss_fn.positive_example_nll_weight": _only(0.0, 0, remedy="set it to 0"),
+    # asynchronous runs; async_rl has other keys that are read, see translated.py
+    "ppo.async_grpo": _only(
+        OFF,
+        remedy="set ppo.async_grpo.enabled: false; a critic and whitened advantages take whole steps",
+    ),
+    "dpo.async_grpo": _only(
+        OFF, remedy="set dpo.async_grpo.enabled: false; pairs are given, or sampled by the weights that train"
+    ),
+    "sft.async_grpo": _only(OFF, remedy="set sft.async_grpo.enabled: false; answers are given"),
+    "distillation.async_grpo": _only(
+        OFF, remedy="set distillation.async_grpo.enabled: false; the teacher reads whole steps"
+    ),
+    "async_rl.sampler.name": _only("in_order", remedy=_IN_ORDER),
+    "async_rl.generation_timeout_s": _only(
+        None, remedy="remove it and set grpo.async_grpo.rollout_timeout_s; a group has one turn"
+    ),
+    "async_rl.env_timeout_s": _only(None, remedy="remove it; answers are scored at once"),
+    "async_rl.rollout_failure": _only(
+        None, {}, remedy="remove it and set grpo.async_grpo.max_generation_failures"
+    ),
+    "async_rl.watchdog": _only(None, {}, remedy="remove it and set grpo.async_grpo.stall_timeout_s"),
+    "async_rl.stall_watchdog": _only(None, {}, remedy="remove it and set grpo.async_grpo.stall_timeout_s"),
+    "async_rl.fleet_health": _only(OFF, remedy=_NO_WATCH),
+    "async_rl.generation_fleet_health": _only(OFF, remedy=_NO_WATCH),
+    "async_rl.policy_router": _only(OFF, remedy="remove it; engines have no HTTP server"),
+    "async_rl.diagnostics": _only(False, remedy="set it to false"),
     # policy
     "policy.tokenizer.chat_template_kwargs": _only(
         None, {}, remedy="set it to null; templates get no variables"

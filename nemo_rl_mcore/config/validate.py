@@ -1,6 +1,7 @@
 """From a plain tree to a checked configuration, or to every problem it has."""
 
 import copy
+from dataclasses import replace
 from typing import cast
 
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from nemo_rl_mcore.config.schema import (
     placeholder,
     suggestion,
 )
+from nemo_rl_mcore.config.translated import translate
 from nemo_rl_mcore.config.unsupported import Tree, screen
 
 
@@ -26,7 +28,9 @@ def validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
     kind = kind_of(tree)
     tree, unread = _with_pretrained_model(tree)
     kept, problems = screen(tree)
-    problems += unread
+    translation = translate(kept, kind.algorithm)
+    kept = translation.tree
+    problems += [*unread, *translation.problems]
     try:
         config = kind.model_validate(kept, context=DEFER)
     except ValidationError as error:
@@ -39,6 +43,7 @@ def validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
     if config is not None:
         wrong = {problem.path for problem in field_problems} | _meant(field_problems, kind)
         problems += [problem for problem in collect_problems(config) if not _rests_on(problem, wrong)]
+    problems = [replace(problem, path=translation.as_written(problem.path)) for problem in problems]
     return (None if problems else config), problems
 
 

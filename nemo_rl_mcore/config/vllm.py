@@ -54,10 +54,14 @@ class ColocatedResourcesConfig(StrictModel):
 
 
 class ColocatedConfig(StrictModel):
-    """Whether the engines share the GPUs of the training ranks; on CPU they are processes of their own either way."""
+    """Whether generation shares what the training ranks have: their GPUs (vllm), or the ranks themselves (embedded).
+
+    vLLM engines on CPU are processes of their own either way. On shared GPUs the ranks' memory holds what it held while
+    engines generate.
+    """
 
     enabled: bool = True
-    """Engines sleep while the ranks train, and the ranks' memory holds what it held while engines generate."""
+    """vLLM engines sleep while the ranks train, embedded ones are the ranks; false makes engines beside the ranks."""
     resources: ColocatedResourcesConfig = ColocatedResourcesConfig()
     """The engines' own GPUs where enabled is false."""
 

@@ -9,7 +9,7 @@ from nemo_rl_mcore.config.run_models import ModelPlan, Role
 
 _FP32 = 4
 _CHUNK_COPIES = 2  # a chunk's logits and their gradient
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 def _saved_bytes(plan: ModelPlan) -> int:
     policy = plan.policy
-    weights = _WEIGHT_BYTES[policy.precision] * (2 if plan.reference else 1)
+    weights = WEIGHT_BYTES[policy.precision] * (2 if plan.reference else 1)
     return policy.model.parameters * (weights + _state_bytes(policy))
 
 
@@ -62,7 +62,7 @@ def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
     policy = plan.policy
     shared, experts = _rank_parameters(policy)
     parameters = shared + experts
-    weights = parameters * _WEIGHT_BYTES[policy.precision]
+    weights = parameters * WEIGHT_BYTES[policy.precision]
     ddp = policy.megatron_cfg.distributed_data_parallel_config
     in_fp32 = policy.precision == "float32" or ddp.grad_reduce_in_fp32
     return MemoryEstimate(

@@ -10,7 +10,9 @@ from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrails
 from nemo_rl_mcore.config.rules.packing import fused_guardrail
+from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
 from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data
+from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
 from nemo_rl_mcore.preflight.folders import folder_problems
 from nemo_rl_mcore.preflight.memory import RunMemory, estimate_memory
 from nemo_rl_mcore.preflight.packages import import_problems, missing_packages, transformer_impl
@@ -64,6 +66,8 @@ class Plan:
 
     layout: Layout
     batch: BatchArithmetic
+    engines: EnginesPlan
+    asynchronous: AsyncPlan | None
     fused_logprobs: bool
     guardrails: tuple[Guardrail, ...]
     memory: RunMemory
@@ -95,6 +99,8 @@ def preflight(config: RunConfig, *, elsewhere: bool = False, of_a_run: bool = Tr
     return Plan(
         layout=_layout(config),
         batch=_batch(config),
+        engines=plan_engines(config),
+        asynchronous=plan_asynchronous(config),
         fused_logprobs=config.policy.megatron_cfg.use_fused_linear_logprobs,
         guardrails=tuple(_guardrails(config.policy)),
         memory=estimate_memory(config),

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 from rich.console import Group
 from rich.text import Text
 
+from nemo_rl_mcore.preflight.asynchronous import AsyncPlan
+from nemo_rl_mcore.preflight.engines import EngineMemory
 from nemo_rl_mcore.preflight.memory import MemoryEstimate
 from nemo_rl_mcore.preflight.plan import Plan
 
@@ -20,6 +22,7 @@ def render(plan: Plan) -> Group:
     sections = (
         ("Parallel layout", _layout_rows(plan)),
         ("Batch arithmetic of a step", _batch_rows(plan)),
+        *_async_sections(plan),
         ("Run", _run_rows(plan)),
         ("Fused log-probabilities", _guardrail_rows(plan)),
         *_memory_sections(plan),
@@ -45,6 +48,7 @@ def _layout_rows(plan: Plan) -> Iterator[Row]:
     yield "expert parallel", str(layout.expert)
     model_ranks = layout.tensor * layout.pipeline * layout.context
     yield "data parallel", f"{layout.world_size} / {model_ranks} = {layout.data}"
+    yield "generation", plan.engines.where
 
 
 def _batch_rows(plan: Plan) -> Iterator[Row]:
@@ -62,6 +66,32 @@ def _batch_rows(plan: Plan) -> Iterator[Row]:
         yield "log-probability passes", f"up to {budgets.logprob} tokens, samples {kind}"
     used = f"{batch.longest_prompt} prompt + {batch.max_new_tokens} new"
     yield "tokens", f"{used} <= {batch.max_sequence}"
+
+
+def _async_sections(plan: Plan) -> Iterator[tuple[str, Iterable[Row]]]:
+    if plan.asynchronous is not None:
+        yield "Sampling beside training, in groups of answers to one prompt", _async_rows(plan.asynchronous)
+
+
+def _async_rows(plan: AsyncPlan) -> Iterator[Row]:
+    yield "age", f"{plan.max_age} optimizer step(s) at most"
+    under_way = f"{plan.max_age + 1} x {plan.groups_per_step} = {plan.max_live_groups}"
+    yield "groups under way", f"{under_way}, of which {plan.max_inflight_groups} are being answered at most"
+    whole = plan.min_groups_per_chunk == plan.groups_per_step
+    least = (
+        "the whole step"
+        if whole
+        else f"at least {plan.min_groups_per_chunk} of {plan.groups_per_step} groups"
+    )
+    yield "chunks of a step", least
+    yield "new weights", "in the midst of answers" if plan.in_flight_weight_updates else "between answers"
+    kept = f"{plan.kept_groups} since a checkpoint + " if plan.kept_groups else ""
+    yield (
+        "groups in the driver",
+        f"{kept}{plan.max_live_groups} under way, {_bytes(plan.driver_bytes)} at most",
+    )
+    for remark in plan.remarks:
+        yield "note", remark
 
 
 def _run_rows(plan: Plan) -> Iterator[Row]:
@@ -91,11 +121,19 @@ def _memory_sections(plan: Plan) -> Iterator[tuple[str, Iterable[Row]]]:
         yield f"Memory per rank{of_which}, without activations and key-value cache", _memory_rows(memory)
     if len(models) > 1:
         yield "Memory per rank of all models", [("total", _bytes(plan.memory.total))]
+    if (engine := plan.engines.memory) is not None:
+        yield "Memory per embedded engine, without key-value cache", _engine_rows(engine)
 
 
 def _memory_rows(memory: MemoryEstimate) -> Iterator[Row]:
     yield "model", f"{memory.parameters:,} weights, {memory.rank_parameters:,} on the fullest rank"
     for name in ("weights", "gradients", "optimizer", "reference", "logits", "total"):
+        yield name, _bytes(getattr(memory, name))
+
+
+def _engine_rows(memory: EngineMemory) -> Iterator[Row]:
+    yield "model", f"{memory.parameters:,} weights, the whole model"
+    for name in ("weights", "buckets", "total"):
         yield name, _bytes(getattr(memory, name))
 
 

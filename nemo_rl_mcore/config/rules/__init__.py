@@ -11,6 +11,7 @@ from nemo_rl_mcore.config.base import Problem, collect_problems
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules import (
+    asynchronous,
     batch_sizes,
     checkpointing,
     copies,
@@ -40,6 +41,7 @@ FEATURES: tuple[Rules, ...] = (
     generation.RULES,
     copies.RULES,
     losses.RULES,
+    asynchronous.RULES,
 )
 
 

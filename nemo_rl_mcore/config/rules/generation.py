@@ -50,13 +50,76 @@ def _vllm_policy(policy: PolicyConfig) -> Iterator[Problem]:
     # Of weights that are named, the key that names them is told.
     if policy.model_name is None and (reason := missing_family(policy.model)):
         yield Problem("generation.backend", f"vllm: {reason}", "set backend: embedded", ("model",))
-    given = generation.refit_bucket_bytes
-    if given is not None and given < largest_weight_bytes(policy):
+
+
+def _buckets(policy: PolicyConfig) -> Iterator[Problem]:
+    """Yield a bucket without room for a weight, where weights are sent."""
+    given = policy.generation.refit_bucket_bytes
+    if not policy.generation.decodes_on_ranks and given is not None and given < largest_weight_bytes(policy):
         yield Problem(
             "generation.refit_bucket_bytes",
             f"{given} is below the {largest_weight_bytes(policy)} bytes of the largest weight",
             "set it to null, or raise it",
             ("model",),
+        )
+
+
+def _transport(config: RunConfig) -> Iterator[Problem]:
+    """Yield a way for weights to travel that these machines lack, where they travel."""
+    generation = config.policy.generation
+    if generation.decodes_on_ranks:
+        return
+    if config.cluster.on_cpu and generation.refit_transport in ("cuda_ipc", "nccl"):
+        yield Problem(
+            "policy.generation.refit_transport",
+            f"{generation.refit_transport} needs GPUs, and cluster.gpus_per_node is 0",
+            "set it to null: shared_memory on one machine",
+            ("policy.generation.backend", "cluster.gpus_per_node"),
+        )
+    apart = not config.cluster.on_cpu and not generation.colocated.enabled
+    if apart and generation.refit_transport == "cuda_ipc":
+        yield Problem(
+            "policy.generation.refit_transport",
+            "cuda_ipc needs engines on the ranks' GPUs, and colocated.enabled is false",
+            "set it to null: nccl",
+            ("policy.generation.colocated.enabled",),
+        )
+
+
+def _embedded_engines(config: RunConfig) -> Iterator[Problem]:
+    """Yield what keeps embedded engines of their own from getting weights, or GPUs."""
+    policy, resources = config.policy, config.policy.generation.colocated.resources
+    if policy.generation.backend != "embedded" or policy.generation.decodes_on_ranks:
+        return
+    # Of weights that are named, the key that names them is told.
+    if policy.model_name is None and (reason := missing_family(policy.model)):
+        # An asynchronous run would send whoever sets it to true back to false.
+        on_ranks = "grpo.async_grpo.enabled: false and colocated.enabled: true"
+        remedy = f"set {on_ranks if config.asynchronous else 'it to true'}"
+        yield Problem(
+            "policy.generation.colocated.enabled",
+            f"false sends weights by the names of a family, and {reason}",
+            remedy if policy.weights else f"change policy.model, or {remedy}",
+            ("policy.model", "policy.generation.backend"),
+        )
+    engines, nodes = policy.generation.embedded_cfg.engines, resources.num_nodes or 1
+    if config.cluster.on_cpu:
+        return
+    key = "policy.generation.colocated.resources"
+    if resources.gpus_per_node is None and nodes > 1:
+        yield Problem(
+            f"{key}.num_nodes",
+            f"{nodes} with gpus_per_node: null does not say how many engines each has",
+            "set gpus_per_node, or remove num_nodes",
+            (f"{key}.gpus_per_node",),
+        )
+    elif resources.gpus_per_node is not None and resources.gpus_per_node * nodes != engines:
+        gpus = resources.gpus_per_node * nodes
+        yield Problem(
+            "policy.generation.embedded_cfg.engines",
+            f"{engines} is not the {gpus} GPUs of {key}, and each engine has one",
+            f"set it to {gpus}, or remove the section resources",
+            (key,),
         )
 
 
@@ -94,13 +157,6 @@ def _cpu_problems(config: RunConfig) -> Iterator[Problem]:
             "set it to 1; cpu_engines adds engines",
             related,
         )
-    if generation.refit_transport in ("cuda_ipc", "nccl"):
-        yield Problem(
-            "policy.generation.refit_transport",
-            f"{generation.refit_transport} needs GPUs, and cluster.gpus_per_node is 0",
-            "set it to null: shared_memory on one machine",
-            related,
-        )
 
 
 def _gpu_problems(config: RunConfig) -> Iterator[Problem]:
@@ -123,13 +179,9 @@ def _gpu_problems(config: RunConfig) -> Iterator[Problem]:
             "make it a divisor",
             (f"{source}.gpus_per_node",),
         )
-    if generation.refit_transport == "cuda_ipc" and not shared:
-        yield Problem(
-            "policy.generation.refit_transport",
-            "cuda_ipc needs engines on the ranks' GPUs, and colocated.enabled is false",
-            "set it to null: nccl",
-            ("policy.generation.colocated.enabled",),
-        )
 
 
-RULES = Rules(of_policies=(_stop_ids, _vllm_policy), of_runs=(_vllm_machines,))
+RULES = Rules(
+    of_policies=(_stop_ids, _vllm_policy, _buckets),
+    of_runs=(_vllm_machines, _transport, _embedded_engines),
+)

@@ -28,9 +28,11 @@ def _policy_gradient(config: RunConfig) -> tuple[str, ClippedPGLossConfig, Advan
 
 
 def one_step_per_rollout(config: RunConfig) -> bool:
-    """Whether the loss treats the policy as the one that sampled, which holds of one optimizer step."""
+    """Whether the run takes one optimizer step over a rollout: an asynchronous one does, and so does one whose loss
+    treats the policy as the one that sampled.
+    """
     of_loss = _policy_gradient(config)
-    return of_loss is not None and of_loss[1].force_on_policy_ratio
+    return config.asynchronous or (of_loss is not None and of_loss[1].force_on_policy_ratio)
 
 
 def _one_step_per_rollout(config: RunConfig) -> Iterator[Problem]:

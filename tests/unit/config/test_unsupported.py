@@ -109,11 +109,11 @@ def test_any_other_value_is_refused_with_what_to_do(path):
 @pytest.mark.parametrize(
     ("path", "value", "accepted"),
     [
-        ("grpo.async_grpo", None, True),
-        ("grpo.async_grpo", {}, True),
-        ("grpo.async_grpo", {"enabled": False, "max_trajectory_age_steps": 3}, True),
-        ("grpo.async_grpo", {"max_trajectory_age_steps": 3}, False),
-        ("grpo.async_grpo", True, False),
+        ("ppo.async_grpo", None, True),
+        ("ppo.async_grpo", {}, True),
+        ("ppo.async_grpo", {"enabled": False, "max_trajectory_age_steps": 3}, True),
+        ("ppo.async_grpo", {"max_trajectory_age_steps": 3}, False),
+        ("ppo.async_grpo", True, False),
         ("reward_penalties", {"penalize_empty_final_answer": False, "token_ids": None}, True),
         ("reward_penalties", {"penalize_empty_final_answer": True}, False),
         ("grpo.max_rollout_turns", 1, True),

@@ -1,0 +1,16 @@
+"""Configuration of embedded engines that are processes of their own."""
+
+from nemo_rl_mcore.config.base import NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+
+
+class EmbeddedConfig(StrictModel):
+    """The embedded engines of their own (ours); read when backend is embedded and colocated.enabled is false."""
+
+    engines: PositiveInt = 1
+    """Processes, each with the whole model, on a GPU of its own where there are some; each answers a share."""
+    max_restarts: NonNegativeInt = 0
+    """Times in a run that engines which died are started anew, given their weights, and asked again."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Deadline of an engine's start."""
+    call_timeout_s: PositiveFloat = 1800.0
+    """Deadline of a batch, and of an engine's acknowledgement of a bucket of weights."""

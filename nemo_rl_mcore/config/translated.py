@@ -1,0 +1,113 @@
+"""NeMo RL keys that are read under another name: the section async_rl, whose runs grpo.async_grpo describes here.
+
+What the section asks for besides stands in the table of unsupported keys, or is unknown.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import cast
+
+from nemo_rl_mcore.config.base import Problem, join_path
+from nemo_rl_mcore.config.unsupported import Tree
+
+_FOREIGN = "async_rl"
+_OWN = "grpo.async_grpo"
+_BUFFER = "async_rl.max_buffered_rollouts"
+
+TRANSLATED: dict[str, str] = {
+    "async_rl.sampler.max_lookahead_versions": "grpo.async_grpo.max_trajectory_age_steps",
+    "async_rl.in_flight_weight_updates": "grpo.async_grpo.in_flight_weight_updates",
+    "async_rl.recompute_kv_cache_after_weight_updates": "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
+    "async_rl.min_groups_for_streaming_train": "grpo.async_grpo.min_groups_for_streaming_train",
+    "async_rl.max_inflight_prompts": "grpo.async_grpo.max_inflight_prompts",
+    "async_rl.rollout_timeout_s": "grpo.async_grpo.rollout_timeout_s",
+}
+"""The key that is read for each of NeMo RL's."""
+
+_DEFAULT_LOOKAHEAD = 1
+
+
+@dataclass
+class Translation:
+    """A recipe in our own keys, what is wrong with the foreign ones, and which of those gave which of ours."""
+
+    tree: Tree
+    problems: list[Problem] = field(default_factory=list[Problem])
+    origins: dict[str, str] = field(default_factory=dict[str, str])
+
+    def as_written(self, path: str) -> str:
+        """The key of the recipe that one of ours stands in for."""
+        return self.origins.get(path, path)
+
+
+def translate(tree: Tree, algorithm: str) -> Translation:
+    """Put what async_rl asks for into grpo.async_grpo; a null section is none, as in NeMo RL."""
+    result = Translation({key: value for key, value in tree.items() if key != _FOREIGN})
+    loop = result.tree.get("grpo")
+    if isinstance(loop, dict):
+        inner = cast("Tree", loop)
+        result.tree["grpo"] = {k: v for k, v in inner.items() if k != "async_grpo" or v is not None}
+    asked = tree.get(_FOREIGN)
+    if asked is None:
+        return result
+    if not isinstance(asked, dict):
+        result.problems.append(Problem(_FOREIGN, f"{asked!r} is not allowed", "allowed: a section"))
+    elif algorithm != "grpo":
+        what = f"asks for an asynchronous run, and this is one of {algorithm}"
+        result.problems.append(Problem(_FOREIGN, what, "remove it; GRPO alone runs so"))
+    elif isinstance(loop, dict):
+        _merge(cast("Tree", asked), result)
+    return result
+
+
+def _merge(asked: Tree, result: Translation) -> None:
+    """Fill the section of our own; where the two contradict each other, the foreign key is told."""
+    loop = dict(cast("Tree", result.tree["grpo"]))
+    given = loop.get("async_grpo", {})
+    if not isinstance(given, dict):
+        return  # which is told of our own key
+    own = dict(cast("Tree", given))
+    if own.setdefault("enabled", True) is False:
+        what = f"asks for an asynchronous run, and {_OWN}.enabled is false"
+        result.problems.append(Problem(_FOREIGN, what, "remove one of the two", (f"{_OWN}.enabled",)))
+    for path, value in _leaves(asked, _FOREIGN):
+        target = TRANSLATED.get(path)
+        key = (target or "").rpartition(".")[2]
+        if path == _BUFFER:
+            result.problems += _of_the_buffer(value, asked, loop)
+        elif target is None:
+            known = ", ".join([*TRANSLATED, _BUFFER])
+            result.problems.append(Problem(path, "unknown key", f"known keys: {known}"))
+        elif own.setdefault(key, value) != value:
+            what = f"{value} contradicts {target}: {own[key]}"
+            result.problems.append(Problem(path, what, "remove one of the two", (target,)))
+        elif key not in given:
+            result.origins[target] = path
+    result.tree["grpo"] = {**loop, "async_grpo": own}
+
+
+def _of_the_buffer(rollouts: object, asked: Tree, loop: Tree) -> Iterator[Problem]:
+    """Yield a buffer for fewer groups than may be under way, which here is a limit of its own; a larger one stays."""
+    sampler = asked.get("sampler", {})
+    ahead = cast("Tree", sampler).get("max_lookahead_versions") if isinstance(sampler, dict) else None
+    steps, groups = _DEFAULT_LOOKAHEAD if ahead is None else ahead, loop.get("num_prompts_per_step")
+    if not isinstance(steps, int) or not isinstance(groups, int):
+        return  # which is told of those keys
+    needed = (steps + 1) * groups
+    if not isinstance(rollouts, int) or rollouts < needed:
+        yield Problem(
+            _BUFFER,
+            f"{rollouts} has no room for the {needed} groups that may be under way: "
+            "(async_rl.sampler.max_lookahead_versions + 1) * grpo.num_prompts_per_step",
+            "remove it, or lower async_rl.sampler.max_lookahead_versions",
+            ("async_rl.sampler.max_lookahead_versions", "grpo.num_prompts_per_step"),
+        )
+
+
+def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, object]]:
+    for key, value in tree.items():
+        path = join_path(prefix, str(key))
+        if isinstance(value, dict):
+            yield from _leaves(cast("Tree", value), path)
+        else:
+            yield path, value

@@ -1,0 +1,285 @@
+"""Sampling beside training: what it refuses when the recipe loads, and what it goes with."""
+
+import pytest
+
+from nemo_rl_mcore.config import AsyncGRPOConfig, ConfigError, load_config
+from nemo_rl_mcore.config.rules.asynchronous import remarks
+from nemo_rl_mcore.preflight.saved_run import recipe_text
+
+ASYNC = "grpo.async_grpo"
+GENERATION = "policy.generation"
+APART = f"{GENERATION}.colocated.enabled=false"
+ON = f"{ASYNC}.enabled=true"
+CHOSEN = "loss_fn.use_importance_sampling_correction=true"
+TIS = (
+    CHOSEN,
+    "loss_fn.truncated_importance_sampling_type=tis",
+    "loss_fn.truncated_importance_sampling_ratio=2.0",
+)
+RUN = (ON, APART, *TIS)
+VLLM = (f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2")
+ON_GPUS = ("cluster.gpus_per_node=2", f"{GENERATION}.colocated.resources.gpus_per_node=1")
+WHITENED = "grpo.adv_estimator.name=reinforce_plus_plus"
+
+
+def test_it_is_off_unless_a_recipe_asks_for_it(load):
+    config = load()
+    assert not config.asynchronous
+    assert not config.grpo.async_grpo.off_policy
+    assert not config.grpo.streams
+
+
+def test_defaults_are_one_step_of_age_and_whole_steps(load):
+    loop = load(*RUN).grpo
+    assert loop.async_grpo == AsyncGRPOConfig(enabled=True)
+    assert loop.async_grpo.in_flight_weight_updates
+    assert (loop.max_live_groups, loop.max_inflight_groups, loop.min_groups_per_chunk) == (32, 32, 16)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "live", "inflight", "chunk", "streams"),
+    [
+        (["max_trajectory_age_steps=0"], 16, 16, 16, False),
+        (["max_trajectory_age_steps=2", "max_inflight_prompts=20"], 48, 20, 16, False),
+        (["max_inflight_prompts=999", "min_groups_for_streaming_train=4"], 32, 32, 4, True),
+        (["min_groups_for_streaming_train=16"], 32, 32, 16, False),
+    ],
+)
+def test_what_is_under_way(load, overrides, live, inflight, chunk, streams):
+    loop = load(*RUN, *(f"{ASYNC}.{override}" for override in overrides)).grpo
+    assert (loop.max_live_groups, loop.max_inflight_groups) == (live, inflight)
+    assert (loop.min_groups_per_chunk, loop.streams) == (chunk, streams)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["policy.train_global_batch_size=64"],
+            "policy.train_global_batch_size: 64 makes 4 optimizer steps of the 256 samples of a step, and "
+            "grpo.async_grpo.enabled: true takes one: weights have a version for each step; set it to 256, or "
+            "grpo.async_grpo.enabled: false",
+        ),
+        (
+            ["policy.train_global_batch_size=100"],
+            "policy.train_global_batch_size: 100 does not divide the 256 samples of a step "
+            "(grpo.num_prompts_per_step * grpo.num_generations_per_prompt); set it to a divisor, such as 256",
+        ),
+        (
+            ["grpo.use_dynamic_sampling=true"],
+            "grpo.use_dynamic_sampling: true does not go with grpo.async_grpo.enabled: true, where each prompt has "
+            "its step before it is answered; set it to false, or grpo.async_grpo.enabled: false",
+        ),
+        (
+            [f"{ASYNC}.min_groups_for_streaming_train=17"],
+            f"{ASYNC}.min_groups_for_streaming_train: 17 is above the 16 groups of a step "
+            "(grpo.num_prompts_per_step); lower it; null waits for the whole step",
+        ),
+        (
+            [f"{ASYNC}.max_inflight_prompts=15"],
+            f"{ASYNC}.max_inflight_prompts: 15 is below the 16 groups of a step (grpo.num_prompts_per_step); "
+            "set it to 16 or more, or to null",
+        ),
+        (
+            [f"{ASYNC}.rollout_timeout_s=30", f"{ASYNC}.stall_timeout_s=30"],
+            f"{ASYNC}.stall_timeout_s: 30 is not above rollout_timeout_s: 30, so that a slow group would end the run "
+            "before it is given up; raise it, or lower rollout_timeout_s",
+        ),
+        (
+            [f"{GENERATION}.colocated.enabled=true"],
+            f"{GENERATION}.colocated.enabled: true has the training ranks answer (policy.generation.backend: "
+            "embedded), and grpo.async_grpo.enabled: true needs engines that answer meanwhile; set it to false, or "
+            "grpo.async_grpo.enabled: false",
+        ),
+        (
+            list(VLLM),
+            f"{GENERATION}.vllm_cfg.async_engine: false answers whole batches, and grpo.async_grpo.enabled: true asks "
+            "group by group; set it to true, or grpo.async_grpo.enabled: false",
+        ),
+        (
+            [WHITENED, f"{ASYNC}.min_groups_for_streaming_train=4"],
+            f"{ASYNC}.min_groups_for_streaming_train: 4 trains on groups before the step is whole, and "
+            "grpo.adv_estimator.name: reinforce_plus_plus whitens advantages over the whole step; set it to null, or "
+            "grpo.adv_estimator.name: grpo",
+        ),
+        *(
+            (
+                [f"{GENERATION}.mismatch.threshold=1.1", f"{GENERATION}.mismatch.action={action}"],
+                f"{GENERATION}.mismatch.action: {action} would act on age: with {ASYNC}.max_trajectory_age_steps: 1 "
+                "the weights that answered are older than those that training compares with; set it to warn, "
+                f"threshold to null, or {ASYNC}.max_trajectory_age_steps: 0",
+            )
+            for action in ("mask", "stop")
+        ),
+        (["+grpo.async_grpo.max_trainer_restarts=1"], f"{ASYNC}.max_trainer_restarts: unknown key"),
+        ([f"{ASYNC}.max_trajectory_age_steps=-1"], f"{ASYNC}.max_trajectory_age_steps: -1 is not allowed"),
+    ],
+)
+def test_refusals(refusals, overrides, message):
+    (text,) = refusals(*RUN, *overrides)
+    assert text.startswith(message)
+
+
+def test_engines_on_the_ranks_gpus_are_refused(refusals):
+    async_vllm = (*VLLM, f"{GENERATION}.vllm_cfg.async_engine=true")
+    given = (ON, *TIS, *async_vllm, "cluster.gpus_per_node=2")
+    (text,) = refusals(*given)
+    assert text == (
+        f"{GENERATION}.colocated.enabled: true puts the vLLM engines to sleep while the ranks train, and "
+        f"{ASYNC}.enabled: true needs engines that answer meanwhile; set it to false with "
+        f"{GENERATION}.colocated.resources.gpus_per_node, or {ASYNC}.enabled: false"
+    )
+
+
+@pytest.mark.parametrize(
+    "remedy",
+    [
+        (APART, f"{GENERATION}.colocated.resources.gpus_per_node=1"),
+        ("cluster.gpus_per_node=0",),  # where they are processes of their own
+        (f"{ASYNC}.enabled=false",),
+    ],
+)
+def test_engines_beside_the_ranks_gpus_are_not(load, remedy):
+    load(ON, *TIS, *VLLM, f"{GENERATION}.vllm_cfg.async_engine=true", "cluster.gpus_per_node=2", *remedy)
+
+
+def test_all_is_told_at_once(refusals):
+    texts = refusals(
+        *(ON, "policy.train_global_batch_size=128", "grpo.use_dynamic_sampling=true", WHITENED),
+        *(f"{ASYNC}.min_groups_for_streaming_train=4", f"{ASYNC}.max_inflight_prompts=1"),
+    )
+    assert [text.partition(": ")[0] for text in texts] == [
+        "policy.train_global_batch_size",
+        "grpo.use_dynamic_sampling",
+        f"{ASYNC}.max_inflight_prompts",
+        f"{GENERATION}.colocated.enabled",
+        f"{ASYNC}.min_groups_for_streaming_train",
+        "loss_fn.use_importance_sampling_correction",
+    ]
+
+
+def test_nothing_of_it_holds_of_a_run_that_takes_turns(load):
+    load(
+        "policy.train_global_batch_size=64",
+        "grpo.use_dynamic_sampling=true",
+        "grpo.dynamic_sampling_max_gen_batches=2",
+        f"{ASYNC}.min_groups_for_streaming_train=99",
+        f"{ASYNC}.max_inflight_prompts=1",
+        f"{GENERATION}.mismatch={{threshold: 1.1, action: stop}}",
+    )
+
+
+class TestCorrection:
+    LEFT_OUT = (ON, APART)
+
+    def test_off_policy_it_is_a_choice_of_the_recipe(self, refusals):
+        (text,) = refusals(*self.LEFT_OUT)
+        assert text == (
+            f"loss_fn.use_importance_sampling_correction: is left out with {ASYNC}.max_trajectory_age_steps: 1, where "
+            "older weights have answered than those that train; set loss_fn.use_importance_sampling_correction: true, "
+            "loss_fn.truncated_importance_sampling_type: tis and loss_fn.truncated_importance_sampling_ratio: 2.0; or "
+            "to false, which trains as if the answers were new"
+        )
+
+    def test_its_remedies_are_taken(self, load):
+        assert not any(remarks(load(*self.LEFT_OUT, *TIS)))
+        without = load(*self.LEFT_OUT, "loss_fn.use_importance_sampling_correction=false")
+        (remark,) = remarks(without)
+        assert remark.startswith(
+            "loss_fn.use_importance_sampling_correction: false: older answers train as if"
+        )
+
+    def test_on_policy_there_is_nothing_to_choose(self, load):
+        config = load(*self.LEFT_OUT, f"{ASYNC}.max_trajectory_age_steps=0")
+        assert not config.grpo.async_grpo.off_policy
+        assert not any(remarks(config))
+
+    def test_a_wrong_choice_is_told_as_such(self, refusals):
+        texts = refusals(*self.LEFT_OUT, "loss_fn.use_importance_sampling_correction=maybe")
+        assert [text.partition(": ")[0] for text in texts] == ["loss_fn.use_importance_sampling_correction"]
+        assert "'maybe' is not allowed" in texts[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["+grpo.reward_shaping={enabled: true, max_response_length: 4, overlong_buffer_length: 2}"],
+        ["+grpo.reward_scaling={enabled: true, target_max: 2.0}"],
+        ["grpo.overlong_filtering=true"],
+        ["grpo.val_at_start=true", "grpo.val_period=3"],
+        ["+warm_start=examples/configs/sft_cpu.yaml"],
+        ["+policy.init_checkpoint=step_7"],
+        ["loss_fn.reference_policy_kl_penalty=0.1"],
+        ["loss_fn.reference_policy_kl_penalty=0.1", "loss_fn.use_kl_in_reward=true", WHITENED],
+        [WHITENED],
+        ["loss_fn.force_on_policy_ratio=true"],
+        ["max_consecutive_skips=1"],
+        ["policy.sequence_packing.enabled=true", "policy.megatron_cfg.use_fused_linear_logprobs=false"],
+        ["policy.dynamic_batching.enabled=true"],
+        ["checkpointing.enabled=true", "checkpointing.resume=auto"],
+        ["policy.megatron_cfg.tensor_model_parallel_size=2"],
+        ["policy.megatron_cfg.pipeline_model_parallel_size=2"],
+        [f"{GENERATION}.mismatch.threshold=1.1"],
+        [f"{GENERATION}.mismatch={{threshold: 1.1, action: stop}}", f"{ASYNC}.max_trajectory_age_steps=0"],
+        [f"{ASYNC}.rollout_timeout_s=30", f"{ASYNC}.stall_timeout_s=31"],
+        ["cluster.gpus_per_node=2"],
+    ],
+)
+def test_what_goes_with_it(load, overrides):
+    streamed = f"{ASYNC}.min_groups_for_streaming_train=4"
+    assert load(*RUN, *overrides).asynchronous
+    if WHITENED not in overrides:
+        assert load(*RUN, streamed, *overrides).grpo.streams
+
+
+def test_a_saved_recipe_is_the_same(load, tmp_path):
+    saved = tmp_path / "config.yaml"
+    config = load(*RUN, f"{ASYNC}.max_trajectory_age_steps=2")
+    saved.write_text(recipe_text(config))
+    assert load_config(saved) == config
+
+
+@pytest.mark.parametrize(
+    ("recipe", "section"),
+    [("ppo_cpu", "ppo"), ("dpo_cpu", "dpo"), ("sft_cpu", "sft"), ("distillation_cpu", "distillation")],
+)
+def test_grpo_alone_has_it(exemplar, recipe, section):
+    other = exemplar.with_name(f"{recipe}.yaml")
+    assert not load_config(other, [f"+{section}.async_grpo.enabled=false"]).asynchronous
+    with pytest.raises(ConfigError) as caught:
+        load_config(other, [f"+{section}.async_grpo.enabled=true"])
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.what) == (f"{section}.async_grpo", "enabled: true is not supported")
+    assert problem.remedy.startswith(f"set {section}.async_grpo.enabled: false; ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            [f"{ASYNC}.in_flight_weight_updates=false"],
+            f"{ASYNC}.in_flight_weight_updates: false: each update waits",
+        ),
+        (
+            [*VLLM, f"{GENERATION}.vllm_cfg.async_engine=true"],
+            f"{ASYNC}.recompute_kv_cache_after_weight_updates: false: vLLM recomputes it all the same",
+        ),
+        (
+            [
+                *("policy.model.num_moe_experts=4", "policy.model.qk_layernorm=true"),
+                *("policy.model.moe_aux_loss_coeff=0.1", f"{ASYNC}.min_groups_for_streaming_train=4"),
+            ],
+            f"policy.model.moe_aux_loss_coeff: the loss depends on how {ASYNC}.min_groups_for_streaming_train cuts",
+        ),
+    ],
+)
+def test_what_is_worth_a_word(load, overrides, told):
+    (remark,) = remarks(load(*RUN, *overrides))
+    assert remark.startswith(told)
+    assert not any(remarks(load(*RUN, *overrides, f"{ASYNC}.enabled=false")))
+
+
+def test_the_section_can_be_built_alone():
+    AsyncGRPOConfig(rollout_timeout_s=9.0, stall_timeout_s=5.0)  # which nothing reads
+    with pytest.raises(ValueError, match="stall_timeout_s: 5 is not above rollout_timeout_s: 9"):
+        AsyncGRPOConfig(enabled=True, rollout_timeout_s=9.0, stall_timeout_s=5.0)

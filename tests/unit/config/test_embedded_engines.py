@@ -1,0 +1,137 @@
+"""Embedded engines of their own: what the recipe says of them, and for which runs."""
+
+import pytest
+
+from nemo_rl_mcore.config import EmbeddedConfig, load_config
+from nemo_rl_mcore.config.rules.generation import RULES
+from nemo_rl_mcore.config.vllm import VllmConfig
+
+GENERATION = "policy.generation"
+APART = f"{GENERATION}.colocated.enabled=false"
+ON_GPUS = "cluster.gpus_per_node=2"
+RESOURCES = f"{GENERATION}.colocated.resources"
+FOREIGN = ("+policy.model.qk_layernorm=true", "+policy.model.add_qkv_bias=true")
+
+
+def test_the_ranks_answer_unless_a_recipe_asks_for_engines(load):
+    generation = load().policy.generation
+    assert generation.decodes_on_ranks
+    assert generation.embedded_cfg == EmbeddedConfig()
+    assert not load(APART).policy.generation.decodes_on_ranks
+    vllm = load(f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2").policy.generation
+    assert not vllm.decodes_on_ranks
+
+
+def test_its_keys_are_those_of_vllm():
+    shared = EmbeddedConfig.model_fields.keys() - {"engines"}
+    assert shared == {"start_timeout_s", "call_timeout_s", "max_restarts"}
+    for name in shared:
+        own, other = EmbeddedConfig.model_fields[name], VllmConfig.model_fields[name]
+        assert (own.annotation, own.default, own.metadata) == (
+            other.annotation,
+            other.default,
+            other.metadata,
+        )
+        assert own.description == (other.description or "").replace(" (ours)", "")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["grpo_copy_cpu", "grpo_reverse_cpu", "ppo_cpu", "dpo_cpu", "sft_cpu", "distillation_cpu"],
+)
+def test_every_algorithm_may_have_them(exemplar, recipe):
+    config = load_config(exemplar.with_name(f"{recipe}.yaml"), [APART])
+    assert not config.policy.generation.decodes_on_ranks
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{GENERATION}.top_k=5", "policy.megatron_cfg.use_fused_linear_logprobs=false"],
+        [f"{GENERATION}.top_p=0.9", "policy.megatron_cfg.use_fused_linear_logprobs=false"],
+        [f"{GENERATION}.stop_strings=['5']"],
+        ["policy.megatron_cfg.tensor_model_parallel_size=2"],
+        ["policy.megatron_cfg.pipeline_model_parallel_size=2"],
+        [
+            *("policy.model.num_moe_experts=4", "policy.model.qk_layernorm=true"),
+            "policy.megatron_cfg.expert_model_parallel_size=2",
+        ],
+        [f"{GENERATION}.refit_transport=shared_memory", f"{GENERATION}.refit_bucket_bytes=40000"],
+        [f"{GENERATION}.embedded_cfg.engines=3"],
+        [ON_GPUS, f"{GENERATION}.embedded_cfg.engines=3"],
+        [
+            *(ON_GPUS, f"{GENERATION}.embedded_cfg.engines=4"),
+            f"{RESOURCES}={{gpus_per_node: 2, num_nodes: 2}}",
+        ],
+        [ON_GPUS, f"{GENERATION}.refit_transport=nccl"],
+    ],
+)
+def test_what_goes_with_them(load, overrides):
+    load(APART, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            [f"{GENERATION}.refit_bucket_bytes=32767"],
+            f"{GENERATION}.refit_bucket_bytes: 32767 is below the 32768 bytes of the largest weight; set it to null, "
+            "or raise it",
+        ),
+        (
+            [f"{GENERATION}.refit_transport=nccl"],
+            f"{GENERATION}.refit_transport: nccl needs GPUs, and cluster.gpus_per_node is 0; set it to null: "
+            "shared_memory on one machine",
+        ),
+        (
+            [ON_GPUS, f"{GENERATION}.refit_transport=cuda_ipc"],
+            f"{GENERATION}.refit_transport: cuda_ipc needs engines on the ranks' GPUs, and colocated.enabled is "
+            "false; set it to null: nccl",
+        ),
+        (
+            [ON_GPUS, f"{RESOURCES}.gpus_per_node=2"],
+            f"{GENERATION}.embedded_cfg.engines: 1 is not the 2 GPUs of {RESOURCES}, and each engine has one; set it "
+            "to 2, or remove the section resources",
+        ),
+        (
+            [ON_GPUS, f"{RESOURCES}.num_nodes=2"],
+            f"{RESOURCES}.num_nodes: 2 with gpus_per_node: null does not say how many engines each has; set "
+            "gpus_per_node, or remove num_nodes",
+        ),
+        (
+            list(FOREIGN),
+            f"{GENERATION}.colocated.enabled: false sends weights by the names of a family, and no supported Hugging "
+            "Face family has policy.model.add_qkv_bias set with policy.model.qk_layernorm set with "
+            "policy.model.num_moe_experts off (known: ",
+        ),
+        ([f"{GENERATION}.embedded_cfg.engines=0"], f"{GENERATION}.embedded_cfg.engines: 0 is not allowed"),
+        (
+            [f"+{GENERATION}.embedded_cfg.max_num_seqs=4"],
+            f"{GENERATION}.embedded_cfg.max_num_seqs: unknown key",
+        ),
+    ],
+)
+def test_refusals(refusals, overrides, told):
+    (text,) = refusals(APART, *overrides)
+    assert text.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        ([], "change policy.model, or set it to true"),
+        (["+policy.init_checkpoint=step_7"], "set it to true"),
+        (
+            ["grpo.async_grpo={enabled: true, max_trajectory_age_steps: 0}"],
+            "change policy.model, or set grpo.async_grpo.enabled: false and colocated.enabled: true",
+        ),
+    ],
+)
+def test_a_foreign_architecture_is_not_sent_in_a_circle(refusals, overrides, remedy):
+    (text,) = refusals(APART, *FOREIGN, *overrides)
+    assert text.endswith(f"; {remedy}")
+
+
+def test_none_of_it_holds_where_the_ranks_answer(load):
+    config = load(*FOREIGN, f"{GENERATION}.refit_transport=nccl", f"{GENERATION}.refit_bucket_bytes=1")
+    assert not [problem for rule in RULES.of_runs for problem in rule(config)]

@@ -1,0 +1,137 @@
+"""The section async_rl of NeMo RL's recipes."""
+
+import pytest
+
+from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.config.schema import fields, is_known
+from nemo_rl_mcore.config.translated import TRANSLATED
+
+APART = "policy.generation.colocated.enabled=false"
+CHOSEN = "loss_fn.use_importance_sampling_correction=true"
+ASYNC = "grpo.async_grpo"
+
+
+def test_every_key_has_one_of_ours():
+    assert set(TRANSLATED.values()) <= fields().keys()
+    assert all(is_known(foreign) for foreign in TRANSLATED)
+
+
+def test_it_makes_the_run_asynchronous(load):
+    section = load("+async_rl={}", APART, CHOSEN).grpo.async_grpo
+    assert section.enabled
+    assert section.max_trajectory_age_steps == 1  # as in NeMo RL
+
+
+def test_its_keys_are_read(load):
+    loop = load(
+        "+async_rl={sampler: {name: in_order, max_lookahead_versions: 2}, min_groups_for_streaming_train: 4, "
+        "max_inflight_prompts: 20, max_buffered_rollouts: 48, recompute_kv_cache_after_weight_updates: true, "
+        "in_flight_weight_updates: false, rollout_timeout_s: 60.0, diagnostics: false, "
+        "policy_router: {enabled: false}}",
+        f"+{ASYNC}=null",
+        *(APART, CHOSEN),
+    ).grpo
+    section = loop.async_grpo
+    assert (section.enabled, section.max_trajectory_age_steps, section.rollout_timeout_s) == (True, 2, 60.0)
+    assert (section.min_groups_for_streaming_train, section.max_inflight_prompts) == (4, 20)
+    assert (section.recompute_kv_cache_after_weight_updates, section.in_flight_weight_updates) == (
+        True,
+        False,
+    )
+
+
+def test_a_section_that_is_null_asks_for_nothing(load):
+    assert not load("+async_rl=null", f"+{ASYNC}=null").asynchronous
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        *(
+            (
+                f"+async_rl.sampler.name={name}",
+                f"async_rl.sampler.name: '{name}' is not supported; set it to in_order; groups train in the order in "
+                "which their prompts are drawn, and none becomes too old",
+            )
+            for name in ("windowed", "weight_fifo", "ready_first", "custom")
+        ),
+        (
+            "+async_rl.sampler.max_staleness_versions=1",
+            "async_rl.sampler.max_staleness_versions: unknown key; known",
+        ),
+        (
+            "+async_rl.max_weight_staleness_versions=1",
+            "async_rl.max_weight_staleness_versions: unknown key; known",
+        ),
+        (
+            "+async_rl.max_buffered_rollouts=31",
+            "async_rl.max_buffered_rollouts: 31 has no room for the 32 groups that may be under way: "
+            "(async_rl.sampler.max_lookahead_versions + 1) * grpo.num_prompts_per_step; remove it, or lower "
+            "async_rl.sampler.max_lookahead_versions",
+        ),
+        (
+            "+async_rl.watchdog.stall_timeout_s=600",
+            "async_rl.watchdog: this section is not supported; remove it and set grpo.async_grpo.stall_timeout_s",
+        ),
+        (
+            "+async_rl.generation_timeout_s=60",
+            "async_rl.generation_timeout_s: 60 is not supported; remove it and set grpo.async_grpo.rollout_timeout_s",
+        ),
+        (
+            "+async_rl.fleet_health.enabled=true",
+            "async_rl.fleet_health: enabled: true is not supported; remove it",
+        ),
+        (
+            "+async_rl.min_groups_for_streaming_train=17",
+            "async_rl.min_groups_for_streaming_train: 17 is above the 16 groups of a step",
+        ),
+        (
+            "+async_rl.sampler.max_lookahead_versions=-1",
+            "async_rl.sampler.max_lookahead_versions: -1 is not allowed; allowed: an integer, at least 0",
+        ),
+        ("+async_rl=true", "async_rl: True is not allowed; allowed: a section"),
+    ],
+)
+def test_refusals_name_the_key_that_was_written(refusals, override, told):
+    (text,) = refusals(override, APART, CHOSEN)
+    assert text.startswith(told)
+
+
+def test_the_line_of_a_foreign_key_is_found(exemplar, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"defaults: {exemplar}\nloss_fn:\n  use_importance_sampling_correction: true\n"
+        "async_rl:\n  max_inflight_prompts: 3\npolicy:\n  generation:\n    colocated:\n      enabled: false\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe)
+    (problem,) = caught.value.problems
+    assert problem.path == "async_rl.max_inflight_prompts"
+    assert problem.where.endswith("recipe.yaml:5")
+
+
+def test_two_sections_may_agree_and_not_contradict(load, refusals):
+    given = ("+async_rl.sampler.max_lookahead_versions=2", APART, CHOSEN)
+    load(*given, f"{ASYNC}.max_trajectory_age_steps=2")
+    (text,) = refusals(*given, f"{ASYNC}.max_trajectory_age_steps=3")
+    assert text == (
+        "async_rl.sampler.max_lookahead_versions: 2 contradicts grpo.async_grpo.max_trajectory_age_steps: 3; remove "
+        "one of the two"
+    )
+    (text,) = refusals(*given, f"{ASYNC}.enabled=false")
+    assert text == (
+        "async_rl: asks for an asynchronous run, and grpo.async_grpo.enabled is false; remove one of the two"
+    )
+
+
+def test_it_is_of_grpo_alone(refusals):
+    (text,) = refusals("+async_rl.sampler.name=in_order", recipe="sft_cpu.yaml")
+    assert text == (
+        "async_rl: asks for an asynchronous run, and this is one of sft; remove it; GRPO alone runs so"
+    )
+
+
+@pytest.mark.parametrize("broken", ["+grpo=3", f"{ASYNC}=3"])
+def test_a_broken_section_is_told_as_such(refusals, broken):
+    texts = refusals("+async_rl.max_inflight_prompts=20", broken.replace("+grpo", "++grpo"))
+    assert any(": 3 is not allowed" in text for text in texts)
