@@ -25,6 +25,7 @@ TRANSLATED: dict[str, str] = {
 """The key that is read for each of NeMo RL's."""
 
 _DEFAULT_LOOKAHEAD = 1
+"""Of max_lookahead_versions there, and of max_trajectory_age_steps here."""
 
 
 @dataclass
@@ -74,8 +75,8 @@ def _merge(asked: Tree, result: Translation) -> None:
         target = TRANSLATED.get(path)
         key = (target or "").rpartition(".")[2]
         if path == _BUFFER:
-            result.problems += _of_the_buffer(value, asked, loop)
-        elif target is None:
+            continue  # which is judged by the others
+        if target is None:
             known = ", ".join([*TRANSLATED, _BUFFER])
             result.problems.append(Problem(path, "unknown key", f"known keys: {known}"))
         elif own.setdefault(key, value) != value:
@@ -83,16 +84,16 @@ def _merge(asked: Tree, result: Translation) -> None:
             result.problems.append(Problem(path, what, "remove one of the two", (target,)))
         elif key not in given:
             result.origins[target] = path
+    result.problems += _of_the_buffer(asked, own, loop)
     result.tree["grpo"] = {**loop, "async_grpo": own}
 
 
-def _of_the_buffer(rollouts: object, asked: Tree, loop: Tree) -> Iterator[Problem]:
-    """Yield a buffer for fewer groups than may be under way, which here is a limit of its own; a larger one stays."""
-    sampler = asked.get("sampler", {})
-    ahead = cast("Tree", sampler).get("max_lookahead_versions") if isinstance(sampler, dict) else None
-    steps, groups = _DEFAULT_LOOKAHEAD if ahead is None else ahead, loop.get("num_prompts_per_step")
-    if not isinstance(steps, int) or not isinstance(groups, int):
-        return  # which is told of those keys
+def _of_the_buffer(asked: Tree, own: Tree, loop: Tree) -> Iterator[Problem]:
+    """Yield a buffer without room for all groups that may be under way; a larger one changes nothing."""
+    rollouts, groups = asked.get(_BUFFER.rpartition(".")[2]), loop.get("num_prompts_per_step")
+    steps = own.get("max_trajectory_age_steps", _DEFAULT_LOOKAHEAD)
+    if rollouts is None or not isinstance(steps, int) or not isinstance(groups, int):
+        return  # the other two are told by their own keys
     needed = (steps + 1) * groups
     if not isinstance(rollouts, int) or rollouts < needed:
         yield Problem(

@@ -70,6 +70,10 @@ def test_a_section_that_is_null_asks_for_nothing(load):
             "async_rl.sampler.max_lookahead_versions",
         ),
         (
+            "+async_rl.max_buffered_rollouts=many",
+            "async_rl.max_buffered_rollouts: many has no room for the 32 groups that may be under way",
+        ),
+        (
             "+async_rl.watchdog.stall_timeout_s=600",
             "async_rl.watchdog: this section is not supported; remove it and set grpo.async_grpo.stall_timeout_s",
         ),
@@ -108,6 +112,13 @@ def test_the_line_of_a_foreign_key_is_found(exemplar, tmp_path):
     (problem,) = caught.value.problems
     assert problem.path == "async_rl.max_inflight_prompts"
     assert problem.where.endswith("recipe.yaml:5")
+
+
+def test_the_age_of_either_section_says_how_large_a_buffer_is(load, refusals):
+    given = ("+async_rl.max_buffered_rollouts=47", APART, CHOSEN)
+    load(*given)
+    (text,) = refusals(*given, f"{ASYNC}.max_trajectory_age_steps=2")
+    assert text.startswith("async_rl.max_buffered_rollouts: 47 has no room for the 48 groups")
 
 
 def test_two_sections_may_agree_and_not_contradict(load, refusals):
