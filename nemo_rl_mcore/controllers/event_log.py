@@ -1,0 +1,99 @@
+"""The log of an asynchronous run: a line of JSON for each event, from which what happened can be told and replayed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from pydantic import ValidationError
+
+from nemo_rl_mcore.controllers.events import Checkpointed, Event, Finished, from_line, to_line
+from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
+
+
+class EventLog:
+    """Appends events to a file; an event is in the file when `append` returns.
+
+    So it outlives this process at once, and the machine from the end of each train step and checkpoint on. What a
+    process that was killed had written of its last line is cut off first. Raises OSError, naming the file, when it
+    cannot be written; the line that failed is not in the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._size = _whole_lines(self._descriptor)
+            os.ftruncate(self._descriptor, self._size)
+        except BaseException:
+            self.close()
+            raise
+
+    def append(self, event: Event) -> None:
+        """Write an event, and wait for the disk where a train step or a checkpoint has ended."""
+        line = to_line(event) + b"\n"
+        try:
+            self._write(line)
+            if isinstance(event, Finished | Checkpointed):
+                os.fsync(self._descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        self._size += len(line)
+
+    def close(self) -> None:
+        """Close the file; once more does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        """Return the log."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _write(self, line: bytes) -> None:
+        """Write behind the last whole line: what a write that failed has left there is written over."""
+        written = 0
+        while written < len(line):
+            written += os.pwrite(self._descriptor, line[written:], self._size + written)
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events of a log; a last line without an end is left out, as the process was killed while it wrote it.
+
+    Raises ValueError naming file and line for one that is damaged, OSError for a file that cannot be read.
+    """
+    *lines, _ = read_regular(path).split(b"\n")
+    return [_event(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _event(line: bytes, place: str) -> Event:
+    try:
+        parse_json(line.decode())  # stricter than what follows: a key that is there twice is damage, too
+        return from_line(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place}: it is no event: {where and f'{where}: '}{first['msg']}") from error
+    except ValueError as error:
+        shown = shortened(repr(line))
+        raise ValueError(f"{place}: it is no event: {error} ({shown})") from error
+
+
+def _whole_lines(descriptor: int) -> int:
+    """Bytes of a file up to its last line end."""
+    end, block = os.fstat(descriptor).st_size, 4096
+    while end:
+        start = max(0, end - block)
+        found = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0

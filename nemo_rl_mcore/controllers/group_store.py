@@ -1,0 +1,54 @@
+"""The data of prompt groups by position: in memory, and in a folder for a checkpoint or a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from nemo_rl_mcore.data import BatchedDataDict
+
+
+class GroupStore:
+    """Holds what was generated for each group until nobody needs it any more. For one thread."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, BatchedDataDict] = {}
+        self.bytes_held = 0
+        """Of the tensors of all groups."""
+
+    def __len__(self) -> int:
+        """Groups held."""
+        return len(self._groups)
+
+    def __contains__(self, position: int) -> bool:
+        """Whether a group is held."""
+        return position in self._groups
+
+    @property
+    def positions(self) -> list[int]:
+        """Groups held, upwards."""
+        return sorted(self._groups)
+
+    def put(self, position: int, group: BatchedDataDict) -> None:
+        """Hold a group, which is not copied; raises KeyError when it is held already."""
+        if position in self._groups:
+            raise KeyError(f"group {position} is held already")
+        self._groups[position] = group
+        self.bytes_held += _bytes(group)
+
+    def get(self, position: int) -> BatchedDataDict:
+        """The data of a group; raises KeyError, naming it, when it is not held."""
+        if position not in self._groups:
+            raise KeyError(f"group {position} is not held")
+        return self._groups[position]
+
+    def forget_all_but(self, retained: Collection[int]) -> None:
+        """Forget what `Ledger.retained` does not name."""
+        kept = {position: self._groups[position] for position in retained if position in self._groups}
+        self._groups = kept
+        self.bytes_held = sum(_bytes(group) for group in kept.values())
+
+
+def _bytes(group: BatchedDataDict) -> int:
+    return sum(value.nbytes for value in group.values() if isinstance(value, torch.Tensor))

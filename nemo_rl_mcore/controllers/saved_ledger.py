@@ -1,0 +1,82 @@
+"""What a checkpoint keeps of the ledger of its run, checked when it is read."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class SavedGroup(BaseModel):
+    """A group that is neither trained nor dropped. min_version: of a ready one; the others are to be generated."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    position: _Count
+    attempt: _Count
+    failures: _Count
+    min_version: _Count | None
+
+
+class SavedDrop(BaseModel):
+    """A group that was dropped, and why."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    position: _Count
+    reason: Annotated[str, Field(min_length=1)]
+
+
+class SavedLedger(BaseModel):
+    """A ledger between two steps. groups: by position, upwards."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    groups_per_step: Annotated[int, Field(ge=1)]
+    incarnation: _Count
+    version: _Count
+    cursor: _Count
+    dropped: list[SavedDrop]
+    groups: list[SavedGroup]
+
+    @classmethod
+    def parse(cls, saved: object, groups_per_step: int, max_age: int) -> Self:
+        """Read what `model_dump` gave, for a run with these limits; raises ValueError, naming what is wrong."""
+        try:
+            ledger = cls.model_validate(saved)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"])) or "it"
+            raise ValueError(f"the saved ledger is broken: {place}: {first['msg']}") from error
+        if problem := ledger._damage() or ledger._conflict(groups_per_step, max_age):
+            raise ValueError(problem)
+        return ledger
+
+    def _damage(self) -> str | None:
+        positions = [group.position for group in self.groups]
+        dropped = {drop.position for drop in self.dropped}
+        if any(later <= earlier for earlier, later in pairwise([*positions, self.cursor])):
+            return "the saved ledger is broken: its groups are not in order, or not before the cursor"
+        if self.version * self.groups_per_step + len(dropped) + len(positions) != self.cursor:
+            return "the saved ledger is broken: positions before the cursor are missing"
+        if any((group.min_version or 0) > self.version for group in self.groups):
+            return "the saved ledger is broken: a group is newer than the weights"
+        return None
+
+    def _conflict(self, groups_per_step: int, max_age: int) -> str | None:
+        if groups_per_step != self.groups_per_step:
+            return (
+                f"grpo.num_prompts_per_step is {groups_per_step}, and the saved run had {self.groups_per_step}: "
+                "which prompts are left would not be known; set it back"
+            )
+        for rank, group in enumerate(self.groups):
+            trained_at = self.version + rank // groups_per_step
+            if group.min_version is not None and trained_at - group.min_version > max_age:
+                return (
+                    f"grpo.async_grpo.max_trajectory_age_steps is {max_age}, and the saved run has groups ready that "
+                    f"will be {trained_at - group.min_version} versions old when they are trained; set it back"
+                )
+        return None

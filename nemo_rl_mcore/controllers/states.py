@@ -1,0 +1,62 @@
+"""Where groups and the train step of an asynchronous run can stand, and the limits of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class GroupState(Enum):
+    """Where a group stands. It is live while INFLIGHT, READY or LEASED; TRAINED and DROPPED are for good."""
+
+    PENDING = "pending"
+    INFLIGHT = "inflight"
+    READY = "ready"
+    LEASED = "leased"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
+
+class StepState(Enum):
+    """Where the train step stands: IDLE, OPEN, FINISHING, COMMITTED until its weights are published, IDLE again."""
+
+    IDLE = "idle"
+    OPEN = "open"
+    FINISHING = "finishing"
+    COMMITTED = "committed"
+
+
+class LedgerError(RuntimeError):
+    """An event that the state does not allow, or a state that cannot be: a mistake of the controller or an engine."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a run. max_age: versions that a group may be behind when it is trained. max_attempts: that may fail."""
+
+    groups_per_step: int
+    max_age: int
+    last_step: int
+    max_attempts: int
+
+    def __post_init__(self) -> None:
+        least = (
+            ("groups_per_step", self.groups_per_step, 1),
+            ("max_age", self.max_age, 0),
+            ("last_step", self.last_step, 0),
+            ("max_attempts", self.max_attempts, 1),
+        )
+        for name, value, lowest in least:
+            if value < lowest:
+                raise ValueError(f"{name} must be at least {lowest}, got {value}")
+
+
+@dataclass
+class Group:
+    """A group that is neither trained nor dropped. min_version: a lower bound of its tokens' versions."""
+
+    position: int
+    attempt: int = 0
+    failures: int = 0
+    min_version: int = 0
+    state: GroupState = GroupState.PENDING
