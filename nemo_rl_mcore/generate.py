@@ -14,7 +14,7 @@ from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
+from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen, tokenizer_of
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.workers.cluster import RayCluster

@@ -46,6 +46,14 @@ def join() -> None:
         _patient = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
+def join_alone() -> None:
+    """A process group of this process alone, wherever RANK says that it stands among others."""
+    _stay_on_loopback("localhost")
+    backend = accelerator.communication_backend()
+    alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=PATIENCE)
+
+
 def leave() -> None:
     """Leave all process groups."""
     global _patient

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
+from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.errors import RunStoppedError
 
 type Eventually[Result] = Result | Awaitable[Result]
 
 
 class WrongWeightsError(RuntimeError):
     """An engine was asked to answer with weights that it does not hold, or to go back to older ones."""
+
+
+class EngineFailedError(RunStoppedError):
+    """A group of requests was not answered: the engine raised, died, or stood still; the message says which."""
 
 
 class GenerationCancelledError(RuntimeError):
@@ -29,19 +35,34 @@ class Sampling:
     """How responses are drawn and where they end.
 
     stop_ids end a response and belong to it; stop_strings need a tokenizer. greedy takes the likeliest token, whose
-    log-probability is then that of temperature 1.
+    log-probability is then that of temperature 1. top_k and top_p keep only the likeliest tokens, None and 1 all.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     greedy: bool = False
 
+    @classmethod
+    def of(cls, generation: GenerationConfig, stop_ids: Sequence[int], *, greedy: bool) -> Self:
+        """As the config says; stop_ids end a response besides its texts."""
+        return cls(
+            max_new_tokens=generation.max_new_tokens,
+            temperature=generation.temperature,
+            top_k=generation.top_k,
+            top_p=generation.top_p,
+            stop_ids=tuple(stop_ids),
+            stop_strings=generation.stop_strings or (),
+            greedy=greedy,
+        )
+
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and the seed of its noise, not negative."""
+    """A prompt and the key of its noise, int64; see `ops.sampling.sample_keys`."""
 
     prompt: Sequence[int]
     seed: int
@@ -125,16 +146,16 @@ class EngineKind:
     """All that the driver knows of the engines that it places, starts, refits and starts again.
 
     name: of the kind, for messages. engine: the class of an actor, an `Engine` that is built from `settings`.
-    environment: variables of its processes besides those of a rank. cpu_engines: how many there are without GPUs;
-    gpus: of each one, where there are some. sleeps: whether training gets its memory. section: of the recipe, which has
-    the keys start_timeout_s, call_timeout_s and max_restarts.
+    environment: variables of its processes besides those of a rank. engines: how many there are, unless the GPUs that
+    they share or are given say so; gpus: of each one, where there are some. sleeps: whether training gets its memory.
+    section: of the recipe, which has the keys start_timeout_s, call_timeout_s and max_restarts.
     """
 
     name: str
     engine: type[Engine]
     settings: Any
     environment: Mapping[str, str]
-    cpu_engines: int
+    engines: int
     gpus: int
     sleeps: bool
     bucket_bytes: int

@@ -13,22 +13,32 @@ from torch import Tensor
 
 from nemo_rl_mcore import accelerator, progress, rendezvous
 from nemo_rl_mcore.agreement import together
-from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.megatron import checkpoint, generation, parallel_groups
 from nemo_rl_mcore.megatron.hf_weights.export import full_tensors, save_pretrained
+from nemo_rl_mcore.megatron.hf_weights.receive import WholeWeightFilling
 from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
 from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.training.policy_backend import (
     BackendOptions,
     GeneratedRows,
     GenerationRequest,
-    PolicyBackend,
+    GeneratorBackend,
     TopKLogits,
+    WeightFilling,
+)
+
+_SHARES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 )
 
 
-def open_backend(policy: PolicyConfig, options: BackendOptions) -> PolicyBackend:
+def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBackend:
     """Meet the other ranks and build this rank's part of the model; the device is prepared, see `accelerator`."""
     progress.advance("meeting the other ranks")
     parallel_groups.initialize(policy.megatron_cfg, options.seed)
@@ -36,8 +46,30 @@ def open_backend(policy: PolicyConfig, options: BackendOptions) -> PolicyBackend
     return MegatronBackend(policy, options)
 
 
+def open_generator(policy: PolicyConfig) -> GeneratorBackend:
+    """The whole model in this process, with weights drawn at random until others are brought; see `open_backend`."""
+    rendezvous.join_alone()
+    whole = dict.fromkeys(_SHARES, 1) | {
+        "virtual_pipeline_model_parallel_size": None,
+        "sequence_parallel": False,
+    }
+    config = policy.megatron_cfg.model_copy(update=whole)
+    alone = policy.model_copy(update={"megatron_cfg": config, "model_name": None})
+    options = BackendOptions(
+        seed=0,
+        role=Role.POLICY,
+        trained=False,
+        temperature=policy.generation.temperature,
+        verify_checksums=True,
+    )
+    return open_backend(alone, options)
+
+
 class MegatronBackend(MegatronTrainBackend):
-    """Implements `training.policy_backend.PolicyBackend` for one rank. Its process groups must be initialised."""
+    """Implements `training.policy_backend.PolicyBackend` for one rank. Its process groups must be initialised.
+
+    Where one rank holds the whole model it is a `GeneratorBackend` too.
+    """
 
     def __init__(self, policy: PolicyConfig, options: BackendOptions):
         super().__init__(policy, options)
@@ -90,7 +122,11 @@ class MegatronBackend(MegatronTrainBackend):
     def generate(self, request: GenerationRequest) -> GeneratedRows:
         """Decode with the training model; see `megatron.generation`."""
         with together("the end of generate"):
-            return generation.generate(self.forward, request, self._policy.model.vocab_size)
+            return generation.generate(self.decoding(), request)
+
+    def decoding(self) -> generation.DecodingSession:
+        """See `GeneratorBackend.decoding`."""
+        return generation.DecodingSession(self.forward, self._policy.model.vocab_size)
 
     def _logprobs(self, call: str, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
         return self._read(call, lambda: [self.forward.logprobs(data, micro_batch_size)])[0]
@@ -133,6 +169,10 @@ class MegatronBackend(MegatronTrainBackend):
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See `megatron.hf_weights.export.full_tensors`."""
         return full_tensors(self.chunks, self._policy)
+
+    def filling(self) -> WeightFilling:
+        """See `GeneratorBackend.filling`."""
+        return WholeWeightFilling(self.chunks, self._policy.model)
 
     def export_hf(self, folder: Path, origin: str | None) -> None:
         """See `megatron.hf_weights.export.save_pretrained`."""

@@ -6,7 +6,7 @@ Shapes: B rows that run together, P prompt length, L length so far, T new tokens
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,26 +17,11 @@ from nemo_rl_mcore.megatron import parallel_groups
 from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_mode
 from nemo_rl_mcore.megatron.next_logits import NextLogits, next_logits
 from nemo_rl_mcore.ops.sampling import SamplingParams, keyed_uniforms, sample_tokens
-from nemo_rl_mcore.training.policy_backend import GeneratedRows, GenerationRequest
+from nemo_rl_mcore.training.policy_backend import GeneratedRows, GenerationRequest, SampledTokens
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """One more token of each response of a batch that was not complete, on the CPU.
-
-    rows int64 [N], as `DecodingSession.add` numbers them; tokens int64 [N]; logprobs fp32 [N]; stopped bool [N]: the
-    token met a stop condition, and is the last one.
-    """
-
-    rows_N: torch.Tensor
-    tokens_N: torch.Tensor
-    logprobs_N: torch.Tensor
-    stopped_N: torch.Tensor
-
-
-def generate(model: ForwardBackward, request: GenerationRequest, vocab_size: int) -> GeneratedRows:
-    """Answer all prompts."""
-    session = DecodingSession(model, vocab_size)
+def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedRows:
+    """Answer all prompts in a new session."""
     session.add(request)
     rows, steps = len(request.prompts), request.max_new_tokens
     tokens_BT, logprobs_BT = torch.zeros(rows, steps, dtype=torch.long), torch.zeros(rows, steps)
@@ -50,10 +35,8 @@ def generate(model: ForwardBackward, request: GenerationRequest, vocab_size: int
 
 
 class DecodingSession:
-    """Responses that grow by a token a step.
+    """Implements `training.policy_backend.Decoding`; between two steps requests may be added too.
 
-    Between two steps requests may be added and cancelled, and the model may be trained or given other weights: the
-    next token is drawn with those, after what the cache holds of the former ones.
     Rows of equal prompt length run together, since a batch of the KV cache has one offset, and batches run one after
     the other. All ranks of a model copy make the same calls. Ranks that exchange tokens step alike, however many rows
     each has. A step that raises ends the session.
@@ -66,23 +49,14 @@ class DecodingSession:
         self._rows = 0
 
     def add(self, request: GenerationRequest) -> range:
-        """Queue prompts; returns the numbers of their rows."""
+        """See `Decoding.add`."""
         first, self._rows = self._rows, self._rows + len(request.prompts)
         for places in _batches_of_equal_length(request):
             self._waiting.append(_Waiting(request, {first + place: place for place in places}))
         return range(first, self._rows)
 
-    def cancel(self, rows: Collection[int]) -> None:
-        """Draw no more tokens for these rows; those that are complete are left alone."""
-        for row in rows:
-            for waiting in self._waiting:
-                waiting.places.pop(row, None)
-            if self._batch is not None:
-                self._batch.open.pop(row, None)
-        self._waiting = deque(waiting for waiting in self._waiting if waiting.places)
-
     def step(self) -> SampledTokens | None:
-        """Draw a token for each row of the running batch, or of the next one; None when nothing is left to do.
+        """See `Decoding.step`.
 
         There may be no row among them: the others that this rank exchanges tokens with are then kept company.
         """
@@ -94,6 +68,11 @@ class DecodingSession:
         if not self._largest(len(self._batch.open)):
             self._batch = None
         return sampled
+
+    def reread(self) -> None:
+        """See `Decoding.reread`."""
+        if self._batch is not None:
+            self._batch.reread(self._model)
 
     def _next_batch(self) -> _Batch | None:
         waiting = self._waiting.popleft() if self._waiting else None
@@ -138,10 +117,11 @@ class _Batch:
     """Rows that run together. A row that is complete runs on, unseen, until all are.
 
     open: row of the session -> place in the batch, of those that are not complete.
-    new_tokens: what was drawn for each place.
+    steps: tokens that are drawn at most; new_tokens: what was drawn for each place.
     """
 
     request: GenerationRequest
+    steps: int
     open: dict[int, int]
     sequences_BL: torch.Tensor
     keys_B: torch.Tensor
@@ -157,12 +137,18 @@ class _Batch:
         rows, length = prompts_BP.shape
         return cls(
             request,
+            steps,
             {row: place for place, row in enumerate(waiting.places)},
             prompts_BP.to(device),
             request.keys_B[places].to(device),
             next_logits(model, rows, length + steps),
             [[] for _ in places],
         )
+
+    def reread(self, model: ForwardBackward) -> None:
+        """Start with an empty cache, of the same size."""
+        rows, length = self.sequences_BL.shape
+        self.next_logits = next_logits(model, rows, length + self.steps - len(self.new_tokens[0]))
 
     def step(self, vocab_size: int) -> SampledTokens:
         """Draw a token for each row, and close those that it completes."""

@@ -107,6 +107,20 @@ class GeneratedRows:
     finished: Tensor
 
 
+@dataclass(frozen=True)
+class SampledTokens:
+    """One more token of each response of a batch that was not complete, on the CPU; N rows.
+
+    rows int64 [N], as `Decoding.add` numbers them; tokens int64 [N]; logprobs fp32 [N]; stopped bool [N]: the token
+    met a stop condition, and is the last one.
+    """
+
+    rows_N: Tensor
+    tokens_N: Tensor
+    logprobs_N: Tensor
+    stopped_N: Tensor
+
+
 class PolicyBackend(TrainStepBackend, Protocol):
     """The model of one rank, and all that is done with it.
 
@@ -203,6 +217,68 @@ class PolicyBackend(TrainStepBackend, Protocol):
         """Leave the other ranks."""
         ...
 
+
+class Decoding(Protocol):
+    """Responses that grow by a token a step; between two steps the model may be given other weights.
+
+    The next token is drawn with those, after what the cache holds of the former ones. A step that raises ends it.
+    """
+
+    def add(self, request: GenerationRequest) -> range:
+        """Queue prompts; returns the numbers of their rows."""
+        ...
+
+    def step(self) -> SampledTokens | None:
+        """Draw a token for each row of the running batch, or of the next one; None when nothing is left to do."""
+        ...
+
+    def reread(self) -> None:
+        """Forget the cache: the next step reads all tokens so far again, with the weights of that time."""
+        ...
+
+
+class WeightFilling(Protocol):
+    """Whole Hugging Face tensors on their way into a model."""
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Load a tensor, whose memory may be reused when this returns.
+
+        Raises ValueError for one that the model does not have, or whose shape is another one.
+        """
+        ...
+
+    def missing(self) -> Sequence[str]:
+        """The tensors of the model that have not come."""
+        ...
+
+
+class GeneratorBackend(Protocol):
+    """A model that only generates: one process holds all of it, and its weights are brought from elsewhere."""
+
+    @property
+    def device(self) -> torch.device:
+        """What the model is on."""
+        ...
+
+    def decoding(self) -> Decoding:
+        """Begin responses; several may take turns."""
+        ...
+
+    def filling(self) -> WeightFilling:
+        """Begin to take new weights."""
+        ...
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `PolicyBackend.full_tensors`."""
+        ...
+
+    def shutdown(self) -> None:
+        """Free what the process holds for the model."""
+        ...
+
+
+GeneratorFactory = Callable[[PolicyConfig], GeneratorBackend]
+"""Builds a model of this policy in this process alone, wherever the environment says that it stands among others."""
 
 BackendFactory = Callable[[PolicyConfig, BackendOptions], PolicyBackend]
 """Builds the backend of this rank; the environment says which rank it is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -19,41 +19,17 @@ from nemo_rl_mcore.generation.engine import (
     as_requests,
 )
 from nemo_rl_mcore.generation.lengths import check_lengths
-from nemo_rl_mcore.generation.refit.sender import BroadcastRendezvous, Engines, RefitSettings
 from nemo_rl_mcore.ops.sampling import sample_keys
 from nemo_rl_mcore.output import write_line
-from nemo_rl_mcore.workers.cluster import Placement, RayCluster
-from nemo_rl_mcore.workers.engine_placement import place_engines, transport_of
+from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.engine_requests import EngineRequests
 from nemo_rl_mcore.workers.failures import WorkerError
-from nemo_rl_mcore.workers.ray_engines import RayEngines
+from nemo_rl_mcore.workers.started_engines import WeightSource, start_engines
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
 Answer = TypeVar("Answer")
 
 _HEALTH_S = 10.0
-_LARGEST_SEED = (1 << 63) - 1
-"""Engines seed torch's generators, and may take -1 for no seed: keys lose their sign."""
-
-
-class WeightSource(Protocol):
-    """Who has the weights; `workers.policy.Policy` does."""
-
-    @property
-    def placement(self) -> Placement:
-        """Where its ranks run."""
-        ...
-
-    def gpus(self) -> Sequence[str]:
-        """The GPU of each rank; empty on CPU."""
-        ...
-
-    def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
-        """Get ready to send to these engines, and to no others any more; says where to meet for a broadcast."""
-        ...
-
-    def send_weights(self) -> int:
-        """Stream all weights to the engines; returns the number of tensors."""
-        ...
 
 
 class EngineGeneration:
@@ -86,6 +62,7 @@ class EngineGeneration:
         self._kind, self._config, self._cluster, self._source = kind, config, cluster, source
         self._stop_ids, self._seed = tuple(stop_ids), seed
         self._group: RayWorkerGroup | None = None
+        self._requests: EngineRequests | None = None
         self._held: int | None = None
         self._version: int | None = None
         self._asleep = False
@@ -104,10 +81,8 @@ class EngineGeneration:
         BatchCheck.of(self._config).prompts(data)
         check_lengths(data["input_lengths"], self._config)
         keys = sample_keys(self._seed, step, data["prompt_index"], data["sample_index"])
-        asked = BatchedDataDict(
-            input_ids=data["input_ids"], input_lengths=data["input_lengths"], seeds=keys & _LARGEST_SEED
-        )
-        sampling = self._sampling(greedy)
+        asked = BatchedDataDict(input_ids=data["input_ids"], input_lengths=data["input_lengths"], seeds=keys)
+        sampling = Sampling.of(self._config.generation, self._stop_ids, greedy=greedy)
 
         def ask(engines: RayWorkerGroup) -> list[list[Response]]:
             shards = [{"requests": as_requests(shard)} for shard in asked.split(engines.world_size)]
@@ -122,6 +97,18 @@ class EngineGeneration:
         responses = [response for answers in self._with_engines(ask) for response in answers]
         return as_batch(responses, sampling.max_new_tokens)
 
+    async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
+        """See `interfaces.RolloutEngines.respond`; raises EngineFailedError, and GenerationCancelledError."""
+        assert self._requests is not None  # the engines have been given weights
+        sampling = Sampling.of(self._config.generation, self._stop_ids, greedy=False)
+        responses = await self._requests.respond(as_requests(self._keyed(data, step)), sampling, ticket)
+        return as_batch(responses, sampling.max_new_tokens)
+
+    async def cancel(self, ticket: str) -> None:
+        """See `interfaces.RolloutEngines.cancel`."""
+        if self._requests is not None:
+            await self._requests.cancel(ticket)
+
     def offload(self) -> None:
         """See `interfaces.GenerationInterface.offload`: engines that share the ranks' GPUs give their memory back."""
         if self._group is not None and self._kind.sleeps and not self._asleep:
@@ -132,7 +119,7 @@ class EngineGeneration:
         """End the engines; idempotent."""
         if self._group is not None:
             self._group.shutdown()
-        self._group = self._held = None
+        self._group = self._requests = self._held = None
         self._asleep = False
 
     def __enter__(self) -> Self:
@@ -144,6 +131,13 @@ class EngineGeneration:
     ) -> None:
         """Shut down."""
         self.shutdown()
+
+    def _keyed(self, data: BatchedDataDict, step: int) -> BatchedDataDict:
+        """The prompts with the key of each row's noise."""
+        BatchCheck.of(self._config).prompts(data)
+        check_lengths(data["input_lengths"], self._config)
+        keys = sample_keys(self._seed, step, data["prompt_index"], data["sample_index"])
+        return BatchedDataDict(input_ids=data["input_ids"], input_lengths=data["input_lengths"], seeds=keys)
 
     def _with_engines(self, ask: Callable[[RayWorkerGroup], Answer]) -> Answer:
         """Ask engines that hold the current weights; if one is lost, all start anew as often as the config allows."""
@@ -182,55 +176,11 @@ class EngineGeneration:
         if self._version is None:
             raise WrongWeightsError("the engines have not been given weights: call update_weights first")
         if self._group is None:
-            self._group = self._start()
+            self._group = start_engines(self._kind, self._config, self._cluster, self._source)
+            self._requests = EngineRequests(self._group, self._kind, self._cluster.lost)
         if self._held != self._version:
             self._refit(self._group, self._version)
         return self._group
-
-    def _start(self) -> RayWorkerGroup:
-        kind, colocated = self._kind, self._config.generation.colocated
-        engines = RayWorkerGroup(
-            kind.engine,
-            self._cluster,
-            (kind.settings,),
-            start_timeout_s=kind.start_timeout_s,
-            call_timeout_s=kind.call_timeout_s,
-            deadline_keys=kind.section,
-            placement=place_engines(
-                self._cluster, kind, colocated, self._source.placement, self._source.gpus()
-            ),
-            name=kind.name,
-            noun="engine",
-        )
-        try:
-            self._connect(engines)
-        except BaseException:
-            engines.shutdown()
-            raise
-        return engines
-
-    def _connect(self, engines: RayWorkerGroup) -> None:
-        """Tell the ranks which engines to send to."""
-        kind = self._kind
-        settings = RefitSettings(
-            transport_of(self._cluster.config, self._config.generation),
-            kind.bucket_bytes,
-            kind.call_timeout_s,
-            receivers=engines.world_size * kind.gpus,
-        )
-        reached = RayEngines(engines.actors, kind.noun, f"{kind.section}.call_timeout_s")
-        rendezvous = self._source.connect_engines(reached, settings)
-        if rendezvous is not None:
-            engines.run_all(
-                "join_broadcast",
-                per_rank_kwargs=[
-                    {"first_rank": 1 + engine * kind.gpus} for engine in range(engines.world_size)
-                ],
-                address=rendezvous.address,
-                port=rendezvous.port,
-                world_size=rendezvous.world_size,
-                timeout_s=settings.timeout_s,
-            )
 
     def _refit(self, engines: RayWorkerGroup, version: int) -> None:
         context = f"weights of version {version}"
@@ -245,13 +195,3 @@ class EngineGeneration:
             engines.run_all("wake_up", ["kv_cache"], context=context)
             self._asleep = False
         self._held = version
-
-    def _sampling(self, greedy: bool) -> Sampling:
-        generation = self._config.generation
-        return Sampling(
-            max_new_tokens=generation.max_new_tokens,
-            temperature=generation.temperature,
-            stop_ids=self._stop_ids,
-            stop_strings=generation.stop_strings or (),
-            greedy=greedy,
-        )

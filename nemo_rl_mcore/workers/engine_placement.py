@@ -29,10 +29,10 @@ def place_engines(
     on_cpu = cluster.config.on_cpu
     environment = {**rank_environment(os.environ, on_cpu=on_cpu), **kind.environment}
     if on_cpu:
-        return _on_cpu(environment | cluster.local_network(), kind.cpu_engines)
+        return _on_cpu(environment | cluster.local_network(), kind.engines)
     if colocated.enabled:
         return _beside_ranks(cluster.config, environment, kind.gpus, ranks, rank_gpus)
-    return _apart(cluster, environment, kind.gpus, colocated)
+    return _apart(cluster, environment, kind, colocated)
 
 
 def transport_of(cluster: ClusterConfig, generation: GenerationConfig) -> str:
@@ -69,11 +69,11 @@ def _beside_ranks(
 
 
 def _apart(
-    cluster: RayCluster, environment: Mapping[str, str], size: int, colocated: ColocatedConfig
+    cluster: RayCluster, environment: Mapping[str, str], kind: EngineKind, colocated: ColocatedConfig
 ) -> Placement:
     """Each engine on GPUs that Ray reserves for it."""
-    resources = colocated.resources
-    per_node = resources.gpus_per_node or size
+    resources, size = colocated.resources, kind.gpus
+    per_node = resources.gpus_per_node or size * kind.engines
     group = cluster.reserve_gpus(per_node, resources.num_nodes or 1)
     slots: list[RankSlot] = []
     for engine in range(per_node * (resources.num_nodes or 1) // size):

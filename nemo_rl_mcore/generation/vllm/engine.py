@@ -24,6 +24,8 @@ from nemo_rl_mcore.generation.refit.transports import MessageRelay
 
 _LOGPROBS_MODE = "processed_logprobs"
 """Of the distribution that is sampled from: the temperature divides the logits, as in training."""
+_LARGEST_SEED = (1 << 63) - 1
+"""vLLM seeds torch's generators, and takes -1 for no seed: keys lose their sign."""
 _EXTENSION = "nemo_rl_mcore.generation.vllm.worker_extension.RefitExtension"
 
 
@@ -261,7 +263,9 @@ def _sampling_params(request: Request, sampling: Sampling) -> Any:
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
         temperature=0.0 if sampling.greedy else sampling.temperature,
-        seed=request.seed,
+        top_k=sampling.top_k or 0,
+        top_p=sampling.top_p,
+        seed=request.seed & _LARGEST_SEED,
         logprobs=0,  # of the drawn token alone
         # The end-of-sequence that counts is among the stop ids, whatever config.json says.
         ignore_eos=True,

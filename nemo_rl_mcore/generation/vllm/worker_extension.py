@@ -8,32 +8,19 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import signal
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import utils as vllm_linear
 
 from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.generation.refit.buckets import Bucket
-from nemo_rl_mcore.generation.refit.transports import (
-    BroadcastReceiver,
-    CudaIpcReceiver,
-    ReceivingEnd,
-    SharedMemoryReceiver,
-    join_broadcast_group,
-)
+from nemo_rl_mcore.generation.refit.receivers import IncompleteRefitError, Receivers
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _PR_SET_PDEATHSIG = 1
-
-
-class IncompleteRefitError(RuntimeError):
-    """The weights that arrived are not those of a whole model."""
 
 
 class RefitExtension:
@@ -53,28 +40,20 @@ class RefitExtension:
         self, address: str, port: int, first_rank: int, world_size: int, timeout_s: float
     ) -> None:
         """Join the group in which the trainer's rank 0 broadcasts; this engine's workers start at `first_rank`."""
-        self._refit_group: dist.ProcessGroup = join_broadcast_group(
-            address,
-            port,
-            first_rank + self.rank,
-            world_size,
-            timedelta(seconds=timeout_s),
-            self.device.type,
-        )
+        self._refit_ends().join_broadcast(address, port, first_rank + self.rank, world_size, timeout_s)
 
     def begin_refit(self) -> None:
         """Forget what an earlier refit, perhaps an abandoned one, has loaded."""
         self._refit_received: set[str] = set()
         self._refit_loaded: set[str] = set()
-        self._refit_receivers: dict[str, ReceivingEnd] = {}
+        self._refit_ends().close()
 
     def load_refit_bucket(self, message: dict[str, Any]) -> None:
         """Copy a bucket's tensors, named as Hugging Face names them, into the model."""
-        bucket = Bucket.from_message(message)
-        buffer = self._refit_receiver(bucket.location["kind"]).open(bucket.location)
+        tensors = dict(self._refit_ends().read(message))
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
-            self._refit_loaded |= self._refit_model().load_weights(bucket.read(buffer))
-        self._refit_received.update(tensor.name for tensor in bucket.tensors)
+            self._refit_loaded |= self._refit_model().load_weights(iter(tensors.items()))
+        self._refit_received.update(tensors)
         accelerator.synchronize(self.device)
 
     def finish_refit(self, tensors: int) -> None:
@@ -82,8 +61,7 @@ class RefitExtension:
 
         Raises IncompleteRefitError.
         """
-        for receiver in self._refit_receivers.values():
-            receiver.close()
+        self._refit_ends().close()
         if len(self._refit_received) != tensors:
             raise IncompleteRefitError(f"{len(self._refit_received)} of {tensors} tensors arrived")
         missing = sorted({name for name, _ in self._refit_model().named_parameters()} - self._refit_loaded)
@@ -93,21 +71,9 @@ class RefitExtension:
     def _refit_model(self) -> Any:
         return self.model_runner.get_model()
 
-    def _refit_receiver(self, kind: str) -> ReceivingEnd:
-        if kind not in self._refit_receivers:
-            self._refit_receivers[kind] = self._open_refit_receiver(kind)
-        return self._refit_receivers[kind]
-
-    def _open_refit_receiver(self, kind: str) -> ReceivingEnd:
-        match kind:
-            case "shared_memory":
-                return SharedMemoryReceiver()
-            case "cuda_ipc":
-                return CudaIpcReceiver(self.device)
-            case "broadcast":
-                return BroadcastReceiver(self.device, self._refit_group)
-            case _:
-                raise ValueError(f"this engine has no end of the transport {kind!r}")
+    def _refit_ends(self) -> Receivers:
+        # vLLM mixes this class in after it has made the worker: there is no constructor of its own.
+        return vars(self).setdefault("_refit_receivers", Receivers(self.device))
 
 
 def _keep_weights_unpacked() -> None:

@@ -41,7 +41,7 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
     with torch.no_grad():
         for weight, parameter in local_parameters(chunks, model, place):
             progress.advance(f"loading {', '.join(weight.names)}")
-            _fill(parameter, _read(files, weight, place, model))
+            fill(parameter, _read(files, weight, place, model))
             if weight.slot is EMBEDDING and model.tie_word_embeddings:
                 _check_tied_output(files, place, model, parameter)
 
@@ -83,7 +83,8 @@ def _read(files: TensorFiles, weight: Weight, place: Place, model: ModelConfig) 
     return layout.pack(parts, model)
 
 
-def _fill(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+def fill(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Set a parameter of which the values are the rows that tokens have."""
     rows = values.shape[0]
     assert values.shape[1:] == parameter.shape[1:]
     assert rows <= parameter.shape[0]

@@ -51,7 +51,7 @@ class Weights:
 def kind(**changes):
     return EngineKind(
         **{
-            "name": "fake", "engine": FakeEngine, "settings": 0.0, "environment": {}, "cpu_engines": 2, "gpus": 1,
+            "name": "fake", "engine": FakeEngine, "settings": 0.0, "environment": {}, "engines": 2, "gpus": 1,
             "sleeps": False, "bucket_bytes": 1024, "section": "policy.generation.fake", "start_timeout_s": 60.0,
             "call_timeout_s": 60.0, "max_restarts": 0, **changes,
         }
@@ -118,7 +118,7 @@ def test_rows_keep_their_order_and_their_noise_and_tell_the_weights_of_each_toke
             [1 if version == 0 else -1 for version in row] for row in first["weight_versions"].tolist()
         ]
         assert source.sent == 2
-    with generation(cluster, source, transport, cpu_engines=1) as one:
+    with generation(cluster, source, transport, engines=1) as one:
         one.update_weights(7)
         assert one.generate(asked, step=1)["tokens"].tolist() == first["tokens"].tolist()
 

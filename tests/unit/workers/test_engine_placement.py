@@ -14,9 +14,9 @@ def generation(**keys):
     return GenerationConfig.model_validate({"backend": "vllm", "max_new_tokens": 4, **keys})
 
 
-def kind(cpu_engines=1, gpus=1):
+def kind(engines=1, gpus=1):
     return EngineKind(
-        name="tiny", engine=object, settings=None, environment={"ENGINES_OWN": "1"}, cpu_engines=cpu_engines,
+        name="tiny", engine=object, settings=None, environment={"ENGINES_OWN": "1"}, engines=engines,
         gpus=gpus, sleeps=False, bucket_bytes=64, section="", start_timeout_s=1, call_timeout_s=1, max_restarts=0,
     )  # fmt: skip
 
@@ -43,7 +43,7 @@ def test_the_transport_follows_the_machines(cluster, keys, transport):
 def test_engines_on_cpu_are_processes_of_their_own(monkeypatch):
     monkeypatch.setenv("WORKERS_TEST_TOKEN", "hunter2")
     cluster = RayCluster(ClusterConfig())
-    placed = place_engines(cluster, kind(cpu_engines=2), ColocatedConfig(), Placement(()), [])
+    placed = place_engines(cluster, kind(engines=2), ColocatedConfig(), Placement(()), [])
     assert [slot.rank for slot in placed.slots] == [0, 1]
     for slot in placed.slots:
         assert slot.options["num_gpus"] == 0
@@ -62,6 +62,19 @@ def test_colocated_engines_see_the_gpus_of_consecutive_ranks_of_one_machine():
     assert nodes == [0, 0, 1, 1]
     assert {slot.options["num_gpus"] for slot in placed.slots} == {0}, "Ray has given them to the ranks"
     assert placed.group is None, "the ranks give their GPUs back themselves"
+
+
+@pytest.mark.parametrize(("resources", "engines"), [({}, 3), ({"gpus_per_node": 4}, 2)])
+def test_engines_apart_have_the_gpus_that_are_given_or_as_many_as_they_need(monkeypatch, resources, engines):
+    cluster = RayCluster(ClusterConfig(gpus_per_node=4))
+    reserved = []
+    monkeypatch.setattr(
+        cluster, "reserve_gpus", lambda *asked: reserved.append(asked) or PlacementGroup.empty()
+    )
+    colocated = ColocatedConfig.model_validate({"enabled": False, "resources": resources})
+    placed = place_engines(cluster, kind(engines=3, gpus=2), colocated, Placement(()), [])
+    assert reserved == [(2 * engines, 1)]
+    assert [slot.options["num_gpus"] for slot in placed.slots] == [2] * engines
 
 
 def test_a_second_model_shares_the_gpus_of_the_first_rank_by_rank():

@@ -1,4 +1,4 @@
-"""The embedded engine: the policy answers the prompts itself, with the weights it trains."""
+"""The policy as its own engine: it answers the prompts itself, with the weights it trains."""
 
 from __future__ import annotations
 

@@ -1,0 +1,84 @@
+"""Groups of requests to one engine each, asked from an asyncio loop beside the calls that reach all engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
+
+from nemo_rl_mcore.generation.engine import (
+    EngineFailedError,
+    EngineKind,
+    GenerationCancelledError,
+    Request,
+    Response,
+    Sampling,
+)
+from nemo_rl_mcore.workers.failures import RankFailure
+from nemo_rl_mcore.workers.rank_calls import HealthWatch
+from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
+
+_LOOK_EVERY_S = 1.0
+
+
+class EngineRequests:
+    """Each group goes to the engine that answers the fewest; one loop at a time asks.
+
+    An engine that makes no progress for `call_timeout_s` of its kind fails what it was asked, as one that dies does.
+    lost: says what of Ray itself has died.
+    """
+
+    def __init__(self, engines: RayWorkerGroup, kind: EngineKind, lost: Callable[[], str | None]) -> None:
+        self._engines, self._kind, self._lost = engines, kind, lost
+        self._watches = [HealthWatch([actor]) for actor in engines.actors]
+        self._asked: dict[str, int] = {}
+
+    async def respond(self, requests: Sequence[Request], sampling: Sampling, ticket: str) -> list[Response]:
+        """Answer a group with whatever weights the engine holds while it draws.
+
+        Raises EngineFailedError, naming the engine, and GenerationCancelledError.
+        """
+        busy = [*self._asked.values()]
+        engine = min(range(len(self._watches)), key=busy.count)
+        self._asked[ticket] = engine
+        try:
+            answer = self._engines.actors[engine].generate.remote(requests, sampling, None, ticket)
+            return await self._answered(engine, answer)
+        except RayError as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, GenerationCancelledError):
+                raise GenerationCancelledError(str(error.cause)) from None
+            failure = RankFailure(engine, self._engines.identities[engine], error)
+            raise self._failed(engine, failure.headline(), failure.details()) from None
+        finally:
+            del self._asked[ticket]
+
+    async def cancel(self, ticket: str) -> None:
+        """Give a group up; one that is not being answered is no error."""
+        if (engine := self._asked.get(ticket)) is not None:
+            self._engines.actors[engine].cancel.remote(ticket)
+
+    async def _answered(self, engine: int, answer: Any) -> list[Response]:
+        """What the engine gives, as long as it gets on."""
+        watch, limit_s = self._watches[engine], self._kind.call_timeout_s
+        future = asyncio.wrap_future(answer.future())
+        watch.tick()
+        watch.moved()
+        while not (await asyncio.wait([future], timeout=_LOOK_EVERY_S))[0]:
+            watch.tick()
+            if watch.due(_LOOK_EVERY_S / 2):
+                watch.look([0])
+                if (lost := self._lost()) is not None:
+                    raise self._failed(engine, lost)
+            if watch.stalled([0], limit_s):
+                key = f"{self._kind.section}.call_timeout_s"
+                doing = watch.doing(0) or "nothing"
+                raise self._failed(engine, f"made no progress for {limit_s:g} s ({key}), at {doing!r}")
+        return future.result()
+
+    def _failed(self, engine: int, what: str, details: str = "") -> EngineFailedError:
+        identity = self._engines.identities[engine]
+        return EngineFailedError(
+            "\n".join(filter(None, [f"{self._kind.noun} {engine} ({identity}): {what}", details]))
+        )

@@ -1,0 +1,117 @@
+"""The generator in a process of its own against the contract of engines, and against the ranks that train."""
+
+import asyncio
+
+
+def open_engine(**generation):
+    import tiny
+
+    from nemo_rl_mcore import rendezvous
+    from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
+
+    tiny.leave()
+    rendezvous.leave()
+    reread = generation.pop("reread_after_refit", False)
+    policy = tiny.policy_config(generation={"max_new_tokens": 8, **generation})
+    return EmbeddedEngine(EmbeddedSettings(policy, reread_after_refit=reread))
+
+
+def weights_of(engine, factor):
+    return [(name, tensor * factor) for name, tensor in engine._backend.full_tensors()]
+
+
+def the_contract():
+    from engine_contract import keeps_to_the_contract
+
+    from nemo_rl_mcore.generation.engine import Request
+
+    engine = open_engine(max_new_tokens=200)
+    requests = [Request([5, 6, 7], 11), Request([8, 2, 4], 12), Request([5, 6, 9], 13)]
+    old, new = weights_of(engine, 2.0), weights_of(engine, 3.0)
+    asyncio.run(keeps_to_the_contract(engine, old, new, requests, overlaps=True, sleeps=False))
+
+
+def test_the_engine_keeps_to_the_contract(ranks):
+    ranks(1).run(the_contract)
+
+
+def answers_of_both():
+    """Tokens, log-probabilities and ends, of ranks that train and of an engine that was sent their weights."""
+    import tiny
+    import torch
+    from engine_contract import load
+
+    from nemo_rl_mcore.data import BatchedDataDict
+    from nemo_rl_mcore.generation.engine import Sampling, as_batch, as_requests
+    from nemo_rl_mcore.ops.sampling import sample_keys
+
+    data = BatchedDataDict(
+        input_ids=torch.tensor([[5, 6, 7], [8, 0, 0], [5, 6, 7], [9, 4, 0]]),
+        input_lengths=torch.tensor([3, 1, 3, 2]),
+        prompt_index=torch.tensor([0, 1, 0, 2]),
+        sample_index=torch.tensor([0, 0, 1, 0]),
+    )
+    generation = {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "stop_strings": ["a", "bc"]}
+    policy = tiny.policy_config(generation={"max_new_tokens": 8, **generation})
+    trainer = tiny.worker(policy, seed=7)
+    asked = trainer.generate(data=data, step=4, stop_ids=[3])
+    tensors = [(name, tensor.clone()) for name, tensor in trainer.backend.full_tensors()]
+    trainer.shutdown()
+
+    async def ask():
+        engine = open_engine(**generation)
+        await load(engine, tensors, 0)
+        keys = sample_keys(7, 4, data["prompt_index"], data["sample_index"])
+        requests = as_requests(BatchedDataDict(data, seeds=keys))
+        sampling = Sampling(8, 1.3, 20, 0.95, stop_ids=(3,), stop_strings=("a", "bc"))
+        whole = as_batch(await engine.generate(requests, sampling, 0), 8)
+        # One by one, and all at a time: a group each.
+        groups = await asyncio.gather(*(engine.generate([one], sampling, 0) for one in requests))
+        return whole, as_batch([row for group in groups for row in group], 8)
+
+    found = [asked, *asyncio.run(ask())]
+    return [
+        {key: rows[key].tolist() for key in ("tokens", "logprobs", "lengths", "finished")} for rows in found
+    ]
+
+
+def test_the_engine_answers_as_the_ranks_do(ranks):
+    """To the bit, alone and among others: a row depends on its prompt, its key and the weights."""
+    ((asked, together, apart),) = ranks(1).run(answers_of_both)
+    assert together == asked
+    assert apart["tokens"] == asked["tokens"]
+    assert apart["lengths"] == asked["lengths"]
+    assert 0 < sum(asked["finished"]) < 4
+
+
+def a_refit_that_lacks_something(fault):
+    import torch
+    from engine_contract import load
+
+    engine = open_engine()
+    tensors = dict(weights_of(engine, 1.0))
+    match fault:
+        case "a part of a weight":
+            del tensors["model.layers.1.self_attn.k_proj.weight"]
+        case "another model's tensor":
+            tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2)
+        case "another shape":
+            tensors["model.norm.weight"] = torch.zeros(31)
+    try:
+        asyncio.run(load(engine, [*tensors.items()], 0))
+    except (RuntimeError, ValueError) as error:
+        return str(error), engine.weights.version
+    return "", engine.weights.version
+
+
+FAULTS = {
+    "a part of a weight": "no weights for model.layers.1.self_attn.k_proj.weight",
+    "another model's tensor": "the model has no tensor model.layers.7.mlp.up_proj.weight",
+    "another shape": "model.norm.weight has the shape (31,), and the architecture gives it (32,)",
+    "": "",
+}
+
+
+def test_weights_that_are_not_the_models_are_named(ranks):
+    for fault, message in FAULTS.items():
+        assert ranks(1).run(a_refit_that_lacks_something, fault) == [(message, None if message else 0)]
