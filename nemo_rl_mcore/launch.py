@@ -29,6 +29,9 @@ from nemo_rl_mcore.config import (
     RunConfig,
     SFTMasterConfig,
 )
+from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
+from nemo_rl_mcore.controllers.rollouts import Rollouts
+from nemo_rl_mcore.controllers.start import open_rollouts
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetched_folder
@@ -36,7 +39,9 @@ from nemo_rl_mcore.data.sources import open_pairs, open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_mcore.environments import make_environment, require_golds, require_golds_run_first
 from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
-from nemo_rl_mcore.generation.embedded import EmbeddedGeneration
+from nemo_rl_mcore.generation.embedded.kind import embedded_kind
+from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
+from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.generation.vllm.kind import vllm_kind
 from nemo_rl_mcore.interfaces import EnvironmentInterface, GenerationInterface
 from nemo_rl_mcore.losses import check_losses
@@ -111,7 +116,6 @@ class _Parts:
 
 
 def _open_parts(config: RunConfig) -> _Parts:
-    _require_engine(config)
     tokenizer = tokenizer_of(config.policy)
     try:
         check_losses(config)
@@ -126,17 +130,6 @@ def _open_parts(config: RunConfig) -> _Parts:
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
     return _Parts(config, tokenizer, prompts, environment)
-
-
-def _require_engine(config: RunConfig) -> None:
-    """Raise RunStoppedError for what a recipe may say and `check` explains, and no run can do yet."""
-    generation = config.policy.generation
-    if config.asynchronous:
-        raise RunStoppedError("grpo.async_grpo.enabled: true cannot be run yet; set it to false")
-    if generation.backend == "embedded" and not generation.decodes_on_ranks:
-        raise RunStoppedError(
-            "policy.generation.colocated.enabled: false cannot be run yet with backend: embedded; set it to true"
-        )
 
 
 def _run(parts: _Parts, outer: RayCluster | None = None) -> None:
@@ -210,22 +203,34 @@ def _train(parts: _Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stac
         )
     )
     generation = stack.enter_context(_generation(config, policy, cluster, stop_ids))
+    rollouts: Rollouts | None = None
+    if isinstance(config, GRPOMasterConfig) and config.asynchronous:
+        assert isinstance(generation, EngineGeneration)
+        rollouts = generation = stack.enter_context(
+            open_rollouts(config, generation, parts.prompts, tokenizer, checkpoints.resumed_step)
+        )
     collector = RolloutCollector(generation, tokenizer, config.max_prompt_length, parts.environment)
     models = {of_policy.name: policy} | {
         plan.name: stack.enter_context(_start(plan, config, cluster, colocated_with=policy))
         for plan in others
     }
-    algorithm = _algorithm(parts, models, collector, recorder)
+    algorithm = _algorithm(parts, models, collector, recorder, rollouts)
     trained = {name: model for name, model in models.items() if config.models[name].trained}
     TrainingLoop(config, trained, generation, recorder, checkpoints).run(algorithm)
 
 
 def _algorithm(
-    parts: _Parts, models: Mapping[str, Policy], collector: RolloutCollector, observer: StepObserver
+    parts: _Parts,
+    models: Mapping[str, Policy],
+    collector: RolloutCollector,
+    observer: StepObserver,
+    rollouts: Rollouts | None,
 ) -> Algorithm[Any]:
-    """The algorithm that the recipe asks for, over its parts."""
+    """The algorithm that the recipe asks for, over its parts; an asynchronous one has rollouts."""
     config, policy, prompts = parts.config, models["policy"], parts.prompts
     match config:
+        case GRPOMasterConfig() if rollouts is not None:
+            return AsyncGRPO(config, policy, collector, prompts, observer, rollouts)
         case GRPOMasterConfig():
             return GRPO(config, policy, collector, prompts, observer)
         case PPOMasterConfig():
@@ -288,14 +293,25 @@ def _generation(
     config: RunConfig, policy: Policy, cluster: RayCluster, stop_ids: tuple[int, ...]
 ) -> Iterator[GenerationInterface]:
     """The engine that the recipe asks for; one of its own ends with the block."""
-    if config.policy.generation.backend == "embedded":
+    if config.policy.generation.decodes_on_ranks:
         yield EmbeddedGeneration(policy, stop_ids)
         return
-    kind = vllm_kind(config.policy, Path(config.logger.log_dir), os.environ, on_cpu=config.cluster.on_cpu)
+    kind = _engines(config)
     with EngineGeneration(
         kind, config.policy, cluster, policy, stop_ids=stop_ids, seed=config.seed
     ) as engines:
         yield engines
+
+
+def _engines(config: RunConfig) -> EngineKind:
+    if config.policy.generation.backend == "vllm":
+        folder = Path(config.logger.log_dir)
+        return vllm_kind(config.policy, folder, os.environ, on_cpu=config.cluster.on_cpu)
+    asynchronous = isinstance(config, GRPOMasterConfig) and config.grpo.async_grpo
+    return embedded_kind(
+        config.policy,
+        reread_after_refit=asynchronous and asynchronous.recompute_kv_cache_after_weight_updates,
+    )
 
 
 def tokenizer_of(policy: PolicyConfig) -> Tokenizer:

@@ -13,9 +13,11 @@ from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch
+from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
 from nemo_rl_mcore.config import GRPOMasterConfig
+from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import LossFunction, make_loss
 
 
@@ -24,22 +26,29 @@ class GRPO(Algorithm[GRPOMasterConfig]):
 
     def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
         """Sample, judge, train."""
-        config, loss = self.config, self.config.loss_fn
         with self.observer.phase("generation"):
-            rollout, metrics = Sampling(self, config.grpo).roll_out(step)
-        batch = rollout.batch
-        with self.observer.phase("logprobs"):
-            add_logprobs(batch, self.policy, loss)
-        mismatch = config.policy.generation.mismatch
-        metrics |= check_mismatch(step, batch, mismatch, loss.reference_policy_kl_type)
-        make_advantage_estimator(config.grpo.adv_estimator, loss).add_to(batch)
-        warn_of_large_advantages(step, rollout)
+            rollout, metrics = Sampling(self, self.config.grpo).roll_out(step)
+        metrics |= self._judge(step, rollout)
         begin_update()
         with self.observer.phase("train"):
-            result = self.policy.train(batch, self._loss_fn)
+            result = self.policy.train(rollout.batch, self._loss_fn)
         self.observer.add_samples(rollout.one_sample_a_prompt(step))
         metrics |= rollout_metrics(rollout) | train_metrics(result)
-        return StepOutcome(metrics, result["skip_reasons"], batch)
+        return StepOutcome(metrics, result["skip_reasons"], rollout.batch)
+
+    def _judge(self, step: int, rollout: Rollout) -> dict[str, float]:
+        """Add to whole groups what the loss needs besides the answers: log-probabilities and advantages."""
+        loss, batch = self.config.loss_fn, rollout.batch
+        with self.observer.phase("logprobs"):
+            add_logprobs(batch, self.policy, loss)
+        metrics = self._check_mismatch(step, batch)
+        make_advantage_estimator(self.config.grpo.adv_estimator, loss).add_to(batch)
+        warn_of_large_advantages(step, rollout)
+        return metrics
+
+    def _check_mismatch(self, step: int, batch: BatchedDataDict) -> dict[str, float]:
+        mismatch = self.config.policy.generation.mismatch
+        return check_mismatch(step, batch, mismatch, self.config.loss_fn.reference_policy_kl_type)
 
     @cached_property
     def _loss_fn(self) -> LossFunction:

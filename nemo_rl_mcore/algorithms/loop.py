@@ -69,6 +69,8 @@ class TrainingLoop:
                     outcome = self._step(algorithm, step, guard)
                 awake = False
                 guard.stop_if_too_many(step, outcome.batch)
+                if self.config.asynchronous and step < self.config.loop.max_num_steps:
+                    self._wake(step)  # engines at work are not to wait for what comes next here
                 self._save_if_due(step, limit)
 
     def _save_if_due(self, step: int, limit: TimeLimit) -> None:

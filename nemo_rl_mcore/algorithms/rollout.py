@@ -16,6 +16,8 @@ from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.interfaces import EnvironmentInterface, GenerationInterface
 from nemo_rl_mcore.observability import Sample
 
+WEIGHT_VERSIONS = "weight_versions"
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -23,6 +25,7 @@ class Rollout:
 
     batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on response tokens), sample_mask [B],
     generation_logprobs [B, S], finished bool [B], prompt_index and sample_index [B], and, once scored, rewards [B].
+    Engines that hold a copy of the weights add weight_versions int64 [B, S], of those that drew each token, else -1.
     """
 
     batch: BatchedDataDict
@@ -56,10 +59,15 @@ class Rollout:
     def concatenate(parts: Sequence[Rollout], pad_token_id: int) -> Rollout:
         """All rows of the parts, padded to the longest."""
         return Rollout(
-            BatchedDataDict.from_batches([part.batch for part in parts], {"input_ids": pad_token_id}),
+            concatenate_batches([part.batch for part in parts], pad_token_id),
             [prompt for part in parts for prompt in part.prompts],
             [response for part in parts for response in part.responses],
         )
+
+
+def concatenate_batches(parts: Sequence[BatchedDataDict], pad_token_id: int) -> BatchedDataDict:
+    """All rows of batches such as those of `Rollout`, padded to the longest."""
+    return BatchedDataDict.from_batches(parts, {"input_ids": pad_token_id, WEIGHT_VERSIONS: -1})
 
 
 @dataclass(frozen=True)
@@ -75,14 +83,23 @@ class Responder:
 
         Raises ValueError, naming the prompt and the key, when a prompt is longer than the maximum.
         """
+        asked = self.ask(prompts, samples)
+        answered = self.generation.generate(asked, step=step, greedy=greedy)
+        return self.as_rollout(prompts, self.join(asked, answered))
+
+    def ask(self, prompts: Sequence[Prompt], samples: int) -> BatchedDataDict:
+        """What `GenerationInterface.generate` takes, for `samples` answers to each prompt; see `respond`."""
         ids = [self._encode(prompt) for prompt in prompts]
         asked = self._as_batch(prompts, ids).repeat_interleave(samples)
         asked["sample_index"] = torch.arange(samples).repeat(len(prompts))
-        answered = self.generation.generate(asked, step=step, greedy=greedy)
-        tokens, lengths = answered["tokens"].tolist(), answered["lengths"].tolist()
-        responses = [self.tokenizer.decode(row[:length]) for row, length in zip(tokens, lengths, strict=True)]
-        rows = [prompt for prompt in prompts for _ in range(samples)]
-        return Rollout(self._join(asked, answered), rows, responses)
+        return asked
+
+    def as_rollout(self, prompts: Sequence[Prompt], batch: BatchedDataDict) -> Rollout:
+        """Read what was answered, as often to each prompt, from the joined rows."""
+        rows = zip(batch["input_ids"], batch["token_mask"], strict=True)
+        responses = [self.tokenizer.decode(ids[mask > 0].tolist()) for ids, mask in rows]
+        samples = batch.size // len(prompts)
+        return Rollout(batch, [prompt for prompt in prompts for _ in range(samples)], responses)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt.text)
@@ -101,8 +118,8 @@ class Responder:
         indices = torch.tensor([prompt.index for prompt in prompts])
         return BatchedDataDict(input_ids=input_ids, input_lengths=lengths, prompt_index=indices)
 
-    def _join(self, asked: BatchedDataDict, answered: BatchedDataDict) -> BatchedDataDict:
-        """Each response right behind its prompt, then the padding."""
+    def join(self, asked: BatchedDataDict, answered: BatchedDataDict) -> BatchedDataDict:
+        """Each response right behind its prompt, then the padding; the columns are those of `Rollout`."""
         prompt_lengths, new = asked["input_lengths"], answered["lengths"]
         total = prompt_lengths + new
         columns = torch.arange(int(total.max())).unsqueeze(0)
@@ -115,7 +132,7 @@ class Responder:
         padding = torch.full_like(source, self.tokenizer.pad_token_id)
         response_ids = torch.where(in_response, answered["tokens"].gather(1, source), padding)
         logprobs = answered["logprobs"].gather(1, source).masked_fill(~in_response, 0.0)
-        return BatchedDataDict(
+        joined = BatchedDataDict(
             input_ids=torch.where(in_prompt, prompt_ids, response_ids),
             input_lengths=total,
             token_mask=in_response.float(),
@@ -125,6 +142,10 @@ class Responder:
             prompt_index=asked["prompt_index"],
             sample_index=asked["sample_index"],
         )
+        if WEIGHT_VERSIONS in answered:
+            drawn_by = answered[WEIGHT_VERSIONS].gather(1, source)
+            joined[WEIGHT_VERSIONS] = drawn_by.masked_fill(~in_response, -1)
+        return joined
 
 
 @dataclass(frozen=True)
@@ -136,7 +157,11 @@ class RolloutCollector(Responder):
     def collect(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
         """Answer each prompt `samples` times, as `respond` does, and score the answers."""
         rollout = self.respond(prompts, samples, step=step, greedy=greedy)
+        self.score(rollout)
+        return rollout
+
+    def score(self, rollout: Rollout) -> None:
+        """Add the rewards of the environment to the batch."""
         finished = rollout.batch["finished"].tolist()
         rewards = self.environment.score(rollout.prompts, rollout.responses, finished)
         rollout.batch["rewards"] = torch.tensor([float(reward) for reward in rewards])
-        return rollout

@@ -64,10 +64,16 @@ class Sampling:
         )
 
     def _sample(self, step: int, prompts: Sequence[Any]) -> Rollout:
-        """Answer the prompts and shape the rewards as the config says."""
-        section = self.section
-        rollout = self.algorithm.collector.collect(prompts, section.num_generations_per_prompt, step=step)
-        batch = rollout.batch
+        """Answer the prompts and shape the rewards."""
+        rollout = self.algorithm.collector.collect(
+            prompts, self.section.num_generations_per_prompt, step=step
+        )
+        self.shape(rollout)
+        return rollout
+
+    def shape(self, rollout: Rollout) -> None:
+        """Shape the rewards of scored answers as the config says."""
+        section, batch = self.section, rollout.batch
         # The unshaped reward is what the run reports.
         batch["environment_rewards"] = batch["rewards"].clone()
         if section.reward_scaling.enabled:
@@ -89,4 +95,3 @@ class Sampling:
             )
         if section.overlong_filtering:
             batch["sample_mask"] = batch["finished"].float()
-        return rollout

@@ -49,7 +49,7 @@ def _counted(number: int, noun: str) -> str:
 
 def _place(config: RunConfig) -> str:
     if config.cluster.on_cpu:
-        return "each a process beside the ranks"
+        return "in processes beside the ranks"
     if config.policy.generation.colocated.enabled:
         return "on the ranks' GPUs in turn with them"
     return "on GPUs beside those of the ranks"

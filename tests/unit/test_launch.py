@@ -134,24 +134,3 @@ def test_an_interrupted_export_does_not_take_a_folder_that_was_there_for_its_own
     monkeypatch.setattr(export, "_export", lambda *_: signal.raise_signal(signal.SIGINT))
     assert export.run_export(None, str(tmp_path)) == 130
     assert capsys.readouterr().err == f"interrupted; '{tmp_path}' was not written\n"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        (
-            ["grpo.async_grpo={enabled: true, max_trajectory_age_steps: 0}"],
-            "grpo.async_grpo.enabled: true cannot be run yet; set it to false",
-        ),
-        (
-            [],
-            "policy.generation.colocated.enabled: false cannot be run yet with backend: embedded; set it to true",
-        ),
-    ],
-)
-def test_what_cannot_be_run_yet_says_so_before_anything_starts(overrides, key, tmp_path, monkeypatch, capsys):
-    monkeypatch.delattr(launch, "RayCluster")
-    quiet = [f"logger.log_dir={tmp_path}/log", "policy.generation.colocated.enabled=false"]
-    assert launch.run(load_config(RECIPE, [*quiet, *overrides])) == 1
-    assert capsys.readouterr().err == f"the run stopped: {key}\n"
-    assert not (tmp_path / "log").exists()

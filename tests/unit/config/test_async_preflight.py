@@ -31,12 +31,12 @@ def shown(plan) -> str:
     [
         ([], "on the training ranks"),
         (["cluster.gpus_per_node=2"], "on the training ranks"),
-        ([APART], "1 embedded engine, each a process beside the ranks"),
+        ([APART], "1 embedded engine, in processes beside the ranks"),
         (
             [APART, f"{GENERATION}.embedded_cfg.engines=3", "cluster.gpus_per_node=2"],
             "3 embedded engines, on GPUs beside those of the ranks",
         ),
-        ([*VLLM, f"{GENERATION}.vllm_cfg.cpu_engines=2"], "2 vLLM engines, each a process beside the ranks"),
+        ([*VLLM, f"{GENERATION}.vllm_cfg.cpu_engines=2"], "2 vLLM engines, in processes beside the ranks"),
         ([*VLLM, "cluster.gpus_per_node=2"], "2 vLLM engines, on the ranks' GPUs in turn with them"),
         (
             [

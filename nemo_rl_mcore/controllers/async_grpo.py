@@ -1,0 +1,132 @@
+"""GRPO whose groups are answered while earlier ones train: the train step of an asynchronous run, chunk by chunk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nemo_rl_mcore.algorithms.algorithm import StepOutcome
+from nemo_rl_mcore.algorithms.grpo import GRPO
+from nemo_rl_mcore.algorithms.mismatch import measure_mismatch
+from nemo_rl_mcore.algorithms.rollout import (
+    WEIGHT_VERSIONS,
+    Responder,
+    Rollout,
+    concatenate_batches,
+)
+from nemo_rl_mcore.algorithms.sampling import Sampling
+from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
+from nemo_rl_mcore.controllers.metrics import age_metrics, correction_metrics, pace_metrics
+from nemo_rl_mcore.controllers.rollouts import DrawnGroup, Rollouts
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.errors import RunStoppedError
+
+
+@dataclass(frozen=True)
+class GroupDraw:
+    """Implements `rollouts.Draw`: the prompts of a synchronous run, in its order, with its noise."""
+
+    prompts: PromptSource
+    responder: Responder
+    groups_per_step: int
+    samples: int
+
+    def groups_of(self, step: int) -> Sequence[DrawnGroup]:
+        """See `Draw.groups_of`."""
+        drawn = self.prompts.train_batch(step, self.groups_per_step)
+        return [DrawnGroup(prompt, self.responder.ask([prompt], self.samples), step) for prompt in drawn]
+
+    def join(self, asked: BatchedDataDict, answered: BatchedDataDict) -> BatchedDataDict:
+        """See `Draw.join`."""
+        return self.responder.join(asked, answered)
+
+
+@dataclass(frozen=True)
+class AsyncGRPO(GRPO):
+    """GRPO over groups that come as they are answered; its engine is `rollouts`.
+
+    With a maximal age of 0 and whole steps it is GRPO to the bit. Log-probabilities and advantages are computed inside
+    the open step, by the weights that train: the ratio of the policy gradient is 1 in the first epoch, and what the
+    engines' older weights drew is corrected by importance sampling.
+    """
+
+    rollouts: Rollouts
+
+    def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
+        """Train on the next groups, in order; the optimizer steps once all of the step's are in."""
+        began_at = time.monotonic()
+        with self._open_step(step):
+            chunks = [*self._train_chunks(step)]
+            begin_update()
+            self.rollouts.finishing()
+            with self.observer.phase("train"):
+                result = self.policy.finish_train_step()
+            pace = self.rollouts.finish()
+        whole = Rollout.concatenate([chunk for chunk, _ in chunks], self.collector.tokenizer.pad_token_id)
+        self.observer.add_samples(whole.one_sample_a_prompt(step))
+        metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(whole.batch)
+        metrics |= rollout_metrics(whole) | train_metrics(result)
+        metrics |= age_metrics(whole.batch, step - 1, self.config.grpo.async_grpo.max_trajectory_age_steps)
+        metrics |= correction_metrics(whole.batch) | pace_metrics(pace, time.monotonic() - began_at)
+        return StepOutcome(metrics, result["skip_reasons"], whole.batch)
+
+    @contextmanager
+    def _open_step(self, step: int) -> Generator[None]:
+        """The ledger's and the ranks' step together: both leave no trace when the block fails."""
+        self.rollouts.begin()
+        try:
+            self.policy.begin_train_step(self._loss_fn, step_id=f"step {step}")
+            yield
+        except BaseException as error:
+            self.rollouts.give_up(type(error).__name__)
+            try:
+                self.policy.abort_train_step()
+            except RunStoppedError as also:
+                error.add_note(f"the open step could not be aborted: {also}")
+            raise
+
+    def _train_chunks(self, step: int) -> Iterator[tuple[Rollout, dict[str, float]]]:
+        chunks = self.rollouts.chunks(self.config.grpo.min_groups_per_chunk)
+        while (positions := self._wait_for(chunks)) is not None:
+            rollout = self._rollout_of(positions)
+            metrics = self._judge(step, rollout)
+            batch = BatchedDataDict({k: v for k, v in rollout.batch.items() if k != WEIGHT_VERSIONS})
+            with self.observer.phase("train"):
+                self.policy.train_microbatch(batch, chunk_id=f"groups from {positions[0]}")
+            yield rollout, metrics
+
+    def _wait_for(self, chunks: Iterator[list[int]]) -> list[int] | None:
+        with self.observer.phase("generation"):
+            return next(chunks, None)
+
+    def _rollout_of(self, positions: Sequence[int]) -> Rollout:
+        """The groups, scored."""
+        groups = [self.rollouts.groups.get(position) for position in positions]
+        batch = concatenate_batches(groups, self.collector.tokenizer.pad_token_id)
+        prompts = [self.rollouts.prompt_of(position) for position in positions]
+        rollout = self.collector.as_rollout(prompts, batch)
+        self.collector.score(rollout)
+        Sampling(self, self.config.grpo).shape(rollout)
+        return rollout
+
+    def _check_mismatch(self, step: int, batch: BatchedDataDict) -> dict[str, float]:
+        """Of what the weights that train have drawn: what older ones drew differs by its age."""
+        young = self._drawn_by_these_weights(batch)
+        return super()._check_mismatch(step, young) if young.size else {}
+
+    def _measure_mismatch(self, batch: BatchedDataDict) -> dict[str, float]:
+        """Of a whole step, whose chunks have been checked."""
+        young, config = self._drawn_by_these_weights(batch), self.config
+        if not young.size:
+            return {}
+        found = measure_mismatch(young, config.loss_fn.reference_policy_kl_type)
+        return found.metrics(config.policy.generation.mismatch.threshold)
+
+    def _drawn_by_these_weights(self, batch: BatchedDataDict) -> BatchedDataDict:
+        versions, version = batch[WEIGHT_VERSIONS], self.rollouts.trained_version
+        young = ((versions < 0) | (versions == version)).all(1)
+        # Not a copy where it is the whole: the mismatch's action may mask rows.
+        return batch if bool(young.all()) else batch.select_indices(young.nonzero().flatten())

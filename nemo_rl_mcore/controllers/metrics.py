@@ -1,0 +1,57 @@
+"""What an asynchronous step reports beside what every step does: how old its tokens are, and who waited for whom."""
+
+from __future__ import annotations
+
+import torch
+
+from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
+from nemo_rl_mcore.controllers.rollouts import Pace
+from nemo_rl_mcore.data import BatchedDataDict
+
+
+def age_metrics(batch: BatchedDataDict, version: int, max_age: int) -> dict[str, float]:
+    """How many optimizer steps behind `version` the weights were that drew the tokens of weight_versions [B, S].
+
+    async/age_<k> are shares of the tokens; async/mixed_versions is that of the responses which several versions drew.
+    """
+    versions_BS = batch[WEIGHT_VERSIONS]
+    drawn_BS = versions_BS >= 0
+    ages = (version - versions_BS)[drawn_BS]
+    newest_B = versions_BS.amax(1)
+    oldest_B = versions_BS.masked_fill(~drawn_BS, torch.iinfo(versions_BS.dtype).max).amin(1)
+    shares = {f"async/age_{age}": float((ages == age).float().mean()) for age in range(max_age + 1)}
+    return shares | {
+        "async/age_mean": float(ages.float().mean()),
+        "async/age_max": float(ages.max()),
+        "async/mixed_versions": float((oldest_B < newest_B).float().mean()),
+    }
+
+
+def correction_metrics(batch: BatchedDataDict) -> dict[str, float]:
+    """How far the weights that train are from those that drew the trained tokens.
+
+    async/ess: effective sample size of the importance weights, as a share of the tokens. async/behaviour_kl: the k3
+    estimate (https://joschu.net/blog/kl-approx.html) of the divergence of the weights that train from those that drew.
+    """
+    trained_BS = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) > 0
+    if not bool(trained_BS.any()):
+        return {}
+    log_ratios = (batch["prev_logprobs"] - batch["generation_logprobs"])[trained_BS].double()
+    ratios = log_ratios.exp()
+    return {
+        "async/ess": float(ratios.sum() ** 2 / (ratios.square().sum() * len(ratios))),
+        "async/importance_ratio_max": float(ratios.max()),
+        "async/behaviour_kl": float((ratios - 1 - log_ratios).mean()),
+    }
+
+
+def pace_metrics(pace: Pace, step_s: float) -> dict[str, float]:
+    """Shares of a step of so many seconds in which one side waited, and what is under way at its end."""
+    return {
+        "async/trainer_idle": pace.trainer_idle_s / step_s,
+        "async/engine_idle": min(1.0, pace.engine_idle_s / step_s),
+        "async/buffer_ready": float(pace.ready),
+        "async/inflight": float(pace.in_flight),
+        **{f"async/requeued/{reason}": float(count) for reason, count in pace.requeued.items()},
+        **{f"async/dropped/{reason}": float(count) for reason, count in pace.dropped.items()},
+    }

@@ -1,0 +1,353 @@
+"""Groups answered ahead of training: the side of an asynchronous run that never waits for the optimizer.
+
+The thread that trains calls `Rollouts`; groups are asked for in a second thread, with an asyncio loop of its own. The
+ledger belongs to both, and is read and changed under one condition, on which the trainer waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+
+from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
+from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
+from nemo_rl_mcore.controllers.events import Segment, Token
+from nemo_rl_mcore.controllers.group_store import GroupStore
+from nemo_rl_mcore.controllers.ledger import Ledger
+from nemo_rl_mcore.controllers.states import GroupState, StepState
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.interfaces import RolloutEngines
+
+_SECTION = "grpo.async_grpo"
+_END_WITHIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class DrawnGroup:
+    """A prompt of a step, and what an engine is asked for its group."""
+
+    prompt: Prompt
+    asked: BatchedDataDict
+    step: int
+    """That drew the prompt; with the row it keys the noise, whenever the group is answered and trained."""
+
+
+class Draw(Protocol):
+    """What knows the prompts; called by the thread that trains."""
+
+    def groups_of(self, step: int) -> Sequence[DrawnGroup]:
+        """The groups of a step, in order."""
+        ...
+
+    def join(self, asked: BatchedDataDict, answered: BatchedDataDict) -> BatchedDataDict:
+        """Prompts with their responses; called by the thread that asks."""
+        ...
+
+
+@dataclass
+class Pace:
+    """How the two sides of a run got on since the last step.
+
+    requeued, dropped: groups whose attempt ended without answers, by reason. trainer_idle_s: training waited for
+    groups. engine_idle_s: no group was in flight. ready, in_flight: groups at the end of the step.
+    """
+
+    requeued: Counter[str] = field(default_factory=Counter[str])
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    trainer_idle_s: float = 0.0
+    engine_idle_s: float = 0.0
+    ready: int = 0
+    in_flight: int = 0
+
+
+class Rollouts:
+    """Implements `interfaces.GenerationInterface` for the training loop, whose updates of the weights it publishes.
+
+    A context manager: the thread ends with it, and what is in flight is given up.
+    """
+
+    def __init__(
+        self,
+        section: AsyncGRPOConfig,
+        ledger: Ledger,
+        groups: GroupStore,
+        engines: RolloutEngines,
+        draw: Draw,
+    ) -> None:
+        self.ledger, self.groups = ledger, groups
+        self._section, self._engines, self._draw = section, engines, draw
+        self._limit = section.max_inflight_prompts or ledger.limits.groups_per_step * (
+            ledger.limits.max_age + 1
+        )
+        self._drawn: dict[int, Sequence[DrawnGroup]] = {}
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._failures = 0  # in a row
+        self._pace = Pace()
+        self._idle_since: float | None = None
+        self._moved_at = time.monotonic()
+        self._paused = self._ended = False
+        self._loop = asyncio.new_event_loop()
+        self._wake = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+
+    # What the training loop asks of its engine
+
+    def update_weights(self, version: int) -> None:
+        """Give the engines the policy's weights; groups in flight go on with them, unless they are to end before.
+
+        The first call begins to answer groups.
+        """
+        if not self._section.in_flight_weight_updates:
+            self._drain()
+        self._engines.update_weights(version)
+        with self._changed:
+            self._paused = False
+            if self.ledger.step is StepState.COMMITTED:
+                self.ledger.publish()
+        self._draw_ahead()
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._stir()
+
+    def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
+        """Answer prompts beside the groups; the weights do not change meanwhile."""
+        return self._engines.generate(data, step=step, greedy=greedy)
+
+    def offload(self) -> None:
+        """Nothing to do: the engines have memory of their own."""
+
+    # What the train step asks
+
+    def begin(self) -> int:
+        """Open the ledger's next step; returns its number."""
+        with self._changed:
+            return self.ledger.begin()
+
+    def chunks(self, at_least: int) -> Iterator[list[int]]:
+        """The positions of the open step's groups, as soon as so many more are answered, until it is full."""
+        while room := self.ledger.room():
+            yield self._lease(min(at_least, room))
+
+    def _lease(self, at_least: int) -> list[int]:
+        began_at = time.monotonic()
+        with self._changed:
+            self._wait(lambda: len(self.ledger.leasable()) >= at_least, "groups to train on")
+            self._pace.trainer_idle_s += time.monotonic() - began_at
+            positions = self.ledger.leasable()
+            self.ledger.lease(positions)
+            return positions
+
+    @property
+    def trained_version(self) -> int:
+        """That of the weights that train."""
+        return self.ledger.version
+
+    def prompt_of(self, position: int) -> Prompt:
+        """The prompt of a group that has not been trained."""
+        return self._group(position).prompt
+
+    def finishing(self) -> None:
+        """Take note that the optimizer is about to step."""
+        with self._changed:
+            self.ledger.finishing()
+
+    def finish(self) -> Pace:
+        """Take note that it has; returns what happened since the last step."""
+        with self._changed:
+            self.ledger.finish()
+            self.groups.forget_all_but(self.ledger.retained(self.ledger.version))
+            self._moved_at = time.monotonic()
+            self._count_idle()
+            pace, self._pace = self._pace, Pace()
+            pace.ready = self.ledger.count(GroupState.READY)
+            pace.in_flight = self.ledger.count(GroupState.INFLIGHT)
+            return pace
+
+    def give_up(self, reason: str) -> None:
+        """Take note that the open step leaves no trace; its groups can be trained again."""
+        with self._changed:
+            match self.ledger.step:
+                case StepState.OPEN:
+                    self.ledger.abort(reason)
+                case StepState.FINISHING:
+                    self.ledger.lost(reason)
+                case StepState.IDLE | StepState.COMMITTED:
+                    pass
+
+    def __enter__(self) -> Self:
+        """Return the rollouts."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give up what is in flight and end the thread.
+
+        Raises RunStoppedError when it does not end.
+        """
+        self._ended = True
+        if self._thread.is_alive():
+            self._stir()
+            self._thread.join(_END_WITHIN_S)
+        if self._thread.is_alive():
+            raise RunStoppedError(
+                f"the thread that asks for groups did not end within {_END_WITHIN_S:g} s; "
+                f"{self.ledger.count(GroupState.INFLIGHT)} groups are in flight"
+            )
+        self._loop.close()
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait, with the condition, until something is so; a signal is heard meanwhile.
+
+        Raises what ended the thread that asks, and RunStoppedError when nothing happens for `stall_timeout_s`.
+        """
+        limit_s = self._section.stall_timeout_s
+        while not ready():
+            if self._error is not None:
+                raise self._error
+            left_s = None if limit_s is None else self._moved_at + limit_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise RunStoppedError(
+                    f"no group was answered for {limit_s:g} s ({_SECTION}.stall_timeout_s) while training waited for "
+                    f"{what}; {self.ledger.count(GroupState.INFLIGHT)} groups are in flight"
+                )
+            self._changed.wait(left_s)
+
+    def _drain(self) -> None:
+        """Wait until no group is in flight; the next ones are asked for with the new weights."""
+        with self._changed:
+            self._paused = True
+            self._wait(lambda: not self.ledger.count(GroupState.INFLIGHT), "groups in flight to end")
+
+    def _draw_ahead(self) -> None:
+        """Draw the prompts of all steps that may be asked for before the next update, and forget those behind."""
+        limits, ledger = self.ledger.limits, self.ledger
+        steps = ledger.published + limits.max_age + 1 + -(-len(ledger.dropped) // limits.groups_per_step) + 1
+        for step in range(ledger.version + 1, min(steps, limits.last_step) + 1):
+            if step not in self._drawn:
+                self._drawn[step] = self._draw.groups_of(step)
+        for step in [one for one in self._drawn if one <= ledger.version]:
+            del self._drawn[step]
+
+    def _group(self, position: int) -> DrawnGroup:
+        step, place = divmod(position, self.ledger.limits.groups_per_step)
+        return self._drawn[step + 1][place]
+
+    # The thread that asks
+
+    def _stir(self) -> None:
+        self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._ask())
+        except BaseException as error:  # noqa: BLE001  # raised by the thread that trains
+            self._stop_trainer(error)
+
+    def _stop_trainer(self, error: BaseException) -> None:
+        """Have the thread that trains raise this when it next waits."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    async def _ask(self) -> None:
+        """Ask for groups while the ledger admits them, until the end."""
+        tasks: set[asyncio.Task[None]] = set()
+        while not self._ended:
+            for token, group in self._dispatch():
+                task = self._loop.create_task(self._answer(token, group))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            await self._wake.wait()
+            self._wake.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _dispatch(self) -> list[tuple[Token, DrawnGroup]]:
+        found: list[tuple[Token, DrawnGroup]] = []
+        with self._changed:
+            while self._may_dispatch():
+                token = self.ledger.dispatch()
+                found.append((token, self._group(token.position)))
+            self._count_idle()
+        return found
+
+    def _may_dispatch(self) -> bool:
+        ledger = self.ledger
+        return (
+            not self._paused
+            and self._error is None
+            and ledger.may_dispatch()
+            and ledger.count(GroupState.INFLIGHT) < self._limit
+            and ledger.next_position // ledger.limits.groups_per_step + 1 in self._drawn
+        )
+
+    async def _answer(self, token: Token, group: DrawnGroup) -> None:
+        ticket = f"group {token.position}, attempt {token.incarnation}.{token.attempt}"
+        try:
+            async with asyncio.timeout(self._section.rollout_timeout_s):
+                answered = await self._engines.respond(group.asked, step=group.step, ticket=ticket)
+            batch = self._draw.join(group.asked, answered)
+            self._commit(token, batch, segments_of(answered[WEIGHT_VERSIONS]))
+        except TimeoutError:
+            await self._engines.cancel(ticket)
+            limit = f"{self._section.rollout_timeout_s:g} s ({_SECTION}.rollout_timeout_s)"
+            self._fail(token, "timeout", RunStoppedError(f"{ticket}: not answered within {limit}"))
+        except Exception as error:  # noqa: BLE001  # raised there too, once it is one too many
+            self._fail(token, type(error).__name__, error)
+        finally:
+            self._wake.set()
+
+    def _commit(self, token: Token, batch: BatchedDataDict, segments: Sequence[Segment]) -> None:
+        with self._changed:
+            self.groups.put(token.position, batch)  # before anybody can lease it
+            self.ledger.commit(token, segments)
+            self._failures = 0
+            self._moved_at = time.monotonic()
+            self._changed.notify_all()
+
+    def _fail(self, token: Token, reason: str, error: Exception) -> None:
+        """Have the group answered again, or end the run when that has been tried too often in a row."""
+        with self._changed:
+            self._failures += 1
+            before = len(self.ledger.dropped)
+            self.ledger.fail(token, reason)
+            dropped = len(self.ledger.dropped) > before
+            (self._pace.dropped if dropped else self._pace.requeued)[reason] += 1
+            if self._failures > (allowed := self._section.max_generation_failures):
+                error.add_note(f"{_SECTION}.max_generation_failures: {allowed} in a row are tried again")
+                self._error = self._error or error
+            self._changed.notify_all()
+
+    def _count_idle(self) -> None:
+        """Add the time in which nothing was in flight."""
+        now = time.monotonic()
+        if self._idle_since is not None:
+            self._pace.engine_idle_s += now - self._idle_since
+        self._idle_since = None if self.ledger.count(GroupState.INFLIGHT) else now
+
+
+def segments_of(versions_BT: torch.Tensor) -> list[Segment]:
+    """From which token on a group is of which version: the oldest that drew one of its rows' tokens there.
+
+    versions_BT: int64, -1 behind a row's end.
+    """
+    nothing = torch.iinfo(versions_BT.dtype).max
+    oldest = [int(version) for version in versions_BT.masked_fill(versions_BT < 0, nothing).amin(0)]
+    return [
+        Segment(first, version)
+        for first, version in enumerate(oldest)
+        if version != nothing and (first == 0 or version != oldest[first - 1])
+    ]
