@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSet
 from nemo_rl_mcore.generation.engine import Request, Sampling
 from nemo_rl_mcore.training.policy_backend import GenerationRequest, SampledTokens
 
+RECIPE = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
 GROUPS, TOKENS = 20, 12
 
 
@@ -79,7 +81,7 @@ async def answered_beside(engine: EmbeddedEngine, call=None):
 
 
 def engine_over(backend: CountedBackend) -> EmbeddedEngine:
-    policy = load_config("examples/configs/grpo_copy_cpu.yaml").policy
+    policy = load_config(RECIPE).policy
     return EmbeddedEngine(EmbeddedSettings(policy, open=lambda _: backend))
 
 
