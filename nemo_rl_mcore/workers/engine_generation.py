@@ -20,6 +20,7 @@ from nemo_rl_mcore.generation.engine import (
 )
 from nemo_rl_mcore.generation.lengths import check_lengths
 from nemo_rl_mcore.generation.refit.sender import BroadcastRendezvous, Engines, RefitSettings
+from nemo_rl_mcore.generation.refit.verification import Digests
 from nemo_rl_mcore.ops.sampling import sample_keys
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster
@@ -51,8 +52,8 @@ class WeightSource(Protocol):
         """Get ready to send to these engines, and to no others any more; says where to meet for a broadcast."""
         ...
 
-    def send_weights(self) -> int:
-        """Stream all weights to the engines; returns the number of tensors."""
+    def send_weights(self) -> Digests:
+        """Stream all weights to the engines; returns the tensors by name, with digests where they are verified."""
         ...
 
 
@@ -217,6 +218,8 @@ class EngineGeneration:
             kind.bucket_bytes,
             kind.call_timeout_s,
             receivers=engines.world_size * kind.gpus,
+            verify=self._config.generation.verify_refit,
+            held_as=kind.precision,
         )
         reached = RayEngines(engines.actors, kind.noun, f"{kind.section}.call_timeout_s")
         rendezvous = self._source.connect_engines(reached, settings)
@@ -238,8 +241,8 @@ class EngineGeneration:
         if self._asleep:
             engines.run_all("wake_up", ["weights"], context=context)
         engines.run_all("begin_refit", version, context=context)
-        tensors = self._source.send_weights()
-        acknowledged = engines.run_all("finish_refit", version, tensors, context=context)
+        sent = self._source.send_weights()
+        acknowledged = engines.run_all("finish_refit", version, sent, context=context)
         assert acknowledged == [version] * engines.world_size
         if self._asleep:
             engines.run_all("wake_up", ["kv_cache"], context=context)

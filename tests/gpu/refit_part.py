@@ -174,7 +174,7 @@ def check_worker(report: Report, worker: Any, engine: ReceivingProcess, device: 
             sent, expected = worker.send_weights(), digests(weights(worker).items())
             seen.append(engine.ask("digests"))
             report.compared(group, f"tensors that differ, {moment}", _wrong(seen[-1], expected), 0.0)
-            report.compared(group, f"tensors missing, {moment}", float(len(expected) - sent), 0.0)
+            report.compared(group, f"tensors missing, {moment}", float(len(expected) - len(sent)), 0.0)
             assert worker.train(tiny.grpo_batch(), tiny.grpo_loss())["update_successful"]
         same = sum(seen[0][name] == seen[1][name] for name in seen[0]) / len(seen[0])
         report.compared(group, "share of tensors that a step left as they were", same, 0.5)

@@ -11,7 +11,7 @@ the whole, wherever they are held and however they are cut, and the number is th
 
 A tensor with one wrong entry always has another digest. Two tensors that differ otherwise have the same one with a
 probability of at most 2^-56, over the choice of the weights; 2^-41 where the differences are in the sign bits of
-16-bit numbers alone, 2^-26 in those of 32-bit numbers. The weights are fixed and public: this finds faults, not forgers.
+16-bit numbers alone, 2^-26 in those of 32-bit numbers. The weights are fixed and known: this finds faults, no forgers.
 """
 
 from __future__ import annotations
@@ -34,13 +34,33 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
     return sealed(int(block_sum(tensor, dtype=dtype)), dtype or tensor.dtype, tensor.shape)
 
 
-def digests(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> dict[str, int]:
-    """Those of many tensors; a device is waited for once, at the end."""
-    sums, kinds = {}, {}
+def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Those of many tensors, by name."""
+    digester = Digester()
     for name, tensor in tensors:
-        sums[name] = block_sum(tensor, dtype=dtype)
-        kinds[name] = dtype or tensor.dtype, tensor.shape
-    return {name: sealed(total, *kinds[name]) for name, total in read(sums).items()}
+        digester.add(name, tensor)
+    return digester.digests()
+
+
+class Digester:
+    """Takes the digests of tensors as they come; their device is waited for once, at the end.
+
+    held_as: number format that they are cast to first, as `torch` calls it.
+    """
+
+    def __init__(self, held_as: str | None = None) -> None:
+        self._dtype: torch.dtype | None = None if held_as is None else getattr(torch, held_as)
+        self._sums: dict[str, torch.Tensor] = {}
+        self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Read a tensor, which may change afterwards."""
+        self._sums[name] = block_sum(tensor, dtype=self._dtype)
+        self._kinds[name] = self._dtype or tensor.dtype, tensor.shape
+
+    def digests(self) -> dict[str, int]:
+        """What was added, by name."""
+        return {name: sealed(total, *self._kinds[name]) for name, total in read(self._sums).items()}
 
 
 def block_sum(

@@ -15,6 +15,7 @@ type Digests = Mapping[str, int | None]
 
 _NAMED = 20
 """Tensors that a message names at most."""
+_OF_NO_TENSOR = -1
 
 
 class IncompleteRefitError(RuntimeError):
@@ -37,18 +38,21 @@ class HeldBlock:
     total: int
 
 
-def require_as_sent(sent: Digests, held: Digests, unreadable: Iterable[str] = ()) -> None:
+def require_as_sent(
+    sent: Digests, held: Digests, *, unwritten: Iterable[str] = (), unreadable: Iterable[str] = ()
+) -> None:
     """Raise IncompleteRefitError, naming the tensors, unless the same ones are held as were sent, bit for bit.
 
-    unreadable: weights of the engine that could not be compared, each with the reason.
+    unwritten: weights of the engine that nothing was loaded into. unreadable: those that could not be compared, each
+    with the reason.
     """
-    different = [
-        name for name in sent if name in held and None not in (pair := (sent[name], held[name])) and len({*pair}) > 1
-    ]
+    both = {name: (sent[name], held[name]) for name in sent if name in held}
+    different = [name for name, pair in both.items() if None not in pair and pair[0] != pair[1]]
     found = {
         "not as they were sent": different,
         "sent and not there": [name for name in sent if name not in held],
         "there and not sent": [name for name in held if name not in sent],
+        "without new weights": [*unwritten],
         "not to be read back (policy.generation.verify_refit: false does without)": [*unreadable],
     }
     wrong = [f"{len(names)} {what}: {_some(names)}" for what, names in found.items() if names]
@@ -56,33 +60,30 @@ def require_as_sent(sent: Digests, held: Digests, unreadable: Iterable[str] = ()
         raise IncompleteRefitError(f"of {len(sent)} tensors " + "; ".join(wrong))
 
 
-def joined(processes: Sequence[Iterable[HeldBlock]]) -> dict[str, int]:
+def joined(processes: Iterable[Iterable[HeldBlock]]) -> dict[str, int]:
     """The digests of the tensors whose blocks the processes of an engine hold; copies of a block count once.
 
-    Raises IncompleteRefitError where copies differ, or blocks leave a part of their tensor out.
+    Where copies differ, or blocks leave a part of their tensor out, it is one that no tensor has.
     """
     blocks: dict[str, list[HeldBlock]] = {}
     for block in itertools.chain.from_iterable(processes):
         blocks.setdefault(block.name, []).append(block)
-    held = {name: _whole(of_tensor) for name, of_tensor in blocks.items()}
-    broken = [name for name, digest in held.items() if digest is None]
-    if broken:
-        raise IncompleteRefitError(
-            f"the engine's processes hold different copies of a tensor, or a part of it is nowhere: {_some(broken)}"
-        )
-    return {name: digest for name, digest in held.items() if digest is not None}
+    return {name: _whole(of_tensor) for name, of_tensor in blocks.items()}
 
 
-def _whole(blocks: Sequence[HeldBlock]) -> int | None:
+def _whole(blocks: Sequence[HeldBlock]) -> int:
     first = blocks[0]
-    if {(block.dtype, block.shape) for block in blocks} != {(first.dtype, first.shape)}:
-        return None
     totals = {(block.corner, block.size): block.total for block in blocks}
-    if any(totals[block.corner, block.size] != block.total for block in blocks):
-        return None
-    # Blocks are shards of one partition: they overlap either not at all or as copies.
-    if sum(rows * columns for _, (rows, columns) in totals) != torch.Size(first.shape).numel():
-        return None
+    # Blocks are shards of one partition: two are the same, or do not overlap.
+    entries = sum(rows * columns for _, (rows, columns) in totals)
+    whole = entries == torch.Size(first.shape).numel()
+    alike = all(
+        (block.dtype, block.shape, block.total)
+        == (first.dtype, first.shape, totals[block.corner, block.size])
+        for block in blocks
+    )
+    if not (whole and alike):
+        return _OF_NO_TENSOR
     return sealed(sum(totals.values()), getattr(torch, first.dtype), first.shape)
 
 
