@@ -182,7 +182,10 @@ def _experts(layer: Any, parameter: Parameter) -> Iterator[Block]:
     backend = layer.quant_method.unquantized_backend
     if backend not in _AS_LOADED:
         raise UnreadableError(f"the kernel {backend.value} reads rearranged weights")
-    padded = (moe.intermediate_size_per_partition_unpadded, moe.hidden_dim_unpadded) != (units, moe.hidden_dim)
+    padded = (moe.intermediate_size_per_partition_unpadded, moe.hidden_dim_unpadded) != (
+        units,
+        moe.hidden_dim,
+    )
     if padded or parameter.name not in ("w13_weight", "w2_weight"):
         raise UnreadableError("its layout is not known")
     shard, shards = moe.moe_parallel_config.tp_rank, moe.moe_parallel_config.tp_size

@@ -29,9 +29,7 @@ def by_definition(tensor):
     entry = tensor.element_size()
     octets = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
     size = min(entry, 4)
-    words = [
-        int.from_bytes(octets[i : i + size], "little", signed=True) for i in range(0, len(octets), size)
-    ]
+    words = [int.from_bytes(octets[i : i + size], "little", signed=True) for i in range(0, len(octets), size)]
     per_row = columns * entry // size
     total = sum(
         weight(digests_module._ROWS, i // per_row) * weight(digests_module._COLUMNS, i % per_row) * word
