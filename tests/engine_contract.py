@@ -89,8 +89,8 @@ async def keeps_to_the_contract(engine, old, new, requests, *, overlaps, sleeps)
     of_both = digests(old), digests(new)
     name = next(name for name in of_both[1] if of_both[0][name] != of_both[1][name])
     for told_of, complaint in (
-        (of_both[1] | {"one.more": 1}, "sent and not there: one.more"),
-        (dict.fromkeys([*of_both[1], "one.more"]), "sent and not there: one.more"),
+        (of_both[1] | {"one.more": 1}, "sent and not found: one.more"),
+        (dict.fromkeys([*of_both[1], "one.more"]), "sent and not found: one.more"),
         ({key: of_both[1][key] for key in of_both[1] if key != name}, f"there and not sent: {name}"),
         (of_both[1] | {name: of_both[0][name]}, f"1 not as they were sent: {name}"),
     ):

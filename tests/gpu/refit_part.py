@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +23,7 @@ from worker_part import weights
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.generation.refit.buckets import Bucket
+from nemo_rl_mcore.generation.refit.digests import digests as refit_digests
 from nemo_rl_mcore.generation.refit.sender import EngineLostError, RefitSettings, open_sender
 from nemo_rl_mcore.generation.refit.transports import CudaIpcReceiver, ReceivingEnd, SharedMemoryReceiver
 
@@ -187,9 +188,11 @@ def check_odd_tensors(report: Report, engine: ReceivingProcess, device: str) -> 
     with report.attempt(group, "tensors that differ"):
         tensors = dict(odd_tensors(device))
         with _sender(engine, device, bucket=4096) as sender:
-            sender.send(tensors.items())
+            sent = sender.send(tensors.items())
         difference = _wrong(engine.ask("digests"), digests(tensors.items()))
         report.compared(group, "tensors that differ", difference, 0.0)
+        told = refit_digests((name, tensor.cpu()) for name, tensor in tensors.items())
+        report.compared(group, "digests that are not those on a CPU", _wrong(sent, told), 0.0)
     engine.ask("forget")
     with report.attempt(group, "a tensor that is larger than a buffer is refused"):
         with _sender(engine, device, bucket=4096) as sender:
@@ -291,6 +294,6 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + octets).hexdigest()
 
 
-def _wrong(found: dict[str, str], expected: dict[str, str]) -> float:
+def _wrong(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
     names = found.keys() | expected.keys()
     return float(sum(found.get(name) != expected.get(name) for name in names))

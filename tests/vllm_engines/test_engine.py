@@ -99,7 +99,7 @@ def test_an_engine_answers_only_with_whole_weights_of_the_version_asked_for(engi
         assert "asked for weights of version 1, and the engine's are of no version" in refusals.pop(name)
     assert "asked for weights of version 1, and the engine's are of 0" in refusals.pop("another version")
     assert "version 0 are not newer than those of 0" in refusals.pop("the same version again")
-    assert "of 21 tensors 1 sent and not there: lm_head.weight" in refusals.pop("a lost tensor")
+    assert "of 21 tensors 1 sent and not found: lm_head.weight" in refusals.pop("a lost tensor")
     assert "of 20 tensors 1 without new weights: lm_head.weight" in refusals.pop("a missing weight")
     assert "nonsense" in refusals.pop("an unknown tensor")
     assert not refusals

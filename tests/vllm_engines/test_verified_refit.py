@@ -129,3 +129,91 @@ def test_a_fault_after_receipt_is_named_and_without_the_check_it_is_not(engine_p
         expected = complaint if names and verify and when == "after" else "accepted"
         assert outcome == (expected, True), (when, transport, fault, verify)
     assert len(found) == 2 * len(TRANSPORTS) * len(FAULTS) * 2
+
+
+EXPERTS = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1, "kv_channels": 32,
+    "vocab_size": 32, "max_position_embeddings": 256, "qk_layernorm": True,
+    "num_moe_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2,
+}  # fmt: skip
+LAST_EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+def tensors_of(model, seed):
+    import torch
+
+    from nemo_rl_mcore.megatron.hf_weights.names import all_weights
+
+    noise = torch.Generator().manual_seed(seed)
+    for weight in all_weights(model):
+        for name, shape in zip(weight.names, weight.slot.shapes(model), strict=True):
+            yield name, torch.randn(shape, generator=noise)
+
+
+def experts_refitted(folder, kernel):
+    """What an engine says of a refit of experts, then of one that leaves one at its old values.
+
+    kernel: a kernel that reads weights as loaded, as Triton's does on GPUs; the CPU's is then not set up, and nothing
+    could be generated.
+    """
+    import contextlib
+    import json
+    from unittest.mock import patch
+
+    import engine_process as tiny
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    from nemo_rl_mcore.config import ModelConfig
+    from nemo_rl_mcore.config.hf.hf_config import hf_config_of
+    from nemo_rl_mcore.generation.refit.digests import digests
+    from nemo_rl_mcore.generation.refit.verification import IncompleteRefitError
+    from nemo_rl_mcore.generation.vllm import held_weights
+    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
+
+    model = ModelConfig.model_validate(EXPERTS)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config_of(model)))
+
+    def refit(engine, version, *after_receipt):
+        engine.begin_refit(version)
+        for message in tiny.messages(tensors_of(model, version), 100_000):
+            engine.load_bucket(message)
+        for step in after_receipt:
+            step()
+        try:
+            return engine.finish_refit(version, digests(tensors_of(model, version)))
+        except IncompleteRefitError as error:
+            return str(error)
+
+    with contextlib.ExitStack() as patches:
+        if kernel == "as loaded":
+            method = "process_weights_after_loading"
+            patches.enter_context(patch.object(UnquantizedFusedMoEMethod, method, lambda self, layer: None))
+            patches.enter_context(patch.object(held_weights, "_AS_LOADED", (UnquantizedMoeBackend.CPU,)))
+        engine = VllmEngine(tiny.settings(folder))
+        found = [refit(engine, 0)]
+        if kernel == "as loaded":
+            [old] = engine._llm.collective_rpc(what_is_held)
+
+            def skip():
+                engine._llm.collective_rpc(plant, args=("skip a tensor", [LAST_EXPERT], old))
+
+            found.append(refit(engine, 1, skip))
+        engine.shutdown()
+    return found
+
+
+def test_an_expert_is_told_from_the_others(engine_process, tmp_path):
+    [found] = engine_process.run(experts_refitted, tmp_path / "model", "as loaded")
+    assert found == [0, f"of 45 tensors 1 not as they were sent: {LAST_EXPERT}"]
+
+
+def test_weights_that_a_kernel_has_rearranged_are_named_and_not_taken_for_right(engine_process, tmp_path):
+    [[found]] = engine_process.run(experts_refitted, tmp_path / "model", "rearranged")
+    assert "24 sent and not found: model.layers.0.mlp.experts.0.gate_proj.weight, " in found
+    assert "4 not to be read back (policy.generation.verify_refit: false does without): " in found
+    for layer in range(2):
+        for name in ("w13_weight", "w2_weight"):
+            parameter = f"model.layers.{layer}.mlp.experts.routed_experts.{name}"
+            assert f"{parameter} (the kernel CPU reads rearranged weights)" in found

@@ -50,7 +50,7 @@ def require_as_sent(
     different = [name for name, pair in both.items() if None not in pair and pair[0] != pair[1]]
     found = {
         "not as they were sent": different,
-        "sent and not there": [name for name in sent if name not in held],
+        "sent and not found": [name for name in sent if name not in held],
         "there and not sent": [name for name in held if name not in sent],
         "without new weights": [*unwritten],
         "not to be read back (policy.generation.verify_refit: false does without)": [*unreadable],

@@ -159,9 +159,9 @@ def test_what_is_wrong_is_said_by_name():
     with pytest.raises(IncompleteRefitError) as caught:
         require_as_sent(sent, held, unwritten=["lm_head"], unreadable=["experts (fused)"])
     assert str(caught.value) == (
-        "of 30 tensors 2 not as they were sent: weight.3, weight.4; 1 sent and not there: weight.7; "
+        "of 30 tensors 2 not as they were sent: weight.3, weight.4; 1 sent and not found: weight.7; "
         "1 there and not sent: bias; 1 without new weights: lm_head; "
         "1 not to be read back (policy.generation.verify_refit: false does without): experts (fused)"
     )
-    with pytest.raises(IncompleteRefitError, match=r"30 sent and not there: weight.0, .* and 10 more$"):
+    with pytest.raises(IncompleteRefitError, match=r"30 sent and not found: weight.0, .* and 10 more$"):
         require_as_sent(sent, {})
