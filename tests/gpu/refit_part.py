@@ -148,6 +148,8 @@ def _obey(
             accelerator.synchronize(device)  # the sender may fill the buffer again once it is told
         case "digests":
             return digests(held.items())
+        case "refit digests":
+            return refit_digests(held.items())
         case "forget":
             held.clear()
             receiver.close()
@@ -176,6 +178,8 @@ def check_worker(report: Report, worker: Any, engine: ReceivingProcess, device: 
             seen.append(engine.ask("digests"))
             report.compared(group, f"tensors that differ, {moment}", _wrong(seen[-1], expected), 0.0)
             report.compared(group, f"tensors missing, {moment}", float(len(expected) - len(sent)), 0.0)
+            held = engine.ask("refit digests")
+            report.compared(group, f"digests that differ, {moment}", _wrong(held, sent), 0.0)
             assert worker.train(tiny.grpo_batch(), tiny.grpo_loss())["update_successful"]
         same = sum(seen[0][name] == seen[1][name] for name in seen[0]) / len(seen[0])
         report.compared(group, "share of tensors that a step left as they were", same, 0.5)
@@ -259,24 +263,26 @@ def shared_memory_in_use(device: torch.device) -> int:
 
 
 def measure_speed(report: Report, engine: ReceivingProcess, device: str) -> None:
-    """Seconds to send 4 GiB of bfloat16, which the receiver copies out of the buffers."""
+    """Seconds to send 4 GiB of bfloat16, which the receiver copies out of the buffers, without digests and with."""
     pieces, bucket = 64, 256 << 20
     with report.attempt("speed", "4 GiB"):
-        piece = torch.zeros(32 << 20, dtype=torch.bfloat16, device=device)  # 64 MiB
-        with _sender(engine, device, bucket) as sender:
-            sender.send([("layer.0", piece)])
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            sender.send((f"layer.{n}", piece) for n in range(pieces))
-            seconds = time.perf_counter() - start
-        rate = pieces * piece.nbytes / seconds / 1e9
-        report.figure("refit", {"": "4 GiB, buckets of 256 MiB", "seconds": seconds, "GB/s": rate})
+        piece = torch.zeros(8192, 4096, dtype=torch.bfloat16, device=device)  # 64 MiB
+        for verify in (False, True):
+            with _sender(engine, device, bucket, verify) as sender:
+                sender.send([("layer.0", piece)])
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                sender.send((f"layer.{n}", piece) for n in range(pieces))
+                seconds = time.perf_counter() - start
+            rate = pieces * piece.nbytes / seconds / 1e9
+            what = f"4 GiB, buckets of 256 MiB, {'with' if verify else 'without'} the sender's digests"
+            report.figure("refit", {"": what, "seconds": seconds, "GB/s": rate})
     engine.ask("forget")
 
 
 @contextmanager
-def _sender(engine: ReceivingProcess, device: str, bucket: int) -> Iterator[Any]:
-    settings = RefitSettings(TRANSPORTS[device], bucket, ANSWER_S)
+def _sender(engine: ReceivingProcess, device: str, bucket: int, verify: bool = True) -> Iterator[Any]:
+    settings = RefitSettings(TRANSPORTS[device], bucket, ANSWER_S, verify=verify)
     sender = open_sender(settings, engine, accelerator.device())
     try:
         yield sender
