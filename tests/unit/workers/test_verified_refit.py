@@ -99,3 +99,18 @@ def test_without_the_check_each_of_these_faults_is_acknowledged(cluster):
         for version in range(len(FAULTS) + 1):
             engines.update_weights(version)
             assert engines.generate(prompts(3), step=1)["weight_versions"].max() == version
+
+
+class HoldsBfloat16(FakeEngine):
+    def _write(self, name, tensor):
+        super()._write(name, tensor.to(torch.bfloat16))
+
+
+def test_an_engine_may_hold_another_number_format_if_its_kind_says_so(cluster):
+    with generation(cluster, Weights(), engine=HoldsBfloat16, cpu_engines=1, precision="bfloat16") as engines:
+        engines.update_weights(0)
+    with (
+        generation(cluster, Weights(), engine=HoldsBfloat16, cpu_engines=1) as engines,
+        pytest.raises(WorkerError, match="of 12 tensors 12 not as they were sent"),
+    ):
+        engines.update_weights(0)
