@@ -9,7 +9,7 @@ is, modulo 2^64, the sum over all words of
 and a hash of dtype and shape. The weights are odd pseudo-random numbers of 64 bits. So blocks of one tensor add up to
 the whole, wherever they are held and however they are cut, and the number is the same on every device.
 
-A tensor with one wrong entry always has another digest. Two tensors that differ otherwise have the same one with a
+A tensor with one wrong word always has another digest. Two tensors that differ otherwise have the same one with a
 probability of at most 2^-56, over the choice of the weights; 2^-41 where the differences are in the sign bits of
 16-bit numbers alone, 2^-26 in those of 32-bit numbers. The weights are fixed and known: this finds faults, no forgers.
 """
