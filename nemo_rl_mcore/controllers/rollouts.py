@@ -261,6 +261,10 @@ class Rollouts:
             self._error = self._error or error
             self._changed.notify_all()
 
+    def _stop_trainer_for(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._stop_trainer(error)
+
     async def _ask(self) -> None:
         """Ask for groups while the ledger admits them, until the end."""
         tasks: set[asyncio.Task[None]] = set()
@@ -269,6 +273,7 @@ class Rollouts:
                 task = self._loop.create_task(self._answer(token, group))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
+                task.add_done_callback(self._stop_trainer_for)
             await self._wake.wait()
             self._wake.clear()
         for task in tasks:
@@ -299,14 +304,15 @@ class Rollouts:
         try:
             async with asyncio.timeout(self._section.rollout_timeout_s):
                 answered = await self._engines.respond(group.asked, step=group.step, ticket=ticket)
-            batch = self._draw.join(group.asked, answered)
-            self._commit(token, batch, segments_of(answered[WEIGHT_VERSIONS]))
         except TimeoutError:
             await self._engines.cancel(ticket)
             limit = f"{self._section.rollout_timeout_s:g} s ({_SECTION}.rollout_timeout_s)"
             self._fail(token, "timeout", RunStoppedError(f"{ticket}: not answered within {limit}"))
-        except Exception as error:  # noqa: BLE001  # raised there too, once it is one too many
+        except Exception as error:  # noqa: BLE001  # raised by the thread that trains, once it is one too many
             self._fail(token, type(error).__name__, error)
+        else:
+            batch = self._draw.join(group.asked, answered)
+            self._commit(token, batch, segments_of(answered[WEIGHT_VERSIONS]))
         finally:
             self._wake.set()
 
