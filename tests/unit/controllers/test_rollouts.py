@@ -1,4 +1,4 @@
-"""The side that asks: what is admitted, what fails and waits, and how it ends. The engines are fakes, the ledger is real."""
+"""The side that asks: what is admitted, what fails and waits, and how it ends; fake engines, a real ledger."""
 
 import threading
 import time
