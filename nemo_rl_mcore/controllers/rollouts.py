@@ -22,6 +22,7 @@ from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.controllers.events import Segment, Token
 from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.ledger import Ledger
+from nemo_rl_mcore.controllers.loop_thread import LoopThread
 from nemo_rl_mcore.controllers.states import GroupState, StepState
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
@@ -29,7 +30,6 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import RolloutEngines
 
 _SECTION = "grpo.async_grpo"
-_END_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,7 @@ class Rollouts:
         self._idle_since: float | None = None
         self._moved_at = time.monotonic()
         self._paused = self._ended = False
-        self._loop = asyncio.new_event_loop()
-        self._wake = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._thread = LoopThread("rollouts", self._stop_trainer)
 
     # What the training loop asks of its engine
 
@@ -116,9 +114,7 @@ class Rollouts:
             if self.ledger.step is StepState.COMMITTED:
                 self.ledger.publish()
         self._draw_ahead()
-        if not self._thread.is_alive():
-            self._thread.start()
-        self._stir()
+        self._dispatch()
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """Answer prompts beside the groups; the weights do not change meanwhile."""
@@ -192,20 +188,10 @@ class Rollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give up what is in flight and end the thread.
-
-        Raises RunStoppedError when it does not end.
-        """
-        self._ended = True
-        if self._thread.is_alive():
-            self._stir()
-            self._thread.join(_END_WITHIN_S)
-        if self._thread.is_alive():
-            raise RunStoppedError(
-                f"the thread that asks for groups did not end within {_END_WITHIN_S:g} s; "
-                f"{self.ledger.count(GroupState.INFLIGHT)} groups are in flight"
-            )
-        self._loop.close()
+        """Give up what is in flight and end the thread."""
+        with self._changed:
+            self._ended = True
+        self._thread.close()
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait, with the condition, until something is so; a signal is heard meanwhile.
@@ -244,60 +230,25 @@ class Rollouts:
         step, place = divmod(position, self.ledger.limits.groups_per_step)
         return self._drawn[step + 1][place]
 
-    # The thread that asks
-
-    def _stir(self) -> None:
-        self._loop.call_soon_threadsafe(self._wake.set)
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._ask())
-        except BaseException as error:  # noqa: BLE001  # raised by the thread that trains
-            self._stop_trainer(error)
-
-    def _stop_trainer(self, error: BaseException) -> None:
-        """Have the thread that trains raise this when it next waits."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    def _stop_trainer_for(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._stop_trainer(error)
-
-    async def _ask(self) -> None:
-        """Ask for groups while the ledger admits them, until the end."""
-        tasks: set[asyncio.Task[None]] = set()
-        while not self._ended:
-            for token, group in self._dispatch():
-                task = self._loop.create_task(self._answer(token, group))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-                task.add_done_callback(self._stop_trainer_for)
-            await self._wake.wait()
-            self._wake.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _dispatch(self) -> list[tuple[Token, DrawnGroup]]:
-        found: list[tuple[Token, DrawnGroup]] = []
+    def _dispatch(self) -> None:
+        """Ask for all groups that the ledger admits; called by whichever thread has made room."""
         with self._changed:
             while self._may_dispatch():
                 token = self.ledger.dispatch()
-                found.append((token, self._group(token.position)))
+                self._thread.begin(self._answer(token, self._group(token.position)))
             self._count_idle()
-        return found
 
     def _may_dispatch(self) -> bool:
         ledger = self.ledger
         return (
-            not self._paused
+            not (self._paused or self._ended)
             and self._error is None
             and ledger.may_dispatch()
             and ledger.count(GroupState.INFLIGHT) < self._limit
             and ledger.next_position // ledger.limits.groups_per_step + 1 in self._drawn
         )
+
+    # The thread that asks
 
     async def _answer(self, token: Token, group: DrawnGroup) -> None:
         ticket = f"group {token.position}, attempt {token.incarnation}.{token.attempt}"
@@ -314,7 +265,13 @@ class Rollouts:
             batch = self._draw.join(group.asked, answered)
             self._commit(token, batch, segments_of(answered[WEIGHT_VERSIONS]))
         finally:
-            self._wake.set()
+            self._dispatch()
+
+    def _stop_trainer(self, error: BaseException) -> None:
+        """Have the thread that trains raise this when it next waits."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
     def _commit(self, token: Token, batch: BatchedDataDict, segments: Sequence[Segment]) -> None:
         with self._changed:

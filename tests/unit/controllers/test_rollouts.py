@@ -31,7 +31,7 @@ def started(engines, *, last_step=6, version=0, **keys):
         rollouts.events = events
         rollouts.update_weights(version)
         yield rollouts
-    assert not rollouts._thread.is_alive()
+    assert "rollouts" not in {thread.name for thread in threading.enumerate()}
 
 
 def train_a_step(rollouts, at_least=N):
@@ -206,10 +206,8 @@ def test_the_end_gives_up_what_is_in_flight():
 
 def test_a_run_that_never_gave_weights_ends_without_a_thread():
     limits = Limits(N, 0, 5, 1)
-    with Rollouts(
-        AsyncGRPOConfig(), Ledger(limits, print), GroupStore(), FakeEngines(), FakeDraw(N)
-    ) as rollouts:
-        assert not rollouts._thread.is_alive()
+    with Rollouts(AsyncGRPOConfig(), Ledger(limits, print), GroupStore(), FakeEngines(), FakeDraw(N)):
+        assert "rollouts" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_data_and_prompts_of_trained_steps_are_forgotten():
