@@ -7,6 +7,7 @@ ledger belongs to both, and is read and changed under one condition, on which th
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections import Counter
@@ -74,6 +75,7 @@ class Rollouts:
     """Implements `interfaces.GenerationInterface` for the training loop, whose updates of the weights it publishes.
 
     A context manager: the thread ends with it, and what is in flight is given up.
+    keeps: whether trained groups are kept until a checkpoint holds what they have taught.
     """
 
     def __init__(
@@ -83,12 +85,15 @@ class Rollouts:
         groups: GroupStore,
         engines: RolloutEngines,
         draw: Draw,
+        *,
+        keeps: bool = False,
     ) -> None:
         self.ledger, self.groups = ledger, groups
         self._section, self._engines, self._draw = section, engines, draw
         self._limit = section.max_inflight_prompts or ledger.limits.groups_per_step * (
             ledger.limits.max_age + 1
         )
+        self._keeps = keeps
         self._drawn: dict[int, Sequence[DrawnGroup]] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -112,7 +117,7 @@ class Rollouts:
         with self._changed:
             self._paused = False
             if self.ledger.step is StepState.COMMITTED:
-                self.ledger.publish()
+                self.ledger.publish(self._engines.weights_digest)
         self._draw_ahead()
         self._dispatch()
 
@@ -162,13 +167,24 @@ class Rollouts:
         """Take note that it has; returns what happened since the last step."""
         with self._changed:
             self.ledger.finish()
-            self.groups.forget_all_but(self.ledger.retained(self.ledger.version))
+            if not self._keeps:
+                self._forget(self.ledger.version)
             self._moved_at = time.monotonic()
             self._count_idle()
             pace, self._pace = self._pace, Pace()
             pace.ready = self.ledger.count(GroupState.READY)
             pace.in_flight = self.ledger.count(GroupState.INFLIGHT)
             return pace
+
+    def checkpointed(self, step: int) -> None:
+        """Take note that the checkpoint of a step is whole: what was trained up to it is not needed any more."""
+        with self._changed:
+            self.ledger.checkpointed(step)
+            self._forget(step)
+
+    def _forget(self, step: int) -> None:
+        self.ledger.forget(step)
+        self.groups.forget_all_but(self.ledger.retained(step))
 
     def give_up(self, reason: str) -> None:
         """Take note that the open step leaves no trace; its groups can be trained again."""
@@ -275,8 +291,8 @@ class Rollouts:
 
     def _commit(self, token: Token, batch: BatchedDataDict, segments: Sequence[Segment]) -> None:
         with self._changed:
-            self.groups.put(token.position, batch)  # before anybody can lease it
-            self.ledger.commit(token, segments)
+            if self.ledger.commit(token, segments, digest_of_group(batch)):
+                self.groups.put(token.position, batch)
             self._failures = 0
             self._moved_at = time.monotonic()
             self._changed.notify_all()
@@ -300,6 +316,15 @@ class Rollouts:
         if self._idle_since is not None:
             self._pace.engine_idle_s += now - self._idle_since
         self._idle_since = None if self.ledger.count(GroupState.INFLIGHT) else now
+
+
+def digest_of_group(batch: BatchedDataDict) -> str:
+    """16 hexadecimal digits of what was asked, answered, and how likely; the padding does not enter."""
+    found = hashlib.blake2b(digest_size=8)
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        for column in ("input_ids", "generation_logprobs"):
+            found.update(batch[column][row, :length].contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def segments_of(versions_BT: torch.Tensor) -> list[Segment]:

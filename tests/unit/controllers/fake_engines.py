@@ -5,7 +5,6 @@ import threading
 
 import torch
 
-from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
 from nemo_rl_mcore.data import BatchedDataDict
 
 TOKENS = 4
@@ -19,6 +18,10 @@ class FakeEngines:
         self.in_flight, self.most_in_flight, self.in_flight_at_updates = 0, 0, []
         self.fail, self.hold = fail, hold
         self.threads = set()
+
+    @property
+    def weights_digest(self):
+        return f"{self.version:016x}"
 
     def update_weights(self, version):
         self.in_flight_at_updates.append(self.in_flight)
@@ -46,7 +49,13 @@ class FakeEngines:
         finally:
             self.in_flight -= 1
         drawn = torch.tensor(versions).expand(data.size, -1)
-        return BatchedDataDict({"tokens": torch.zeros(data.size, TOKENS), WEIGHT_VERSIONS: drawn})
+        rows = torch.zeros(data.size, TOKENS)
+        return BatchedDataDict(
+            input_ids=rows,
+            generation_logprobs=rows,
+            input_lengths=rows.sum(1).long() + TOKENS,
+            weight_versions=drawn,
+        )
 
     async def cancel(self, ticket):
         self.cancelled.append(ticket)

@@ -161,10 +161,10 @@ class LedgerMachine(RuleBasedStateMachine):
             self._call(ledger.publish)
             model.published, model.phase = model.version, StepState.IDLE
         elif model.phase is StepState.FINISHING:
-            self._call(ledger.finish, "digest")
+            self._call(ledger.finish)
             model.finish()
             chunks = tuple(map(tuple, model.steps[model.version]))
-            assert self.log[-1] == events.Finished(step=model.version, chunks=chunks, digest="digest")
+            assert self.log[-1] == events.Finished(step=model.version, chunks=chunks)
         elif model.phase is StepState.OPEN and len(model.leased) == self.limits.groups_per_step:
             assert all(model.version - model.oldest[p] <= self.limits.max_age for p in model.leased)
             self._call(ledger.finishing)
