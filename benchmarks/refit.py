@@ -2,7 +2,8 @@
 
     python benchmarks/refit.py [--layers 6] [--rounds 5]
 
-Both ways move the same weights from a training rank to a vLLM engine, two processes of one Ray session, and take turns.
+All ways move the same weights from a training rank to a vLLM engine, two processes of one Ray session, and take turns.
+A refit compares digests of what the engine holds with the trainer's, unless it is said not to.
 The files are what `save_pretrained` writes, on a disk or, with --folder, anywhere; the engine reads them tensor by
 tensor. Times are wall seconds; memory is the high-water mark above what the process held before, shared pages included.
 """
@@ -15,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from nemo_rl_mcore.workers.engine_generation import EngineGeneration
 from nemo_rl_mcore.workers.policy import Policy
 
 MIB = 1 << 20
+UNVERIFIED = "refit, unverified"
 COLUMNS = {"seconds": 1.0, "rank MiB": MIB, "engine MiB": MIB}
 
 
@@ -59,6 +62,10 @@ def peak(_worker: Any) -> int:
     return Clock().peak_memory()
 
 
+def verify(worker: Any, verified: bool) -> None:
+    worker._sender._settings = replace(worker._sender._settings, verify=verified)
+
+
 def save(worker: Any, folder: str) -> None:
     from nemo_rl_mcore.megatron.hf_weights.export import save_pretrained
 
@@ -85,6 +92,9 @@ class Methods:
         generation.update_weights(0)
         assert generation._group is not None
         self._rank, self._engine = policy._workers.actors[0], generation._group.actors[0]
+
+    def verify(self, verified: bool) -> None:
+        ray.get(self._rank.__ray_call__.remote(verify, verified))
 
     def refit(self) -> None:
         self._version += 1
@@ -130,10 +140,11 @@ def main() -> None:
         ) as generation,
     ):
         methods = Methods(policy, generation, Path(folder))
-        runs: dict[str, list[Figures]] = {"refit": [], "files": []}
-        ways = {"refit": methods.refit, "files": methods.files}
+        runs: dict[str, list[Figures]] = {UNVERIFIED: [], "refit": [], "files": []}
+        ways = {UNVERIFIED: methods.refit, "refit": methods.refit, "files": methods.files}
         for turn in range(options.rounds):
             for name in runs if turn % 2 == 0 else reversed(runs):
+                methods.verify(name != UNVERIFIED)
                 runs[name].append(methods.measure(ways[name]))
     header(COLUMNS)
     table(

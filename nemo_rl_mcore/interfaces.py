@@ -128,6 +128,11 @@ class RolloutEngines(GenerationInterface, Protocol):
     `respond` and `cancel` are called from one asyncio loop, beside the other methods, which are called from elsewhere.
     """
 
+    @property
+    def weights_digest(self) -> str:
+        """Of the weights that were given last, equal for equal bits; empty where none is taken."""
+        ...
+
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
         """As `generate`, with weight_versions int64 [B, T] of the weights that drew each token, -1 behind the end.
 

@@ -8,7 +8,9 @@ import pytest
 
 from nemo_rl_mcore.generation.engine import GenerationCancelledError, Sampling, WrongWeightsError
 from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
+from nemo_rl_mcore.generation.refit.digests import digests
 from nemo_rl_mcore.generation.refit.transports import MessageSender, SharedMemorySender
+from nemo_rl_mcore.generation.refit.verification import IncompleteRefitError
 
 TOKENS = 8
 
@@ -28,12 +30,13 @@ def messages(tensors, sender):
     yield Bucket(sender.locate(0, packer.used), packer.tensors).to_message()
 
 
-async def load(engine, tensors, version, *, sender=SharedMemorySender, announced=None, bucket_bytes=40_000):
+async def load(engine, tensors, version, *, sender=SharedMemorySender, sent=None, bucket_bytes=40_000):
+    """sent: what the engine is told at the end, if it is not these tensors."""
     sending = sender(bucket_bytes)
     await told(engine.begin_refit(version))
     for message in messages(tensors, sending):
         await told(engine.load_bucket(message))
-    acknowledged = await told(engine.finish_refit(version, announced or len(tensors)))
+    acknowledged = await told(engine.finish_refit(version, sent or digests(tensors)))
     sending.close()
     assert acknowledged == version
 
@@ -83,10 +86,19 @@ async def keeps_to_the_contract(engine, old, new, requests, *, overlaps, sleeps)
     for version in (0, 1):
         await refused(engine, requests, version, "no version")
     half.close()
-    with pytest.raises(Exception, match=f"{len(new)} of {len(new) + 1} tensors"):
-        await load(engine, new, 1, announced=len(new) + 1)
-    await refused(engine, requests, 1, "no version")
+    of_both = digests(old), digests(new)
+    name = next(name for name in of_both[1] if of_both[0][name] != of_both[1][name])
+    for told_of, complaint in (
+        (of_both[1] | {"one.more": 1}, "sent and not found: one.more"),
+        (dict.fromkeys([*of_both[1], "one.more"]), "sent and not found: one.more"),
+        ({key: of_both[1][key] for key in of_both[1] if key != name}, f"there and not sent: {name}"),
+        (of_both[1] | {name: of_both[0][name]}, f"1 not as they were sent: {name}"),
+    ):
+        with pytest.raises(IncompleteRefitError, match=complaint):
+            await load(engine, new, 1, sent=told_of)
+        await refused(engine, requests, 1, "no version")
 
+    await load(engine, new, 1, sent=dict.fromkeys(of_both[1]))
     await load(engine, new, 2, sender=MessageSender)
     second = await answers(requests, 2)
     assert [answer.versions for answer in second] == [[2] * TOKENS] * len(requests)

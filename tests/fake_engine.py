@@ -4,7 +4,9 @@ import asyncio
 
 from nemo_rl_mcore.generation.engine import GenerationCancelledError, HeldWeights, Response
 from nemo_rl_mcore.generation.refit.buckets import Bucket
+from nemo_rl_mcore.generation.refit.digests import digests
 from nemo_rl_mcore.generation.refit.transports import MessageRelay, SharedMemoryReceiver
+from nemo_rl_mcore.generation.refit.verification import require_as_sent
 
 VOCABULARY = 29
 
@@ -15,7 +17,7 @@ class FakeEngine:
     def __init__(self, pause_s: float = 0.0) -> None:
         self.weights, self._pause_s = HeldWeights(), pause_s
         self._relay, self._receiver = MessageRelay(), SharedMemoryReceiver()
-        self._tensors, self._scale = {}, 0.0
+        self._tensors, self._received, self._scale = {}, set(), 0.0
         self._may_generate, self._asked, self._awake = asyncio.Event(), set(), True
 
     async def generate(self, requests, sampling, version=None, ticket=""):
@@ -49,18 +51,22 @@ class FakeEngine:
         assert self._awake
         self.weights.begin(version)
         self._may_generate.clear()
-        self._tensors = {}
+        self._received = set()
 
     async def load_bucket(self, message):
         bucket = Bucket.from_message(self._relay.relay(message))
         for name, tensor in bucket.read(self._receiver.open(bucket.location)):
-            self._tensors[name] = float(tensor.sum())
+            self._received.add(name)
+            self._write(name, tensor.clone())
 
-    async def finish_refit(self, version, tensors):
+    def _write(self, name, tensor):
+        self._tensors[name] = tensor
+
+    async def finish_refit(self, version, sent):
         self._relay.close()
-        if len(self._tensors) != tensors:
-            raise RuntimeError(f"{len(self._tensors)} of {tensors} tensors arrived")
-        self._scale = sum(self._tensors.values())
+        require_as_sent(sent, dict.fromkeys(self._received))
+        require_as_sent(sent, digests(self._tensors.items()))
+        self._scale = sum(float(tensor.sum()) for tensor in self._tensors.values())
         self._may_generate.set()
         return self.weights.finish(version)
 

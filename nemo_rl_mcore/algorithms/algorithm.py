@@ -67,6 +67,9 @@ class Algorithm[Config: RunConfig](ABC):
         then on a stop waits until it is finished and recorded. The engine sleeps when its answers are there.
         """
 
+    def checkpointed(self, step: int) -> None:  # noqa: B027  # most keep nothing for it
+        """Hear that the checkpoint of a finished step is whole."""
+
     def validate(self, step: int) -> dict[str, float]:
         """The greedy answers to the held-out prompts: mean reward and share of full marks; the engine then sleeps."""
         loop = self.config.loop

@@ -69,14 +69,15 @@ class TrainingLoop:
                     outcome = self._step(algorithm, step, guard)
                 awake = False
                 guard.stop_if_too_many(step, outcome.batch)
-                if self.config.asynchronous and step < self.config.loop.max_num_steps:
+                if self.config.asynchronous:
                     self._wake(step)  # engines at work are not to wait for what comes next here
-                self._save_if_due(step, limit)
+                self._save_if_due(algorithm, step, limit)
 
-    def _save_if_due(self, step: int, limit: TimeLimit) -> None:
+    def _save_if_due(self, algorithm: Algorithm[Any], step: int, limit: TimeLimit) -> None:
         if self.checkpoints.due(step):
             with deferred_stop_signals(), limit.save(), self.observer.phase("checkpoint"):
                 self.checkpoints.save_finished(self.models)  # counted in the step that follows
+            algorithm.checkpointed(step)
         if step < self.config.loop.max_num_steps:
             limit.stop_if_the_next_step_does_not_fit()
 

@@ -52,6 +52,11 @@ class GenerationConfig(StrictModel):
     """How copies get weights; null is shared_memory on CPU (ray on several machines), on GPUs cuda_ipc or nccl."""
     refit_bucket_bytes: PositiveInt | None = None
     """Size of each of the two buffers of weights on their way (ours); null is 64 MiB, or a larger weight's size."""
+    verify_refit: bool = True
+    """After every refit compare what the engines hold with the trainer's weights, bit by bit (ours).
+
+    False only checks that every tensor arrived and every weight was written.
+    """
     mismatch: MismatchConfig = MismatchConfig()
     """When the engine and training disagree."""
 

@@ -73,6 +73,10 @@ class AsyncGRPO(GRPO):
         metrics |= correction_metrics(whole.batch) | pace_metrics(pace, time.monotonic() - began_at)
         return StepOutcome(metrics, result["skip_reasons"], whole.batch)
 
+    def checkpointed(self, step: int) -> None:
+        """See `Algorithm.checkpointed`: what the step was trained on is not kept any longer."""
+        self.rollouts.checkpointed(step)
+
     @contextmanager
     def _open_step(self, step: int) -> Generator[None]:
         """The ledger's and the ranks' step together: both leave no trace when the block fails."""

@@ -39,6 +39,7 @@ class EventLog:
             if isinstance(event, Finished | Checkpointed):
                 os.fsync(self._descriptor)
         except OSError as error:
+            os.ftruncate(self._descriptor, self._size)
             raise OSError(error.errno, error.strerror, str(self._path)) from error
         self._size += len(line)
 
@@ -59,7 +60,6 @@ class EventLog:
         self.close()
 
     def _write(self, line: bytes) -> None:
-        """Write behind the last whole line: what a write that failed has left there is written over."""
         written = 0
         while written < len(line):
             written += os.pwrite(self._descriptor, line[written:], self._size + written)

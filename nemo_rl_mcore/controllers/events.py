@@ -58,11 +58,12 @@ class Dispatched:
 @_exactly
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """A group has been generated."""
+    """A group has been generated. digest: of its tokens and their log-probabilities; empty where none was taken."""
 
     kind: Literal["committed"] = "committed"
     token: Token
     segments: tuple[Segment, ...]
+    digest: str = ""
 
 
 @_exactly
@@ -117,12 +118,11 @@ class Finishing:
 @_exactly
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """The optimizer has stepped. digest: of what it left, for a replay to compare with; empty where none was taken."""
+    """The optimizer has stepped."""
 
     kind: Literal["finished"] = "finished"
     step: _Count
     chunks: tuple[tuple[_Count, ...], ...]
-    digest: str
 
 
 @_exactly
@@ -148,10 +148,11 @@ class Lost:
 @_exactly
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The engines hold this version."""
+    """The engines hold this version. digest: of its weights; empty where none was taken."""
 
     kind: Literal["published"] = "published"
     version: _Count
+    digest: str = ""
 
 
 @_exactly

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
 import torch
 
+from nemo_rl_mcore.controllers.saved_groups import load_groups, save_groups
 from nemo_rl_mcore.data import BatchedDataDict
 
 
@@ -48,6 +50,22 @@ class GroupStore:
         kept = {position: self._groups[position] for position in retained if position in self._groups}
         self._groups = kept
         self.bytes_held = sum(_bytes(group) for group in kept.values())
+
+    def save(self, folder: Path, positions: Iterable[int]) -> None:
+        """Write these groups into a folder, which is made; raises KeyError for a group that is not held."""
+        save_groups(folder, {position: self.get(position) for position in sorted(positions)})
+
+    def load(self, folder: Path) -> list[int]:
+        """Hold the groups of a folder as well, and give their positions.
+
+        Raises ValueError, naming the file, for damage; KeyError, and holds none, when one is held already.
+        """
+        loaded = load_groups(folder)
+        if twice := sorted(loaded.keys() & self._groups.keys()):
+            raise KeyError(f"groups {twice} are held already")
+        for position, group in loaded.items():
+            self.put(position, group)
+        return [*loaded]
 
 
 def _bytes(group: BatchedDataDict) -> int:

@@ -113,7 +113,7 @@ class Ledger:
         group.attempt, group.min_version, group.state = token.attempt, self.published, GroupState.INFLIGHT
         return token
 
-    def commit(self, token: Token, segments: Sequence[Segment]) -> bool:
+    def commit(self, token: Token, segments: Sequence[Segment], digest: str = "") -> bool:
         """Take a generated group as READY; False, and nothing changes, for an attempt that is not under way any more.
 
         Raises LedgerError for tokens older than the version published at the dispatch or newer than the trainer's, and
@@ -130,7 +130,7 @@ class Ledger:
                 f"{token}: an engine answered with versions {versions}; the group was dispatched at version "
                 f"{group.min_version}, and the newest is {self.version}"
             )
-        self._log(events.Committed(token=token, segments=tuple(segments)))
+        self._log(events.Committed(token=token, segments=tuple(segments), digest=digest))
         group.state, group.min_version = GroupState.READY, min(versions)
         return True
 
@@ -205,11 +205,11 @@ class Ledger:
         self._log(events.Finishing(step=self.version + 1))
         self.step = StepState.FINISHING
 
-    def finish(self, digest: str = "") -> None:
+    def finish(self) -> None:
         """Say that the optimizer has stepped: the groups of the step are TRAINED, the version is one higher."""
         self._require(StepState.FINISHING)
         chunks = tuple(self._chunks)
-        self._log(events.Finished(step=self.version + 1, chunks=chunks, digest=digest))
+        self._log(events.Finished(step=self.version + 1, chunks=chunks))
         for position in self._leased():
             del self._groups[position]
         self.version += 1
@@ -229,10 +229,10 @@ class Ledger:
         self._log(events.Aborted(step=self.version + 1, reason=reason))
         self._return_leases()
 
-    def publish(self) -> None:
+    def publish(self, digest: str = "") -> None:
         """Say that the engines hold `version`."""
         self._require(StepState.COMMITTED)
-        self._log(events.Published(version=self.version))
+        self._log(events.Published(version=self.version, digest=digest))
         self.published = self.version
         self.step = StepState.IDLE
 

@@ -7,6 +7,7 @@ ledger belongs to both, and is read and changed under one condition, on which th
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.controllers.events import Segment, Token
 from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.ledger import Ledger
+from nemo_rl_mcore.controllers.loop_thread import LoopThread
 from nemo_rl_mcore.controllers.states import GroupState, StepState
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
@@ -29,7 +31,6 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import RolloutEngines
 
 _SECTION = "grpo.async_grpo"
-_END_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Rollouts:
     """Implements `interfaces.GenerationInterface` for the training loop, whose updates of the weights it publishes.
 
     A context manager: the thread ends with it, and what is in flight is given up.
+    keeps: whether trained groups are kept until a checkpoint holds what they have taught.
     """
 
     def __init__(
@@ -83,12 +85,15 @@ class Rollouts:
         groups: GroupStore,
         engines: RolloutEngines,
         draw: Draw,
+        *,
+        keeps: bool = False,
     ) -> None:
         self.ledger, self.groups = ledger, groups
         self._section, self._engines, self._draw = section, engines, draw
         self._limit = section.max_inflight_prompts or ledger.limits.groups_per_step * (
             ledger.limits.max_age + 1
         )
+        self._keeps = keeps
         self._drawn: dict[int, Sequence[DrawnGroup]] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -97,9 +102,7 @@ class Rollouts:
         self._idle_since: float | None = None
         self._moved_at = time.monotonic()
         self._paused = self._ended = False
-        self._loop = asyncio.new_event_loop()
-        self._wake = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._thread = LoopThread("rollouts", self._stop_trainer)
 
     # What the training loop asks of its engine
 
@@ -114,11 +117,9 @@ class Rollouts:
         with self._changed:
             self._paused = False
             if self.ledger.step is StepState.COMMITTED:
-                self.ledger.publish()
+                self.ledger.publish(self._engines.weights_digest)
         self._draw_ahead()
-        if not self._thread.is_alive():
-            self._thread.start()
-        self._stir()
+        self._dispatch()
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """Answer prompts beside the groups; the weights do not change meanwhile."""
@@ -166,13 +167,24 @@ class Rollouts:
         """Take note that it has; returns what happened since the last step."""
         with self._changed:
             self.ledger.finish()
-            self.groups.forget_all_but(self.ledger.retained(self.ledger.version))
+            if not self._keeps:
+                self._forget(self.ledger.version)
             self._moved_at = time.monotonic()
             self._count_idle()
             pace, self._pace = self._pace, Pace()
             pace.ready = self.ledger.count(GroupState.READY)
             pace.in_flight = self.ledger.count(GroupState.INFLIGHT)
             return pace
+
+    def checkpointed(self, step: int) -> None:
+        """Take note that the checkpoint of a step is whole: what was trained up to it is not needed any more."""
+        with self._changed:
+            self.ledger.checkpointed(step)
+            self._forget(step)
+
+    def _forget(self, step: int) -> None:
+        self.ledger.forget(step)
+        self.groups.forget_all_but(self.ledger.retained(step))
 
     def give_up(self, reason: str) -> None:
         """Take note that the open step leaves no trace; its groups can be trained again."""
@@ -192,20 +204,10 @@ class Rollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give up what is in flight and end the thread.
-
-        Raises RunStoppedError when it does not end.
-        """
-        self._ended = True
-        if self._thread.is_alive():
-            self._stir()
-            self._thread.join(_END_WITHIN_S)
-        if self._thread.is_alive():
-            raise RunStoppedError(
-                f"the thread that asks for groups did not end within {_END_WITHIN_S:g} s; "
-                f"{self.ledger.count(GroupState.INFLIGHT)} groups are in flight"
-            )
-        self._loop.close()
+        """Give up what is in flight and end the thread."""
+        with self._changed:
+            self._ended = True
+        self._thread.close()
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait, with the condition, until something is so; a signal is heard meanwhile.
@@ -244,16 +246,42 @@ class Rollouts:
         step, place = divmod(position, self.ledger.limits.groups_per_step)
         return self._drawn[step + 1][place]
 
+    def _dispatch(self) -> None:
+        """Ask for all groups that the ledger admits; called by whichever thread has made room."""
+        with self._changed:
+            while self._may_dispatch():
+                token = self.ledger.dispatch()
+                self._thread.begin(self._answer(token, self._group(token.position)))
+            self._count_idle()
+
+    def _may_dispatch(self) -> bool:
+        ledger = self.ledger
+        return (
+            not (self._paused or self._ended)
+            and self._error is None
+            and ledger.may_dispatch()
+            and ledger.count(GroupState.INFLIGHT) < self._limit
+            and ledger.next_position // ledger.limits.groups_per_step + 1 in self._drawn
+        )
+
     # The thread that asks
 
-    def _stir(self) -> None:
-        self._loop.call_soon_threadsafe(self._wake.set)
-
-    def _run(self) -> None:
+    async def _answer(self, token: Token, group: DrawnGroup) -> None:
+        ticket = f"group {token.position}, attempt {token.incarnation}.{token.attempt}"
         try:
-            self._loop.run_until_complete(self._ask())
-        except BaseException as error:  # noqa: BLE001  # raised by the thread that trains
-            self._stop_trainer(error)
+            async with asyncio.timeout(self._section.rollout_timeout_s):
+                answered = await self._engines.respond(group.asked, step=group.step, ticket=ticket)
+        except TimeoutError:
+            await self._engines.cancel(ticket)
+            limit = f"{self._section.rollout_timeout_s:g} s ({_SECTION}.rollout_timeout_s)"
+            self._fail(token, "timeout", RunStoppedError(f"{ticket}: not answered within {limit}"))
+        except Exception as error:  # noqa: BLE001  # raised by the thread that trains, once it is one too many
+            self._fail(token, type(error).__name__, error)
+        else:
+            batch = self._draw.join(group.asked, answered)
+            self._commit(token, batch, segments_of(answered[WEIGHT_VERSIONS]))
+        finally:
+            self._dispatch()
 
     def _stop_trainer(self, error: BaseException) -> None:
         """Have the thread that trains raise this when it next waits."""
@@ -261,59 +289,10 @@ class Rollouts:
             self._error = self._error or error
             self._changed.notify_all()
 
-    async def _ask(self) -> None:
-        """Ask for groups while the ledger admits them, until the end."""
-        tasks: set[asyncio.Task[None]] = set()
-        while not self._ended:
-            for token, group in self._dispatch():
-                task = self._loop.create_task(self._answer(token, group))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-            await self._wake.wait()
-            self._wake.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _dispatch(self) -> list[tuple[Token, DrawnGroup]]:
-        found: list[tuple[Token, DrawnGroup]] = []
-        with self._changed:
-            while self._may_dispatch():
-                token = self.ledger.dispatch()
-                found.append((token, self._group(token.position)))
-            self._count_idle()
-        return found
-
-    def _may_dispatch(self) -> bool:
-        ledger = self.ledger
-        return (
-            not self._paused
-            and self._error is None
-            and ledger.may_dispatch()
-            and ledger.count(GroupState.INFLIGHT) < self._limit
-            and ledger.next_position // ledger.limits.groups_per_step + 1 in self._drawn
-        )
-
-    async def _answer(self, token: Token, group: DrawnGroup) -> None:
-        ticket = f"group {token.position}, attempt {token.incarnation}.{token.attempt}"
-        try:
-            async with asyncio.timeout(self._section.rollout_timeout_s):
-                answered = await self._engines.respond(group.asked, step=group.step, ticket=ticket)
-            batch = self._draw.join(group.asked, answered)
-            self._commit(token, batch, segments_of(answered[WEIGHT_VERSIONS]))
-        except TimeoutError:
-            await self._engines.cancel(ticket)
-            limit = f"{self._section.rollout_timeout_s:g} s ({_SECTION}.rollout_timeout_s)"
-            self._fail(token, "timeout", RunStoppedError(f"{ticket}: not answered within {limit}"))
-        except Exception as error:  # noqa: BLE001  # raised there too, once it is one too many
-            self._fail(token, type(error).__name__, error)
-        finally:
-            self._wake.set()
-
     def _commit(self, token: Token, batch: BatchedDataDict, segments: Sequence[Segment]) -> None:
         with self._changed:
-            self.groups.put(token.position, batch)  # before anybody can lease it
-            self.ledger.commit(token, segments)
+            if self.ledger.commit(token, segments, digest_of_group(batch)):
+                self.groups.put(token.position, batch)
             self._failures = 0
             self._moved_at = time.monotonic()
             self._changed.notify_all()
@@ -337,6 +316,15 @@ class Rollouts:
         if self._idle_since is not None:
             self._pace.engine_idle_s += now - self._idle_since
         self._idle_since = None if self.ledger.count(GroupState.INFLIGHT) else now
+
+
+def digest_of_group(batch: BatchedDataDict) -> str:
+    """16 hexadecimal digits of what was asked, answered, and how likely; the padding does not enter."""
+    found = hashlib.blake2b(digest_size=8)
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        for column in ("input_ids", "generation_logprobs"):
+            found.update(batch[column][row, :length].contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def segments_of(versions_BT: torch.Tensor) -> list[Segment]:

@@ -62,6 +62,8 @@ class SavedLedger(BaseModel):
             return "the saved ledger is broken: its groups are not in order, or not before the cursor"
         if self.version * self.groups_per_step + len(dropped) + len(positions) != self.cursor:
             return "the saved ledger is broken: positions before the cursor are missing"
+        if not dropped.isdisjoint(positions) or max(dropped, default=-1) >= self.cursor:
+            return "the saved ledger is broken: a group is dropped and still there"
         if any((group.min_version or 0) > self.version for group in self.groups):
             return "the saved ledger is broken: a group is newer than the weights"
         return None

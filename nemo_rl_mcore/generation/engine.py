@@ -14,6 +14,7 @@ import torch
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.generation.refit.verification import Digests
 
 type Eventually[Result] = Result | Awaitable[Result]
 
@@ -114,8 +115,15 @@ class Engine(Protocol):
         """Load a bucket; when it returns, the sender may reuse the memory."""
         ...
 
-    def finish_refit(self, version: int, tensors: int) -> Eventually[int]:
-        """Acknowledge the version once all its `tensors` are in place; what was cached of older weights is dropped."""
+    def finish_refit(self, version: int, sent: Digests) -> Eventually[int]:
+        """Acknowledge the version once what was sent is held; what was cached of older weights is dropped.
+
+        sent: the tensors by name, each with its digest (`refit.digests`) in the number format in which the engine
+        holds it, or None where only names are compared.
+
+        Raises IncompleteRefitError, naming the tensors that differ, are missing, or were not sent; the engine then
+        holds weights of no version.
+        """
         ...
 
     def join_broadcast(
@@ -148,7 +156,8 @@ class EngineKind:
     name: of the kind, for messages. engine: the class of an actor, an `Engine` that is built from `settings`.
     environment: variables of its processes besides those of a rank. engines: how many there are, unless the GPUs that
     they share or are given say so; gpus: of each one, where there are some. sleeps: whether training gets its memory.
-    section: of the recipe, which has the keys start_timeout_s, call_timeout_s and max_restarts.
+    section: of the recipe, which has the keys start_timeout_s, call_timeout_s and max_restarts. precision: number
+    format that the engines hold weights in; None is the one they are sent in.
     """
 
     name: str
@@ -163,6 +172,7 @@ class EngineKind:
     start_timeout_s: float
     call_timeout_s: float
     max_restarts: int
+    precision: str | None = None
 
     @property
     def noun(self) -> str:

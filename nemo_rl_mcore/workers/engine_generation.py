@@ -19,6 +19,7 @@ from nemo_rl_mcore.generation.engine import (
     as_requests,
 )
 from nemo_rl_mcore.generation.lengths import check_lengths
+from nemo_rl_mcore.generation.refit.verification import of_all
 from nemo_rl_mcore.ops.sampling import sample_keys
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.workers.cluster import RayCluster
@@ -65,6 +66,8 @@ class EngineGeneration:
         self._requests: EngineRequests | None = None
         self._held: int | None = None
         self._version: int | None = None
+        self.weights_digest = ""
+        """Of the weights that the engines hold, where refits are verified; see `refit.verification.of_all`."""
         self._asleep = False
         self._restarts_left = kind.max_restarts
 
@@ -188,10 +191,10 @@ class EngineGeneration:
         if self._asleep:
             engines.run_all("wake_up", ["weights"], context=context)
         engines.run_all("begin_refit", version, context=context)
-        tensors = self._source.send_weights()
-        acknowledged = engines.run_all("finish_refit", version, tensors, context=context)
+        sent = self._source.send_weights()
+        acknowledged = engines.run_all("finish_refit", version, sent, context=context)
         assert acknowledged == [version] * engines.world_size
         if self._asleep:
             engines.run_all("wake_up", ["kv_cache"], context=context)
             self._asleep = False
-        self._held = version
+        self._held, self.weights_digest = version, of_all(sent)

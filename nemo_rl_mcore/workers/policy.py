@@ -14,6 +14,7 @@ from nemo_rl_mcore.data.token_budget import split_balanced
 from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.generation.lengths import check_lengths
 from nemo_rl_mcore.generation.refit.sender import BroadcastRendezvous, Engines, RefitSettings
+from nemo_rl_mcore.generation.refit.verification import Digests
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.train_step import TrainStepError
@@ -194,8 +195,8 @@ class Policy:
         """Shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
         return self._first_of_all("prepare_refit_info")
 
-    def send_weights(self) -> int:
-        """Stream all weights to the engines; returns the number of tensors."""
+    def send_weights(self) -> Digests:
+        """Stream all weights to the engines; returns the tensors by name, with digests where they are verified."""
         return self._first_of_all("send_weights")
 
     def export_hf(self, folder: str, *, origin: str | None = None) -> None:

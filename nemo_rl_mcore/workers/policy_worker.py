@@ -24,6 +24,7 @@ from nemo_rl_mcore.generation.refit.sender import (
     WeightSender,
     open_sender,
 )
+from nemo_rl_mcore.generation.refit.verification import Digests
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import sample_keys
 from nemo_rl_mcore.training.backends import open_backend
@@ -298,8 +299,11 @@ class MegatronPolicyWorker:
             for name, tensor in self.backend.full_tensors()
         }
 
-    def send_weights(self) -> int:
-        """Stream all weights to the engines; returns the number of tensors. Every rank calls it together."""
+    def send_weights(self) -> Digests:
+        """Stream all weights to the engines; returns what was sent, see `sender.WeightSender.send`.
+
+        Every rank calls it together.
+        """
         if self._sender is None:
             raise ValueError("send_weights before connect_engines: there is no engine to send to")
         self._meet("send_weights")

@@ -8,6 +8,7 @@ from typing import Protocol
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.generation.refit.sender import BroadcastRendezvous, Engines, RefitSettings
+from nemo_rl_mcore.generation.refit.verification import Digests
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster
 from nemo_rl_mcore.workers.engine_placement import place_engines, transport_of
 from nemo_rl_mcore.workers.ray_engines import RayEngines
@@ -30,8 +31,8 @@ class WeightSource(Protocol):
         """Get ready to send to these engines, and to no others any more; says where to meet for a broadcast."""
         ...
 
-    def send_weights(self) -> int:
-        """Stream all weights to the engines; returns the number of tensors."""
+    def send_weights(self) -> Digests:
+        """Stream all weights to the engines; returns the tensors by name, with digests where they are verified."""
         ...
 
 
@@ -51,18 +52,25 @@ def start_engines(
         noun="engine",
     )
     try:
-        _connect(engines, kind, transport_of(cluster.config, config.generation), source)
+        settings = RefitSettings(
+            transport_of(cluster.config, config.generation),
+            kind.bucket_bytes,
+            kind.call_timeout_s,
+            receivers=engines.world_size * kind.gpus,
+            verify=config.generation.verify_refit,
+            held_as=kind.precision,
+        )
+        _connect(engines, kind, settings, source)
     except BaseException:
         engines.shutdown()
         raise
     return engines
 
 
-def _connect(engines: RayWorkerGroup, kind: EngineKind, transport: str, source: WeightSource) -> None:
+def _connect(
+    engines: RayWorkerGroup, kind: EngineKind, settings: RefitSettings, source: WeightSource
+) -> None:
     """Tell the ranks which engines to send to."""
-    settings = RefitSettings(
-        transport, kind.bucket_bytes, kind.call_timeout_s, receivers=engines.world_size * kind.gpus
-    )
     reached = RayEngines(engines.actors, kind.noun, f"{kind.section}.call_timeout_s")
     rendezvous = source.connect_engines(reached, settings)
     if rendezvous is not None:

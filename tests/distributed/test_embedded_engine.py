@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 
 def open_engine(**generation):
     import tiny
@@ -84,34 +86,96 @@ def test_the_engine_answers_as_the_ranks_do(ranks):
     assert 0 < sum(asked["finished"]) < 4
 
 
-def a_refit_that_lacks_something(fault):
-    import torch
-    from engine_contract import load
+class FaultyFilling:
+    """A `WeightFilling` after which the model does not hold what came."""
 
-    engine = open_engine()
-    tensors = dict(weights_of(engine, 1.0))
+    def __init__(self, filling, fault, stale, chunk):
+        self.filling, self.fault, self.stale = filling, fault, stale
+        self.parameters = dict(chunk.named_parameters())
+
+    def take(self, name, tensor):
+        if self.fault == "skipped" and name == "model.norm.weight":
+            return
+        self.filling.take(name, self.stale[name] if self.fault == "stale" and "up_proj" in name else tensor)
+
+    def missing(self):
+        import torch
+
+        with torch.no_grad():
+            if self.fault == "flipped":
+                self.of("layers.0.mlp.linear_fc2.weight").view(torch.int32)[3, 5] ^= 1
+            elif self.fault == "half":
+                rows = self.of("layers.1.self_attention.linear_qkv.weight")
+                rows[: len(rows) // 2] = 0
+        return () if self.fault == "skipped" else self.filling.missing()
+
+    def of(self, end):
+        return next(parameter for name, parameter in self.parameters.items() if name.endswith(end))
+
+
+def sent_with(fault, tensors):
+    """The tensors of a sender that has another model."""
+    import torch
+
     match fault:
         case "a part of a weight":
-            del tensors["model.layers.1.self_attn.k_proj.weight"]
+            return [pair for pair in tensors if pair[0] != "model.layers.1.self_attn.k_proj.weight"]
         case "another model's tensor":
-            tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2)
+            return [*tensors, ("model.layers.7.mlp.up_proj.weight", torch.zeros(2))]
         case "another shape":
-            tensors["model.norm.weight"] = torch.zeros(31)
+            changed = {"model.norm.weight": torch.zeros(31)}
+            return [(name, changed.get(name, tensor)) for name, tensor in tensors]
+        case _:
+            return tensors
+
+
+def a_refit_with_a_fault(fault, transport, verify):
+    """What the second refit of an engine says, and the version that it then holds."""
+    from engine_contract import load
+
+    from nemo_rl_mcore.generation.refit.transports import MessageSender, SharedMemorySender
+
+    engine = open_engine()
+    sender = {"ray": MessageSender, "shared_memory": SharedMemorySender}[transport]
+    stale, sent = weights_of(engine, 1.0), sent_with(fault, weights_of(engine, 2.0))
+    asyncio.run(load(engine, stale, 0, sender=sender))
+    filling, (chunk,) = engine._backend.filling, engine._backend.chunks
+    engine._backend.filling = lambda: FaultyFilling(filling(), fault, dict(stale), chunk)
+    told = None if verify else dict.fromkeys(name for name, _ in sent)
     try:
-        asyncio.run(load(engine, [*tensors.items()], 0))
+        asyncio.run(load(engine, sent, 1, sender=sender, sent=told))
     except (RuntimeError, ValueError) as error:
         return str(error), engine.weights.version
     return "", engine.weights.version
 
 
-FAULTS = {
-    "a part of a weight": "no weights for model.layers.1.self_attn.k_proj.weight",
+UNEQUAL = {
+    "flipped": "1 not as they were sent: model.layers.0.mlp.down_proj.weight",
+    "skipped": "1 not as they were sent: model.norm.weight",
+    "stale": "2 not as they were sent: model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight",
+    "half": "not as they were sent: model.layers.1.self_attn.q_proj.weight",
+}
+WRONG = {
+    "a part of a weight": "1 without new weights: model.layers.1.self_attn.k_proj.weight",
     "another model's tensor": "the model has no tensor model.layers.7.mlp.up_proj.weight",
     "another shape": "model.norm.weight has the shape (31,), and the architecture gives it (32,)",
-    "": "",
 }
 
 
-def test_weights_that_are_not_the_models_are_named(ranks):
-    for fault, message in FAULTS.items():
-        assert ranks(1).run(a_refit_that_lacks_something, fault) == [(message, None if message else 0)]
+@pytest.mark.parametrize("transport", ["shared_memory", "ray"])
+def test_weights_that_are_not_as_they_were_sent_are_named(ranks, transport):
+    for fault, expected in (UNEQUAL | WRONG).items():
+        ((message, held),) = ranks(1).run(a_refit_with_a_fault, fault, transport, True)
+        assert expected in message, fault
+        assert held is None
+    ((message, held),) = ranks(1).run(a_refit_with_a_fault, "", transport, True)
+    assert (message, held) == ("", 1)
+
+
+def test_without_the_comparison_only_names_and_shapes_are_told(ranks):
+    for fault in UNEQUAL:
+        assert ranks(1).run(a_refit_with_a_fault, fault, "shared_memory", False) == [("", 1)], fault
+    for fault, expected in WRONG.items():
+        ((message, held),) = ranks(1).run(a_refit_with_a_fault, fault, "shared_memory", False)
+        assert expected in message
+        assert held is None

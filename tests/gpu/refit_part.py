@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,6 +23,7 @@ from worker_part import weights
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.generation.refit.buckets import Bucket
+from nemo_rl_mcore.generation.refit.digests import digests as refit_digests
 from nemo_rl_mcore.generation.refit.sender import EngineLostError, RefitSettings, open_sender
 from nemo_rl_mcore.generation.refit.transports import CudaIpcReceiver, ReceivingEnd, SharedMemoryReceiver
 
@@ -147,6 +148,8 @@ def _obey(
             accelerator.synchronize(device)  # the sender may fill the buffer again once it is told
         case "digests":
             return digests(held.items())
+        case "refit digests":
+            return refit_digests(held.items())
         case "forget":
             held.clear()
             receiver.close()
@@ -174,7 +177,9 @@ def check_worker(report: Report, worker: Any, engine: ReceivingProcess, device: 
             sent, expected = worker.send_weights(), digests(weights(worker).items())
             seen.append(engine.ask("digests"))
             report.compared(group, f"tensors that differ, {moment}", _wrong(seen[-1], expected), 0.0)
-            report.compared(group, f"tensors missing, {moment}", float(len(expected) - sent), 0.0)
+            report.compared(group, f"tensors missing, {moment}", float(len(expected) - len(sent)), 0.0)
+            held = engine.ask("refit digests")
+            report.compared(group, f"digests that differ, {moment}", _wrong(held, sent), 0.0)
             assert worker.train(tiny.grpo_batch(), tiny.grpo_loss())["update_successful"]
         same = sum(seen[0][name] == seen[1][name] for name in seen[0]) / len(seen[0])
         report.compared(group, "share of tensors that a step left as they were", same, 0.5)
@@ -187,9 +192,11 @@ def check_odd_tensors(report: Report, engine: ReceivingProcess, device: str) -> 
     with report.attempt(group, "tensors that differ"):
         tensors = dict(odd_tensors(device))
         with _sender(engine, device, bucket=4096) as sender:
-            sender.send(tensors.items())
+            sent = sender.send(tensors.items())
         difference = _wrong(engine.ask("digests"), digests(tensors.items()))
         report.compared(group, "tensors that differ", difference, 0.0)
+        told = refit_digests((name, tensor.cpu()) for name, tensor in tensors.items())
+        report.compared(group, "digests that are not those on a CPU", _wrong(sent, told), 0.0)
     engine.ask("forget")
     with report.attempt(group, "a tensor that is larger than a buffer is refused"):
         with _sender(engine, device, bucket=4096) as sender:
@@ -256,24 +263,26 @@ def shared_memory_in_use(device: torch.device) -> int:
 
 
 def measure_speed(report: Report, engine: ReceivingProcess, device: str) -> None:
-    """Seconds to send 4 GiB of bfloat16, which the receiver copies out of the buffers."""
+    """Seconds to send 4 GiB of bfloat16, which the receiver copies out of the buffers, without digests and with."""
     pieces, bucket = 64, 256 << 20
     with report.attempt("speed", "4 GiB"):
-        piece = torch.zeros(32 << 20, dtype=torch.bfloat16, device=device)  # 64 MiB
-        with _sender(engine, device, bucket) as sender:
-            sender.send([("layer.0", piece)])
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            sender.send((f"layer.{n}", piece) for n in range(pieces))
-            seconds = time.perf_counter() - start
-        rate = pieces * piece.nbytes / seconds / 1e9
-        report.figure("refit", {"": "4 GiB, buckets of 256 MiB", "seconds": seconds, "GB/s": rate})
+        piece = torch.zeros(8192, 4096, dtype=torch.bfloat16, device=device)  # 64 MiB
+        for verify in (False, True):
+            with _sender(engine, device, bucket, verify) as sender:
+                sender.send([("layer.0", piece)])
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                sender.send((f"layer.{n}", piece) for n in range(pieces))
+                seconds = time.perf_counter() - start
+            rate = pieces * piece.nbytes / seconds / 1e9
+            what = f"4 GiB, buckets of 256 MiB, {'with' if verify else 'without'} the sender's digests"
+            report.figure("refit", {"": what, "seconds": seconds, "GB/s": rate})
     engine.ask("forget")
 
 
 @contextmanager
-def _sender(engine: ReceivingProcess, device: str, bucket: int) -> Iterator[Any]:
-    settings = RefitSettings(TRANSPORTS[device], bucket, ANSWER_S)
+def _sender(engine: ReceivingProcess, device: str, bucket: int, verify: bool = True) -> Iterator[Any]:
+    settings = RefitSettings(TRANSPORTS[device], bucket, ANSWER_S, verify=verify)
     sender = open_sender(settings, engine, accelerator.device())
     try:
         yield sender
@@ -291,6 +300,6 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + octets).hexdigest()
 
 
-def _wrong(found: dict[str, str], expected: dict[str, str]) -> float:
+def _wrong(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
     names = found.keys() | expected.keys()
     return float(sum(found.get(name) != expected.get(name) for name in names))

@@ -110,10 +110,12 @@ def messages(
 
 
 def refit(engine: VllmEngine, model: Any, version: int) -> None:
+    from nemo_rl_mcore.generation.refit.digests import digests
+
     engine.begin_refit(version)
     for message in messages(weights(model)):
         engine.load_bucket(message)
-    assert engine.finish_refit(version, len(weights(model))) == version
+    assert engine.finish_refit(version, digests(weights(model))) == version
 
 
 def requests(lengths: Iterable[int] = PROMPT_LENGTHS) -> list[Request]:

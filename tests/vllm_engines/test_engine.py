@@ -41,6 +41,7 @@ def refused_versions(folder):
     import engine_process as tiny
 
     from nemo_rl_mcore.generation.engine import Sampling, WrongWeightsError
+    from nemo_rl_mcore.generation.refit.digests import digests
     from nemo_rl_mcore.generation.vllm.engine import VllmEngine
 
     tiny.model_folder(folder)
@@ -69,11 +70,11 @@ def refused_versions(folder):
     attempt("half applied, old version", engine.generate, asked, sampling, 0)
 
     # One that loses a tensor on the way, and one whose sender never had it.
-    for name, announced in (("a lost tensor", len(tensors)), ("a missing weight", len(tensors) - 1)):
+    for name, sent in (("a lost tensor", tensors), ("a missing weight", tensors[:-1])):
         engine.begin_refit(1)
         for message in tiny.messages(tensors[:-1]):
             engine.load_bucket(message)
-        attempt(name, engine.finish_refit, 1, announced)
+        attempt(name, engine.finish_refit, 1, digests(sent))
         attempt(f"{name}, then", engine.generate, asked, sampling, 1)
 
     engine.begin_refit(1)
@@ -98,8 +99,8 @@ def test_an_engine_answers_only_with_whole_weights_of_the_version_asked_for(engi
         assert "asked for weights of version 1, and the engine's are of no version" in refusals.pop(name)
     assert "asked for weights of version 1, and the engine's are of 0" in refusals.pop("another version")
     assert "version 0 are not newer than those of 0" in refusals.pop("the same version again")
-    assert "of 21 tensors arrived" in refusals.pop("a lost tensor")
-    assert "no weights for lm_head.weight" in refusals.pop("a missing weight")
+    assert "of 21 tensors 1 sent and not found: lm_head.weight" in refusals.pop("a lost tensor")
+    assert "of 20 tensors 1 without new weights: lm_head.weight" in refusals.pop("a missing weight")
     assert "nonsense" in refusals.pop("an unknown tensor")
     assert not refusals
     assert error_afterwards < LOGPROBS
@@ -212,6 +213,7 @@ def in_flight(folder):
     import engine_process as tiny
 
     from nemo_rl_mcore.generation.engine import Sampling
+    from nemo_rl_mcore.generation.refit.digests import digests
     from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine
 
     tiny.model_folder(folder)
@@ -221,7 +223,7 @@ def in_flight(folder):
         await engine.begin_refit(version)
         for message in tiny.messages(tiny.weights(models[version])):
             await engine.load_bucket(message)
-        await engine.finish_refit(version, len(tiny.weights(models[version])))
+        await engine.finish_refit(version, digests(tiny.weights(models[version])))
 
     async def scenario():
         engine = AsyncVllmEngine(tiny.settings(folder))

@@ -20,8 +20,10 @@ from nemo_rl_mcore.generation.engine import (
     Response,
     Sampling,
 )
-from nemo_rl_mcore.generation.refit.receivers import IncompleteRefitError, Receivers
+from nemo_rl_mcore.generation.refit.digests import digests
+from nemo_rl_mcore.generation.refit.receivers import Receivers
 from nemo_rl_mcore.generation.refit.transports import MessageRelay
+from nemo_rl_mcore.generation.refit.verification import Digests, require_as_sent
 from nemo_rl_mcore.ops.sampling import SamplingParams
 from nemo_rl_mcore.training.backends import open_generator
 from nemo_rl_mcore.training.policy_backend import Decoding, GenerationRequest, GeneratorFactory, WeightFilling
@@ -135,16 +137,15 @@ class EmbeddedEngine:
             self._filling.take(name, tensor)
             self._received.add(name)
 
-    async def finish_refit(self, version: int, tensors: int) -> int:
+    async def finish_refit(self, version: int, sent: Digests) -> int:
         """See `Engine.finish_refit`; generation goes on."""
         progress.advance("finish_refit")
         assert self._filling is not None
         self._receivers.close()
         self._relay.close()
-        if len(self._received) != tensors:
-            raise IncompleteRefitError(f"{len(self._received)} of {tensors} tensors arrived")
-        if missing := self._filling.missing():
-            raise IncompleteRefitError(f"no weights for {', '.join(missing)}")
+        require_as_sent(sent, dict.fromkeys(self._received), unwritten=self._filling.missing())
+        if None not in sent.values():
+            require_as_sent(sent, digests(self._backend.full_tensors()))
         self._filling = None
         if self._reread:
             for decoding in self._asked.values():

@@ -19,10 +19,6 @@ from nemo_rl_mcore.generation.refit.transports import (
 )
 
 
-class IncompleteRefitError(RuntimeError):
-    """The weights that arrived are not those of a whole model."""
-
-
 class Receivers:
     """The ends of all transports of one process; `device` is what its model is on."""
 

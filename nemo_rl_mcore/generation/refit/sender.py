@@ -19,6 +19,7 @@ from nemo_rl_mcore import progress
 from nemo_rl_mcore.agreement import together
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
+from nemo_rl_mcore.generation.refit.digests import Digester
 from nemo_rl_mcore.generation.refit.transports import (
     BroadcastSender,
     Bystander,
@@ -56,13 +57,16 @@ class Engines(Protocol):
 class RefitSettings:
     """How weights travel: `transport` is a value of policy.generation.refit_transport.
 
-    receivers: processes that hold a part of an engine. timeout_s: deadline of an acknowledgement.
+    receivers: processes that hold a part of an engine. timeout_s: deadline of an acknowledgement. verify: whether
+    digests of the tensors are taken; held_as: number format that the engines hold them in, if not that of the trainer.
     """
 
     transport: str
     bucket_bytes: int
     timeout_s: float
     receivers: int = 1
+    verify: bool = True
+    held_as: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,8 @@ class WeightSender:
         self._loading: list[Any] = [None] * len(self._packers)
         self._slot = 0
 
-    def send(self, tensors: NamedTensors) -> int:
-        """Send every tensor and wait until all are loaded; returns how many they are.
+    def send(self, tensors: NamedTensors) -> dict[str, int | None]:
+        """Send every tensor and wait until all are loaded; returns their names, on the first rank with their digests.
 
         Raises EngineLostError, naming the engine, what loading raised there, or ValueError for a tensor that no bucket
         has room for: on all ranks, at the same tensor, so that none waits for another in the rest of the export.
@@ -116,11 +120,15 @@ class WeightSender:
         self._packers.clear()
         self._transport.close()
 
-    def _send(self, tensors: NamedTensors) -> int:
-        count = 0
+    def _send(self, tensors: NamedTensors) -> dict[str, int | None]:
+        digester = Digester(self._settings.held_as) if self._settings.verify and self._is_first else None
+        sent: dict[str, int | None] = {}
         for name, tensor in tensors:
             progress.advance(f"sending {name}")
-            count += 1
+            sent[name] = None
+            # Of the trainer's tensor, not of its copy in the buffer.
+            if digester is not None:
+                digester.add(name, tensor)
             if not self._packers[self._slot].add(name, tensor):
                 self._deliver_and_turn()
                 if not self._packers[self._slot].add(name, tensor):
@@ -133,7 +141,7 @@ class WeightSender:
         with together("the end of a refit"):
             for slot in range(len(self._packers)):
                 self._wait_for_engines(slot)
-        return count
+        return sent if digester is None else {**digester.digests()}
 
     def _deliver_and_turn(self) -> None:
         """Hand the filled slot to the engines and go on with the other, once that one is free."""

@@ -21,6 +21,8 @@ from nemo_rl_mcore.generation.engine import (
     Sampling,
 )
 from nemo_rl_mcore.generation.refit.transports import MessageRelay
+from nemo_rl_mcore.generation.refit.verification import Digests
+from nemo_rl_mcore.generation.vllm.refit_report import reads_back, require_refit
 
 _LOGPROBS_MODE = "processed_logprobs"
 """Of the distribution that is sampled from: the temperature divides the logits, as in training."""
@@ -110,11 +112,11 @@ class VllmEngine:
         progress.advance("load_bucket")
         self._llm.collective_rpc("load_refit_bucket", args=(self._relay.relay(message),))
 
-    def finish_refit(self, version: int, tensors: int) -> int:
+    def finish_refit(self, version: int, sent: Digests) -> int:
         """See `Engine.finish_refit`."""
         progress.advance("finish_refit")
         self._relay.close()
-        self._llm.collective_rpc("finish_refit", args=(tensors,))
+        require_refit(sent, self._llm.collective_rpc("finish_refit", args=(reads_back(sent),)))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache after a refit")
         return self.weights.finish(version)
@@ -201,11 +203,11 @@ class AsyncVllmEngine:
         progress.advance("load_bucket")
         await self._llm.collective_rpc("load_refit_bucket", args=(self._relay.relay(message),))
 
-    async def finish_refit(self, version: int, tensors: int) -> int:
+    async def finish_refit(self, version: int, sent: Digests) -> int:
         """See `Engine.finish_refit`; generation goes on."""
         progress.advance("finish_refit")
         self._relay.close()
-        await self._llm.collective_rpc("finish_refit", args=(tensors,))
+        require_refit(sent, await self._llm.collective_rpc("finish_refit", args=(reads_back(sent),)))
         self.weights.finish(version)
         await self._llm.resume_generation()
         self._may_generate.set()

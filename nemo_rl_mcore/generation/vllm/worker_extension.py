@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import signal
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import utils as vllm_linear
 
 from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.generation.refit.receivers import IncompleteRefitError, Receivers
+from nemo_rl_mcore.generation.refit.receivers import Receivers
+from nemo_rl_mcore.generation.vllm.held_weights import held_blocks
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -56,17 +58,20 @@ class RefitExtension:
         self._refit_received.update(tensors)
         accelerator.synchronize(self.device)
 
-    def finish_refit(self, tensors: int) -> None:
-        """Check that all `tensors` arrived and that no weight of the model was left out.
+    def finish_refit(self, read_back: bool) -> dict[str, Any]:
+        """Say what this process has: fields of `refit_report.ProcessReport`, in plain data.
 
-        Raises IncompleteRefitError.
+        read_back: whether what the model holds is read.
         """
         self._refit_ends().close()
-        if len(self._refit_received) != tensors:
-            raise IncompleteRefitError(f"{len(self._refit_received)} of {tensors} tensors arrived")
-        missing = sorted({name for name, _ in self._refit_model().named_parameters()} - self._refit_loaded)
-        if missing:
-            raise IncompleteRefitError(f"no weights for {', '.join(missing)}")
+        model = self._refit_model()
+        blocks, unreadable = held_blocks(model) if read_back else ([], [])
+        return {
+            "received": sorted(self._refit_received),
+            "unwritten": sorted({name for name, _ in model.named_parameters()} - self._refit_loaded),
+            "blocks": [asdict(block) for block in blocks],
+            "unreadable": unreadable,
+        }
 
     def _refit_model(self) -> Any:
         return self.model_runner.get_model()

@@ -33,9 +33,14 @@ class AnswersWithWhateverItHolds(FakeEngine):
         return await super().generate(requests, sampling, None, ticket)
 
 
-class CountsNoTensors(FakeEngine):
-    async def finish_refit(self, version, tensors):
-        return await super().finish_refit(version, len(self._tensors))
+class AsksNoNames(FakeEngine):
+    async def finish_refit(self, version, sent):
+        return await super().finish_refit(version, {name: sent.get(name) for name in self._received})
+
+
+class ComparesNames(FakeEngine):
+    async def finish_refit(self, version, sent):
+        return await super().finish_refit(version, dict.fromkeys(sent))
 
 
 class KeepsItsWeightsAsleep(FakeEngine):
@@ -48,7 +53,8 @@ class HearsNoCancel(FakeEngine):
 
 
 @pytest.mark.parametrize(
-    "engine_class", [AnswersWithWhateverItHolds, CountsNoTensors, KeepsItsWeightsAsleep, HearsNoCancel]
+    "engine_class",
+    [AnswersWithWhateverItHolds, AsksNoNames, ComparesNames, KeepsItsWeightsAsleep, HearsNoCancel],
 )
 def test_an_engine_that_breaks_the_contract_is_found_out(engine_class):
     # One of them waits for weights that nobody sends.

@@ -5,82 +5,17 @@ import signal
 import sys
 from itertools import pairwise
 
-import fake_engine
 import pytest
 import ray
 import torch
 from fake_engine import VOCABULARY, FakeEngine
+from fake_generation import STOP, Weights, generation, prompts
 
-from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.generation.engine import EngineKind, WrongWeightsError
-from nemo_rl_mcore.generation.refit.sender import open_sender
-from nemo_rl_mcore.workers.cluster import Placement
-from nemo_rl_mcore.workers.engine_generation import EngineGeneration
+from nemo_rl_mcore.generation.engine import WrongWeightsError
 from nemo_rl_mcore.workers.failures import WorkerError
 
 # pytest's module names mean nothing to a worker.
-ray.cloudpickle.register_pickle_by_value(fake_engine)
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-STOP = (0, 1, 2, 3, 4, 5)
-
-
-class Weights:
-    """A `WeightSource` of one process; `fail` breaks the next refit off."""
-
-    placement = Placement(())
-
-    def __init__(self):
-        self.scale, self.fail, self.sent = 1.0, False, 0
-
-    def gpus(self):
-        return ()
-
-    def connect_engines(self, engines, settings):
-        self._sender = open_sender(settings, engines, torch.device("cpu"))
-
-    def send_weights(self):
-        if self.fail:
-            self.fail = False
-            raise RuntimeError("broke off")
-        self.sent += 1
-        return self._sender.send((f"weight.{i}", torch.full((50,), self.scale)) for i in range(10))
-
-
-def kind(**changes):
-    return EngineKind(
-        **{
-            "name": "fake", "engine": FakeEngine, "settings": 0.0, "environment": {}, "engines": 2, "gpus": 1,
-            "sleeps": False, "bucket_bytes": 1024, "section": "policy.generation.fake", "start_timeout_s": 60.0,
-            "call_timeout_s": 60.0, "max_restarts": 0, **changes,
-        }
-    )  # fmt: skip
-
-
-def generation(cluster, source, transport=None, **changes):
-    config = PolicyConfig.model_validate(
-        {
-            "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 32},
-            "tokenizer": {"name": "char"},
-            "train_global_batch_size": 8,
-            "train_micro_batch_size": 8,
-            "max_total_sequence_length": 16,
-            "megatron_cfg": {"optimizer": {"lr": 1e-3}},
-            "generation": {"backend": "vllm", "max_new_tokens": 6, "refit_transport": transport},
-        }
-    )
-    return EngineGeneration(kind(**changes), config, cluster, source, stop_ids=STOP, seed=3)
-
-
-def prompts(*lengths):
-    rows = torch.arange(len(lengths))
-    return BatchedDataDict(
-        input_ids=torch.ones(len(lengths), max(lengths), dtype=torch.long),
-        input_lengths=torch.tensor(lengths),
-        prompt_index=rows,
-        sample_index=torch.zeros_like(rows),
-    )
 
 
 def test_a_prompt_that_leaves_no_room_for_a_response_is_refused_as_by_the_training_model(cluster):

@@ -9,6 +9,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
+from nemo_rl_mcore.generation.refit.digests import digests
 from nemo_rl_mcore.generation.refit.sender import EngineLostError, RefitSettings, open_sender
 from nemo_rl_mcore.generation.refit.transports import MessageRelay, SharedMemoryReceiver, SharedMemorySender
 from nemo_rl_mcore.workers.ray_engines import RayEngines
@@ -89,8 +90,8 @@ def tensors(count=TENSORS):
         yield f"weight.{i}", torch.randn(shapes[i % 9], generator=generator).to(dtypes[i % 3])
 
 
-def sender(engines, transport="shared_memory", timeout_s=60.0):
-    settings = RefitSettings(transport, BUCKET, timeout_s)
+def sender(engines, transport="shared_memory", timeout_s=60.0, **settings):
+    settings = RefitSettings(transport, BUCKET, timeout_s, **settings)
     return open_sender(settings, RayEngines(engines, "vLLM engine"), torch.device("cpu"))
 
 
@@ -105,7 +106,7 @@ def test_every_engine_gets_every_tensor_bit_for_bit_also_when_it_is_slow(engine,
     engines = [engine(0), engine(1, slowness_s=0.05)]
     sending = sender(engines, transport)
     for _ in range(2):
-        assert sending.send(tensors()) == TENSORS
+        assert sending.send(tensors()) == digests(tensors())
     for actor in engines:
         received, sizes = ray.get(actor.received.remote())
         assert received == as_received(tensors())
@@ -113,6 +114,12 @@ def test_every_engine_gets_every_tensor_bit_for_bit_also_when_it_is_slow(engine,
         assert len(sizes) >= 12, "many more buckets than slots"
         assert max(sizes) > 1, "small tensors share a bucket"
     sending.close()
+
+
+def test_digests_are_of_what_engines_hold_or_are_not_taken(engine):
+    cast = [(name, tensor.to(torch.bfloat16)) for name, tensor in tensors()]
+    assert sender([engine()], held_as="bfloat16").send(tensors()) == digests(cast)
+    assert sender([engine()], verify=False).send(tensors()) == dict.fromkeys(digests(cast))
 
 
 class Rank:
@@ -126,7 +133,7 @@ class Rank:
 def test_engines_that_the_driver_hands_to_a_rank_are_reached_from_there(engine):
     actor = engine()
     rank = ray.remote(Rank).options(num_cpus=0.1).remote()
-    assert ray.get(rank.send.remote(RayEngines([actor]), [*tensors()]), timeout=120) == TENSORS
+    assert ray.get(rank.send.remote(RayEngines([actor]), [*tensors()]), timeout=120) == digests(tensors())
     received, _ = ray.get(actor.received.remote())
     ray.kill(rank)
     assert received == as_received(tensors())
@@ -134,7 +141,7 @@ def test_engines_that_the_driver_hands_to_a_rank_are_reached_from_there(engine):
 
 def test_nothing_is_sent_when_nothing_is_to_send(engine):
     actor = engine()
-    assert sender([actor]).send([]) == 0
+    assert sender([actor]).send([]) == {}
     assert ray.get(actor.received.remote()) == ({}, [])
 
 

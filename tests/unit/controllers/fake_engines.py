@@ -1,0 +1,79 @@
+"""Engines whose answers come when a test lets them; a `RolloutEngines` for the state of rollouts alone."""
+
+import asyncio
+import threading
+
+import torch
+
+from nemo_rl_mcore.data import BatchedDataDict
+
+TOKENS = 4
+
+
+class FakeEngines:
+    """Answers a group when `hold` lets it through, with the version that is held at each of its tokens."""
+
+    def __init__(self, fail=lambda ticket: None, hold=lambda ticket: 0.0):
+        self.version, self.updates, self.asked, self.cancelled, self.steps = None, [], [], [], {}
+        self.in_flight, self.most_in_flight, self.in_flight_at_updates = 0, 0, []
+        self.fail, self.hold = fail, hold
+        self.threads = set()
+
+    @property
+    def weights_digest(self):
+        return f"{self.version:016x}"
+
+    def update_weights(self, version):
+        self.in_flight_at_updates.append(self.in_flight)
+        self.version = version
+        self.updates.append(version)
+
+    def generate(self, data, *, step, greedy=False):
+        raise NotImplementedError
+
+    def offload(self): ...
+
+    async def respond(self, data, *, step, ticket):
+        self.asked.append(ticket)
+        self.steps[ticket] = step
+        self.threads.add(threading.current_thread().name)
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        versions = []
+        try:
+            for _ in range(TOKENS):
+                await asyncio.sleep(self.hold(ticket))
+                versions.append(self.version)
+            if (error := self.fail(ticket)) is not None:
+                raise error
+        finally:
+            self.in_flight -= 1
+        drawn = torch.tensor(versions).expand(data.size, -1)
+        rows = torch.zeros(data.size, TOKENS)
+        return BatchedDataDict(
+            input_ids=rows,
+            generation_logprobs=rows,
+            input_lengths=rows.sum(1).long() + TOKENS,
+            weight_versions=drawn,
+        )
+
+    async def cancel(self, ticket):
+        self.cancelled.append(ticket)
+
+
+class FakeDraw:
+    """Groups of two rows; counts what it drew, and in which thread."""
+
+    def __init__(self, groups_per_step):
+        self.groups_per_step, self.steps, self.threads = groups_per_step, [], set()
+
+    def groups_of(self, step):
+        from nemo_rl_mcore.controllers.rollouts import DrawnGroup
+
+        self.steps.append(step)
+        self.threads.add(threading.current_thread().name)
+        asked = BatchedDataDict(input_ids=torch.zeros(2, 1))
+        return [DrawnGroup((step, place), asked, step) for place in range(self.groups_per_step)]
+
+    def join(self, asked, answered):
+        return answered

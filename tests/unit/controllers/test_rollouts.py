@@ -1,0 +1,224 @@
+"""The side that asks: what is admitted, what fails and waits, and how it ends; fake engines, a real ledger."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from fake_engines import FakeDraw, FakeEngines
+
+from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
+from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
+from nemo_rl_mcore.controllers.events import Segment
+from nemo_rl_mcore.controllers.group_store import GroupStore
+from nemo_rl_mcore.controllers.ledger import Ledger
+from nemo_rl_mcore.controllers.rollouts import Rollouts, segments_of
+from nemo_rl_mcore.controllers.states import GroupState, LedgerError, Limits, StepState
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.errors import RunStoppedError
+
+N = 3
+
+
+@contextmanager
+def started(engines, *, last_step=6, version=0, **keys):
+    section = AsyncGRPOConfig.model_validate({"enabled": True, "max_trajectory_age_steps": 0, **keys})
+    limits = Limits(N, section.max_trajectory_age_steps, last_step, section.max_generation_failures + 1)
+    events = []
+    ledger = Ledger(limits, events.append, version=version)
+    with Rollouts(section, ledger, GroupStore(), engines, FakeDraw(N)) as rollouts:
+        rollouts.events = events
+        rollouts.update_weights(version)
+        yield rollouts
+    assert "rollouts" not in {thread.name for thread in threading.enumerate()}
+
+
+def train_a_step(rollouts, at_least=N):
+    """The chunks, the oldest version of a token, and what `finish` gives."""
+    rollouts.begin()
+    chunks = [*rollouts.chunks(at_least)]
+    groups = [rollouts.groups.get(position) for chunk in chunks for position in chunk]
+    rollouts.finishing()
+    return chunks, min(int(group[WEIGHT_VERSIONS].min()) for group in groups), rollouts.finish()
+
+
+def becomes_true(condition, within_s=5.0):
+    deadline = time.monotonic() + within_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return condition()
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 2])
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_steps_take_their_groups_in_order_and_none_is_older_than_allowed(max_age, in_flight):
+    engines = FakeEngines(hold=lambda ticket: 0.002)
+    keys = {"max_trajectory_age_steps": max_age, "in_flight_weight_updates": in_flight}
+    with started(engines, **keys) as rollouts:
+        for step in range(1, 7):
+            chunks, oldest, _ = train_a_step(rollouts)
+            assert chunks == [[*range((step - 1) * N, step * N)]]
+            assert step - 1 - oldest <= max_age
+            rollouts.update_weights(step)
+        assert engines.most_in_flight <= (max_age + 1) * N
+    assert engines.updates == [0, 1, 2, 3, 4, 5, 6]
+    if not in_flight:
+        assert not any(engines.in_flight_at_updates)
+    assert len(engines.asked) == len({*engines.asked}) == 6 * N, "each group is asked for once"
+    assert set(engines.steps.values()) == {1, 2, 3, 4, 5, 6}, "the noise is of the step that drew the prompt"
+
+
+def test_prompts_are_drawn_by_the_thread_that_trains_and_engines_are_asked_by_the_other():
+    engines = FakeEngines()
+    with started(engines) as rollouts:
+        train_a_step(rollouts)
+        assert rollouts._draw.threads == {threading.current_thread().name}
+        assert engines.threads == {"rollouts"}
+
+
+def test_weights_that_change_while_a_group_is_answered_are_told_token_by_token():
+    engines = FakeEngines(hold=lambda ticket: 0.05)
+    with started(engines, max_trajectory_age_steps=1, max_inflight_prompts=N) as rollouts:
+        train_a_step(rollouts)
+        assert becomes_true(lambda: engines.in_flight > 0)
+        time.sleep(0.08)
+        rollouts.update_weights(1)
+        _, oldest, _ = train_a_step(rollouts)
+        assert oldest == 0
+    segments = {event.segments for event in rollouts.events if event.kind == "committed"}
+    assert (Segment(0, 0),) in segments
+    assert any(
+        [one.version for one in several] == [0, 1] and several[1].first > 0
+        for several in segments
+        if len(several) > 1
+    )
+
+
+def test_a_chunk_comes_as_soon_as_so_many_groups_are_there():
+    engines = FakeEngines(hold=lambda ticket: 0.2 if ticket.startswith("group 2,") else 0.0)
+    with started(engines) as rollouts:
+        rollouts.begin()
+        chunks = rollouts.chunks(1)
+        first = next(chunks)
+        assert 2 not in first
+        assert [p for chunk in [first, *chunks] for p in chunk] == [0, 1, 2]
+
+
+def test_no_more_groups_are_in_flight_than_the_limit():
+    engines = FakeEngines(hold=lambda ticket: 0.005)
+    with started(engines, max_trajectory_age_steps=2, max_inflight_prompts=4) as rollouts:
+        for step in range(1, 7):
+            train_a_step(rollouts)
+            rollouts.update_weights(step)
+    assert engines.most_in_flight == 4
+
+
+def fails_once(engines_of, what):
+    def fail(ticket):
+        return what if ticket in engines_of and engines_of.remove(ticket) is None else None
+
+    return fail
+
+
+def test_a_failure_is_tried_again_as_often_as_the_recipe_says():
+    engines = FakeEngines(fail=fails_once(["group 1, attempt 0.1"], ValueError("a bad day")))
+    with started(engines, max_generation_failures=1) as rollouts:
+        chunks, _, pace = train_a_step(rollouts)
+        assert chunks == [[0, 1, 2]]
+        assert pace.requeued == {"ValueError": 1}
+        assert engines.steps["group 1, attempt 0.2"] == 1, "with the same noise"
+
+
+def test_one_failure_too_many_ends_the_run_with_its_error():
+    engines = FakeEngines(fail=fails_once(["group 1, attempt 0.1"], ValueError("a bad day")))
+    with started(engines) as rollouts:
+        rollouts.begin()
+        with pytest.raises(ValueError, match="a bad day") as caught:
+            next(rollouts.chunks(N))
+        assert caught.value.__notes__ == [
+            "grpo.async_grpo.max_generation_failures: 0 in a row are tried again"
+        ]
+
+
+def test_a_group_that_takes_too_long_is_given_up_and_asked_for_again():
+    slow = ["group 0, attempt 0.1"]
+    engines = FakeEngines(hold=lambda ticket: 60.0 if ticket in slow else 0.0)
+    with started(engines, max_generation_failures=1, rollout_timeout_s=0.1) as rollouts:
+        chunks, _, pace = train_a_step(rollouts)
+        assert chunks == [[0, 1, 2]]
+        assert (engines.cancelled, pace.requeued) == (slow, {"timeout": 1})
+    engines = FakeEngines(hold=lambda ticket: 60.0)
+    with started(engines, rollout_timeout_s=0.1) as rollouts:
+        rollouts.begin()
+        with pytest.raises(
+            RunStoppedError, match=r"not answered within 0.1 s \(grpo.async_grpo.rollout_timeout_s"
+        ):
+            next(rollouts.chunks(N))
+
+
+def test_a_stall_is_told_with_its_key():
+    with started(FakeEngines(hold=lambda ticket: 60.0), stall_timeout_s=0.2) as rollouts:
+        rollouts.begin()
+        began = time.monotonic()
+        with pytest.raises(
+            RunStoppedError, match=r"no group was answered for 0.2 s .*stall_timeout_s.* 3 groups"
+        ):
+            next(rollouts.chunks(N))
+        assert time.monotonic() - began < 2
+
+
+class AnswersWithOldWeights(FakeEngines):
+    async def respond(self, data, *, step, ticket):
+        answered = await super().respond(data, step=step, ticket=ticket)
+        return BatchedDataDict(answered, **{WEIGHT_VERSIONS: answered[WEIGHT_VERSIONS] - 1})
+
+
+def test_an_engine_that_answers_with_older_weights_than_it_was_given_ends_the_run_at_once():
+    with started(AnswersWithOldWeights(), version=2, max_generation_failures=9) as rollouts:
+        rollouts.begin()
+        with pytest.raises(LedgerError, match=r"answered with versions \[1\]"):
+            next(rollouts.chunks(N))
+
+
+@pytest.mark.parametrize("finishing", [False, True])
+def test_a_step_that_is_given_up_gives_its_groups_back(finishing):
+    with started(FakeEngines()) as rollouts:
+        rollouts.begin()
+        chunks = [*rollouts.chunks(N)]
+        if finishing:
+            rollouts.finishing()
+        rollouts.give_up("KeyboardInterrupt")
+        assert rollouts.ledger.step is StepState.IDLE
+        again, _, _ = train_a_step(rollouts)
+        assert again == chunks
+
+
+def test_the_end_gives_up_what_is_in_flight():
+    engines = FakeEngines(hold=lambda ticket: 60.0)
+    began = time.monotonic()
+    with started(engines) as rollouts:
+        assert becomes_true(lambda: engines.in_flight == N)
+    assert time.monotonic() - began < 5
+    assert engines.in_flight == 0
+    assert rollouts.ledger.count(GroupState.INFLIGHT) == N, "the log says that they were not answered"
+
+
+def test_a_run_that_never_gave_weights_ends_without_a_thread():
+    limits = Limits(N, 0, 5, 1)
+    with Rollouts(AsyncGRPOConfig(), Ledger(limits, print), GroupStore(), FakeEngines(), FakeDraw(N)):
+        assert "rollouts" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_data_and_prompts_of_trained_steps_are_forgotten():
+    with started(FakeEngines(), last_step=30, max_trajectory_age_steps=1) as rollouts:
+        for step in range(1, 31):
+            train_a_step(rollouts)
+            rollouts.update_weights(step)
+            assert len(rollouts.groups) <= 2 * N
+            assert len(rollouts._drawn) <= 4
+
+
+def test_segments_begin_where_the_oldest_weights_of_a_group_change():
+    versions = torch.tensor([[3, 3, 4, 4, -1], [3, 4, 4, 5, 5], [3, -1, -1, -1, -1]])
+    assert segments_of(versions) == [Segment(0, 3), Segment(2, 4), Segment(4, 5)]
