@@ -72,7 +72,7 @@ def backend() -> CountedBackend:
 async def answered_beside(engine: EmbeddedEngine, call=None):
     """The answers of all groups; the call comes when each has drawn a token."""
     await engine.begin_refit(0)
-    await engine.finish_refit(0, 0)
+    await engine.finish_refit(0, {})
     sampling = Sampling(TOKENS)
     asked = [asyncio.create_task(engine.generate([Request([3], n)], sampling)) for n in range(GROUPS)]
     if call is not None:
@@ -102,7 +102,7 @@ def test_a_refit_that_needs_rounds_of_the_loop_to_get_in_waits_for_as_many_token
             await asyncio.sleep(0)
         await engine.begin_refit(1)
         seen.append(len(backend.turns) - before)
-        await engine.finish_refit(1, 0)
+        await engine.finish_refit(1, {})
 
     answers = asyncio.run(answered_beside(engine, refit))
     assert seen[0] <= rounds + 1 < GROUPS
