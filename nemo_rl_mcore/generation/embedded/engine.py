@@ -90,8 +90,7 @@ class EmbeddedEngine:
 
     async def _step(self, ticket: str, decoding: Decoding, growing: Sequence[_Growing]) -> bool:
         """Draw a token for each response when it is this group's turn; false when none was left to draw."""
-        await asyncio.sleep(0)  # the turn of the others
-        await self._may_generate.wait()
+        await self._turn(ticket, max((len(response.tokens) for response in growing), default=0))
         if self._asked.get(ticket) is not decoding:
             raise GenerationCancelledError(f"{ticket} was cancelled")
         sampled = decoding.step()
@@ -112,6 +111,11 @@ class EmbeddedEngine:
             response.versions.append(self.weights.newest)
             response.finished = stopped
         return True
+
+    async def _turn(self, ticket: str, drawn: int) -> None:
+        """Wait until the group, of whose longest response so many tokens are drawn, may draw the next one."""
+        await asyncio.sleep(0)  # the turn of the others
+        await self._may_generate.wait()
 
     async def cancel(self, ticket: str) -> None:
         """See `Engine.cancel`."""
