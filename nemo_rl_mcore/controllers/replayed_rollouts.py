@@ -155,7 +155,7 @@ def missing_groups(timeline: Timeline, steps: range, kept: GroupStore) -> list[i
 
 
 def require_steps(timeline: Timeline, steps: range, log: str) -> None:
-    """Raise RunStoppedError unless the log has them all."""
+    """Raise RunStoppedError unless the log has them all, each with groups that were there to be trained."""
     lacking = [step for step in steps if step not in timeline.chunks]
     if lacking or not steps:
         there = f"{min(timeline.chunks)} to {max(timeline.chunks)}" if timeline.chunks else "none"
@@ -163,3 +163,11 @@ def require_steps(timeline: Timeline, steps: range, log: str) -> None:
             f"--steps {steps.start - 1}:{steps.stop - 1}: {log} has steps {there}; name a range of them, the step "
             "before the first one and the last one"
         )
+    for step in steps:
+        for position in timeline.positions(range(step, step + 1)):
+            group = timeline.groups.get(position)
+            if group is None or not group.segments or group.segments[-1].version >= step:
+                drawn = "never drawn" if group is None else f"drawn by {[s.version for s in group.segments]}"
+                raise RunStoppedError(
+                    f"{log}: step {step} trains group {position}, which was {drawn} before it"
+                )
