@@ -130,7 +130,7 @@ def servers(driver: Driver, name: str) -> int:
     return pid
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("raylet")
 @pytest.mark.parametrize("server", ["raylet", "gcs_server"])
 def test_a_dead_server_of_ray_is_named_and_ends_the_run(start_driver: type[Driver], server: str) -> None:
     driver = start_driver("group.run_all('hang')")
@@ -195,7 +195,7 @@ def test_ctrl_c_stops_the_session_cleanly(start_driver: type[Driver]) -> None:
     assert driver.watch.all_gone(within_s=5), driver.watch.alive()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("1.5")
 @pytest.mark.parametrize("delay_s", [0.5, 1.5])
 def test_ctrl_c_while_ray_starts_leaves_nothing(start_driver: type[Driver], delay_s: float) -> None:
     driver = start_driver("sys.stdin.readline()")

@@ -265,7 +265,7 @@ def test_a_call_may_take_longer_than_its_deadline_while_it_makes_progress(steady
     assert steady.run_all("work", pieces=12, pause_s=0.3, timeout_s=1.5) == [0, 1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_start_may_take_longer_than_its_deadline_while_it_makes_progress(cluster: RayCluster) -> None:
     with RayWorkerGroup(Rank, cluster, (), {"work_s": 36}, start_timeout_s=START_S) as group:
         assert group.run_all("combine", timeout_s=5) == [(0, (), {}), (1, (), {})]
