@@ -303,7 +303,7 @@ def test_a_constructor_that_fails_names_its_rank(cluster: RayCluster) -> None:
     assert "Rank() (start of the workers): ValueError: this rank refuses its config" in str(error)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_constructor_that_hangs_meets_a_deadline(cluster: RayCluster) -> None:
     error, _ = timed_error(lambda: RayWorkerGroup(Rank, cluster, (), {"hang_on": 0}, start_timeout_s=START_S))
     assert (
