@@ -1,4 +1,4 @@
-"""Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `generate` samples.
+"""Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `replay` repeats what ran.
 
 Nothing heavy is imported here: a mistake in a recipe is reported before torch, Ray or Megatron start.
 """
@@ -15,7 +15,7 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.output import BestEffortStream, write_line
 from nemo_rl_mcore.preflight import Plan, preflight
-from nemo_rl_mcore.preflight.saved_run import load_recipe_of
+from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, load_recipe_of
 from nemo_rl_mcore.training.checkpoints import NotACheckpointError, require_checkpoint
 
 EXIT_CONFIG_ERROR = 2
@@ -39,6 +39,8 @@ def run_command(arguments: Sequence[str] | None) -> int:
             return _generate(config, options)
         case "export":
             return _export(config, options)
+        case "replay":
+            return _replay(config, options)
         case _:
             return _run(config)
 
@@ -70,6 +72,14 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     export.add_argument(
         "--output", required=True, metavar="DIR", help="the folder to write; it must not exist"
     )
+    replay = _add_command(commands, "replay", "train again what an asynchronous run has logged, and compare")
+    replay.add_argument("run", metavar="RUN_DIR", help="logger.log_dir of the run")
+    replay.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="A:B",
+        help="the steps after A, which is 0 or has a checkpoint, up to B; left out, all of them",
+    )
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
     unknown = [text for text in rest if text.startswith("-")]
@@ -93,11 +103,27 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
         # Its checksums are compared when the recipe has said whether they are to be.
         found = require_checkpoint(Path(options.checkpoint), "--checkpoint", verify_checksums=False)
         return load_recipe_of(found.folder, overrides)
-    config = load_config(options.config, overrides)
+    config = load_config(_recipe(options), overrides)
     if options.command in RUN_CONFIGS and options.command != config.algorithm:
         what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
         raise ConfigError([Problem(options.config, what, f"call nemo-rl-mcore {config.algorithm}")])
     return config
+
+
+def _recipe(options: argparse.Namespace) -> str:
+    if options.command != "replay":
+        return options.config
+    recipe = Path(options.run) / RECIPE_FILE
+    if not recipe.is_file():
+        raise ConfigError(
+            [Problem("RUN_DIR", f"{recipe} is not there", "name the log_dir of an asynchronous run")]
+        )
+    return str(recipe)
+
+
+def _steps(text: str) -> tuple[int, int | None]:
+    first, _, last = text.partition(":")
+    return int(first or 0), int(last) if last else None
 
 
 def _check(plan: Plan) -> int:
@@ -127,3 +153,10 @@ def _export(config: RunConfig, options: argparse.Namespace) -> int:
     from nemo_rl_mcore.export import run_export
 
     return run_export(config, options.output)
+
+
+def _replay(config: RunConfig, options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.replay import run_replay
+
+    after, last = options.steps or (0, None)
+    return run_replay(config, Path(options.run), after, last)

@@ -15,7 +15,7 @@ from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
-from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen, tokenizer_of
+from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen, stop_ids_of, tokenizer_of
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.workers.cluster import RayCluster
 
@@ -34,7 +34,7 @@ def _generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> None:
     require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
     tokenizer = tokenizer_of(config.policy)
     prompts = _prompts(config, texts, tokenizer)
-    stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
+    stop_ids = stop_ids_of(config, tokenizer)
     with (
         RayCluster(config.cluster) as cluster,
         start_frozen(config, cluster) as policy,

@@ -66,7 +66,7 @@ def run(config: RunConfig) -> int:
 
     However it ends, the ranks are gone, and the metrics and the report hold every finished step.
     """
-    return exit_status(lambda: _run(_open_parts(config)))
+    return exit_status(lambda: _run(open_parts(config)))
 
 
 def exit_status(run: Callable[[], None], left_behind: Callable[[], str] = str) -> int:
@@ -102,7 +102,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """What a run needs beside its ranks; it is all there before they start. `config` ends when the data set does.
 
     name: of a run for whose weights another one waits, such as warm_start.
@@ -115,7 +115,8 @@ class _Parts:
     name: str = ""
 
 
-def _open_parts(config: RunConfig) -> _Parts:
+def open_parts(config: RunConfig) -> Parts:
+    """Open tokenizer, prompts and environment; RunStoppedError for what does not serve."""
     tokenizer = tokenizer_of(config.policy)
     try:
         check_losses(config)
@@ -129,10 +130,10 @@ def _open_parts(config: RunConfig) -> _Parts:
         steps = steps_of_epochs(config, len(prompts.train))
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
-    return _Parts(config, tokenizer, prompts, environment)
+    return Parts(config, tokenizer, prompts, environment)
 
 
-def _run(parts: _Parts, outer: RayCluster | None = None) -> None:
+def _run(parts: Parts, outer: RayCluster | None = None) -> None:
     """Run what has its parts; outer: the session of the run that waits for its weights."""
     config = parts.config
     with run_folders(config):
@@ -148,7 +149,7 @@ def _run(parts: _Parts, outer: RayCluster | None = None) -> None:
             raise
 
 
-def _run_from(checkpoints: RunCheckpoints, parts: _Parts, outer: RayCluster | None) -> None:
+def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | None) -> None:
     config = parts.config
     current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
     with _session(config, outer) as cluster:
@@ -169,7 +170,7 @@ def _weights_of(recipe: str, config: RunConfig, name: str, cluster: RayCluster) 
 
     One that another seed or recipe left there is set aside.
     """
-    first = _open_parts(warm_start_recipe(recipe, config, Path(config.logger.log_dir) / name))
+    first = open_parts(warm_start_recipe(recipe, config, Path(config.logger.log_dir) / name))
     store = CheckpointStore(Path(first.config.checkpointing.checkpoint_dir))
     last = store.latest()
     if last is not None and changes_since(read_recipe_of(last.folder), first.config):
@@ -188,12 +189,12 @@ def _starting_from(checkpoint: str, policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"init_checkpoint": checkpoint})
 
 
-def _train(parts: _Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack: ExitStack) -> None:
+def _train(parts: Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack: ExitStack) -> None:
     """Start ranks, engine and observer, which end with the stack, and train."""
     config, tokenizer = parts.config, parts.tokenizer
-    stop_ids = (tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ()))
+    stop_ids = stop_ids_of(config, tokenizer)
     of_policy, *others = [_with_weights(plan, config, cluster) for plan in config.models.values()]
-    policy = stack.enter_context(_start(of_policy, config, cluster))
+    policy = stack.enter_context(start_model(of_policy, config, cluster))
     recorder = stack.enter_context(
         RunRecorder(
             config.logger,
@@ -211,7 +212,7 @@ def _train(parts: _Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stac
         )
     collector = RolloutCollector(generation, tokenizer, config.max_prompt_length, parts.environment)
     models = {of_policy.name: policy} | {
-        plan.name: stack.enter_context(_start(plan, config, cluster, colocated_with=policy))
+        plan.name: stack.enter_context(start_model(plan, config, cluster, colocated_with=policy))
         for plan in others
     }
     algorithm = _algorithm(parts, models, collector, recorder, rollouts)
@@ -220,7 +221,7 @@ def _train(parts: _Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stac
 
 
 def _algorithm(
-    parts: _Parts,
+    parts: Parts,
     models: Mapping[str, Policy],
     collector: RolloutCollector,
     observer: StepObserver,
@@ -259,9 +260,10 @@ def _with_weights(plan: ModelPlan, config: RunConfig, cluster: RayCluster) -> Mo
     return replace(plan, policy=_starting_from(weights, plan.policy))
 
 
-def _start(
+def start_model(
     plan: ModelPlan, config: RunConfig, cluster: RayCluster, colocated_with: Policy | None = None
 ) -> Policy:
+    """The ranks of a model of the run."""
     return Policy(
         plan.policy,
         cluster,
@@ -296,14 +298,20 @@ def _generation(
     if config.policy.generation.decodes_on_ranks:
         yield EmbeddedGeneration(policy, stop_ids)
         return
-    kind = _engines(config)
+    kind = engine_kind(config)
     with EngineGeneration(
         kind, config.policy, cluster, policy, stop_ids=stop_ids, seed=config.seed
     ) as engines:
         yield engines
 
 
-def _engines(config: RunConfig) -> EngineKind:
+def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token ids that end a response."""
+    return tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ())
+
+
+def engine_kind(config: RunConfig) -> EngineKind:
+    """The engines apart from the ranks that the recipe asks for."""
     if config.policy.generation.backend == "vllm":
         folder = Path(config.logger.log_dir)
         return vllm_kind(config.policy, folder, os.environ, on_cpu=config.cluster.on_cpu)

@@ -1,4 +1,4 @@
-"""Which cases of a test run each time, and which with `-m exhaustive`."""
+"""Which cases of a test run each time, which with `-m exhaustive`, and which with `-m nightly`."""
 
 from __future__ import annotations
 
@@ -9,25 +9,40 @@ import pytest
 
 Values = set[tuple[str, str]]
 
+TIERS = ("exhaustive", "nightly", "vllm")
+"""A test is in one of them, or in none and runs each time."""
+
 
 def thin_out(items: Iterable[pytest.Item]) -> None:
-    """Mark cases as exhaustive of tests that are marked so.
+    """Mark the cases of tests that leave some of them to a later tier.
 
-    each_value: all but those in which some value of some parameter, or of a case that is a dict, is a new one.
-    quick_cases(id, ...): all but those of these ids.
+    each_value: exhaustive are all but those in which some value of some parameter, or of a case that is a dict, is a
+    new one.
+    quick_cases(id, ...): exhaustive are all but those of these ids.
+    exhaustive_cases(id, ...): exhaustive are those of these ids, and nightly all others that are not quick.
     """
     seen: dict[str, Values] = defaultdict(set)
     for item in items:
         if not isinstance(item, pytest.Function):
             continue
-        named = item.get_closest_marker("quick_cases")
-        if named is not None and item.callspec.id not in named.args:
-            item.add_marker(pytest.mark.exhaustive)
+        tier = _tier_by_id(item)
+        if tier:
+            item.add_marker(tier)
         if item.get_closest_marker("each_value") is not None:
             of_test, values = seen[item.nodeid.partition("[")[0]], _values(item)
             if values <= of_test:
                 item.add_marker(pytest.mark.exhaustive)
             of_test |= values
+
+
+def _tier_by_id(item: pytest.Function) -> str:
+    """Empty where the ids leave the case as it is."""
+    quick, exhaustive = (item.get_closest_marker(name) for name in ("quick_cases", "exhaustive_cases"))
+    if quick is None and exhaustive is None:
+        return ""
+    if quick is not None and item.callspec.id in quick.args:
+        return ""
+    return "exhaustive" if exhaustive is None or item.callspec.id in exhaustive.args else "nightly"
 
 
 def _values(item: pytest.Function) -> Values:

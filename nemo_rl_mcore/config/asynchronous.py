@@ -26,6 +26,11 @@ class AsyncGRPOConfig(StrictModel):
     """Time in which a group must be answered before it is given up and tried again (ours); null: no limit."""
     stall_timeout_s: PositiveFloat | None = None
     """Time without an answered group or a finished step that ends the run (ours); null: no limit."""
+    keep_groups: bool | None = None
+    """Write the groups of each step into the folder of the log, for `replay` (ours).
+
+    null: with vLLM, whose answers cannot be drawn again; the embedded engine draws them again from the log alone.
+    """
 
     @property
     def off_policy(self) -> bool:

@@ -173,6 +173,12 @@ class GRPOMasterConfig(RunConfig):
         return self.grpo.async_grpo.enabled
 
     @property
+    def keeps_groups(self) -> bool:
+        """Whether an asynchronous run writes its groups down."""
+        asked = self.grpo.async_grpo.keep_groups
+        return self.policy.generation.backend == "vllm" if asked is None else asked
+
+    @property
     def needs_reference(self) -> bool:
         """Whether there is a KL penalty."""
         return self.loss_fn.reference_policy_kl_penalty != 0

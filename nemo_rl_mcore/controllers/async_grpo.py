@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from nemo_rl_mcore.algorithms.algorithm import StepOutcome
 from nemo_rl_mcore.algorithms.grpo import GRPO
@@ -18,10 +19,11 @@ from nemo_rl_mcore.algorithms.rollout import (
 )
 from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
+from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.metrics import age_metrics, correction_metrics, pace_metrics
-from nemo_rl_mcore.controllers.rollouts import DrawnGroup, Rollouts
+from nemo_rl_mcore.controllers.rollouts import DrawnGroup, Pace
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.errors import RunStoppedError
 
 
@@ -44,6 +46,45 @@ class GroupDraw:
         return self.responder.join(asked, answered)
 
 
+class StepGroups(Protocol):
+    """Where the groups of a step come from; `Rollouts` in a run, `ReplayedRollouts` when its log is replayed."""
+
+    groups: GroupStore
+
+    @property
+    def trained_version(self) -> int:
+        """That of the weights that train."""
+        ...
+
+    def begin(self) -> int:
+        """Open the next step; returns its number."""
+        ...
+
+    def chunks(self, at_least: int) -> Iterator[Sequence[int]]:
+        """The positions of the open step's groups, as soon as so many more are answered, until it is full."""
+        ...
+
+    def prompt_of(self, position: int) -> Prompt:
+        """The prompt of a group that has not been trained."""
+        ...
+
+    def finishing(self) -> None:
+        """Take note that the optimizer is about to step."""
+        ...
+
+    def finish(self) -> Pace:
+        """Take note that it has; returns what happened since the last step."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Take note that the open step leaves no trace; its groups can be trained again."""
+        ...
+
+    def checkpointed(self, step: int) -> None:
+        """Take note that the checkpoint of a step is whole: what was trained up to it is not needed any more."""
+        ...
+
+
 @dataclass(frozen=True)
 class AsyncGRPO(GRPO):
     """GRPO over groups that come as they are answered; its engine is `rollouts`.
@@ -53,7 +94,7 @@ class AsyncGRPO(GRPO):
     engines' older weights drew is corrected by importance sampling.
     """
 
-    rollouts: Rollouts
+    rollouts: StepGroups
 
     def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
         """Train on the next groups, in order; the optimizer steps once all of the step's are in."""
@@ -102,7 +143,7 @@ class AsyncGRPO(GRPO):
                 self.policy.train_microbatch(batch, chunk_id=f"groups from {positions[0]}")
             yield rollout, metrics
 
-    def _wait_for(self, chunks: Iterator[list[int]]) -> list[int] | None:
+    def _wait_for(self, chunks: Iterator[Sequence[int]]) -> Sequence[int] | None:
         with self.observer.phase("generation"):
             return next(chunks, None)
 

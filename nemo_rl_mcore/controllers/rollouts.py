@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -27,7 +28,7 @@ from nemo_rl_mcore.controllers.loop_thread import LoopThread
 from nemo_rl_mcore.controllers.states import GroupState, StepState
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError, folder_error
 from nemo_rl_mcore.interfaces import RolloutEngines
 
 _SECTION = "grpo.async_grpo"
@@ -55,6 +56,18 @@ class Draw(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Retention:
+    """How long groups are kept that have been trained.
+
+    until_checkpoint: in memory until a checkpoint holds what they taught; else no longer than their step. archive:
+    folder that they are written into, for good; None writes none.
+    """
+
+    until_checkpoint: bool = False
+    archive: Path | None = None
+
+
 @dataclass
 class Pace:
     """How the two sides of a run got on since the last step.
@@ -75,7 +88,6 @@ class Rollouts:
     """Implements `interfaces.GenerationInterface` for the training loop, whose updates of the weights it publishes.
 
     A context manager: the thread ends with it, and what is in flight is given up.
-    keeps: whether trained groups are kept until a checkpoint holds what they have taught.
     """
 
     def __init__(
@@ -85,15 +97,14 @@ class Rollouts:
         groups: GroupStore,
         engines: RolloutEngines,
         draw: Draw,
-        *,
-        keeps: bool = False,
+        retention: Retention,
     ) -> None:
         self.ledger, self.groups = ledger, groups
         self._section, self._engines, self._draw = section, engines, draw
         self._limit = section.max_inflight_prompts or ledger.limits.groups_per_step * (
             ledger.limits.max_age + 1
         )
-        self._keeps = keeps
+        self._retention = retention
         self._drawn: dict[int, Sequence[DrawnGroup]] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -135,7 +146,7 @@ class Rollouts:
         with self._changed:
             return self.ledger.begin()
 
-    def chunks(self, at_least: int) -> Iterator[list[int]]:
+    def chunks(self, at_least: int) -> Iterator[Sequence[int]]:
         """The positions of the open step's groups, as soon as so many more are answered, until it is full."""
         while room := self.ledger.room():
             yield self._lease(min(at_least, room))
@@ -167,7 +178,8 @@ class Rollouts:
         """Take note that it has; returns what happened since the last step."""
         with self._changed:
             self.ledger.finish()
-            if not self._keeps:
+            self._archive(self.ledger.version)
+            if not self._retention.until_checkpoint:
                 self._forget(self.ledger.version)
             self._moved_at = time.monotonic()
             self._count_idle()
@@ -181,6 +193,15 @@ class Rollouts:
         with self._changed:
             self.ledger.checkpointed(step)
             self._forget(step)
+
+    def _archive(self, step: int) -> None:
+        """Write the groups of a step down; raises FolderError."""
+        if (root := self._retention.archive) is not None:
+            positions = [position for chunk in self.ledger.chunks_of(step) for position in chunk]
+            try:
+                self.groups.save(root / f"step_{step}", positions)
+            except OSError as error:
+                raise folder_error("logger.log_dir", root, error) from error
 
     def _forget(self, step: int) -> None:
         self.ledger.forget(step)

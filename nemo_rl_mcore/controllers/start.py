@@ -13,7 +13,7 @@ from nemo_rl_mcore.controllers.event_log import EventLog, read_events
 from nemo_rl_mcore.controllers.events import Started
 from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.ledger import Ledger
-from nemo_rl_mcore.controllers.rollouts import Rollouts
+from nemo_rl_mcore.controllers.rollouts import Retention, Rollouts
 from nemo_rl_mcore.controllers.states import Limits
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.tokenizer import Tokenizer
@@ -22,6 +22,8 @@ from nemo_rl_mcore.interfaces import RolloutEngines
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, recipe_text
 
 EVENTS_FILE = "rollouts.jsonl"
+KEPT_GROUPS = "groups"
+"""Folder of the groups that a replay trains on, one of each step in it."""
 
 
 @contextmanager
@@ -48,8 +50,11 @@ def open_rollouts(
         ledger = Ledger(
             limits, log.append, version=resumed_step or 0, incarnation=_incarnation(folder / EVENTS_FILE)
         )
-        keeps = config.checkpointing.enabled
-        with Rollouts(grpo.async_grpo, ledger, GroupStore(), engines, draw, keeps=keeps) as rollouts:
+        retention = Retention(
+            until_checkpoint=config.checkpointing.enabled,
+            archive=folder / KEPT_GROUPS if config.keeps_groups else None,
+        )
+        with Rollouts(grpo.async_grpo, ledger, GroupStore(), engines, draw, retention) as rollouts:
             yield rollouts
 
 

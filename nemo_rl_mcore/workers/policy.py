@@ -195,6 +195,10 @@ class Policy:
         """Shape and dtype of every tensor that a refit sends, by its Hugging Face name."""
         return self._first_of_all("prepare_refit_info")
 
+    def weights_digest(self, held_as: str | None = None) -> str:
+        """Of all weights as a refit sends them; see `refit.verification.of_all`."""
+        return self._first_of_all("weights_digest", held_as=held_as)
+
     def send_weights(self) -> Digests:
         """Stream all weights to the engines; returns the tensors by name, with digests where they are verified."""
         return self._first_of_all("send_weights")

@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore import accelerator
+from nemo_rl_mcore import accelerator, progress
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.generation.lengths import check_lengths
+from nemo_rl_mcore.generation.refit.digests import Digester
 from nemo_rl_mcore.generation.refit.sender import (
     BroadcastRendezvous,
     Engines,
@@ -24,7 +25,7 @@ from nemo_rl_mcore.generation.refit.sender import (
     WeightSender,
     open_sender,
 )
-from nemo_rl_mcore.generation.refit.verification import Digests
+from nemo_rl_mcore.generation.refit.verification import Digests, of_all
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import sample_keys
 from nemo_rl_mcore.training.backends import open_backend
@@ -298,6 +299,15 @@ class MegatronPolicyWorker:
             name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in self.backend.full_tensors()
         }
+
+    def weights_digest(self, *, held_as: str | None = None) -> str:
+        """Of all weights as a refit sends them, cast to the number format `held_as`; every rank calls it together."""
+        self._meet("weights_digest")
+        digester = Digester(held_as)
+        for name, tensor in self.backend.full_tensors():
+            progress.advance(f"reading {name}")
+            digester.add(name, tensor)
+        return of_all(digester.digests())
 
     def send_weights(self) -> Digests:
         """Stream all weights to the engines; returns what was sent, see `sender.WeightSender.send`.

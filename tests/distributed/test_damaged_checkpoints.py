@@ -19,7 +19,7 @@ def damaged_and_attacked(folder, every):
     ]
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.nightly)])
 def test_no_damage_goes_unnoticed_and_no_payload_runs(ranks, tmp_path, every):
     damaged, attacked = ranks(1).run(damaged_and_attacked, str(tmp_path), every, timeout_s=600.0)[0]
     assert [one for one in (*damaged, *attacked) if one[2] == "wrong"] == []

@@ -36,7 +36,7 @@ def threads_of_ten_workers(model, megatron):
     return at_work, left[1:]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("pp2", "experts-tp2")
 @pytest.mark.parametrize(
     ("model", "megatron"),
     [

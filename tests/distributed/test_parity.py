@@ -18,6 +18,16 @@ def test_the_selection_holds_every_pair():
     "tp2-sp, nll, tied, fused, no distributed_optimizer, no overlap_grad_reduce",
     "pp2-vpp2, token level, tied, no fused, distributed_optimizer, no overlap_grad_reduce",
 )
+@pytest.mark.exhaustive_cases(
+    "dp2, token level, no tied, no fused, no distributed_optimizer, no overlap_grad_reduce",
+    "tp2, nll, no tied, no fused, distributed_optimizer, overlap_grad_reduce",
+    "pp2, token level, no tied, fused, no distributed_optimizer, overlap_grad_reduce",
+    "pp2, gspo, tied, no fused, distributed_optimizer, no overlap_grad_reduce",
+    "pp2-vpp2, gspo, no tied, fused, no distributed_optimizer, overlap_grad_reduce",
+    "tp2-pp2, gspo, tied, fused, distributed_optimizer, overlap_grad_reduce",
+    "ep2, token level, no tied, no fused, no distributed_optimizer, no overlap_grad_reduce",
+    "ep2, gspo, tied, fused, distributed_optimizer, overlap_grad_reduce",
+)
 @pytest.mark.parametrize("case", parity.pairwise(), ids=parity.name_of)
 def test_split_step_equals_train(ranks, case):
     for rank in ranks(parity.LAYOUTS[case["layout"]][0]).run(parity.differences, case):

@@ -74,6 +74,7 @@ def seconds_until_a_hanging_peer_is_given_up(megatron):
 
 @pytest.mark.parametrize("megatron", [{}, TP2, PP2], ids=["dp2", "tp2", "pp2"])
 @pytest.mark.quick_cases("dp2")
+@pytest.mark.exhaustive_cases("pp2")
 def test_a_rank_that_hangs_in_train_is_an_error_on_its_peer_within_the_keys_seconds(ranks, megatron):
     (seconds, kind, message), _ = ranks(2).run(seconds_until_a_hanging_peer_is_given_up, megatron)
     assert LIMIT_S - 1 < seconds < LIMIT_S + 3
@@ -165,6 +166,9 @@ CASES = ["refit", "late start", "late caller", "slow building", "save", "load", 
 @pytest.mark.parametrize("megatron", [TP2, PP2, {}], ids=["tp2", "pp2", "dp2"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.quick_cases("refit-tp2", "save-dp2")
+@pytest.mark.exhaustive_cases(
+    "late start-dp2", "late caller-dp2", "slow building-pp2", "load-tp2", "export-pp2"
+)
 def test_no_healthy_rank_dies_of_the_key(ranks, case, megatron, tmp_path):
     ranks(2).run(timeouts_of_the_layout, {}, megatron)  # the ranks have met
     assert max(ranks(2).run(patient_case, case, megatron, str(tmp_path))) > SLOW_S

@@ -36,7 +36,7 @@ def dividing(trained):
 
 @pytest.mark.parametrize(
     "budgets",
-    [(), pytest.param(("+policy.dynamic_batching.enabled=true",), marks=pytest.mark.exhaustive)],
+    [(), pytest.param(("+policy.dynamic_batching.enabled=true",), marks=pytest.mark.nightly)],
     ids=["rows", "tokens"],
 )
 def test_sizes_that_do_not_divide_give_the_weights_of_those_that_do(trained, dividing, budgets):

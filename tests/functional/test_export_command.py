@@ -77,6 +77,7 @@ def test_trained_weights_go_out_as_they_came_in_and_from_any_directory(tmp_path)
         f"checkpointing: {{enabled: true, checkpoint_dir: {tmp_path / 'checkpoints'}, save_period: 2}}\n"
         f"logger: {{log_dir: {tmp_path / 'run'}, tensorboard_enabled: false}}\n"
         "grpo: {max_num_steps: 2, val_period: 0, val_at_end: false}\n"
+        "cluster: {cpu_workers_per_node: 1}\n"
     )
     run("grpo", "--config", recipe, "policy.megatron_cfg.tensor_model_parallel_size=1", folder=tmp_path)
     checkpoint = tmp_path / "checkpoints/step_2"

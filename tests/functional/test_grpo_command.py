@@ -57,7 +57,7 @@ def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
     assert run.watch.all_gone(within_s=10)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
     run = start("grpo.max_num_steps=100000")
     run.wait_for_step(2)
@@ -78,7 +78,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
     assert f"{len(finished)} steps" in output
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("15-143-terminated")
 @pytest.mark.parametrize(
     ("stop", "status", "word"),
     [
@@ -127,7 +127,7 @@ def test_a_second_ctrl_c_saves_nothing_and_keeps_rows_and_report(start) -> None:
     assert (run.log_dir / "curves.png").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_second_run_in_a_folder_leaves_the_first_alone(start) -> None:
     first = start("grpo.max_num_steps=100000")
     first.wait_for_step(1)
@@ -143,7 +143,7 @@ def test_a_second_run_in_a_folder_leaves_the_first_alone(start) -> None:
     assert [row["step"] for row in first.steps()] == [*range(1, len(first.steps()) + 1)]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_the_limit_of_time_ends_a_run_with_its_last_step_saved(start) -> None:
     saved = start.folder / "saved"
     section = (

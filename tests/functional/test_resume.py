@@ -46,7 +46,7 @@ def last_checkpoint(run: Run) -> dict[str, torch.Tensor]:
     return tensors_in(run.log_dir / "checkpoints" / f"step_{STEPS}" / "policy")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("2")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_resumes_as_if_nothing_had_happened(start, ranks) -> None:
     cluster = f"cluster.cpu_workers_per_node={ranks}"

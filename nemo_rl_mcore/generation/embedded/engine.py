@@ -67,7 +67,7 @@ class EmbeddedEngine:
         self._may_generate = asyncio.Event()
         # Each call takes several rounds of the loop to get in: with one token a round it waits for a few tokens, with
         # one of each group it would wait for most answers to end.
-        self._turn = asyncio.Lock()
+        self._turns = asyncio.Lock()
         self._asked: dict[str, Decoding] = {}
         self._numbers = itertools.count()
         self.weights = HeldWeights()
@@ -93,7 +93,8 @@ class EmbeddedEngine:
 
     async def _step(self, ticket: str, decoding: Decoding, growing: Sequence[_Growing]) -> bool:
         """Draw a token for each response when it is this group's turn; false when none was left to draw."""
-        async with self._turn:  # in the order in which they came
+        await self._admitted(ticket, max((len(response.tokens) for response in growing), default=0))
+        async with self._turns:  # in the order in which they came
             await asyncio.sleep(0)  # a round of the loop for calls that come meanwhile
             await self._may_generate.wait()
             if self._asked.get(ticket) is not decoding:
@@ -116,6 +117,9 @@ class EmbeddedEngine:
             response.versions.append(self.weights.newest)
             response.finished = stopped
         return True
+
+    async def _admitted(self, ticket: str, drawn: int) -> None:
+        """Wait until the group, of whose longest response so many tokens are drawn, may wait for its turn: at once."""
 
     async def cancel(self, ticket: str) -> None:
         """See `Engine.cancel`."""

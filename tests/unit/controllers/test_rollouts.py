@@ -13,7 +13,7 @@ from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.controllers.events import Segment
 from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.ledger import Ledger
-from nemo_rl_mcore.controllers.rollouts import Rollouts, segments_of
+from nemo_rl_mcore.controllers.rollouts import Retention, Rollouts, segments_of
 from nemo_rl_mcore.controllers.states import GroupState, LedgerError, Limits, StepState
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
@@ -27,7 +27,7 @@ def started(engines, *, last_step=6, version=0, **keys):
     limits = Limits(N, section.max_trajectory_age_steps, last_step, section.max_generation_failures + 1)
     events = []
     ledger = Ledger(limits, events.append, version=version)
-    with Rollouts(section, ledger, GroupStore(), engines, FakeDraw(N)) as rollouts:
+    with Rollouts(section, ledger, GroupStore(), engines, FakeDraw(N), Retention()) as rollouts:
         rollouts.events = events
         rollouts.update_weights(version)
         yield rollouts
@@ -206,7 +206,9 @@ def test_the_end_gives_up_what_is_in_flight():
 
 def test_a_run_that_never_gave_weights_ends_without_a_thread():
     limits = Limits(N, 0, 5, 1)
-    with Rollouts(AsyncGRPOConfig(), Ledger(limits, print), GroupStore(), FakeEngines(), FakeDraw(N)):
+    with Rollouts(
+        AsyncGRPOConfig(), Ledger(limits, print), GroupStore(), FakeEngines(), FakeDraw(N), Retention()
+    ):
         assert "rollouts" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -21,6 +21,7 @@ SCRIPTS = sorted((SUITES / "llm").rglob("*.sh"))
 SHORT_DIFFS = sorted((REPO / "examples/configs/recipes").rglob("*.yaml"))
 EXAMPLES = sorted((REPO / "examples").rglob("*.yaml"))
 LISTS = ("nightly.txt", "nightly_cpu.txt")
+SHORT_LIST = "ci_cpu.txt"
 NAME = re.compile(
     rf"(?P<algorithm>{'|'.join(RUN_CONFIGS)})-(?P<subject>[a-z0-9.-]+)-(?P<nodes>\d+)n(?P<gpus>\d+)g"
     r"-(?P<strategy>[a-z0-9]+(-[a-z0-9]+)*?)(?P<fused>-fused)?(\.v\d+)?"
@@ -53,10 +54,10 @@ def test_every_recipe_has_a_script_and_the_other_way_round():
     assert [path.stem for path in SCRIPTS] == [path.stem for path in RECIPES]
 
 
-def test_every_script_is_in_exactly_one_list():
+def test_every_script_is_in_exactly_one_nightly_list():
     entries = [entry for suite in LISTS for entry in listed(suite)]
     assert sorted(entries) == [str(path.relative_to(REPO)) for path in SCRIPTS]
-    assert {path.name for path in SUITES.glob("*.txt")} == set(LISTS)
+    assert {path.name for path in SUITES.glob("*.txt")} == {*LISTS, SHORT_LIST}
 
 
 def test_the_lists_hold_what_the_suites_promise():
@@ -68,6 +69,13 @@ def test_the_lists_hold_what_the_suites_promise():
     copies = [name_of(stem) for stem in stems["nightly_cpu.txt"] if stem.startswith("grpo-copy-")]
     assert sorted(bool(name["fused"]) for name in copies if name["strategy"] == "megatron") == [False, True]
     assert {"megatron-async-1off", "megatron-async-2off"} <= {name["strategy"] for name in copies}
+
+
+def test_the_list_of_ci_is_a_part_of_the_nightly_one_that_ci_runs():
+    short = listed(SHORT_LIST)
+    assert {*short} < {*listed("nightly_cpu.txt")}
+    assert len({*short}) == len(short) > 1
+    assert f"run.sh {SHORT_LIST}\n" in (REPO / ".ci/run").read_text("utf-8")
 
 
 # Recipes

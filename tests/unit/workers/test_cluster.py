@@ -111,9 +111,21 @@ def listening_addresses(pids: set[int]) -> set[str]:
 LOOPBACK_V4, LOOPBACK_V4_IN_V6 = "0100007F", "0000000000000000FFFF00000100007F"
 
 
-def test_a_session_listens_on_the_loopback_only_and_leaves_nothing(start_driver: type[Driver]) -> None:
-    driver = start_driver("sys.stdin.readline()")
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Ray's sockets have no room for pytest's."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_session_listens_on_the_loopback_only_has_a_private_folder_and_leaves_nothing(
+    start_driver: type[Driver], short_folder: Path
+) -> None:
+    driver = start_driver("sys.stdin.readline()", RAY_TMPDIR=str(short_folder))
     driver.wait_until_ready()
+    [folder] = short_folder.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [*folder.glob("ray/session_*/logs")]
     pids = set(driver.watch.alive())
     assert len(pids) >= 5  # gcs, raylet, agents, two ranks
     addresses = listening_addresses(pids)
@@ -121,6 +133,7 @@ def test_a_session_listens_on_the_loopback_only_and_leaves_nothing(start_driver:
     assert addresses <= {LOOPBACK_V4, LOOPBACK_V4_IN_V6}
     code, output, errors = driver.wait()
     assert (code, output, errors) == (0, "left\n", "")
+    assert [*short_folder.iterdir()] == []
     assert driver.watch.all_gone(within_s=5), driver.watch.alive()
 
 
@@ -130,7 +143,7 @@ def servers(driver: Driver, name: str) -> int:
     return pid
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("raylet")
 @pytest.mark.parametrize("server", ["raylet", "gcs_server"])
 def test_a_dead_server_of_ray_is_named_and_ends_the_run(start_driver: type[Driver], server: str) -> None:
     driver = start_driver("group.run_all('hang')")
@@ -160,27 +173,7 @@ def test_signals_to_the_whole_process_group_reach_the_driver_alone(start_driver:
     assert (code, output, errors) == (0, "all there\nleft\n", "")
 
 
-@pytest.fixture
-def short_folder() -> Iterator[Path]:
-    """Ray's sockets have no room for pytest's."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
-
-
-@pytest.mark.exhaustive
-def test_the_folder_of_a_session_is_private_and_goes_with_it(
-    start_driver: type[Driver], short_folder: Path
-) -> None:
-    driver = start_driver("sys.stdin.readline()", RAY_TMPDIR=str(short_folder))
-    driver.wait_until_ready()
-    [folder] = short_folder.iterdir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert [*folder.glob("ray/session_*/logs")]
-    assert driver.wait()[0] == 0
-    assert [*short_folder.iterdir()] == []
-
-
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_ctrl_c_stops_the_session_cleanly(start_driver: type[Driver]) -> None:
     driver = start_driver("group.run_all('hang')")
     driver.wait_until_ready()
@@ -195,7 +188,7 @@ def test_ctrl_c_stops_the_session_cleanly(start_driver: type[Driver]) -> None:
     assert driver.watch.all_gone(within_s=5), driver.watch.alive()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("1.5")
 @pytest.mark.parametrize("delay_s", [0.5, 1.5])
 def test_ctrl_c_while_ray_starts_leaves_nothing(start_driver: type[Driver], delay_s: float) -> None:
     driver = start_driver("sys.stdin.readline()")

@@ -265,7 +265,7 @@ def test_a_call_may_take_longer_than_its_deadline_while_it_makes_progress(steady
     assert steady.run_all("work", pieces=12, pause_s=0.3, timeout_s=1.5) == [0, 1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_start_may_take_longer_than_its_deadline_while_it_makes_progress(cluster: RayCluster) -> None:
     with RayWorkerGroup(Rank, cluster, (), {"work_s": 36}, start_timeout_s=START_S) as group:
         assert group.run_all("combine", timeout_s=5) == [(0, (), {}), (1, (), {})]
@@ -303,7 +303,7 @@ def test_a_constructor_that_fails_names_its_rank(cluster: RayCluster) -> None:
     assert "Rank() (start of the workers): ValueError: this rank refuses its config" in str(error)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_constructor_that_hangs_meets_a_deadline(cluster: RayCluster) -> None:
     error, _ = timed_error(lambda: RayWorkerGroup(Rank, cluster, (), {"hang_on": 0}, start_timeout_s=START_S))
     assert (

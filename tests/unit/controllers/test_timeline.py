@@ -1,0 +1,70 @@
+"""What a log says was trained, also after a resume, and which logs say what cannot be."""
+
+import pytest
+
+from nemo_rl_mcore.controllers import events
+from nemo_rl_mcore.controllers.events import Segment, Token
+from nemo_rl_mcore.controllers.group_store import GroupStore
+from nemo_rl_mcore.controllers.replayed_rollouts import missing_groups, require_steps
+from nemo_rl_mcore.controllers.timeline import Timeline
+from nemo_rl_mcore.errors import RunStoppedError
+
+
+def committed(position, *segments, incarnation=0, digest="d"):
+    token = Token(incarnation, position, 1)
+    return events.Committed(token=token, segments=tuple(Segment(*s) for s in segments), digest=digest)
+
+
+def trained(step, *positions):
+    return [
+        events.Finished(step=step, chunks=(positions,)),
+        events.Published(version=step, digest=f"w{step}"),
+    ]
+
+
+LOG = [
+    events.Started(incarnation=0, version=0),
+    *(committed(0, (0, 0)), committed(1, (0, 0))),
+    *trained(1, 0, 1),
+    *(committed(2, (0, 0), (3, 1)), committed(3, (0, 1))),
+    *trained(2, 2, 3),
+]
+
+
+def test_a_log_says_what_each_step_trained_on():
+    found = Timeline.of(LOG)
+    assert found.positions(range(1, 3)) == [0, 1, 2, 3]
+    assert found.weights == {1: "w1", 2: "w2"}
+    assert found.groups[2].oldest == 0
+    require_steps(found, range(1, 3), "log")
+
+
+def test_steps_that_a_resume_took_back_do_not_count():
+    anew = [committed(2, (0, 1), incarnation=1, digest="other"), committed(3, (0, 1), incarnation=1)]
+    found = Timeline.of([*LOG, events.Started(incarnation=1, version=1), *anew])
+    assert [*found.chunks] == [1]
+    assert found.weights == {1: "w1"}
+    assert found.groups[2].digest == "other"
+
+
+@pytest.mark.parametrize("steps", [range(1, 4), range(3, 5), range(2, 2)])
+def test_steps_that_the_log_does_not_have_are_refused(steps):
+    with pytest.raises(RunStoppedError, match="log has steps 1 to 2; name a range of them"):
+        require_steps(Timeline.of(LOG), steps, "log")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (trained(3, 9), "step 3 trains group 9, which was never drawn before it"),
+        ([committed(4, (0, 2), (1, 3)), *trained(3, 4)], r"group 4, which was drawn by \[2, 3\] before it"),
+    ],
+)
+def test_a_log_that_trains_what_was_not_there_is_refused(more, message):
+    with pytest.raises(RunStoppedError, match=message):
+        require_steps(Timeline.of([*LOG, *more]), range(1, 4), "log")
+
+
+def test_groups_that_weights_of_before_have_begun_cannot_be_drawn_again():
+    assert missing_groups(Timeline.of(LOG), range(2, 3), GroupStore()) == [2]
+    assert missing_groups(Timeline.of(LOG), range(1, 3), GroupStore()) == []

@@ -1,0 +1,115 @@
+"""Tiers of tests: which cases the markers leave to a later one, and that none is in two tiers or forgotten."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from thinning import TIERS
+
+pytest_plugins = "pytester"
+
+REPO = Path(__file__).parents[2]
+OPTIONS = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+EACH_TIME = " and ".join(f"not {tier}" for tier in TIERS)
+
+SUITE = """
+import pytest
+
+def test_plain(): pass
+
+@pytest.mark.nightly
+def test_long(): pass
+
+@pytest.mark.vllm
+def test_engine(): pass
+
+@pytest.mark.quick_cases("a")
+@pytest.mark.parametrize("case", "abc")
+def test_quick(case): pass
+
+@pytest.mark.exhaustive_cases("b")
+@pytest.mark.parametrize("case", "abc")
+def test_exhaustive(case): pass
+
+@pytest.mark.quick_cases("a")
+@pytest.mark.exhaustive_cases("b")
+@pytest.mark.parametrize("case", "abc")
+def test_both(case): pass
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(("first", "second"), ["ac", "ad", "bc", "bd"])
+def test_values(first, second): pass
+"""
+SELECTED = {
+    EACH_TIME: "plain quick[a] both[a] values[a-c] values[a-d] values[b-c]",
+    "exhaustive": "quick[b] quick[c] exhaustive[b] both[b] values[b-d]",
+    "nightly": "long exhaustive[a] exhaustive[c] both[c]",
+    "vllm": "engine",
+}
+
+
+@pytest.mark.parametrize("expression", SELECTED)
+def test_the_markers_leave_cases_to_their_tiers(pytester, expression):
+    pytester.makeconftest(
+        "from thinning import thin_out\n"
+        "import pytest\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_collection_modifyitems(items): thin_out(items)\n"
+    )
+    pytester.makeini("[pytest]\nmarkers =\n" + "".join(f"    {marker}\n" for marker in OPTIONS["markers"]))
+    pytester.makepyfile(SUITE)
+    passed, *others = pytester.inline_run("--strict-markers", "-m", expression).listoutcomes()
+    assert others == [[], []]
+    assert " ".join(report.nodeid.partition("::test_")[2] for report in passed) == SELECTED[expression]
+
+
+def test_what_is_in_no_tier_runs_each_time():
+    options = shlex.split(OPTIONS["addopts"])
+    assert options[options.index("-m") + 1] == EACH_TIME
+    markers = {marker.partition(":")[0] for marker in OPTIONS["markers"]}
+    assert markers - {"each_value", "quick_cases", "exhaustive_cases"} == {*TIERS}
+
+
+COLLECT = """
+import json, sys
+import pytest
+from thinning import TIERS
+
+class Listed:
+    def pytest_collection_modifyitems(self, items):
+        rows = []
+        for item in items:
+            marks = [*item.iter_markers("quick_cases"), *item.iter_markers("exhaustive_cases")]
+            named = [name for mark in marks for name in mark.args]
+            case = item.callspec.id if named else ""
+            tiers = sorted({*TIERS} & {mark.name for mark in item.iter_markers()})
+            rows.append((item.nodeid.partition("[")[0], case, named, tiers))
+        with open(sys.argv[1], "w") as file:
+            json.dump(rows, file)
+
+sys.exit(pytest.main(["--collect-only", "-qq", "-n", "0", "-p", "no:cacheprovider", "-m", ""], plugins=[Listed()]))
+"""
+
+
+@pytest.mark.exhaustive
+def test_every_test_is_in_one_tier_and_every_id_that_a_marker_names_is_that_of_a_case(tmp_path):
+    listed = tmp_path / "tests.json"
+    subprocess.run(
+        [sys.executable, "-c", COLLECT, str(listed)],
+        cwd=REPO, env={**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'tests'}"},
+        stdout=subprocess.DEVNULL, timeout=300, check=True,
+    )  # fmt: skip
+    tests = json.loads(listed.read_text())
+    assert len(tests) > 5000
+    assert [test for test in tests if len(test[3]) > 1] == []
+    cases, named = set(), set()
+    for name, case, ids, _ in tests:
+        cases.add((name, case))
+        named |= {(name, one) for one in ids}
+    assert named <= cases
+    assert {tier for test in tests for tier in test[3]} == {*TIERS}
