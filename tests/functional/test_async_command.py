@@ -50,15 +50,12 @@ def events(run: Run) -> list[dict]:
     return [json.loads(line) for line in (run.log_dir / "rollouts.jsonl").read_text().splitlines()]
 
 
-exhaustive = pytest.mark.exhaustive
-
-
 @pytest.mark.parametrize(
     ("steps", "ranks", "correction"),
     [
         (5, 1, TIS),
-        pytest.param(20, 1, TIS, marks=exhaustive),
-        pytest.param(20, 2, (), marks=exhaustive),
+        pytest.param(20, 1, TIS, marks=pytest.mark.exhaustive),
+        pytest.param(20, 2, (), marks=pytest.mark.exhaustive),
     ],
     ids=["short", "one-rank-tis", "two-ranks"],
 )
@@ -87,7 +84,7 @@ def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start: START, steps, r
     assert not [name for name in wanted if not wanted[name].equal(found[name])]
 
 
-@exhaustive
+@pytest.mark.exhaustive_cases("15-143-terminated")
 @pytest.mark.parametrize(
     ("stop", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
