@@ -120,9 +120,9 @@ class Rollouts:
     def update_weights(self, version: int) -> None:
         """Give the engines the policy's weights; groups in flight go on with them, unless they are to end before.
 
-        The first call begins to answer groups.
+        The first call begins to answer groups. One with weights that the engines hold waits for nothing.
         """
-        if not self._section.in_flight_weight_updates:
+        if self.ledger.step is StepState.COMMITTED and not self._section.in_flight_weight_updates:
             self._drain()
         self._engines.update_weights(version)
         with self._changed:

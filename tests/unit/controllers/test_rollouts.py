@@ -69,6 +69,19 @@ def test_steps_take_their_groups_in_order_and_none_is_older_than_allowed(max_age
     assert set(engines.steps.values()) == {1, 2, 3, 4, 5, 6}, "the noise is of the step that drew the prompt"
 
 
+def test_weights_that_the_engines_hold_already_wait_for_no_answer():
+    slow = threading.Event()
+    engines = FakeEngines(hold=lambda ticket: 0.2 if slow.is_set() else 0.0)
+    keys = {"max_trajectory_age_steps": 1, "in_flight_weight_updates": False}
+    with started(engines, **keys) as rollouts:
+        train_a_step(rollouts)
+        slow.set()
+        rollouts.update_weights(1)  # nothing is in flight any more; what was made room for is asked for
+        assert becomes_true(lambda: engines.in_flight == N)
+        rollouts.update_weights(1)
+        assert engines.in_flight == N, "they are answered while the next step trains"
+
+
 def test_prompts_are_drawn_by_the_thread_that_trains_and_engines_are_asked_by_the_other():
     engines = FakeEngines()
     with started(engines) as rollouts:
