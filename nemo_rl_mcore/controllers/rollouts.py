@@ -72,10 +72,12 @@ class Retention:
 class Pace:
     """How the two sides of a run got on since the last step.
 
-    requeued, dropped: groups whose attempt ended without answers, by reason. trainer_idle_s: training waited for
-    groups. engine_idle_s: no group was in flight. ready, in_flight: groups at the end of the step.
+    began_at: when that one ended, by the monotonic clock. requeued, dropped: groups whose attempt ended without
+    answers, by reason. trainer_idle_s: training waited for groups, to train on them or for them to end before an
+    update. engine_idle_s: no group was in flight. ready, in_flight: groups at the end of the step.
     """
 
+    began_at: float = field(default_factory=time.monotonic)
     requeued: Counter[str] = field(default_factory=Counter[str])
     dropped: Counter[str] = field(default_factory=Counter[str])
     trainer_idle_s: float = 0.0
@@ -153,10 +155,8 @@ class Rollouts:
             yield self._lease(min(at_least, room))
 
     def _lease(self, at_least: int) -> list[int]:
-        began_at = time.monotonic()
         with self._changed:
             self._wait(lambda: len(self.ledger.leasable()) >= at_least, "groups to train on")
-            self._pace.trainer_idle_s += time.monotonic() - began_at
             positions = self.ledger.leasable()
             self.ledger.lease(positions)
             return positions
@@ -234,11 +234,11 @@ class Rollouts:
         self._thread.close()
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait, with the condition, until something is so; a signal is heard meanwhile.
+        """Wait, with the condition, until something is so, and count the time; a signal is heard meanwhile.
 
         Raises what ended the thread that asks, and RunStoppedError when nothing happens for `stall_timeout_s`.
         """
-        limit_s = self._section.stall_timeout_s
+        began_at, limit_s = time.monotonic(), self._section.stall_timeout_s
         while not ready():
             if self._error is not None:
                 raise self._error
@@ -251,6 +251,7 @@ class Rollouts:
                     f"{what}; {self.ledger.count(GroupState.INFLIGHT)} groups are in flight"
                 )
             self._changed.wait(left_s)
+        self._pace.trainer_idle_s += time.monotonic() - began_at
 
     def _drain(self) -> None:
         """Wait until no group is in flight; the next ones are asked for with the new weights."""

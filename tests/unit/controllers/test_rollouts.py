@@ -13,6 +13,7 @@ from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.controllers.events import Segment
 from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.ledger import Ledger
+from nemo_rl_mcore.controllers.metrics import pace_metrics
 from nemo_rl_mcore.controllers.rollouts import Retention, Rollouts, segments_of
 from nemo_rl_mcore.controllers.states import GroupState, LedgerError, Limits, StepState
 from nemo_rl_mcore.data import BatchedDataDict
@@ -277,3 +278,17 @@ def test_a_folder_that_cannot_be_written_to_is_told_once_the_step_is_finished(tm
 def test_segments_begin_where_the_oldest_weights_of_a_group_change():
     versions = torch.tensor([[3, 3, 4, 4, -1], [3, 4, 4, 5, 5], [3, -1, -1, -1, -1]])
     assert segments_of(versions) == [Segment(0, 3), Segment(2, 4), Segment(4, 5)]
+
+
+def test_training_that_waits_for_groups_to_end_before_an_update_is_idle():
+    engines = FakeEngines(hold=lambda ticket: 0.05 if ticket.startswith(("group 4,", "group 5,")) else 0.0)
+    with started(engines, max_trajectory_age_steps=1, in_flight_weight_updates=False) as rollouts:
+        train_a_step(rollouts)
+        began = time.monotonic()
+        rollouts.update_weights(1)
+        drained_s = time.monotonic() - began
+        assert drained_s > 0.1, "two of the six groups were in flight"
+        _, _, pace = train_a_step(rollouts)
+        idle = pace_metrics(pace)["async/trainer_idle"]
+    assert pace.trainer_idle_s >= 0.9 * drained_s
+    assert 0.2 < idle <= 1, "a share of the time that the update is part of"
