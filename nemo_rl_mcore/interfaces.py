@@ -125,7 +125,7 @@ class GenerationInterface(Protocol):
 class RolloutEngines(GenerationInterface, Protocol):
     """Engines apart from the ranks, which answer group by group while the ranks train and weights change.
 
-    `respond` and `cancel` are called from one asyncio loop, beside the other methods, which are called from elsewhere.
+    `respond` is called from one asyncio loop, beside the other methods, which are called from elsewhere.
     """
 
     @property
@@ -136,12 +136,9 @@ class RolloutEngines(GenerationInterface, Protocol):
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
         """As `generate`, with weight_versions int64 [B, T] of the weights that drew each token, -1 behind the end.
 
-        ticket: what `cancel` calls this group of rows. Raises when the group is not answered.
+        ticket: what messages and the engine call this group of rows. A task that is cancelled gives it up. Raises when
+        the group is not answered.
         """
-        ...
-
-    async def cancel(self, ticket: str) -> None:
-        """Give a group up; one that is not being answered is no error."""
         ...
 
 

@@ -75,6 +75,13 @@ def _replay(config: RunConfig, run: Path, after: int, last: int | None) -> None:
     embedded = config.policy.generation.backend == "embedded"
     if lacking or (not embedded and any(p not in kept for p in timeline.positions(steps))):
         raise RunStoppedError(_what_is_missing(after, lacking, embedded=embedded))
+    at_once, samples = config.policy.generation_batch_size, config.grpo.num_generations_per_prompt
+    if at_once is not None and at_once < samples and any(p not in kept for p in timeline.positions(steps)):
+        raise RunStoppedError(
+            f"policy.generation_batch_size: {at_once} had the {samples} answers to a prompt drawn one after the other, "
+            "and the log does not tell their versions apart; such a run can be replayed if it keeps its groups "
+            "(grpo.async_grpo.keep_groups: true)"
+        )
     start = _start_of(config, after)
     with RayCluster(config.cluster) as cluster, ExitStack() as stack:
         policy = stack.enter_context(start_model(config.models["policy"], config, cluster))
@@ -138,8 +145,8 @@ def _kept_groups(run: Path, steps: range) -> GroupStore:
         if folder.is_dir():
             try:
                 kept.load(folder)
-            except ValueError as error:
-                raise RunStoppedError(str(error)) from error
+            except (KeyError, ValueError) as error:
+                raise RunStoppedError(f"{folder}: {error}") from error
     return kept
 
 

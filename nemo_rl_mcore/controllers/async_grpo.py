@@ -124,12 +124,17 @@ class AsyncGRPO(GRPO):
             self.policy.begin_train_step(self._loss_fn, step_id=f"step {step}")
             yield
         except BaseException as error:
-            self.rollouts.give_up(type(error).__name__)
             try:
-                self.policy.abort_train_step()
-            except RunStoppedError as also:
-                error.add_note(f"the open step could not be aborted: {also}")
+                self.rollouts.give_up(type(error).__name__)
+            finally:
+                self._abort(error)
             raise
+
+    def _abort(self, error: BaseException) -> None:
+        try:
+            self.policy.abort_train_step()
+        except RunStoppedError as also:
+            error.add_note(f"the open step could not be aborted: {str(also).splitlines()[0]}")
 
     def _train_chunks(self, step: int) -> Iterator[tuple[Rollout, dict[str, float]]]:
         chunks = self.rollouts.chunks(self.config.grpo.min_groups_per_chunk)

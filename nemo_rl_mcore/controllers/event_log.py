@@ -38,9 +38,11 @@ class EventLog:
             self._write(line)
             if isinstance(event, Finished | Checkpointed):
                 os.fsync(self._descriptor)
-        except OSError as error:
+        except BaseException as error:  # a second Ctrl-C, too: what is there of the line is no line
             os.ftruncate(self._descriptor, self._size)
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
+            if isinstance(error, OSError):
+                raise OSError(error.errno, error.strerror, str(self._path)) from error
+            raise
         self._size += len(line)
 
     def close(self) -> None:

@@ -133,6 +133,7 @@ class Rollouts:
                 self.ledger.publish(self._engines.weights_digest)
                 self._put_away(version)
             self._draw_ahead()
+            self._moved_at = time.monotonic()  # engines may have had to start
         self._dispatch()
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
@@ -228,10 +229,12 @@ class Rollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give up what is in flight and end the thread."""
+        """Give up what is in flight, end the thread, and put away a step whose weights no engine was given any more."""
         with self._changed:
             self._ended = True
         self._thread.close()
+        if self.ledger.step is StepState.COMMITTED:
+            self._put_away(self.ledger.version)
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait, with the condition, until something is so, and count the time; a signal is heard meanwhile.
@@ -304,7 +307,6 @@ class Rollouts:
             async with asyncio.timeout(self._section.rollout_timeout_s):
                 answered = await self._engines.respond(group.asked, step=group.step, ticket=ticket)
         except TimeoutError:
-            await self._engines.cancel(ticket)
             limit = f"{self._section.rollout_timeout_s:g} s ({_SECTION}.rollout_timeout_s)"
             self._fail(token, "timeout", RunStoppedError(f"{ticket}: not answered within {limit}"))
         except Exception as error:  # noqa: BLE001  # raised by the thread that trains, once it is one too many

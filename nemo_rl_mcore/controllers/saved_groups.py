@@ -5,6 +5,7 @@ A tensor is named POSITION.KEY. What is read is checked, and nothing in it is ex
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -44,11 +45,14 @@ class _Groups(BaseModel):
 def save_groups(folder: Path, groups: Mapping[int, BatchedDataDict]) -> None:
     """Write groups by position into a folder, which is made.
 
-    Raises ValueError, naming group and key, for a batch with values that JSON would change.
+    Raises ValueError, naming group and key, for a batch with values that JSON would change, and OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     texts = _Groups(groups=[_texts(position, batch) for position, batch in groups.items()])
-    save_file(_tensors(groups), folder / TENSORS_FILE)
+    try:
+        save_file(_tensors(groups), folder / TENSORS_FILE)
+    except SafetensorError as error:  # of the operating system, in words alone
+        raise OSError(errno.EIO, str(error), str(folder / TENSORS_FILE)) from error
     (folder / TEXTS_FILE).write_text(texts.model_dump_json(), encoding="utf-8")
     write_sums(folder, {name: sha256(folder / name) for name in (TENSORS_FILE, TEXTS_FILE)})
 

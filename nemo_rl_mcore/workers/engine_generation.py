@@ -101,16 +101,11 @@ class EngineGeneration:
         return as_batch(responses, sampling.max_new_tokens)
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
-        """See `interfaces.RolloutEngines.respond`; raises EngineFailedError, and GenerationCancelledError."""
+        """See `interfaces.RolloutEngines.respond`; raises EngineFailedError."""
         assert self._requests is not None  # the engines have been given weights
         sampling = Sampling.of(self._config.generation, self._stop_ids, greedy=False)
         responses = await self._requests.respond(as_requests(self._keyed(data, step)), sampling, ticket)
         return as_batch(responses, sampling.max_new_tokens)
-
-    async def cancel(self, ticket: str) -> None:
-        """See `interfaces.RolloutEngines.cancel`."""
-        if self._requests is not None:
-            await self._requests.cancel(ticket)
 
     def offload(self) -> None:
         """See `interfaces.GenerationInterface.offload`: engines that share the ranks' GPUs give their memory back."""

@@ -11,7 +11,6 @@ from ray.exceptions import RayError, RayTaskError
 from nemo_rl_mcore.generation.engine import (
     EngineFailedError,
     EngineKind,
-    GenerationCancelledError,
     Request,
     Response,
     Sampling,
@@ -26,7 +25,8 @@ _LOOK_EVERY_S = 1.0
 class EngineRequests:
     """Each group goes to the engine that answers the fewest; one loop at a time asks.
 
-    An engine that makes no progress for `call_timeout_s` of its kind fails what it was asked, as one that dies does.
+    An engine that makes no progress for `call_timeout_s` of its kind fails what it was asked, as one that dies does;
+    one that has died is not asked again. A task that is cancelled gives its group up.
     lost: says what of Ray itself has died.
     """
 
@@ -34,30 +34,33 @@ class EngineRequests:
         self._engines, self._kind, self._lost = engines, kind, lost
         self._watches = [HealthWatch([actor]) for actor in engines.actors]
         self._asked: dict[str, int] = {}
+        self._dead: set[int] = set()
 
     async def respond(self, requests: Sequence[Request], sampling: Sampling, ticket: str) -> list[Response]:
         """Answer a group with whatever weights the engine holds while it draws.
 
-        Raises EngineFailedError, naming the engine, and GenerationCancelledError.
+        Raises EngineFailedError, naming the engine.
         """
-        busy = [*self._asked.values()]
-        engine = min(range(len(self._watches)), key=busy.count)
+        engine = self._least_busy()
         self._asked[ticket] = engine
         try:
             answer = self._engines.actors[engine].generate.remote(requests, sampling, None, ticket)
             return await self._answered(engine, answer)
+        except asyncio.CancelledError:
+            self._engines.actors[engine].cancel.remote(ticket)
+            raise
         except RayError as error:
-            if isinstance(error, RayTaskError) and isinstance(error.cause, GenerationCancelledError):
-                raise GenerationCancelledError(str(error.cause)) from None
+            if not isinstance(error, RayTaskError):
+                self._dead.add(engine)
             failure = RankFailure(engine, self._engines.identities[engine], error)
             raise self._failed(engine, failure.headline(), failure.details()) from None
         finally:
             del self._asked[ticket]
 
-    async def cancel(self, ticket: str) -> None:
-        """Give a group up; one that is not being answered is no error."""
-        if (engine := self._asked.get(ticket)) is not None:
-            self._engines.actors[engine].cancel.remote(ticket)
+    def _least_busy(self) -> int:
+        """Of the engines that live; of all, so that one of them says what it died of, when none does."""
+        busy, engines = [*self._asked.values()], range(len(self._watches))
+        return min([engine for engine in engines if engine not in self._dead] or engines, key=busy.count)
 
     async def _answered(self, engine: int, answer: Any) -> list[Response]:
         """What the engine gives, as long as it gets on."""

@@ -46,6 +46,9 @@ class FakeEngines:
                 versions.append(self.version)
             if (error := self.fail(ticket)) is not None:
                 raise error
+        except asyncio.CancelledError:
+            self.cancelled.append(ticket)
+            raise
         finally:
             self.in_flight -= 1
         drawn = torch.tensor(versions).expand(data.size, -1)
@@ -56,9 +59,6 @@ class FakeEngines:
             input_lengths=rows.sum(1).long() + TOKENS,
             weight_versions=drawn,
         )
-
-    async def cancel(self, ticket):
-        self.cancelled.append(ticket)
 
 
 class FakeDraw:

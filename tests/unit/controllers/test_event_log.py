@@ -181,3 +181,16 @@ def test_a_log_grows_by_as_much_at_every_step(path):
     digits = 4 * 8 + 8  # that the numbers are longer by
     assert max(grown[40:55]) <= max(grown[5:20]) + digits
     assert max(grown) < 3000
+
+
+def test_a_signal_in_the_wait_for_the_disk_leaves_no_part_of_a_line(tmp_path, monkeypatch):
+    def interrupted(descriptor):
+        raise KeyboardInterrupt
+
+    with EventLog(tmp_path / "log") as log:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                log.append(events.Finished(step=3, chunks=(tuple(range(32)),)))
+        log.append(events.Lost(step=3, reason="KeyboardInterrupt"))
+    assert read_events(tmp_path / "log") == [events.Lost(step=3, reason="KeyboardInterrupt")]

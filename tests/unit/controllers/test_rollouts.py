@@ -188,6 +188,16 @@ def test_a_group_that_takes_too_long_is_given_up_and_asked_for_again():
             next(rollouts.chunks(N))
 
 
+def test_the_start_of_engines_is_no_stall():
+    class Slow(FakeEngines):
+        def update_weights(self, version):
+            time.sleep(0.5)
+            super().update_weights(version)
+
+    with started(Slow(hold=lambda ticket: 0.02), stall_timeout_s=0.3) as rollouts:
+        train_a_step(rollouts)
+
+
 def test_a_stall_is_told_with_its_key():
     with started(FakeEngines(hold=lambda ticket: 60.0), stall_timeout_s=0.2) as rollouts:
         rollouts.begin()
@@ -265,6 +275,12 @@ def test_groups_are_kept_until_a_checkpoint_and_written_where_that_is_asked_for(
     kept = GroupStore()
     assert kept.load(tmp_path / "groups" / "step_2") == [3, 4, 5]
     assert kept.get(4)["input_ids"].shape == (2, 4)
+
+
+def test_a_step_whose_weights_nobody_was_given_is_put_away_at_the_end(tmp_path):
+    with started(FakeEngines(), retention=Retention(archive=tmp_path)) as rollouts:
+        train_a_step(rollouts)
+    assert GroupStore().load(tmp_path / "step_1") == [0, 1, 2]
 
 
 def test_a_folder_that_cannot_be_written_to_is_told_once_the_step_is_finished(tmp_path):

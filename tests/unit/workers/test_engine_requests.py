@@ -12,7 +12,7 @@ import ray
 from fake_engine import FakeEngine
 from fake_generation import Weights, generation, prompts
 
-from nemo_rl_mcore.generation.engine import EngineFailedError, GenerationCancelledError
+from nemo_rl_mcore.generation.engine import EngineFailedError
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 assert fake_generation  # registers its own
@@ -83,19 +83,39 @@ def test_what_an_engine_raises_names_it_and_it_answers_the_next_group(cluster):
         assert asked(engines.respond(prompts(6), step=1, ticket="good"))["lengths"].shape == (1,)
 
 
-def test_a_group_is_given_up(cluster):
-    with generation(cluster, Weights(), settings=0.2) as engines:
+class TellsOfCancels(FakeEngine):
+    cancelled = ()
+
+    async def cancel(self, ticket):
+        self.cancelled = (*self.cancelled, ticket)
+
+    async def told(self):
+        return self.cancelled
+
+
+def test_a_task_that_is_cancelled_gives_its_group_up_at_the_engine(cluster):
+    with generation(cluster, Weights(), engine=TellsOfCancels, settings=0.2, engines=1) as engines:
         engines.update_weights(0)
 
-        async def cancelled():
-            group = asyncio.create_task(engines.respond(prompts(3), step=1, ticket="dropped"))
-            await asyncio.sleep(0.3)
-            await engines.cancel("dropped")
-            await engines.cancel("nobody asked for this")
-            await group
+        async def gives_up():
+            async with asyncio.timeout(0.3):
+                await engines.respond(prompts(3), step=1, ticket="late")
 
-        with pytest.raises(GenerationCancelledError):
-            asked(cancelled())
+        with pytest.raises(TimeoutError):
+            asked(gives_up())
+        deadline = time.monotonic() + 5  # nobody waits for what the engine does with it
+        while engines._group.run_all("told") != [("late",)]:
+            assert time.monotonic() < deadline
+
+
+def test_an_engine_that_has_died_is_not_asked_again(cluster):
+    with generation(cluster, Weights(), settings=0.02) as engines:
+        engines.update_weights(0)
+        os.kill(engines._group.identities[0].pid, signal.SIGKILL)
+        with pytest.raises(EngineFailedError, match="fake engine 0"):
+            asked(engines.respond(prompts(3), step=1, ticket="lost"))
+        for ticket in ("next", "last"):
+            assert asked(engines.respond(prompts(3), step=1, ticket=ticket))["lengths"].shape == (1,)
 
 
 def test_an_engine_that_dies_or_stands_still_is_named_with_its_deadline(cluster):

@@ -1,0 +1,94 @@
+"""How a run's log begins and goes on: with drops behind it, and in a folder that takes no more."""
+
+import errno
+
+import pytest
+
+from nemo_rl_mcore.controllers import events
+from nemo_rl_mcore.controllers.events import Segment
+from nemo_rl_mcore.controllers.ledger import Ledger
+from nemo_rl_mcore.controllers.start import RunLog, resumed_ledger
+from nemo_rl_mcore.controllers.states import Limits
+from nemo_rl_mcore.controllers.timeline import Timeline
+from nemo_rl_mcore.errors import FolderError, RunStoppedError
+
+LIMITS = Limits(groups_per_step=1, max_age=0, last_step=3, max_attempts=1)
+
+
+def train(ledger):
+    token = ledger.dispatch()
+    ledger.commit(token, [Segment(0, ledger.version)], f"group {token.position}")
+    ledger.begin()
+    ledger.lease(ledger.leasable())
+    ledger.finishing()
+    ledger.finish()
+    ledger.publish()
+    return token
+
+
+def test_a_resume_goes_on_behind_what_was_trained_also_after_a_drop(tmp_path):
+    with RunLog(tmp_path, "") as log:
+        first = resumed_ledger(LIMITS, log, 0)
+        first.fail(first.dispatch(), "bad")
+        assert train(first).position == 1
+        train(first)
+    with RunLog(tmp_path, "") as log:
+        second = resumed_ledger(
+            LIMITS, log, 1
+        )  # from the checkpoint of step 1: the second step is taken back
+        token = train(second)
+        assert (token.position, token.incarnation) == (2, 1)
+        second.check()
+    with RunLog(tmp_path, "") as log:
+        assert Timeline.of(log.before).positions(range(1, 3)) == [1, 2]
+        assert resumed_ledger(LIMITS, log, 2).incarnation == 2
+
+
+def test_a_resume_without_drops_or_without_its_log_counts_steps(tmp_path):
+    with RunLog(tmp_path, "") as log:
+        assert resumed_ledger(LIMITS, log, 2).cursor == 2
+
+
+def full(log, monkeypatch):
+    def no_space(event):
+        raise OSError(errno.ENOSPC, "No space left on device", "rollouts.jsonl")
+
+    monkeypatch.setattr(log._log, "append", no_space)
+
+
+def test_a_full_disk_is_told_by_its_key(tmp_path, monkeypatch):
+    with RunLog(tmp_path, "") as log:
+        ledger = resumed_ledger(LIMITS, log, 0)
+        full(log, monkeypatch)
+        with pytest.raises(FolderError, match=r"logger.log_dir: .* cannot be written to: No space left"):
+            ledger.dispatch()
+
+
+def test_a_step_that_is_finished_is_recorded_before_a_full_disk_ends_the_run(tmp_path, monkeypatch):
+    with RunLog(tmp_path, "") as log:
+        ledger = Ledger(LIMITS, log.append)
+        token = ledger.dispatch()
+        ledger.commit(token, [Segment(0, 0)])
+        ledger.begin()
+        ledger.lease([0])
+        ledger.finishing()
+        full(log, monkeypatch)
+        ledger.finish()
+        assert ledger.version == 1
+        with pytest.raises(FolderError, match="No space left"):
+            ledger.publish()
+
+
+def test_a_log_that_is_damaged_or_a_folder_that_is_not_there_ends_the_run_by_name(tmp_path):
+    (tmp_path / "rollouts.jsonl").write_text("nothing\n")
+    with pytest.raises(RunStoppedError, match=r"logger.log_dir: .*rollouts.jsonl, line 1.*remove the file"):
+        RunLog(tmp_path, "")
+    with pytest.raises(FolderError, match=r"logger.log_dir: .*the folder is gone"):
+        RunLog(tmp_path / "gone", "")
+
+
+def test_every_start_is_told_apart(tmp_path):
+    for start in range(3):
+        with RunLog(tmp_path, "") as log:
+            assert resumed_ledger(LIMITS, log, 0).incarnation == start
+            assert sum(isinstance(event, events.Started) for event in log.before) == start
