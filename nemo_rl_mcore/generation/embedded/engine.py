@@ -16,6 +16,7 @@ from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.generation.engine import (
     GenerationCancelledError,
     HeldWeights,
+    NextLogprobs,
     Request,
     Response,
     Sampling,
@@ -116,6 +117,12 @@ class EmbeddedEngine:
         """Wait until the group, of whose longest response so many tokens are drawn, may draw the next one."""
         await asyncio.sleep(0)  # the turn of the others
         await self._may_generate.wait()
+
+    async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
+        """See `Engine.next_logprobs`."""
+        progress.advance("next_logprobs")
+        self.weights.require(None)
+        return [*self._backend.next_logprobs(prompts, temperature).numpy()]
 
     async def cancel(self, ticket: str) -> None:
         """See `Engine.cancel`."""
