@@ -303,7 +303,8 @@ def _generation(
     def compare(engines: EngineGeneration) -> None:
         step = (resumed_step or 0) + 1
         prompts = prompts_to_compare(config, parts.prompts, parts.tokenizer, step)
-        write_line(sys.stdout, str(compare_at_start(config, policy, engines, prompts)))
+        found = compare_at_start(config, policy, engines, prompts)
+        write_line(sys.stdout, found.agreement)
 
     with EngineGeneration(
         engine_kind(config),

@@ -82,7 +82,9 @@ class Comparison:
     by_engine: float
     by_training: float
 
-    def __str__(self) -> str:
+    @property
+    def agreement(self) -> str:
+        """What is said of a comparison that `require` let pass."""
         return (
             f"engine and training agree on {self.rows} rows x {self.vocabulary} tokens: largest difference of "
             f"log-probability {self.largest:.3g}, KL {self.kl:.3g}"
@@ -178,7 +180,7 @@ def _as_rows(engine: int, answered: Sequence[NDArray[np.float32]], vocabulary: i
             raise EnginesDifferError(
                 f"engine {engine} has a vocabulary of {len(row)} tokens, and policy.model.vocab_size is {vocabulary}"
             )
-    return torch.from_numpy(np.stack(answered)).double()
+    return torch.tensor(np.stack(answered), dtype=torch.float64)
 
 
 def _compared(
@@ -187,7 +189,9 @@ def _compared(
     rows, vocabulary = trained_NV.shape
     difference_NV = (answered_NV - trained_NV).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     row, token = divmod(int(difference_NV.argmax()), vocabulary)
-    divergence_N = (trained_NV.exp() * (trained_NV - answered_NV)).sum(-1)
+    # In fp32 the probabilities of a large vocabulary do not add up to one, and a divergence so small is lost in that.
+    p_NV, q_NV = trained_NV.log_softmax(-1), answered_NV.log_softmax(-1)
+    divergence_N = (p_NV.exp() * (p_NV - q_NV)).sum(-1)
     return Comparison(
         rows=rows,
         vocabulary=vocabulary,
