@@ -1,128 +1,172 @@
-"""How much faster an asynchronous run is, by how old groups may be: discrete events on the ledger, without any model.
+"""How much faster an asynchronous run is, on real actors: ranks that train, an engine that decodes, refits in flight.
 
-  python benchmarks/async_throughput.py
-  python benchmarks/async_throughput.py --slots 32 --tail 1.2
+    python benchmarks/async_throughput.py [--steps 20] [--token_ms 80] [--slots 16]
+    python benchmarks/async_throughput.py --quick
 
-The time of a rollout is Pareto distributed: most are short, few are very long. Engines answer `slots` groups at a time;
-the trainer takes a step's groups one by one as they come, in order, and then publishes at once. Printed are seconds a
-step, how many times as fast as with groups of age 0 that is, and the share of time in which the trainer works.
+The recipe `examples/configs/grpo_copy_async_cpu.yaml`, whose engine waits before each token of a group, so that answers
+have a long tail and take longer than training, as on GPUs: Pareto 1.5, at most 30 times the shortest, the same for a
+group in every run. Counted is from the first prompt asked to the last optimizer step, the filling of the pipeline
+included; processes are up by then. Shares are of that time: `trainer` waited for groups, `engine` had none.
+`async_simulation.py` has the limit of many steps, without a model.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
+import asyncio
 import random
-from collections import deque
-from dataclasses import dataclass, field
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 
-from nemo_rl_mcore.controllers.events import Segment, Token
-from nemo_rl_mcore.controllers.ledger import Ledger
-from nemo_rl_mcore.controllers.states import Limits, StepState
+from measuring import ROOT, load
 
-LONGEST = 30
-"""The longest rollout, in shortest ones: where a run cuts its responses."""
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.config import GRPOMasterConfig, load_config
+from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
+from nemo_rl_mcore.controllers.rollouts import Rollouts
+from nemo_rl_mcore.controllers.start import open_rollouts
+from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
+from nemo_rl_mcore.launch import engine_kind, open_parts, start_model, stop_ids_of
+from nemo_rl_mcore.observability import Sample
+from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.engine_generation import EngineGeneration
+
+RECIPE = ROOT / "examples/configs/grpo_copy_async_cpu.yaml"
+TAIL, LONGEST = 1.5, 30
+RUNS = {
+    "K=0": ["grpo.async_grpo.max_trajectory_age_steps=0"],
+    "K=1": ["grpo.async_grpo.max_trajectory_age_steps=1"],
+    "K=2": ["grpo.async_grpo.max_trajectory_age_steps=2"],
+    "K=2, drained": [
+        "grpo.async_grpo.max_trajectory_age_steps=2",
+        "grpo.async_grpo.in_flight_weight_updates=false",
+    ],
+}
 
 
 @dataclass(frozen=True)
-class Run:
-    """rollout_s: the shortest rollout. train_s: a step. tail: the exponent of Pareto's distribution."""
+class SlowSettings(EmbeddedSettings):
+    """shortest_s: what the quickest groups wait for a token."""
 
-    max_age: int
-    groups: int
-    slots: int
-    steps: int
-    tail: float
-    rollout_s: float
-    train_s: float
+    shortest_s: float = 0.0
 
-    def duration(self, position: int) -> float:
-        """Seconds that a group takes, the same in every run."""
-        drawn = random.Random(f"rollout {position}").paretovariate(self.tail)
-        return self.rollout_s * min(drawn, LONGEST)
+
+class SlowEngine(EmbeddedEngine):
+    """Waits before each token of a group, for as long as its ticket says; others are answered meanwhile."""
+
+    def __init__(self, settings: SlowSettings) -> None:
+        super().__init__(settings)
+        self._shortest_s = settings.shortest_s
+
+    async def _admitted(self, ticket: str, drawn: int) -> None:
+        await asyncio.sleep(self._shortest_s * min(random.Random(ticket).paretovariate(TAIL), LONGEST))
+
+
+class Quiet:
+    """A `StepObserver` of what is not looked at."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def add_samples(self, samples: Iterable[Sample]) -> None: ...
 
 
 @dataclass
-class Simulation:
-    """The clock, what will happen when, and who is busy."""
+class Figures:
+    """Seconds of a run, and how many of them one side waited."""
 
-    run: Run
-    now: float = 0.0
-    trained_s: float = 0.0
-    training: bool = False
-    generating: int = 0
-    waiting: deque[Token] = field(default_factory=deque)
-    future: list[tuple[float, int, Token | None]] = field(default_factory=list)
+    samples: int
+    seconds: float = 0.0
+    trainer_idle_s: float = 0.0
+    engine_idle_s: float = 0.0
+    oldest: float = 0.0
 
-    def __post_init__(self) -> None:
-        limits = Limits(self.run.groups, self.run.max_age, self.run.steps, max_attempts=1)
-        self.ledger = Ledger(limits, lambda event: None)
+    def add(self, seconds: float, metrics: Mapping[str, float]) -> None:
+        self.seconds += seconds
+        self.trainer_idle_s += seconds * metrics["async/trainer_idle"]
+        self.engine_idle_s += seconds * metrics["async/engine_idle"]
+        self.oldest = max(self.oldest, metrics["async/age_max"])
 
-    def simulate(self) -> None:
-        self.start_what_can()
-        while self.future:
-            self.now, _, token = heapq.heappop(self.future)
-            if token is None:
-                self.training = False
-            else:
-                self.generating -= 1
-                # Versions do not matter here: that of the dispatch is allowed, and so is any that came since.
-                self.ledger.commit(token, [Segment(0, self.ledger.version)])
-            self.start_what_can()
-        assert self.ledger.version == self.run.steps
+    def row(self, name: str, base: Figures) -> str:
+        rate = self.samples / self.seconds
+        shares = f"{self.trainer_idle_s / self.seconds:8.2f} {self.engine_idle_s / self.seconds:8.2f}"
+        times = rate / (base.samples / base.seconds)
+        return f"{name:14} {self.seconds:8.1f} {rate:10.1f} {times:8.2f} {shares} {self.oldest:8.0f}"
 
-    def start_what_can(self) -> None:
-        self.train()
-        while self.ledger.may_dispatch():
-            self.waiting.append(self.ledger.dispatch())
-        while self.waiting and self.generating < self.run.slots:
-            token = self.waiting.popleft()
-            self.generating += 1
-            self.happens_in(self.run.duration(token.position), token)
 
-    def train(self) -> None:
-        """Begin with the groups that are there, and end the step when it has had them all."""
-        ledger = self.ledger
-        if self.training:
-            return
-        if ledger.step is StepState.OPEN and not ledger.room():
-            ledger.finishing()
-            ledger.finish()
-            ledger.publish()
-            ledger.forget(ledger.version)
-        if ledger.step is StepState.IDLE and ledger.version < self.run.steps:
-            ledger.begin()
-        if chunk := ledger.leasable():
-            ledger.lease(chunk)
-            seconds = self.run.train_s * len(chunk) / self.run.groups
-            self.training = True
-            self.trained_s += seconds
-            self.happens_in(seconds, None)
+def measure(overrides: list[str], token_s: float, cluster: RayCluster) -> Figures:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        config = load_config(RECIPE, [*overrides, f"logger.log_dir={folder}"])
+        assert isinstance(config, GRPOMasterConfig)
+        return train(*open_run(config, token_s, cluster, stack))
 
-    def happens_in(self, seconds: float, token: Token | None) -> None:
-        heapq.heappush(self.future, (self.now + seconds, -1 if token is None else token.position, token))
+
+def open_run(
+    config: GRPOMasterConfig, token_s: float, cluster: RayCluster, stack: ExitStack
+) -> tuple[AsyncGRPO, Rollouts]:
+    """All processes, and the first weights at the engine; nothing has been asked yet."""
+    parts = open_parts(config)
+    policy = stack.enter_context(start_model(config.models["policy"], config, cluster))
+    kind = engine_kind(config)
+    engines = stack.enter_context(
+        EngineGeneration(
+            replace(kind, engine=SlowEngine, settings=SlowSettings(config.policy, shortest_s=token_s)),
+            config.policy,
+            cluster,
+            policy,
+            stop_ids=stop_ids_of(config, parts.tokenizer),
+            seed=config.seed,
+        )
+    )
+    engines.update_weights(0)
+    rollouts = stack.enter_context(open_rollouts(config, engines, parts.prompts, parts.tokenizer, None))
+    collector = RolloutCollector(rollouts, parts.tokenizer, config.max_prompt_length, parts.environment)
+    return AsyncGRPO(config, policy, collector, parts.prompts, Quiet(), rollouts), rollouts
+
+
+def train(algorithm: AsyncGRPO, rollouts: Rollouts) -> Figures:
+    grpo = algorithm.config.grpo
+    figures = Figures(grpo.max_num_steps * grpo.num_prompts_per_step * grpo.num_generations_per_prompt)
+    ended = time.monotonic()
+    for step in range(1, grpo.max_num_steps + 1):
+        rollouts.update_weights(step - 1)
+        metrics = algorithm.step(step, lambda: None).metrics
+        began, ended = ended, time.monotonic()
+        figures.add(ended - began, metrics)
+    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ages", type=int, nargs="+", default=[0, 1, 2, 4])
-    parser.add_argument("--groups", type=int, default=16, help="groups of a step")
-    parser.add_argument("--slots", type=int, default=16, help="groups that the engines answer at a time")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--tail", type=float, default=1.5)
-    parser.add_argument("--rollout_s", type=float, default=0.1)
-    parser.add_argument("--train_s", type=float, default=0.1)
-    asked = vars(parser.parse_args())
-    first = None
-    print(f"{'max age':>8} {'s a step':>10} {'times':>8} {'trainer':>8}")
-    for age in asked.pop("ages"):
-        simulation = Simulation(Run(max_age=age, **asked))
-        simulation.simulate()
-        a_step = simulation.now / asked["steps"]
-        first = first or a_step
-        print(f"{age:8} {a_step:10.3f} {first / a_step:8.2f} {simulation.trained_s / simulation.now:8.2f}")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--token_ms", type=float, default=80, help="what the quickest groups wait for a token"
+    )
+    parser.add_argument(
+        "--slots", type=int, help="groups answered at a time; by default all that may be asked"
+    )
+    parser.add_argument("--quick", action="store_true", help="4 steps, K=0 and K=2: whether it works")
+    options = parser.parse_args()
+    runs = {name: RUNS[name] for name in ("K=0", "K=2")} if options.quick else RUNS
+    common = [f"grpo.max_num_steps={4 if options.quick else options.steps}"]
+    if options.slots is not None:
+        common.append(f"grpo.async_grpo.max_inflight_prompts={options.slots}")
+    heads = ("seconds", "samples/s", "times", "trainer", "engine", "max age")
+    print(f"{'':14} {heads[0]:>8} {heads[1]:>10} " + " ".join(f"{head:>8}" for head in heads[2:]))
+    base = None
+    with RayCluster(load_config(RECIPE).cluster) as cluster:
+        for name, overrides in runs.items():
+            figures = measure([*common, *overrides], options.token_ms / 1000, cluster)
+            base = base or figures
+            print(f"{figures.row(name, base)}  {load()}", flush=True)
 
 
 if __name__ == "__main__":

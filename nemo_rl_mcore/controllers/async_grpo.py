@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +97,6 @@ class AsyncGRPO(GRPO):
 
     def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
         """Train on the next groups, in order; the optimizer steps once all of the step's are in."""
-        began_at = time.monotonic()
         with self._open_step(step):
             chunks = [*self._train_chunks(step)]
             begin_update()
@@ -111,7 +109,7 @@ class AsyncGRPO(GRPO):
         metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(whole.batch)
         metrics |= rollout_metrics(whole) | train_metrics(result)
         metrics |= age_metrics(whole.batch, step - 1, self.config.grpo.async_grpo.max_trajectory_age_steps)
-        metrics |= correction_metrics(whole.batch) | pace_metrics(pace, time.monotonic() - began_at)
+        metrics |= correction_metrics(whole.batch) | pace_metrics(pace)
         return StepOutcome(metrics, result["skip_reasons"], whole.batch)
 
     def checkpointed(self, step: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
@@ -45,11 +47,12 @@ def correction_metrics(batch: BatchedDataDict) -> dict[str, float]:
     }
 
 
-def pace_metrics(pace: Pace, step_s: float) -> dict[str, float]:
-    """Shares of a step of so many seconds in which one side waited, and what is under way at its end."""
+def pace_metrics(pace: Pace) -> dict[str, float]:
+    """Shares of the time since the last step in which one side waited, and what is under way at the end of this one."""
+    step_s = time.monotonic() - pace.began_at
     return {
         "async/trainer_idle": pace.trainer_idle_s / step_s,
-        "async/engine_idle": min(1.0, pace.engine_idle_s / step_s),
+        "async/engine_idle": pace.engine_idle_s / step_s,
         "async/buffer_ready": float(pace.ready),
         "async/inflight": float(pace.in_flight),
         **{f"async/requeued/{reason}": float(count) for reason, count in pace.requeued.items()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +23,12 @@ HEADLINE_METRICS: tuple[tuple[str, str], ...] = (
     ("loss", "train/loss"),
     ("gradient norm", "train/grad_norm"),
     ("tokens/s", "performance/tokens_per_sec"),
+)
+# Label, metrics and text of what a run whose groups are answered beside training shows besides.
+_SIDE_BY_SIDE: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("buffer", ("async/buffer_ready", "async/inflight"), "{:.0f} ready, {:.0f} in flight"),
+    ("age", ("async/age_mean", "async/age_max"), "{:.2f}, at most {:.0f}"),
+    ("idle", ("async/trainer_idle", "async/engine_idle"), "trainer {:.0%}, engines {:.0%}"),
 )
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
@@ -92,6 +98,7 @@ class ProgressDisplay:
     def _plain_line(self, metrics: Mapping[str, float]) -> str:
         parts = [f"step {self._step}/{self._total_steps}"]
         parts += [f"{label} {_number(metrics[name])}" for label, name in HEADLINE_METRICS if name in metrics]
+        parts += [f"{label} {text}" for label, text in _side_by_side(metrics)]
         parts += [f"{phase} {seconds:.2f} s" for phase, seconds in _phases(metrics).items()]
         return "  ".join([*parts, f"elapsed {_clock(time.monotonic() - self._started)}"])
 
@@ -102,6 +109,8 @@ class ProgressDisplay:
         for label, name in HEADLINE_METRICS:
             if name in self._latest:
                 rows.add_row(label, _number(self._latest[name]) + self._trend(name))
+        for label, text in _side_by_side(self._latest):
+            rows.add_row(label, text)
         if phases := _phases(self._latest):
             rows.add_row("seconds", "  ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items()))
         bar = Table.grid(padding=(0, 2))
@@ -124,6 +133,13 @@ class ProgressDisplay:
         return (
             f"  {_sparkline(self._rewards)}" if is_reward and self._console.encoding.startswith("utf") else ""
         )
+
+
+def _side_by_side(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Label and text of how training and the engines get on; nothing for a run in which they take turns."""
+    for label, names, template in _SIDE_BY_SIDE:
+        if all(name in metrics for name in names):
+            yield label, template.format(*(metrics[name] for name in names))
 
 
 def _phases(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -29,6 +29,15 @@ _CURVES = (
     *("train/reward", "validation/accuracy", "train/loss", "train/grad_norm", "train/entropy"),
     *("train/token_mult_prob_error", "performance/tokens_per_sec"),
 )
+_SHARED_CURVES: Mapping[str, tuple[str, ...]] = {
+    "age of the tokens": ("async/age_mean", "async/age_max"),
+    "groups under way": ("async/buffer_ready", "async/inflight"),
+    "idle, share of a step": ("async/trainer_idle", "async/engine_idle"),
+    "importance weights, responses": ("async/ess", "async/mixed_versions"),
+}
+"""Panels of several curves, by title: of a run whose groups are answered beside training."""
+_CORRECTION = ("async/importance_ratio_max", "async/behaviour_kl")
+_LOST_PREFIXES = ("async/requeued/", "async/dropped/")
 _FIRST, _LAST = 5, 20
 
 
@@ -134,28 +143,42 @@ def write_samples(samples: Sequence[Sample], path: Path) -> Path:
 
 
 def write_curves(rows: Sequence[Row], path: Path) -> Path:
-    """Draw one panel per known metric that the rows have, over the steps."""
+    """Draw the known metrics that the rows have over the steps, those that belong together in one panel."""
     # The object interface: pyplot would keep every figure alive and choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names = [name for name in _CURVES if any(name in row for row in rows)] or _summary_names(rows)[:6]
-    columns = min(3, max(1, len(names)))
-    figure: Any = Figure(figsize=(5 * columns, 3.2 * math.ceil(len(names) / columns)), layout="constrained")
+    panels = curve_panels(rows)
+    columns = min(3, max(1, len(panels)))
+    lines = math.ceil(len(panels) / columns)
+    figure: Any = Figure(figsize=(5 * columns, 3.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    for position, name in enumerate(names, start=1):
-        _draw(figure.add_subplot(math.ceil(len(names) / columns), columns, position), rows, name)
+    for position, (title, names) in enumerate(panels.items(), start=1):
+        _draw(figure.add_subplot(lines, columns, position), rows, title, names)
     figure.savefig(path, dpi=110)
     return path
 
 
-def _draw(axes: Any, rows: Sequence[Row], name: str) -> None:
-    points = [(row["step"], row[name]) for row in rows if name in row]
-    steps, values = zip(*points, strict=True)
-    axes.plot(steps, values, linewidth=1.2, marker="o" if len(points) < 20 else None, markersize=3)
-    axes.set_title(name, fontsize=10)
+def curve_panels(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The metrics of each panel by its title; the first of the summary when the rows have none that is known."""
+    logged = {name for row in rows for name in row}
+    alone = {name: [name] for name in _CURVES if name in logged}
+    shared = {title: [name for name in names if name in logged] for title, names in _SHARED_CURVES.items()}
+    known = alone | {title: names for title, names in shared.items() if names}
+    return known or {name: [name] for name in _summary_names(rows)[:6]}
+
+
+def _draw(axes: Any, rows: Sequence[Row], title: str, names: Sequence[str]) -> None:
+    for name in names:
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        steps, values = zip(*points, strict=True)
+        marker = "o" if len(points) < 20 else None
+        axes.plot(steps, values, linewidth=1.2, marker=marker, markersize=3, label=name)
+    axes.set_title(title, fontsize=10)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
+    if title not in names:
+        axes.legend(fontsize=8)
 
 
 def _row(line: str, where: str) -> dict[str, float]:
@@ -169,11 +192,13 @@ def _row(line: str, where: str) -> dict[str, float]:
 def _summary_names(rows: Sequence[Row]) -> list[str]:
     """The metrics with a curve, then validation results and wall times; everything when none is known."""
     logged = dict.fromkeys(name for row in rows for name in row if name != "step")
-    known = [name for name in _CURVES if name in logged]
+    drawn = (*_CURVES, *(name for names in _SHARED_CURVES.values() for name in names), *_CORRECTION)
+    known = [name for name in drawn if name in logged]
+    prefixes = (*_LOST_PREFIXES, *_SUMMARY_PREFIXES)
     known += [
         name
         for name in logged
-        if name.startswith(_SUMMARY_PREFIXES) and not name.endswith("_cpu") and name not in known
+        if name.startswith(prefixes) and not name.endswith("_cpu") and name not in known
     ]
     return known or list(logged)
 

@@ -16,6 +16,7 @@ from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.reference import reference_page
 from nemo_rl_mcore.config.schema import is_known
+from nemo_rl_mcore.controllers.start import EVENTS_FILE
 from nemo_rl_mcore.observability.report import CURVES_FILE, SAMPLES_FILE
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
 
@@ -32,6 +33,7 @@ NOT_IN_REPOSITORY = {
     METRICS_FILE,
     CURVES_FILE,
     SAMPLES_FILE,
+    EVENTS_FILE,
     "tensorboard/",
     "results/grpo_copy_cpu/",
     "results/gpu/",

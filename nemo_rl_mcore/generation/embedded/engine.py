@@ -66,6 +66,9 @@ class EmbeddedEngine:
         self._filling: WeightFilling | None = None
         self._received: set[str] = set()
         self._may_generate = asyncio.Event()
+        # Each call takes several rounds of the loop to get in: with one token a round it waits for a few tokens, with
+        # one of each group it would wait for most answers to end.
+        self._turns = asyncio.Lock()
         self._asked: dict[str, Decoding] = {}
         self._numbers = itertools.count()
         self.weights = HeldWeights()
@@ -91,10 +94,13 @@ class EmbeddedEngine:
 
     async def _step(self, ticket: str, decoding: Decoding, growing: Sequence[_Growing]) -> bool:
         """Draw a token for each response when it is this group's turn; false when none was left to draw."""
-        await self._turn(ticket, max((len(response.tokens) for response in growing), default=0))
-        if self._asked.get(ticket) is not decoding:
-            raise GenerationCancelledError(f"{ticket} was cancelled")
-        sampled = decoding.step()
+        await self._admitted(ticket, max((len(response.tokens) for response in growing), default=0))
+        async with self._turns:  # in the order in which they came
+            await asyncio.sleep(0)  # a round of the loop for calls that come meanwhile
+            await self._may_generate.wait()
+            if self._asked.get(ticket) is not decoding:
+                raise GenerationCancelledError(f"{ticket} was cancelled")
+            sampled = decoding.step()
         if sampled is None:
             return False
         assert self.weights.newest is not None  # before the first refit nothing is generated
@@ -113,10 +119,8 @@ class EmbeddedEngine:
             response.finished = stopped
         return True
 
-    async def _turn(self, ticket: str, drawn: int) -> None:
-        """Wait until the group, of whose longest response so many tokens are drawn, may draw the next one."""
-        await asyncio.sleep(0)  # the turn of the others
-        await self._may_generate.wait()
+    async def _admitted(self, ticket: str, drawn: int) -> None:
+        """Wait until the group, of whose longest response so many tokens are drawn, may wait for its turn: at once."""
 
     async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
         """See `Engine.next_logprobs`."""

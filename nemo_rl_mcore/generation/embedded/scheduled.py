@@ -55,7 +55,7 @@ class ScheduledEngine(EmbeddedEngine):
             self._moved.notify_all()
         return finished
 
-    async def _turn(self, ticket: str, drawn: int) -> None:
+    async def _admitted(self, ticket: str, drawn: int) -> None:
         schedule = self._schedules[ticket]
         place = bisect_right(schedule, drawn, key=lambda segment: segment[0]) - 1
         async with self._moved:

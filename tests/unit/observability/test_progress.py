@@ -76,3 +76,30 @@ def test_nan_and_values_outside_the_unit_interval_do_not_break_the_panel() -> No
             display.log(step, {"train/reward": reward, "train/loss": math.nan})
     assert "▁ ██" in screen.getvalue()
     assert "nan" in screen.getvalue()
+
+
+def test_a_run_that_answers_beside_training_shows_its_buffer_its_age_and_who_waits() -> None:
+    metrics = {
+        "train/reward": 0.5,
+        **{"async/buffer_ready": 3.0, "async/inflight": 13.0},
+        **{"async/age_mean": 0.875, "async/age_max": 1.0},
+        **{"async/trainer_idle": 0.034, "async/engine_idle": 0.2},
+    }
+    told = {"buffer": "3 ready, 13 in flight", "age": "0.88, at most 1", "idle": "trainer 3%, engines 20%"}
+    display, screen = make(terminal=False)
+    with display:
+        display.log(1, metrics)
+    line = screen.getvalue()
+    assert all(f"  {label} {text}" in line for label, text in told.items())
+    panel, shown = make(terminal=True)
+    with panel:
+        panel.log(1, metrics)
+    last_panel = shown.getvalue()[shown.getvalue().rindex("copy") :]
+    assert all(label in last_panel and text in last_panel for label, text in told.items())
+
+
+def test_a_run_that_takes_turns_shows_neither_buffer_nor_age() -> None:
+    display, screen = make(terminal=False)
+    with display:
+        display.log(1, step_metrics(1))
+    assert not any(word in screen.getvalue() for word in ("buffer", "age ", "idle"))

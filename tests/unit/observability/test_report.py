@@ -9,6 +9,7 @@ from rich.console import Console
 from nemo_rl_mcore.observability.report import (
     HistorySink,
     Sample,
+    curve_panels,
     read_history,
     summary_table,
     write_curves,
@@ -112,3 +113,38 @@ def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     write_report(tmp_path, [], console=console)
     assert "nothing to report" in console.file.getvalue()  # type: ignore[attr-defined]
     assert list(tmp_path.iterdir()) == []
+
+
+ASYNC_ROW = {
+    **{"async/age_mean": 0.9, "async/age_max": 1.0, "async/age_0": 0.1, "async/age_1": 0.9},
+    **{
+        "async/buffer_ready": 3.0,
+        "async/inflight": 13.0,
+        "async/trainer_idle": 0.1,
+        "async/engine_idle": 0.2,
+    },
+    **{"async/mixed_versions": 0.25, "async/ess": 0.97, "async/importance_ratio_max": 1.7},
+    "async/behaviour_kl": 0.003,
+}
+
+
+def test_what_belongs_together_shares_a_panel(tmp_path: Path) -> None:
+    rows = [{**row, **ASYNC_ROW} for row in make_rows(3)]
+    assert curve_panels(make_rows(3)) == {"train/reward": ["train/reward"], "train/loss": ["train/loss"]}
+    panels = curve_panels(rows)
+    assert panels["groups under way"] == ["async/buffer_ready", "async/inflight"]
+    assert panels["age of the tokens"] == ["async/age_mean", "async/age_max"]
+    assert panels["idle, share of a step"] == ["async/trainer_idle", "async/engine_idle"]
+    alone = write_curves(make_rows(3), tmp_path / "alone.png").stat().st_size
+    assert write_curves(rows, tmp_path / "beside.png").stat().st_size > 2 * alone
+
+
+def test_the_summary_tells_age_idleness_and_correction_and_what_was_lost() -> None:
+    rows = [{**row, **ASYNC_ROW} for row in make_rows(3)]
+    rows[1]["async/requeued/timeout"] = 2.0
+    text = printed(summary_table(rows))
+    shares = {"async/age_0", "async/age_1"}
+    for metric in ({*ASYNC_ROW} - shares) | {"async/requeued/timeout"}:
+        assert f"{metric} " in text
+    assert cells(text, "async/requeued/timeout")[1:] == ["2", "2", "2", "2"]
+    assert not any(f"{metric} " in text for metric in shares)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from nemo_rl_mcore.config import RunConfig, load_config
 from nemo_rl_mcore.config.hf.pretrained import pretrained_model
-from nemo_rl_mcore.config.master import RUN_CONFIGS, DistillationMasterConfig
+from nemo_rl_mcore.config.master import RUN_CONFIGS, DistillationMasterConfig, GRPOMasterConfig
 from nemo_rl_mcore.config.sources import read_recipe
 from nemo_rl_mcore.preflight import preflight
 
@@ -66,8 +66,9 @@ def test_the_lists_hold_what_the_suites_promise():
     assert "0" not in {name_of(stem)["gpus"] for stem in stems["nightly.txt"]}
     for suite in stems.values():
         assert {name_of(stem)["algorithm"] for stem in suite} == RUN_CONFIGS.keys()
-    copies = [stem for stem in stems["nightly_cpu.txt"] if stem.startswith("grpo-copy-")]
-    assert sorted(bool(name_of(stem)["fused"]) for stem in copies) == [False, True]
+    copies = [name_of(stem) for stem in stems["nightly_cpu.txt"] if stem.startswith("grpo-copy-")]
+    assert sorted(bool(name["fused"]) for name in copies if name["strategy"] == "megatron") == [False, True]
+    assert {"megatron-async-1off", "megatron-async-2off"} <= {name["strategy"] for name in copies}
 
 
 def test_the_list_of_ci_is_a_part_of_the_nightly_one_that_ci_runs():
@@ -84,7 +85,9 @@ def test_the_list_of_ci_is_a_part_of_the_nightly_one_that_ci_runs():
 def test_a_name_says_what_the_recipe_is(recipe):
     name, config = name_of(recipe.stem), config_of(recipe.stem)
     assert config.algorithm == name["algorithm"]
-    assert (config.cluster.num_nodes, config.cluster.gpus_per_node) == (
+    engines = config.policy.generation.colocated.resources  # of their own, on the same machine
+    assert engines.num_nodes is None
+    assert (config.cluster.num_nodes, config.cluster.gpus_per_node + (engines.gpus_per_node or 0)) == (
         int(name["nodes"] or 0),
         int(name["gpus"] or 0),
     )
@@ -109,6 +112,17 @@ def test_a_name_with_a_layout_has_it(suffix, sizes):
     (stem,) = [path.stem for path in RECIPES if f"-{suffix}" in path.stem]
     megatron = config_of(stem).policy.megatron_cfg
     assert {key: getattr(megatron, key) for key in sizes} == sizes
+
+
+@recipes
+def test_a_name_says_how_old_answers_may_be(recipe):
+    """async-1off: one optimizer step, and only such a recipe samples beside training."""
+    config = config_of(recipe.stem)
+    age = re.search(r"-async-(\d+)off\b", recipe.stem)
+    assert config.asynchronous is bool(age)
+    if age:
+        assert isinstance(config, GRPOMasterConfig)
+        assert config.grpo.async_grpo.max_trajectory_age_steps == int(age[1])
 
 
 def leaves(tree, prefix=""):

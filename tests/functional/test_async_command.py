@@ -1,0 +1,129 @@
+"""`nemo-rl-mcore grpo` with sampling beside training: equal to the synchronous run at age 0, stopped and resumed."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_tensors import tensors_in
+from grpo_run import Run
+
+BESIDE = ("grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false")
+TIS = (
+    "loss_fn.use_importance_sampling_correction=true",
+    *("loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2.0"),
+)
+CLOCKS = ("timing/", "performance/")
+START = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[START]:
+    started: list[Run] = []
+
+    def run(name: str, *overrides: str) -> Run:
+        folder = f"checkpointing.checkpoint_dir={tmp_path / name / 'checkpoints'}"
+        saved = ("checkpointing.enabled=true", folder, "logger.tensorboard_enabled=false")
+        started.append(Run(tmp_path / name, *saved, *overrides))
+        return started[-1]
+
+    yield run
+    for one in started:
+        one.close()
+
+
+def results(run: Run, beside: bool) -> list[dict[str, float]]:
+    """The rows without clocks; those of a run beside training without what only it has."""
+    left_out = (*CLOCKS, "async/") if beside else CLOCKS
+    return [{name: v for name, v in row.items() if not name.startswith(left_out)} for row in run.steps()]
+
+
+def last_checkpoint(run: Run, step: int) -> dict[str, torch.Tensor]:
+    return tensors_in(run.log_dir / "checkpoints" / f"step_{step}" / "policy")
+
+
+def events(run: Run) -> list[dict]:
+    return [json.loads(line) for line in (run.log_dir / "rollouts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("steps", "ranks", "correction"),
+    [
+        (5, 1, TIS),
+        pytest.param(20, 1, TIS, marks=pytest.mark.exhaustive),
+        pytest.param(20, 2, (), marks=pytest.mark.exhaustive),
+    ],
+    ids=["short", "one-rank-tis", "two-ranks"],
+)
+def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start: START, steps, ranks, correction) -> None:
+    common = (
+        *(f"grpo.max_num_steps={steps}", f"checkpointing.save_period={steps}"),
+        *("grpo.val_period=2", "grpo.max_val_samples=16", "loss_fn.reference_policy_kl_penalty=0.05"),
+        *(f"cluster.cpu_workers_per_node={ranks}", *correction),
+    )
+    rows, tensors = [], []
+    for name, how in (("turns", ()), ("beside", (*BESIDE, "grpo.async_grpo.max_trajectory_age_steps=0"))):
+        run = start(name, *common, *how)
+        code, _, errors = run.end(within_s=300)
+        assert (code, errors) == (0, "")
+        rows.append(results(run, beside=bool(how)))
+        tensors.append(last_checkpoint(run, steps))
+        if how:
+            assert {row["async/age_max"] for row in run.steps()} == {0}
+    assert [row["step"] for row in rows[0]] == [*range(1, steps + 1)]
+    assert {"train/loss", "train/grad_norm", "train/reward", "train/kl_penalty"} <= rows[0][0].keys()
+    assert "validation/accuracy" in rows[0][1]
+    assert rows[0] == rows[1]
+    wanted, found = tensors
+    assert wanted.keys() == found.keys()
+    assert {name.split()[0] for name in wanted} == {"weights", "reference", "optimizer"}
+    assert not [name for name in wanted if not wanted[name].equal(found[name])]
+
+
+@pytest.mark.exhaustive_cases("15-143-terminated")
+@pytest.mark.parametrize(
+    ("stop", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_amid_answers_stops_cleanly_and_the_same_command_finishes(
+    start: START, stop, status, word
+) -> None:
+    steps, groups = 40, 16
+    command = (
+        *(f"grpo.max_num_steps={steps}", "checkpointing.save_period=99999", *BESIDE, *TIS),
+        "grpo.async_grpo.max_trajectory_age_steps=2",
+    )
+    run = start("run", *command)
+    run.wait_for_step(3)
+    if stop == signal.SIGINT:
+        os.killpg(run.process.pid, stop)  # as a terminal does, to the whole foreground group
+    else:
+        run.process.send_signal(stop)
+    stopped_at = time.monotonic()
+    code, _, errors = run.end(within_s=15)
+    assert time.monotonic() - stopped_at < 10
+    last = len(run.steps())
+    assert 3 <= last < steps
+    saved = run.log_dir / "checkpoints" / f"step_{last}"
+    line = f"step {last} is saved in {saved}, and the same command goes on from there"
+    assert (code, errors) == (status, f"{word}; {line}\n")
+    assert run.watch.all_gone(within_s=10)
+
+    resumed = start("run", *command)
+    code, output, errors = resumed.end(within_s=300)
+    assert (code, errors) == (0, "")
+    assert f"resuming after step {last}" in output
+    assert [row["step"] for row in resumed.steps()] == [*range(1, steps + 1)]
+    assert max(row["async/age_max"] for row in resumed.steps()) == 2
+    told = events(resumed)
+    finished = [one for one in told if one["kind"] == "finished"]
+    trained = [position for one in finished for chunk in one["chunks"] for position in chunk]
+    assert trained == [*range(steps * groups)], "over both starts each group is trained once, in order"
+    second = [number for number, one in enumerate(told) if one["kind"] == "started"][1]
+    assert told[second]["version"] == last
+    asked = [one["token"]["position"] for one in told[second:] if one["kind"] == "dispatched"]
+    assert asked == [*range(last * groups, steps * groups)], "what was ready is answered again, once"
+    assert resumed.watch.all_gone(within_s=10)
