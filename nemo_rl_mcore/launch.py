@@ -13,6 +13,7 @@ from typing import Any
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepObserver
 from nemo_rl_mcore.algorithms.distillation import Distillation
 from nemo_rl_mcore.algorithms.dpo import DPO
+from nemo_rl_mcore.algorithms.engine_comparison import compare_at_start, prompts_to_compare
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.algorithms.ppo import PPO
@@ -192,7 +193,6 @@ def _starting_from(checkpoint: str, policy: PolicyConfig) -> PolicyConfig:
 def _train(parts: Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack: ExitStack) -> None:
     """Start ranks, engine and observer, which end with the stack, and train."""
     config, tokenizer = parts.config, parts.tokenizer
-    stop_ids = stop_ids_of(config, tokenizer)
     of_policy, *others = [_with_weights(plan, config, cluster) for plan in config.models.values()]
     policy = stack.enter_context(start_model(of_policy, config, cluster))
     recorder = stack.enter_context(
@@ -203,7 +203,7 @@ def _train(parts: Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack
             resumed_step=checkpoints.resumed_step,
         )
     )
-    generation = stack.enter_context(_generation(config, policy, cluster, stop_ids))
+    generation = stack.enter_context(_generation(parts, policy, cluster, checkpoints.resumed_step))
     rollouts: Rollouts | None = None
     if isinstance(config, GRPOMasterConfig) and config.asynchronous:
         assert isinstance(generation, EngineGeneration)
@@ -292,15 +292,28 @@ def start_frozen(config: RunConfig, cluster: RayCluster) -> Policy:
 
 @contextmanager
 def _generation(
-    config: RunConfig, policy: Policy, cluster: RayCluster, stop_ids: tuple[int, ...]
+    parts: Parts, policy: Policy, cluster: RayCluster, resumed_step: int | None
 ) -> Iterator[GenerationInterface]:
     """The engine that the recipe asks for; one of its own ends with the block."""
+    config, stop_ids = parts.config, stop_ids_of(parts.config, parts.tokenizer)
     if config.policy.generation.decodes_on_ranks:
         yield EmbeddedGeneration(policy, stop_ids)
         return
-    kind = engine_kind(config)
+
+    def compare(engines: EngineGeneration) -> None:
+        step = (resumed_step or 0) + 1
+        prompts = prompts_to_compare(config, parts.prompts, parts.tokenizer, step)
+        found = compare_at_start(config, policy, engines, prompts)
+        write_line(sys.stdout, found.agreement)
+
     with EngineGeneration(
-        kind, config.policy, cluster, policy, stop_ids=stop_ids, seed=config.seed
+        engine_kind(config),
+        config.policy,
+        cluster,
+        policy,
+        stop_ids=stop_ids,
+        seed=config.seed,
+        check=compare if config.policy.generation.compare_at_start else None,
     ) as engines:
         yield engines
 

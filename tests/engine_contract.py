@@ -4,6 +4,7 @@ import asyncio
 import inspect
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from nemo_rl_mcore.generation.engine import GenerationCancelledError, Sampling, WrongWeightsError
@@ -55,6 +56,9 @@ async def keeps_to_the_contract(engine, old, new, requests, *, overlaps, sleeps)
 
     await told(engine.health())
     await refused(engine, requests, 0, "no version")
+    prompts = [list(request.prompt) for request in requests]
+    with pytest.raises(WrongWeightsError):
+        await told(engine.next_logprobs(prompts, 1.0))
 
     await load(engine, old, 0)
     first = await answers(requests, 0)
@@ -67,6 +71,12 @@ async def keeps_to_the_contract(engine, old, new, requests, *, overlaps, sleeps)
     assert alone == [answer.tokens for answer in first], "who else asks does not matter"
     reseeded = [replace(request, seed=request.seed + 1000) for request in requests]
     assert [answer.tokens for answer in await answers(reseeded, 0)] != alone
+
+    _are_distributions(
+        await told(engine.next_logprobs(prompts, 1.0)), await told(engine.next_logprobs(prompts, 2.0)), first
+    )
+    again = await answers(requests, 0)
+    assert [answer.tokens for answer in again] == alone, "it changes nothing"
 
     stop = first[0].tokens[2]
     [stopped] = await answers(requests[:1], 0, replace(sampling, stop_ids=(stop,)))
@@ -119,6 +129,16 @@ async def keeps_to_the_contract(engine, old, new, requests, *, overlaps, sleeps)
             ]
             await told(engine.sleep())
     await told(engine.shutdown())
+
+
+def _are_distributions(logprobs, at_two, answered):
+    """logprobs, at_two: of each prompt over the vocabulary, at temperature 1 and 2."""
+    for row, flatter, answer in zip(logprobs, at_two, answered, strict=True):
+        assert row.dtype == flatter.dtype == np.float32
+        assert np.exp(row.astype(np.float64)).sum() == pytest.approx(1, abs=1e-5)
+        halved = row.astype(np.float64) / 2
+        np.testing.assert_allclose(flatter, halved - np.log(np.exp(halved).sum()), atol=1e-4)
+        assert row[answer.tokens[0]] == pytest.approx(answer.logprobs[0], abs=1e-4), "what was drawn is of it"
 
 
 async def _is_overtaken_and_cancelled(engine, tensors, requests):

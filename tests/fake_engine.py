@@ -2,6 +2,8 @@
 
 import asyncio
 
+import numpy as np
+
 from nemo_rl_mcore.generation.engine import GenerationCancelledError, HeldWeights, Response
 from nemo_rl_mcore.generation.refit.buckets import Bucket
 from nemo_rl_mcore.generation.refit.digests import digests
@@ -9,6 +11,12 @@ from nemo_rl_mcore.generation.refit.transports import MessageRelay, SharedMemory
 from nemo_rl_mcore.generation.refit.verification import require_as_sent
 
 VOCABULARY = 29
+
+
+def next_logprobs(scale, prompt, temperature):
+    """Of all tokens after the prompt, by weights whose sum is `scale`; fp32 [V]."""
+    logits = np.cos(np.arange(VOCABULARY) * (1 + sum(prompt)) + scale) / temperature
+    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
 
 class FakeEngine:
@@ -40,9 +48,14 @@ class FakeEngine:
 
     def _draw(self, answer, request, position):
         token = (31 * request.seed + 7 * position + sum(request.prompt)) % VOCABULARY
+        before = [*request.prompt, *answer.tokens]
+        answer.logprobs.append(float(next_logprobs(self._scale, before, 1.0)[token]))
         answer.tokens.append(token)
-        answer.logprobs.append(-abs(self._scale) / (token + 1))
         answer.versions.append(self.weights.newest)
+
+    async def next_logprobs(self, prompts, temperature):
+        self.weights.require(None)
+        return [next_logprobs(self._scale, prompt, temperature) for prompt in prompts]
 
     async def cancel(self, ticket):
         self._asked.discard(ticket)

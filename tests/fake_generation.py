@@ -53,7 +53,7 @@ def kind(**changes):
     )  # fmt: skip
 
 
-def generation(cluster, source, transport=None, keys=None, **changes):
+def generation(cluster, source, transport=None, keys=None, check=None, **changes):
     config = PolicyConfig.model_validate(
         {
             "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 32},
@@ -70,7 +70,7 @@ def generation(cluster, source, transport=None, keys=None, **changes):
             },
         }
     )
-    return EngineGeneration(kind(**changes), config, cluster, source, stop_ids=STOP, seed=3)
+    return EngineGeneration(kind(**changes), config, cluster, source, stop_ids=STOP, seed=3, check=check)
 
 
 def prompts(*lengths):

@@ -57,6 +57,11 @@ class GenerationConfig(StrictModel):
 
     False only checks that every tensor arrived and every weight was written.
     """
+    compare_at_start: bool = True
+    """Compare engines apart from the ranks with training over the whole vocabulary when a run starts or resumes (ours).
+
+    After a few of its prompts; a difference that the number format does not explain ends the run.
+    """
     mismatch: MismatchConfig = MismatchConfig()
     """When the engine and training disagree."""
 

@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -17,6 +19,8 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.refit.verification import Digests
 
 type Eventually[Result] = Result | Awaitable[Result]
+type NextLogprobs = NDArray[np.float32]
+"""Of every token to come next, [V], by its id."""
 
 
 class WrongWeightsError(RuntimeError):
@@ -98,6 +102,17 @@ class Engine(Protocol):
         changes under way. ticket: what `cancel` calls this group of requests.
 
         Raises WrongWeightsError, and GenerationCancelledError.
+        """
+        ...
+
+    def next_logprobs(
+        self, prompts: Sequence[Sequence[int]], temperature: float
+    ) -> Eventually[Sequence[NextLogprobs]]:
+        """Log-probabilities of all tokens after each prompt, by the weights that it holds, as `generate` computes them.
+
+        Nothing that is answered later depends on it. temperature: divides the logits.
+
+        Raises WrongWeightsError when there are none.
         """
         ...
 

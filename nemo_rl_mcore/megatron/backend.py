@@ -128,6 +128,10 @@ class MegatronBackend(MegatronTrainBackend):
         """See `GeneratorBackend.decoding`."""
         return generation.DecodingSession(self.forward, self._policy.model.vocab_size)
 
+    def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> Tensor:
+        """See `GeneratorBackend.next_logprobs`."""
+        return generation.next_logprobs(self.forward, self._policy.model.vocab_size, prompts, temperature)
+
     def _logprobs(self, call: str, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
         return self._read(call, lambda: [self.forward.logprobs(data, micro_batch_size)])[0]
 

@@ -6,7 +6,7 @@ Shapes: B rows that run together, P prompt length, L length so far, T new tokens
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.megatron import parallel_groups
 from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_mode
 from nemo_rl_mcore.megatron.next_logits import NextLogits, next_logits
-from nemo_rl_mcore.ops.sampling import SamplingParams, keyed_uniforms, sample_tokens
+from nemo_rl_mcore.ops.sampling import SamplingParams, at_temperature, keyed_uniforms, sample_tokens
 from nemo_rl_mcore.training.policy_backend import GeneratedRows, GenerationRequest, SampledTokens
 
 
@@ -32,6 +32,19 @@ def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedR
         lengths_B[sampled.rows_N] += 1
         finished_B[sampled.rows_N] = sampled.stopped_N
     return GeneratedRows(tokens_BT, logprobs_BT, lengths_B, finished_B)
+
+
+def next_logprobs(
+    model: ForwardBackward, vocab_size: int, prompts: Sequence[Sequence[int]], temperature: float
+) -> torch.Tensor:
+    """Log-probabilities of all tokens after each prompt, fp32 [B, V] on the CPU, by the passes of a session."""
+    rows: list[torch.Tensor] = []
+    with evaluation_mode(model.chunks):
+        for prompt in prompts:
+            ids_1P = torch.tensor([list(prompt)], device=accelerator.device())
+            logits_1V = next_logits(model, 1, len(prompt) + 1)(ids_1P)[:, :vocab_size]
+            rows.append(at_temperature(logits_1V, temperature).log_softmax(-1).cpu())
+    return torch.cat(rows)
 
 
 class DecodingSession:

@@ -30,7 +30,7 @@ def sample_tokens(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams)
     logits_BV: any float dtype; uniforms_B: float64 in [0, 1). The log-probabilities are those of the model at the
     temperature, as training computes them: the filters choose which tokens can be drawn and do not enter.
     """
-    scaled_BV = logits_BV.float() / params.temperature
+    scaled_BV = at_temperature(logits_BV, params.temperature)
     logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
     if params.greedy:
         tokens_B = logprobs_BV.argmax(-1)
@@ -41,6 +41,11 @@ def sample_tokens(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams)
         tokens_B = torch.searchsorted(cumulative_BV, thresholds_B1, right=True).squeeze(1)
         tokens_B = tokens_B.clamp_(max=logits_BV.shape[1] - 1)
     return tokens_B, logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
+
+
+def at_temperature(logits_BV: Tensor, temperature: float) -> Tensor:
+    """The logits whose softmax is the distribution at the temperature, fp32."""
+    return logits_BV.float() / temperature
 
 
 def filter_logits(scaled_BV: Tensor, params: SamplingParams) -> Tensor:

@@ -264,6 +264,10 @@ class GeneratorBackend(Protocol):
         """Begin responses; several may take turns."""
         ...
 
+    def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> Tensor:
+        """Of the token after each prompt: fp32 [N, V] on the CPU, computed as a decoding does."""
+        ...
+
     def filling(self) -> WeightFilling:
         """Begin to take new weights."""
         ...

@@ -12,6 +12,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.generation.engine import (
     EngineKind,
+    NextLogprobs,
     Response,
     Sampling,
     WrongWeightsError,
@@ -47,6 +48,8 @@ class EngineGeneration:
         source: where the weights come from.
         stop_ids: token ids that end a response and belong to it.
         seed: of the noise.
+        check: called once, when the engines first have weights, before anybody is answered; what it raises ends that
+            first `update_weights`.
 
     """
 
@@ -59,6 +62,7 @@ class EngineGeneration:
         *,
         stop_ids: Sequence[int],
         seed: int,
+        check: Callable[[EngineGeneration], None] | None = None,
     ) -> None:
         self._kind, self._config, self._cluster, self._source = kind, config, cluster, source
         self._stop_ids, self._seed = tuple(stop_ids), seed
@@ -70,11 +74,15 @@ class EngineGeneration:
         """Of the weights that the engines hold, where refits are verified; see `refit.verification.of_all`."""
         self._asleep = False
         self._restarts_left = kind.max_restarts
+        self._check = check
 
     def update_weights(self, version: int) -> None:
         """See `interfaces.GenerationInterface.update_weights`."""
         self._version = version
         self._with_engines(lambda engines: None)
+        if self._check is not None:
+            self._check(self)
+            self._check = None
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """See `interfaces.GenerationInterface.generate`.
@@ -99,6 +107,14 @@ class EngineGeneration:
 
         responses = [response for answers in self._with_engines(ask) for response in answers]
         return as_batch(responses, sampling.max_new_tokens)
+
+    def next_logprobs(
+        self, prompts: Sequence[Sequence[int]], temperature: float
+    ) -> list[Sequence[NextLogprobs]]:
+        """Of each engine; see `Engine.next_logprobs`."""
+        return self._with_engines(
+            lambda engines: engines.run_all("next_logprobs", prompts=prompts, temperature=temperature)
+        )
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
         """See `interfaces.RolloutEngines.respond`; raises EngineFailedError."""

@@ -49,6 +49,7 @@ def finished(tmp_path_factory):
     )
     status, output, errors = run.end(within_s=240)
     assert status == 0, output + errors
+    assert "engine and training agree on 4 rows x 32 tokens: largest difference of log-probability" in output
     return folder
 
 

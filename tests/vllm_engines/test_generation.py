@@ -9,6 +9,7 @@ import pytest
 import torch
 from processes import ProcessWatch
 
+from nemo_rl_mcore.algorithms.engine_comparison import BOUNDS, EnginesDifferError, compare
 from nemo_rl_mcore.config import ClippedPGLossConfig, ClusterConfig, PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn
@@ -47,13 +48,15 @@ class Run:
         self.cluster, self.folder, self.watch = cluster, folder, watch
         self.policy = Policy(policy_config(), cluster, seed=3, init_reference_model=False)
 
-    def engines(self, source=None, **generation):
+    def engines(self, source=None, model=None, **generation):
+        """model: what the engines make of the weights, where that is something else than in training."""
         from nemo_rl_mcore.generation.vllm.kind import vllm_kind
         from nemo_rl_mcore.workers.engine_generation import EngineGeneration
 
         config = policy_config(**generation)
+        other = config.model_copy(update={"model": config.model.model_copy(update=model or {})})
         return EngineGeneration(
-            vllm_kind(config, self.folder, os.environ, on_cpu=True),
+            vllm_kind(other, self.folder, os.environ, on_cpu=True),
             config,
             self.cluster,
             source or self.policy,
@@ -161,6 +164,42 @@ def test_engines_and_ranks_agree_on_the_logprobs_before_and_after_training(run, 
         embedded = run.policy.generate(asked, step=1, stop_ids=[STOP], greedy=True)
         for key in ("tokens", "lengths", "finished"):
             assert greedy[key].tolist() == embedded[key].tolist()
+
+
+def compared(run, **keys):
+    """Engines and ranks over the whole vocabulary, after prompts of which one is longer than a block of the cache."""
+    asked = prompts()
+    rows = [
+        ids[:length]
+        for ids, length in zip(asked["input_ids"].tolist(), asked["input_lengths"].tolist(), strict=True)
+    ]
+    with run.engines(**keys) as generation:
+        generation.update_weights(0)
+        return compare(run.policy, generation, rows, vocabulary=32, temperature=0.7)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["batches", "requests"])
+def test_engines_and_ranks_agree_over_the_whole_vocabulary(run, asynchronous):
+    found = compared(run, vllm_cfg={"async_engine": asynchronous, "cpu_engines": 2 - asynchronous})
+    assert (found.rows, found.vocabulary) == (5, 32)
+    assert found.largest < LOGPROBS
+    found.require(BOUNDS["float32"])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"model": {"rotary_base": 500000.0}},
+        {"vllm_cfg": {"precision": "bfloat16"}},
+    ],
+    ids=["rotary base", "number format"],
+)
+def test_what_an_engine_makes_of_equal_weights_is_found(run, keys):
+    found = compared(run, **keys)
+    with pytest.raises(EnginesDifferError, match=rf"row {found.row} .*token {found.token} has the log-prob"):
+        found.require(BOUNDS["float32"])
+    if "vllm_cfg" in keys:
+        found.require(BOUNDS["bfloat16"])
 
 
 class BreaksOff:

@@ -16,6 +16,7 @@ from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.generation.engine import (
     GenerationCancelledError,
     HeldWeights,
+    NextLogprobs,
     Request,
     Response,
     Sampling,
@@ -120,6 +121,12 @@ class EmbeddedEngine:
 
     async def _admitted(self, ticket: str, drawn: int) -> None:
         """Wait until the group, of whose longest response so many tokens are drawn, may wait for its turn: at once."""
+
+    async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
+        """See `Engine.next_logprobs`."""
+        progress.advance("next_logprobs")
+        self.weights.require(None)
+        return [*self._backend.next_logprobs(prompts, temperature).numpy()]
 
     async def cancel(self, ticket: str) -> None:
         """See `Engine.cancel`."""

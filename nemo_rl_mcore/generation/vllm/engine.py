@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nemo_rl_mcore import progress
 from nemo_rl_mcore.generation.engine import (
     GenerationCancelledError,
     HeldWeights,
+    NextLogprobs,
     Request,
     Response,
     Sampling,
@@ -26,6 +29,7 @@ from nemo_rl_mcore.generation.vllm.refit_report import reads_back, require_refit
 
 _LOGPROBS_MODE = "processed_logprobs"
 """Of the distribution that is sampled from: the temperature divides the logits, as in training."""
+_WHOLE_VOCABULARY = -1
 _LARGEST_SEED = (1 << 63) - 1
 """vLLM seeds torch's generators, and takes -1 for no seed: keys lose their sign."""
 _EXTENSION = "nemo_rl_mcore.generation.vllm.worker_extension.RefitExtension"
@@ -67,6 +71,7 @@ class EngineSettings:
             "enforce_eager": self.enforce_eager,
             "enable_sleep_mode": self.enable_sleep_mode,
             "logprobs_mode": _LOGPROBS_MODE,
+            "max_logprobs": _WHOLE_VOCABULARY,
             "worker_extension_cls": _EXTENSION,
             "disable_log_stats": True,
         }
@@ -97,6 +102,14 @@ class VllmEngine:
             )
             for output in outputs
         ]
+
+    def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
+        """See `Engine.next_logprobs`."""
+        progress.advance("next_logprobs")
+        self.weights.require(None)
+        params = _next_params(temperature)
+        outputs = self._llm.generate([_apart(prompt) for prompt in prompts], params, use_tqdm=False)
+        return [_next_logprobs(output.outputs[0]) for output in outputs]
 
     def cancel(self, ticket: str) -> None:
         """Nothing to do: one call at a time is heard, so that what was asked for has been answered."""
@@ -183,6 +196,20 @@ class AsyncVllmEngine:
             raise GenerationCancelledError(f"{ticket} was cancelled") from None
         finally:
             self._asked.pop(ticket, None)
+
+    async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
+        """See `Engine.next_logprobs`."""
+        progress.advance("next_logprobs")
+        self.weights.require(None)
+        return list(await asyncio.gather(*(self._next(prompt, temperature) for prompt in prompts)))
+
+    async def _next(self, prompt: Sequence[int], temperature: float) -> NextLogprobs:
+        params = _next_params(temperature)
+        found: list[NextLogprobs] = []
+        async for output in self._llm.generate(_apart(prompt), params, request_id=str(next(self._numbers))):
+            found.append(_next_logprobs(output.outputs[0]))
+        [whole] = found
+        return whole
 
     async def cancel(self, ticket: str) -> None:
         """See `Engine.cancel`."""
@@ -280,6 +307,36 @@ def _sampling_params(request: Request, sampling: Sampling) -> Any:
         spaces_between_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _next_params(temperature: float) -> Any:
+    """One token, of which nothing is used but what it was drawn from."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        temperature=temperature,
+        seed=0,  # else it would be drawn with the noise of the whole process
+        logprobs=_WHOLE_VOCABULARY,
+        flat_logprobs=True,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _apart(prompt: Sequence[int]) -> Any:
+    """A prompt that shares no cached prefix with those of `generate`."""
+    return {"prompt_token_ids": list(prompt), "cache_salt": "next_logprobs"}
+
+
+def _next_logprobs(output: Any) -> NextLogprobs:
+    """By token, from the one position of a flat list, which begins with the drawn token and then has every one."""
+    ids = np.asarray(output.logprobs.token_ids)
+    row = np.full(ids.max() + 1, np.nan, dtype=np.float32)
+    row[ids] = output.logprobs.logprobs
+    return row
 
 
 def _logprobs(output: Any) -> list[float]:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 from engine_contract import keeps_to_the_contract
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, next_logprobs
 
 from nemo_rl_mcore.generation.engine import Request, Response, as_batch
 
@@ -52,9 +52,33 @@ class HearsNoCancel(FakeEngine):
     async def cancel(self, ticket): ...
 
 
+class TellsWithoutWeights(FakeEngine):
+    async def next_logprobs(self, prompts, temperature):
+        return [next_logprobs(self._scale, prompt, temperature) for prompt in prompts]
+
+
+class TellsOfTemperatureOne(FakeEngine):
+    async def next_logprobs(self, prompts, temperature):
+        return await super().next_logprobs(prompts, 1.0)
+
+
+class TellsOfWhatFollowsTheFirstToken(FakeEngine):
+    async def next_logprobs(self, prompts, temperature):
+        return await super().next_logprobs([prompt[:1] for prompt in prompts], temperature)
+
+
 @pytest.mark.parametrize(
     "engine_class",
-    [AnswersWithWhateverItHolds, AsksNoNames, ComparesNames, KeepsItsWeightsAsleep, HearsNoCancel],
+    [
+        AnswersWithWhateverItHolds,
+        AsksNoNames,
+        ComparesNames,
+        KeepsItsWeightsAsleep,
+        HearsNoCancel,
+        TellsWithoutWeights,
+        TellsOfTemperatureOne,
+        TellsOfWhatFollowsTheFirstToken,
+    ],
 )
 def test_an_engine_that_breaks_the_contract_is_found_out(engine_class):
     # One of them waits for weights that nobody sends.

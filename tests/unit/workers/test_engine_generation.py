@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import ray
 import torch
-from fake_engine import VOCABULARY, FakeEngine
+from fake_engine import VOCABULARY, FakeEngine, next_logprobs
 from fake_generation import STOP, Weights, generation, prompts
 
 from nemo_rl_mcore.generation.engine import WrongWeightsError
@@ -48,7 +48,8 @@ def test_rows_keep_their_order_and_their_noise_and_tell_the_weights_of_each_toke
         engines.update_weights(1)
         fresh = engines.generate(asked, step=1)
         assert fresh["tokens"].tolist() == first["tokens"].tolist()
-        torch.testing.assert_close(fresh["logprobs"], 2 * first["logprobs"])
+        drawn = torch.arange(6) < first["lengths"].unsqueeze(1)
+        assert torch.equal(fresh["logprobs"] != first["logprobs"], drawn)
         assert fresh["weight_versions"].tolist() == [
             [1 if version == 0 else -1 for version in row] for row in first["weight_versions"].tolist()
         ]
@@ -82,6 +83,24 @@ def test_engines_that_share_the_ranks_memory_sleep_and_are_refitted_when_they_wa
         engines.update_weights(1)  # a validation came between: nothing was trained
         assert engines.generate(asked, step=1)["weight_versions"].max() == 1
         assert source.sent == 3
+
+
+def test_the_check_is_called_once_when_all_engines_have_weights_and_what_it_raises_ends_the_update(cluster):
+    source, found = Weights(), []
+
+    def check(engines):
+        found.append([[*rows] for rows in engines.next_logprobs([[3, 4], [5]], 2.0)])
+        if len(found) == 1:
+            raise ValueError("they differ")
+
+    with generation(cluster, source, check=check) as engines:
+        with pytest.raises(ValueError, match="they differ"):
+            engines.update_weights(0)
+        engines.update_weights(0)
+        engines.update_weights(1)
+    expected = [next_logprobs(10 * 50 * 1.0, prompt, 2.0).tolist() for prompt in ([3, 4], [5])]
+    told = [[[row.tolist() for row in engine] for engine in engines] for engines in found]
+    assert told == [[expected, expected]] * 2
 
 
 class ForgetsToSleep(FakeEngine):

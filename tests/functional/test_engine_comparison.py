@@ -1,0 +1,46 @@
+"""A run whose engine computes another function of the same weights ends before it trains, and says where."""
+
+import subprocess
+import sys
+
+from grpo_run import RECIPE
+
+OTHER_ROTARY_BASE = """
+import sys
+from dataclasses import replace
+
+from nemo_rl_mcore import launch
+from nemo_rl_mcore.cli import main
+
+engine_kind = launch.engine_kind
+
+
+def with_another_base(config):
+    kind = engine_kind(config)
+    model = config.policy.model.model_copy(update={"rotary_base": 10.0})
+    return replace(kind, settings=replace(kind.settings, policy=config.policy.model_copy(update={"model": model})))
+
+
+launch.engine_kind = with_another_base
+sys.exit(main())
+"""
+
+
+def test_an_engine_with_another_rotary_base_ends_the_run_before_it_trains(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", OTHER_ROTARY_BASE, "grpo", "--config", str(RECIPE)),
+            f"logger.log_dir={tmp_path}",
+            "policy.generation.colocated.enabled=false",
+            "cluster.cpu_workers_per_node=1",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the run stopped: engine 0 and training disagree about what follows row " in done.stderr
+    assert "look at what it makes of them, rotary base" in done.stderr
+    assert "engine and training agree" not in done.stdout
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
