@@ -33,6 +33,8 @@ class FakeAlgorithm:
         self._meet("update", step)
         return StepOutcome({"train/number": float(step)}, self.reasons.get(step, [None]), BATCH)
 
+    def checkpointed(self, step): ...
+
     def validate(self, step):
         self.calls.append(f"validate {step}")
         self._meet("validate", step)
