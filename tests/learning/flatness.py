@@ -23,8 +23,8 @@ from processes import ProcessWatch, read
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "examples/configs/grpo_copy_async_cpu.yaml"
-SETTLED = 50
-"""The first step that is counted."""
+SETTLED, FEWEST = 50, 250
+"""Steps that are not counted, and how many a run must have: a rank's memory goes up and down by some megabytes."""
 LIMIT_S = 3600.0
 GROWTH_MB = 0.02
 """Resident memory that a process may gain in a step, in megabytes."""
@@ -142,8 +142,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="keep the run and what was seen here")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    if options.steps < 2 * SETTLED:
-        parser.error(f"--steps: {options.steps} is too few; at least {2 * SETTLED}")
+    if options.steps < FEWEST:
+        parser.error(f"--steps: {options.steps} is too few; at least {FEWEST}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.out or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
