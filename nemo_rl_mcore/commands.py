@@ -123,7 +123,12 @@ def _recipe(options: argparse.Namespace) -> str:
 
 def _steps(text: str) -> tuple[int, int | None]:
     first, _, last = text.partition(":")
-    return int(first or 0), int(last) if last else None
+    try:
+        return int(first or 0), int(last) if last else None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not A:B, two numbers of steps, such as 0:20"
+        ) from error
 
 
 def _check(plan: Plan) -> int:

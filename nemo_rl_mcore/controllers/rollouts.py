@@ -122,16 +122,17 @@ class Rollouts:
     def update_weights(self, version: int) -> None:
         """Give the engines the policy's weights; groups in flight go on with them, unless they are to end before.
 
-        The first call begins to answer groups.
+        The first call begins to answer groups. One with weights that the engines hold waits for nothing.
         """
-        if not self._section.in_flight_weight_updates:
+        if self.ledger.step is StepState.COMMITTED and not self._section.in_flight_weight_updates:
             self._drain()
         self._engines.update_weights(version)
         with self._changed:
             self._paused = False
             if self.ledger.step is StepState.COMMITTED:
                 self.ledger.publish(self._engines.weights_digest)
-        self._draw_ahead()
+                self._put_away(version)
+            self._draw_ahead()
         self._dispatch()
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
@@ -178,9 +179,6 @@ class Rollouts:
         """Take note that it has; returns what happened since the last step."""
         with self._changed:
             self.ledger.finish()
-            self._archive(self.ledger.version)
-            if not self._retention.until_checkpoint:
-                self._forget(self.ledger.version)
             self._moved_at = time.monotonic()
             self._count_idle()
             pace, self._pace = self._pace, Pace()
@@ -194,14 +192,19 @@ class Rollouts:
             self.ledger.checkpointed(step)
             self._forget(step)
 
-    def _archive(self, step: int) -> None:
-        """Write the groups of a step down; raises FolderError."""
+    def _put_away(self, step: int) -> None:
+        """Write the groups of a finished step down, and forget them, as far as that is asked for; raises FolderError.
+
+        Not when it is finished: only what is recorded outlives a folder that cannot be written to.
+        """
         if (root := self._retention.archive) is not None:
             positions = [position for chunk in self.ledger.chunks_of(step) for position in chunk]
             try:
                 self.groups.save(root / f"step_{step}", positions)
             except OSError as error:
                 raise folder_error("logger.log_dir", root, error) from error
+        if not self._retention.until_checkpoint:
+            self._forget(step)
 
     def _forget(self, step: int) -> None:
         self.ledger.forget(step)
@@ -239,6 +242,8 @@ class Rollouts:
         while not ready():
             if self._error is not None:
                 raise self._error
+            if self._draw_ahead():  # a group was dropped, and the next one takes its place
+                self._dispatch()
             left_s = None if limit_s is None else self._moved_at + limit_s - time.monotonic()
             if left_s is not None and left_s <= 0:
                 raise RunStoppedError(
@@ -254,15 +259,20 @@ class Rollouts:
             self._paused = True
             self._wait(lambda: not self.ledger.count(GroupState.INFLIGHT), "groups in flight to end")
 
-    def _draw_ahead(self) -> None:
-        """Draw the prompts of all steps that may be asked for before the next update, and forget those behind."""
+    def _draw_ahead(self) -> bool:
+        """Draw the prompts of all steps that may be asked for now, and forget those behind; says whether any was new.
+
+        A dropped group's place is taken by the next one, at last by one behind the last step.
+        """
         limits, ledger = self.ledger.limits, self.ledger
-        steps = ledger.published + limits.max_age + 1 + -(-len(ledger.dropped) // limits.groups_per_step) + 1
-        for step in range(ledger.version + 1, min(steps, limits.last_step) + 1):
-            if step not in self._drawn:
-                self._drawn[step] = self._draw.groups_of(step)
+        behind = -(-len(ledger.dropped) // limits.groups_per_step)
+        steps = min(ledger.published + limits.max_age + 1, limits.last_step) + behind
+        new = [step for step in range(ledger.version + 1, steps + 1) if step not in self._drawn]
+        for step in new:
+            self._drawn[step] = self._draw.groups_of(step)
         for step in [one for one in self._drawn if one <= ledger.version]:
             del self._drawn[step]
+        return bool(new)
 
     def _group(self, position: int) -> DrawnGroup:
         step, place = divmod(position, self.ledger.limits.groups_per_step)

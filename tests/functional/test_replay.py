@@ -120,3 +120,6 @@ def test_what_cannot_be_replayed_says_so_at_once(tmp_path):
     status, _, errors = replay(tmp_path / "nowhere")
     assert status == 2
     assert "name the log_dir of an asynchronous run" in errors
+    status, _, errors = replay(tmp_path, "--steps", "all")
+    assert status == 2
+    assert "'all' is not A:B, two numbers of steps, such as 0:20" in errors

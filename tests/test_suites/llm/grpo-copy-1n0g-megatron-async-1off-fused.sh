@@ -3,8 +3,8 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.env"
 
 # ===== BEGIN CONFIG =====
 NUM_NODES=1
-STEPS_PER_RUN=200
-MAX_STEPS=200
+STEPS_PER_RUN=240
+MAX_STEPS=240
 NUM_RUNS=$(((MAX_STEPS + STEPS_PER_RUN - 1) / STEPS_PER_RUN)) # Round up
 NUM_MINUTES=3
 # ===== END CONFIG =====
@@ -15,7 +15,7 @@ check_metrics \
   '0 < median(data["train/grad_norm"]) < 10' \
   'max(data["async/age_max"]) == 1' \
   'mean(data["async/mixed_versions"]) > 0.05' \
-  'min(data["async/ess"]) > 0.8' \
+  'median(data["async/ess"]) > 0.9' \
   'mean(data["train/reward"], 1, 6) < 0.1' \
   'mean(data["train/reward"], -20) > 0.95' \
-  'data["validation/accuracy"]["200"] >= 0.9'
+  'data["validation/accuracy"]["240"] >= 0.9'

@@ -96,6 +96,18 @@ def test_what_is_under_way(load, overrides, live, inflight, chunk, streams):
             f"{GENERATION}.vllm_cfg.async_engine: false answers whole batches, and grpo.async_grpo.enabled: true asks "
             "group by group; set it to true, or grpo.async_grpo.enabled: false",
         ),
+        *(
+            (
+                [*engines, f"{GENERATION}.{section}.max_restarts=2"],
+                f"{GENERATION}.{section}.max_restarts: 2 has all engines start anew together, which with "
+                "grpo.async_grpo.enabled: true would end what the others answer; set it to 0, or "
+                "grpo.async_grpo.enabled: false",
+            )
+            for section, engines in {
+                "embedded_cfg": [],
+                "vllm_cfg": [*VLLM, f"{GENERATION}.vllm_cfg.async_engine=true"],
+            }.items()
+        ),
         (
             [WHITENED, f"{ASYNC}.min_groups_for_streaming_train=4"],
             f"{ASYNC}.min_groups_for_streaming_train: 4 trains on groups before the step is whole, and "

@@ -17,18 +17,18 @@ from nemo_rl_mcore.controllers.metrics import pace_metrics
 from nemo_rl_mcore.controllers.rollouts import Retention, Rollouts, segments_of
 from nemo_rl_mcore.controllers.states import GroupState, LedgerError, Limits, StepState
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import FolderError, RunStoppedError
 
 N = 3
 
 
 @contextmanager
-def started(engines, *, last_step=6, version=0, **keys):
+def started(engines, *, last_step=6, version=0, retention=Retention(), **keys):  # noqa: B008
     section = AsyncGRPOConfig.model_validate({"enabled": True, "max_trajectory_age_steps": 0, **keys})
     limits = Limits(N, section.max_trajectory_age_steps, last_step, section.max_generation_failures + 1)
     events = []
     ledger = Ledger(limits, events.append, version=version)
-    with Rollouts(section, ledger, GroupStore(), engines, FakeDraw(N), Retention()) as rollouts:
+    with Rollouts(section, ledger, GroupStore(), engines, FakeDraw(N), retention) as rollouts:
         rollouts.events = events
         rollouts.update_weights(version)
         yield rollouts
@@ -68,6 +68,19 @@ def test_steps_take_their_groups_in_order_and_none_is_older_than_allowed(max_age
         assert not any(engines.in_flight_at_updates)
     assert len(engines.asked) == len({*engines.asked}) == 6 * N, "each group is asked for once"
     assert set(engines.steps.values()) == {1, 2, 3, 4, 5, 6}, "the noise is of the step that drew the prompt"
+
+
+def test_weights_that_the_engines_hold_already_wait_for_no_answer():
+    slow = threading.Event()
+    engines = FakeEngines(hold=lambda ticket: 0.2 if slow.is_set() else 0.0)
+    keys = {"max_trajectory_age_steps": 1, "in_flight_weight_updates": False}
+    with started(engines, **keys) as rollouts:
+        train_a_step(rollouts)
+        slow.set()
+        rollouts.update_weights(1)  # nothing is in flight any more; what was made room for is asked for
+        assert becomes_true(lambda: engines.in_flight == N)
+        rollouts.update_weights(1)
+        assert engines.in_flight == N, "they are answered while the next step trains"
 
 
 def test_prompts_are_drawn_by_the_thread_that_trains_and_engines_are_asked_by_the_other():
@@ -129,6 +142,23 @@ def test_a_failure_is_tried_again_as_often_as_the_recipe_says():
         assert chunks == [[0, 1, 2]]
         assert pace.requeued == {"ValueError": 1}
         assert engines.steps["group 1, attempt 0.2"] == 1, "with the same noise"
+
+
+def test_a_group_that_fails_too_often_is_dropped_and_the_next_one_takes_its_place():
+    bad = ["group 1, attempt 0.1", "group 1, attempt 0.2"]
+    # Others are answered between its two attempts, so that the failures are not in a row.
+    hold = {bad[0]: 0.0, bad[1]: 0.03}
+    engines = FakeEngines(
+        fail=fails_once([*bad], ValueError("no")), hold=lambda ticket: hold.get(ticket, 0.01)
+    )
+    with started(engines, last_step=2, max_generation_failures=1) as rollouts:
+        first, _, pace = train_a_step(rollouts)
+        rollouts.update_weights(1)
+        second, _, _ = train_a_step(rollouts)
+        rollouts.update_weights(2)
+        assert (first, second) == ([[0, 2, 3]], [[4, 5, 6]])
+        assert (pace.requeued, pace.dropped) == ({"ValueError": 1}, {"ValueError": 1})
+        assert rollouts._draw.steps == [1, 2, 3], "the last place is taken by a prompt behind the last step"
 
 
 def test_one_failure_too_many_ends_the_run_with_its_error():
@@ -220,6 +250,29 @@ def test_data_and_prompts_of_trained_steps_are_forgotten():
             rollouts.update_weights(step)
             assert len(rollouts.groups) <= 2 * N
             assert len(rollouts._drawn) <= 4
+
+
+def test_groups_are_kept_until_a_checkpoint_and_written_where_that_is_asked_for(tmp_path):
+    retention = Retention(until_checkpoint=True, archive=tmp_path / "groups")
+    with started(FakeEngines(), retention=retention) as rollouts:
+        for step in range(1, 4):
+            train_a_step(rollouts)
+            rollouts.update_weights(step)
+        assert {*range(3 * N)} <= {*rollouts.groups.positions}
+        rollouts.checkpointed(2)
+        assert {*range(2 * N)}.isdisjoint(rollouts.groups.positions)
+        assert {*range(2 * N, 3 * N)} <= {*rollouts.groups.positions}
+    kept = GroupStore()
+    assert kept.load(tmp_path / "groups" / "step_2") == [3, 4, 5]
+    assert kept.get(4)["input_ids"].shape == (2, 4)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_once_the_step_is_finished(tmp_path):
+    (tmp_path / "groups").write_text("in the way")
+    with started(FakeEngines(), retention=Retention(archive=tmp_path / "groups")) as rollouts:
+        train_a_step(rollouts)
+        with pytest.raises(FolderError, match=r"logger.log_dir: .*groups cannot be written to"):
+            rollouts.update_weights(1)
 
 
 def test_segments_begin_where_the_oldest_weights_of_a_group_change():
