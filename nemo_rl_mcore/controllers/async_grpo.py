@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class AsyncGRPO(GRPO):
         metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(whole.batch)
         metrics |= rollout_metrics(whole) | train_metrics(result)
         metrics |= age_metrics(whole.batch, step - 1, self.config.grpo.async_grpo.max_trajectory_age_steps)
-        metrics |= correction_metrics(whole.batch) | pace_metrics(pace)
+        metrics |= correction_metrics(whole.batch) | pace_metrics(pace, time.monotonic())
         return StepOutcome(metrics, result["skip_reasons"], whole.batch)
 
     def checkpointed(self, step: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
@@ -47,9 +45,12 @@ def correction_metrics(batch: BatchedDataDict) -> dict[str, float]:
     }
 
 
-def pace_metrics(pace: Pace) -> dict[str, float]:
-    """Shares of the time since the last step in which one side waited, and what is under way at the end of this one."""
-    step_s = time.monotonic() - pace.began_at
+def pace_metrics(pace: Pace, now: float) -> dict[str, float]:
+    """Shares of the time since the last step in which one side waited, and what is under way at the end of this one.
+
+    now: by the clock of `pace.began_at`.
+    """
+    step_s = now - pace.began_at
     return {
         "async/trainer_idle": pace.trainer_idle_s / step_s,
         "async/engine_idle": pace.engine_idle_s / step_s,

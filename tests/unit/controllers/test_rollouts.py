@@ -305,6 +305,6 @@ def test_training_that_waits_for_groups_to_end_before_an_update_is_idle():
         drained_s = time.monotonic() - began
         assert drained_s > 0.1, "two of the six groups were in flight"
         _, _, pace = train_a_step(rollouts)
-        idle = pace_metrics(pace)["async/trainer_idle"]
+        idle = pace_metrics(pace, time.monotonic())["async/trainer_idle"]
     assert pace.trainer_idle_s >= 0.9 * drained_s
     assert 0.2 < idle <= 1, "a share of the time that the update is part of"
