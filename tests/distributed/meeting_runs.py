@@ -174,7 +174,7 @@ def run(config: RunConfig, pool: RankPool, ask: Callable[[int, PoolGroup], Any])
     Raises RunStoppedError, RankFailedError and whatever else stops a run.
     """
     checkpoints = open_checkpoints(config, notify=lambda _line: None)
-    parts = replace(launch._open_parts(config), environment=RecordedRewards())
+    parts = replace(launch.open_parts(config), environment=RecordedRewards())
     groups, observer = _Groups(pool), Observer()
     with ExitStack() as stack:
         stack.enter_context(patch.object(launch, "Policy", partial(Policy, group=groups)))

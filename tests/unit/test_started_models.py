@@ -74,7 +74,7 @@ def test_a_run_starts_its_models(exemplar, overrides, models, tmp_path, monkeypa
     quiet = [f"logger.log_dir={tmp_path}", "logger.tensorboard_enabled=false"]
     config = load_config(EXEMPLARS / f"{exemplar}.yaml", [*overrides, *quiet])
     with ExitStack() as stack:
-        launch._train(launch._open_parts(config), None, RunCheckpoints(), stack)
+        launch._train(launch.open_parts(config), None, RunCheckpoints(), stack)
     options = [one.options for one in built]
     assert [(o["role"], o["trained"], o["init_reference_model"]) for o in options] == models
     assert [o["colocated_with"] for o in options] == [None, *[built[0]] * (len(models) - 1)]
