@@ -186,5 +186,5 @@ def run(config: RunConfig, pool: RankPool, ask: Callable[[int, PoolGroup], Any])
 
 
 @contextmanager
-def _recorded(config: RunConfig, *_parts: Any) -> Iterator[RecordedAnswers]:
-    yield RecordedAnswers(config.policy.generation.max_new_tokens)
+def _recorded(parts: launch.Parts, *_others: Any) -> Iterator[RecordedAnswers]:
+    yield RecordedAnswers(parts.config.policy.generation.max_new_tokens)
