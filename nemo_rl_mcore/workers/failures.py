@@ -181,17 +181,20 @@ def hung_first(stalls: Sequence[Stall]) -> list[Stall]:
     return sorted(stalls, key=lambda stall: (stall.silent is None, _AT_A_MEETING in stall.stack))
 
 
-def describe_stall(stalls: Sequence[Stall], ranks: int, call: Call, noun: str = "rank") -> str:
-    """Write the message of a `WorkerError` about a deadline: who did not return, and where each of them stood."""
+def describe_stall(
+    stalls: Sequence[Stall], ranks: int, call: Call, noun: str = "rank", *, stopping: bool = False
+) -> str:
+    """Write the message of a `WorkerError` about a deadline: who did not return, and where each of them stood.
+
+    stopping: the deadline was not reached, but the run was to stop.
+    """
     key = f" ({call.key})" if call.key else ""
+    why = "hung when the run was to stop" if stopping else f"made no progress for {call.timeout_s:g} s{key}"
     stalls = hung_first(stalls)
     names = ", ".join(
         f"{noun} {stall.rank} ({stall.identity or 'starting'}), which {stall}" for stall in stalls
     )
-    first = (
-        f"{call} made no progress for {call.timeout_s:g} s{key}: stopped {names}; "
-        f"{ranks - len(stalls)} of {ranks} {noun}s returned"
-    )
+    first = f"{call} {why}: stopped {names}; {ranks - len(stalls)} of {ranks} {noun}s returned"
     return "\n".join([first, *_stacks(stalls, noun)])
 
 

@@ -143,8 +143,9 @@ class PendingCall:
         stalls = self._stalls()
         ranks.kill([stall.rank for stall in stalls])
         calls.wait_at_most(_KILL_WAIT_S if stalls else 0)  # else Ray logs the answers of the dead
-        if self._ended is Ended.STALLED:
-            return call.error(describe_stall(stalls, len(ranks.actors), call, ranks.noun))
+        if self._ended in (Ended.STALLED, Ended.SILENT):
+            stopping = self._ended is Ended.SILENT
+            return call.error(describe_stall(stalls, len(ranks.actors), call, ranks.noun, stopping=stopping))
         message = describe(failures, stalls, str(call), ranks.cluster.log_dir, ranks.noun)
         return call.error(message, root_cause(failures), usable=usable)
 

@@ -12,11 +12,13 @@ import ray
 from ray.exceptions import RayError
 
 from nemo_rl_mcore.progress import Progress
+from nemo_rl_mcore.signals import current_stop_signals
 from nemo_rl_mcore.workers.rank_actor import Health
 
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 5.0
 _STACKS_WITHIN_S = 2.0
+_ANSWERS_WITHIN_S = 3.0
 
 
 class Ended(Enum):
@@ -25,6 +27,7 @@ class Ended(Enum):
     ANSWERED = "all ranks answered"
     FAILED = "a rank failed"
     STALLED = "no progress"
+    SILENT = "a rank does not answer, and the run is to stop"
     LOST = "Ray is gone"
 
 
@@ -78,9 +81,11 @@ class HealthWatch:
 
     def stalled(self, ranks: Collection[int], timeout_s: float) -> bool:
         """Whether none of the ranks has moved for so long, or one of them has not even answered."""
-        return self._clock_s - self._moved_at >= timeout_s or any(
-            self._clock_s - self._answered_at.get(rank, 0.0) >= timeout_s for rank in ranks
-        )
+        return self._clock_s - self._moved_at >= timeout_s or self.silent(ranks, timeout_s)
+
+    def silent(self, ranks: Collection[int], seconds: float) -> bool:
+        """Whether one of the ranks has not answered for so long."""
+        return any(self._clock_s - self._answered_at.get(rank, 0.0) >= seconds for rank in ranks)
 
     def doing(self, rank: int) -> str:
         """What a rank began last, as far as is known."""
@@ -131,6 +136,9 @@ class RankCalls:
             self.watch.look(self.waiting)
             if self.watch.stalled(self.waiting, self._timeout_s):
                 return Ended.STALLED
+            # What hangs would never hear of the stop; what only takes long answers, and is waited for.
+            if current_stop_signals().asked and self.watch.silent(self.waiting, _ANSWERS_WITHIN_S):
+                return Ended.SILENT
         return None
 
     def take(self, wait_s: float) -> None:
@@ -148,8 +156,11 @@ class RankCalls:
 
     def stacks(self) -> dict[int, str]:
         """Where those that have not answered stand in their Python code, if they say so."""
-        asked = {self._actors[rank]._health.remote(True): rank for rank in self.waiting}
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_WITHIN_S)
+        answering = [rank for rank in self.waiting if not self.watch.silent([rank], _ANSWERS_WITHIN_S)]
+        asked = {self._actors[rank]._health.remote(True): rank for rank in answering}
+        ready, _ = (
+            ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_WITHIN_S) if asked else ([], [])
+        )
         stacks: dict[int, str] = {}
         for ref in ready:
             with suppress(RayError):

@@ -127,3 +127,22 @@ def test_a_signal_amid_answers_stops_cleanly_and_the_same_command_finishes(
     asked = [one["token"]["position"] for one in told[second:] if one["kind"] == "dispatched"]
     assert asked == [*range(last * groups, steps * groups)], "what was ready is answered again, once"
     assert resumed.watch.all_gone(within_s=10)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", [(), (*BESIDE, *TIS)], ids=["synchronous", "asynchronous"])
+def test_a_stop_does_not_wait_for_a_rank_that_hangs_and_says_what_is_lost(start: START, how) -> None:
+    run = start("run", "grpo.max_num_steps=500", "checkpointing.save_period=99999", *how)
+    run.wait_for_step(3)
+    ranks = [pid for pid, title in run.watch.alive().items() if "MegatronPolicyWorker" in title]
+    os.kill(ranks[-1], signal.SIGSTOP)
+    run.process.send_signal(signal.SIGTERM)
+    stopped_at = time.monotonic()
+    code, _, errors = run.end(within_s=30)
+    assert time.monotonic() - stopped_at < 10
+    assert code == 143, errors
+    told = " ".join(errors.split())
+    assert f"terminated; the weights of steps 1 to {len(run.steps())} are lost" in told
+    assert "hung when the run was to stop: stopped policy rank" in told
+    assert "which does not answer: its process is stopped" in told
+    assert run.watch.all_gone(within_s=10)
