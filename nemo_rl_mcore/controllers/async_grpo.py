@@ -135,7 +135,8 @@ class AsyncGRPO(GRPO):
         try:
             self.policy.abort_train_step()
         except RunStoppedError as also:
-            error.add_note(f"the open step could not be aborted: {str(also).splitlines()[0]}")
+            # Where the ranks are gone, the error that is told already says so.
+            error.add_note(f"the open step was not aborted: {str(also).partition(': ')[0]}")
 
     def _train_chunks(self, step: int) -> Iterator[tuple[Rollout, dict[str, float]]]:
         chunks = self.rollouts.chunks(self.config.grpo.min_groups_per_chunk)
