@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import FolderError, RunStoppedError, folder_error
 from nemo_rl_mcore.interfaces import RolloutEngines
+from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, recipe_text
 
 EVENTS_FILE = "rollouts.jsonl"
@@ -51,6 +53,10 @@ def open_rollouts(
     folder = Path(config.logger.log_dir)
     with RunLog(folder, recipe_text(config)) as log:
         ledger = resumed_ledger(limits, log, resumed_step or 0)
+        if resumed_step:
+            write_line(
+                sys.stdout, f"prompts are answered from number {ledger.cursor} on: no answers were kept"
+            )
         retention = Retention(
             until_checkpoint=config.checkpointing.enabled,
             archive=folder / KEPT_GROUPS if config.keeps_groups else None,

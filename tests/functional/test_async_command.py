@@ -116,6 +116,7 @@ def test_a_signal_amid_answers_stops_cleanly_and_the_same_command_finishes(
     code, output, errors = resumed.end(within_s=300)
     assert (code, errors) == (0, "")
     assert f"resuming after step {last}" in output
+    assert f"prompts are answered from number {last * groups} on: no answers were kept" in output
     assert [row["step"] for row in resumed.steps()] == [*range(1, steps + 1)]
     assert max(row["async/age_max"] for row in resumed.steps()) == 2
     told = events(resumed)

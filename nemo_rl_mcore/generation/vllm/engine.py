@@ -276,6 +276,7 @@ class AsyncVllmEngine:
         params.output_kind = RequestOutputKind.DELTA  # token by token, for the version that drew each
         prompt: Any = {"prompt_token_ids": list(request.prompt)}
         async for output in self._llm.generate(prompt, params, request_id=str(next(self._numbers))):
+            progress.advance("a token of a response")
             [drawn] = output.outputs
             assert self.weights.newest is not None  # before the first refit nothing is generated
             tokens += drawn.token_ids
