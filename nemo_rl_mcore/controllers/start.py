@@ -78,8 +78,8 @@ class RunLog:
         path = folder / EVENTS_FILE
         try:
             (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")  # for a replay
+            self.before = read_events(path) if path.exists() else []
             self._log = EventLog(path)
-            self.before = read_events(path)
         except OSError as error:
             raise folder_error("logger.log_dir", folder, error) from error
         except ValueError as error:
