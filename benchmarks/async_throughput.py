@@ -29,8 +29,9 @@ from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
 from nemo_rl_mcore.controllers.rollouts import Rollouts
 from nemo_rl_mcore.controllers.start import open_rollouts
 from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
-from nemo_rl_mcore.launch import engine_kind, open_parts, start_model, stop_ids_of
+from nemo_rl_mcore.launch import engine_kind, start_model
 from nemo_rl_mcore.observability import Sample
+from nemo_rl_mcore.parts import open_parts, stop_ids_of
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.engine_generation import EngineGeneration
 

@@ -11,8 +11,9 @@ from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.hf.hf_config import missing_family
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen, tokenizer_of
+from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen
 from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.parts import tokenizer_of
 from nemo_rl_mcore.preflight.saved_run import read_recipe_of
 from nemo_rl_mcore.workers.cluster import RayCluster
 

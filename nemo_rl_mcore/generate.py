@@ -15,8 +15,9 @@ from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
-from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen, stop_ids_of, tokenizer_of
+from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen
 from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.parts import stop_ids_of, tokenizer_of
 from nemo_rl_mcore.workers.cluster import RayCluster
 
 _HELD_OUT_PROMPTS = 8

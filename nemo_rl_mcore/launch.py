@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,17 @@ from nemo_rl_mcore.config import (
 from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
 from nemo_rl_mcore.controllers.rollouts import Rollouts
 from nemo_rl_mcore.controllers.start import open_rollouts
-from nemo_rl_mcore.data.datasets import PromptSource
-from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetched_folder
-from nemo_rl_mcore.data.sources import open_pairs, open_prompts
-from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_rl_mcore.environments import make_environment, require_golds, require_golds_run_first
+from nemo_rl_mcore.data.sources import open_pairs
 from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
 from nemo_rl_mcore.generation.embedded.kind import embedded_kind
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.generation.vllm.kind import vllm_kind
-from nemo_rl_mcore.interfaces import EnvironmentInterface, GenerationInterface
-from nemo_rl_mcore.losses import check_losses
+from nemo_rl_mcore.interfaces import GenerationInterface
 from nemo_rl_mcore.observability import RunRecorder
 from nemo_rl_mcore.output import write_line
-from nemo_rl_mcore.preflight.data_files import steps_of_epochs
+from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.preflight.saved_run import changes_since, read_recipe_of
 from nemo_rl_mcore.preflight.warm_start import warm_start_recipe
 from nemo_rl_mcore.run_folders import run_folders
@@ -100,38 +95,6 @@ def exit_status(run: Callable[[], None], left_behind: Callable[[], str] = str) -
 
 def _notes(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a run needs beside its ranks; it is all there before they start. `config` ends when the data set does.
-
-    name: of a run for whose weights another one waits, such as warm_start.
-    """
-
-    config: RunConfig
-    tokenizer: Tokenizer
-    prompts: PromptSource
-    environment: EnvironmentInterface
-    name: str = ""
-
-
-def open_parts(config: RunConfig) -> Parts:
-    """Open tokenizer, prompts and environment; RunStoppedError for what does not serve."""
-    tokenizer = tokenizer_of(config.policy)
-    try:
-        check_losses(config)
-        environment = make_environment(config.env)
-        prompts = open_prompts(config, tokenizer)
-        require_golds(config, prompts)
-        require_golds_run_first(config)
-    except ValueError as error:
-        raise RunStoppedError(str(error)) from error
-    if isinstance(prompts, EpochSource):
-        steps = steps_of_epochs(config, len(prompts.train))
-        loop = config.loop.model_copy(update={"max_num_steps": steps})
-        config = config.model_copy(update={config.algorithm: loop})
-    return Parts(config, tokenizer, prompts, environment)
 
 
 def _run(parts: Parts, outer: RayCluster | None = None) -> None:
@@ -318,11 +281,6 @@ def _generation(
         yield engines
 
 
-def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token ids that end a response."""
-    return tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ())
-
-
 def engine_kind(config: RunConfig) -> EngineKind:
     """The engines apart from the ranks that the recipe asks for."""
     if config.policy.generation.backend == "vllm":
@@ -333,25 +291,6 @@ def engine_kind(config: RunConfig) -> EngineKind:
         config.policy,
         reread_after_refit=asynchronous and asynchronous.recompute_kv_cache_after_weight_updates,
     )
-
-
-def tokenizer_of(policy: PolicyConfig) -> Tokenizer:
-    """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads.
-
-    Its files may come from the hub with the weights, which are fetched here: the ranks have less time to start.
-    """
-    try:
-        if policy.model_name is not None:
-            fetched_folder(policy.model_name)
-        tokenizer = load_tokenizer(policy.tokenizer.name)
-    except ValueError as error:
-        raise RunStoppedError(str(error)) from error
-    if tokenizer.vocab_size > policy.model.vocab_size:
-        raise RunStoppedError(
-            f"policy.model.vocab_size: {policy.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"policy.tokenizer.name: {policy.tokenizer.name}; raise it"
-        )
-    return tokenizer
 
 
 def say_aside(line: str) -> None:

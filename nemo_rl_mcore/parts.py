@@ -1,0 +1,73 @@
+"""What a run needs beside its ranks: tokenizer, prompts, environment, opened and judged before any rank starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_rl_mcore.config import PolicyConfig, RunConfig
+from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.data.epochs import EpochSource
+from nemo_rl_mcore.data.hub import fetched_folder
+from nemo_rl_mcore.data.sources import open_prompts
+from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
+from nemo_rl_mcore.environments import make_environment, require_golds, require_golds_run_first
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.interfaces import EnvironmentInterface
+from nemo_rl_mcore.losses import check_losses
+from nemo_rl_mcore.preflight.data_files import steps_of_epochs
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run needs beside its ranks; it is all there before they start. `config` ends when the data set does.
+
+    name: of a run for whose weights another one waits, such as warm_start.
+    """
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    prompts: PromptSource
+    environment: EnvironmentInterface
+    name: str = ""
+
+
+def open_parts(config: RunConfig) -> Parts:
+    """Open tokenizer, prompts and environment; RunStoppedError for what does not serve."""
+    tokenizer = tokenizer_of(config.policy)
+    try:
+        check_losses(config)
+        environment = make_environment(config.env)
+        prompts = open_prompts(config, tokenizer)
+        require_golds(config, prompts)
+        require_golds_run_first(config)
+    except ValueError as error:
+        raise RunStoppedError(str(error)) from error
+    if isinstance(prompts, EpochSource):
+        steps = steps_of_epochs(config, len(prompts.train))
+        loop = config.loop.model_copy(update={"max_num_steps": steps})
+        config = config.model_copy(update={config.algorithm: loop})
+    return Parts(config, tokenizer, prompts, environment)
+
+
+def tokenizer_of(policy: PolicyConfig) -> Tokenizer:
+    """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads.
+
+    Its files may come from the hub with the weights, which are fetched here: the ranks have less time to start.
+    """
+    try:
+        if policy.model_name is not None:
+            fetched_folder(policy.model_name)
+        tokenizer = load_tokenizer(policy.tokenizer.name)
+    except ValueError as error:
+        raise RunStoppedError(str(error)) from error
+    if tokenizer.vocab_size > policy.model.vocab_size:
+        raise RunStoppedError(
+            f"policy.model.vocab_size: {policy.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
+            f"policy.tokenizer.name: {policy.tokenizer.name}; raise it"
+        )
+    return tokenizer
+
+
+def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token ids that end a response."""
+    return tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ())
