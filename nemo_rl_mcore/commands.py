@@ -13,6 +13,7 @@ from nemo_rl_mcore import __version__
 from nemo_rl_mcore.config import ConfigError, RunConfig, load_config
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.output import BestEffortStream, write_line
 from nemo_rl_mcore.preflight import Plan, preflight
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, load_recipe_of
@@ -34,7 +35,7 @@ def run_command(arguments: Sequence[str] | None) -> int:
         return EXIT_CONFIG_ERROR
     match options.command:
         case "check":
-            return _check(plan)
+            return _check(config, plan, full=options.full)
         case "generate":
             return _generate(config, options)
         case "export":
@@ -55,6 +56,12 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     ):
         command = _add_command(commands, name, purpose)
         command.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
+        if name == "check":
+            command.add_argument(
+                "--full",
+                action="store_true",
+                help="open the data too: tokenise it, read its golds, score one row",
+            )
     generate = _add_command(commands, "generate", "answer prompts with the weights of a checkpoint")
     generate.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
     generate.add_argument(
@@ -131,14 +138,28 @@ def _steps(text: str) -> tuple[int, int | None]:
         ) from error
 
 
-def _check(plan: Plan) -> int:
+def _check(config: RunConfig, plan: Plan, *, full: bool) -> int:
     from rich.console import Console
 
     from nemo_rl_mcore.preflight.render import render
 
+    in_full = _in_full(config, plan) if full else []
+    if in_full is None:
+        return EXIT_CONFIG_ERROR
     console = Console(highlight=False, file=cast(TextIO, BestEffortStream(sys.stdout)))
-    console.print(render(plan), soft_wrap=True)
+    console.print(render(plan, in_full), soft_wrap=True)
     return 0
+
+
+def _in_full(config: RunConfig, plan: Plan) -> list[tuple[str, str]] | None:
+    """What opening the parts of the run tells; None, with the reason told, where they cannot be opened."""
+    from nemo_rl_mcore.full_check import full_check
+
+    try:
+        return list(full_check(config, plan))
+    except RunStoppedError as error:
+        write_line(sys.stderr, str(error))
+        return None
 
 
 def _run(config: RunConfig) -> int:

@@ -1,6 +1,6 @@
 """The plan of a run as lines for the terminal."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group
 from rich.text import Text
@@ -14,10 +14,11 @@ Row = tuple[str, str]
 _NAME_WIDTH = 22
 
 
-def render(plan: Plan) -> Group:
+def render(plan: Plan, in_full: Sequence[Row] = ()) -> Group:
     """Lay out a plan: parallel layout, batch arithmetic, guardrails, memory; print it with soft_wrap.
 
     A line longer than the terminal runs over instead of being broken inside a key.
+    in_full: what `check --full` has found besides.
     """
     sections = (
         ("Parallel layout", _layout_rows(plan)),
@@ -26,6 +27,7 @@ def render(plan: Plan) -> Group:
         ("Run", _run_rows(plan)),
         ("Fused log-probabilities", _guardrail_rows(plan)),
         *_memory_sections(plan),
+        *([("Data, in full", in_full)] if in_full else []),
     )
     return Group(*(line for title, rows in sections for line in (Text(title, style="bold"), *_lines(rows))))
 

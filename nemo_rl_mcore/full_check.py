@@ -1,0 +1,87 @@
+"""What `check --full` adds: the data as the model will read it, its golds, and one row scored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.data.answers import answer_row
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.data.epochs import EpochSource
+from nemo_rl_mcore.data.preference import given_pair, pair_rows
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.parts import Parts, open_parts
+from nemo_rl_mcore.preflight import Plan
+from nemo_rl_mcore.preflight.render import Row
+from nemo_rl_mcore.strict_json import shortened
+
+_SHOWN = 400
+"""Characters of a prompt that are shown."""
+
+
+def full_check(config: RunConfig, plan: Plan) -> Iterator[Row]:
+    """Open the parts of the run, and yield what they tell, as rows of the plan.
+
+    Raises RunStoppedError for what would stop the run before its ranks start: data that cannot be fetched or read, a
+    row with too many tokens, a gold that the environment cannot read, a class of the user's own that does not import.
+    """
+    parts = open_parts(config)
+    trained, held_out = _rows(parts)
+    for name, prompts in (("to train on", trained), ("held out", held_out)):
+        yield from _lengths(name, prompts, parts)
+    yield from _left_out(plan, parts.prompts)
+    first = (trained or held_out)[0]
+    yield "first prompt", shortened(first.text, _SHOWN)
+    yield from _scored(parts, first)
+    for key, path in config.import_paths.items():
+        yield "imported", f"{key}: {path}"
+
+
+def _rows(parts: Parts) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """All rows of a source that ends; of another one those of its first step and of a validation, if there is one."""
+    config, source = parts.config, parts.prompts
+    if isinstance(source, EpochSource):
+        return source.train, source.held_out
+    held_out = source.validation(config.loop.max_val_samples) if config.loop.validates else []
+    return source.train_batch(1, config.prompts_per_step), held_out
+
+
+def _lengths(name: str, prompts: Sequence[Prompt], parts: Parts) -> Iterator[Row]:
+    """Tokens of the prompts, and of whole rows where answers are given; a row too long is an error, or left out."""
+    if not prompts:
+        return
+    config, tokenizer = parts.config, parts.tokenizer
+    lengths = [len(tokenizer.encode(prompt.text)) for prompt in prompts]
+    longest = max(lengths)
+    yield name, f"{len(prompts)} rows; prompts of {median(lengths):g} tokens in the middle, {longest} at most"
+    if place := prompts[lengths.index(longest)].place:
+        yield "", f"the longest is {place}"
+    if config.row_kind is not RowKind.PROMPTS:
+        whole = [_whole_length(prompt, config.row_kind, tokenizer) for prompt in prompts]
+        yield "", f"with their answers {median(whole):g} in the middle, {max(whole)} at most"
+
+
+def _whole_length(prompt: Prompt, kind: RowKind, tokenizer: Tokenizer) -> int:
+    pairs = kind is RowKind.PAIRS and prompt.rejected is not None
+    rows = pair_rows(given_pair(prompt), tokenizer) if pairs else (answer_row(prompt, tokenizer),)
+    return max(len(row.ids) for row in rows)
+
+
+def _left_out(plan: Plan, source: PromptSource) -> Iterator[Row]:
+    if plan.data is None or not isinstance(source, EpochSource):
+        return
+    left_out = plan.data.rows + plan.data.held_out - len(source.train) - len(source.held_out)
+    yield "left out", f"{left_out} rows with too many tokens (data.overlong)"
+
+
+def _scored(parts: Parts, prompt: Prompt) -> Iterator[Row]:
+    """What the environment gives for the answer that the data has, and for none."""
+    given, none = parts.environment.score([prompt, prompt], [prompt.answer, ""], [True, True])
+    yield (
+        "its answer",
+        f"{shortened(prompt.answer)} earns {float(given):g}, an empty response {float(none):g}",
+    )
+    if float(given) <= float(none):
+        yield "", "a right answer earns no more than none: look at env and at how the data states its answers"
