@@ -32,7 +32,8 @@ from nemo_rl_mcore.config import (
 )
 from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
 from nemo_rl_mcore.controllers.rollouts import Rollouts
-from nemo_rl_mcore.controllers.start import open_rollouts
+from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
+from nemo_rl_mcore.controllers.start import open_rollouts, read_saved
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs
 from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
@@ -116,12 +117,13 @@ def _run(parts: Parts, outer: RayCluster | None = None) -> None:
 def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | None) -> None:
     config = parts.config
     current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
+    saved = read_saved(config, checkpoints.start)
     with _session(config, outer) as cluster:
         if config.warm_start is not None and checkpoints.resumed_step is None:
             weights = _weights_of(config.warm_start, config, "warm_start", cluster)
             config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
         with ExitStack() as stack:
-            _train(replace(parts, config=config), cluster, checkpoints, stack)
+            _train(replace(parts, config=config), cluster, checkpoints, stack, saved)
 
 
 def _session(config: RunConfig, outer: RayCluster | None) -> AbstractContextManager[RayCluster]:
@@ -153,8 +155,14 @@ def _starting_from(checkpoint: str, policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"init_checkpoint": checkpoint})
 
 
-def _train(parts: Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack: ExitStack) -> None:
-    """Start ranks, engine and observer, which end with the stack, and train."""
+def _train(
+    parts: Parts,
+    cluster: RayCluster,
+    checkpoints: RunCheckpoints,
+    stack: ExitStack,
+    saved: SavedRollouts | None = None,
+) -> None:
+    """Start ranks, engine and observer, which end with the stack, and train; saved: the rollouts of the checkpoint."""
     config, tokenizer = parts.config, parts.tokenizer
     of_policy, *others = [_with_weights(plan, config, cluster) for plan in config.models.values()]
     policy = stack.enter_context(start_model(of_policy, config, cluster))
@@ -171,7 +179,7 @@ def _train(parts: Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack
     if isinstance(config, GRPOMasterConfig) and config.asynchronous:
         assert isinstance(generation, EngineGeneration)
         rollouts = generation = stack.enter_context(
-            open_rollouts(config, generation, parts.prompts, tokenizer, checkpoints.resumed_step)
+            open_rollouts(config, generation, parts.prompts, tokenizer, checkpoints, saved)
         )
     collector = RolloutCollector(generation, tokenizer, config.max_prompt_length, parts.environment)
     models = {of_policy.name: policy} | {

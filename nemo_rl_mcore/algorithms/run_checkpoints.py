@@ -26,6 +26,7 @@ from nemo_rl_mcore.preflight.saved_run import (
 )
 from nemo_rl_mcore.training.checkpoints import (
     INFO_FILE,
+    ROLLOUTS_FOLDER,
     Checkpoint,
     CheckpointStore,
     NotACheckpointError,
@@ -66,7 +67,8 @@ class RunCheckpoints:
     """The checkpoints of a run; without a store the run starts at its first step and leaves none.
 
     recipe: what is saved as config.yaml. start: the checkpoint to go on from. resume: the key of that name.
-    tokenizer: what is saved with each checkpoint; None for the one that is built in.
+    tokenizer: what is saved with each checkpoint; None for the one that is built in. beside: what else is, by the
+    name of its folder: called with the folder, which it makes.
     """
 
     store: CheckpointStore | None = None
@@ -76,6 +78,7 @@ class RunCheckpoints:
     start: Checkpoint | None = None
     resume: str = "auto"
     tokenizer: Tokenizer | None = None
+    beside: dict[str, Callable[[Path], None]] = field(default_factory=dict[str, Callable[[Path], None]])
     _finished: FinishedStep | None = field(default=None, init=False)
     _saved: int | None = field(default=None, init=False)
     _tried: int | None = field(default=None, init=False)
@@ -144,6 +147,8 @@ class RunCheckpoints:
                 (folder / RECIPE_FILE).write_text(self.recipe, encoding="utf-8")
                 if self.tokenizer is not None:
                     self.tokenizer.save_as_hugging_face(folder / TOKENIZER_FOLDER)
+                for name, write in self.beside.items():
+                    write(folder / name)
                 for name, model in models.items():
                     (folder / name).mkdir()
                     model.save_checkpoint(str(folder / name))
@@ -288,3 +293,7 @@ def _compare(start: Checkpoint, config: RunConfig, notify: Notify) -> None:
         f"resuming after step {start.step} from {start.folder}"
         + (f", with changes: {', '.join(changes)}" if changes else "")
     )
+    if (start.folder / ROLLOUTS_FOLDER).is_dir() and not config.asynchronous:
+        notify(
+            f"what {start.folder / ROLLOUTS_FOLDER} holds is left: step {start.step + 1} answers its own prompts"
+        )

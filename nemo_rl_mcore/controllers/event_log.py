@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl_mcore.controllers.events import Checkpointed, Event, Finished, from_line, to_line
+from nemo_rl_mcore.observability.sinks import next_free
 from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
+
+_BLOCK = 1 << 20
+
+
+class LogMark(BaseModel):
+    """A place in a log: so many bytes, and their hash, by which the log is known again."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    size: Annotated[int, Field(ge=0)]
+    sha256: str
+
+
+BEGINNING = LogMark(size=0, sha256=hashlib.sha256().hexdigest())
 
 
 class EventLog:
@@ -27,6 +43,9 @@ class EventLog:
         try:
             self._size = _whole_lines(self._descriptor)
             os.ftruncate(self._descriptor, self._size)
+            self._hash = hashlib.sha256()
+            for start in range(0, self._size, _BLOCK):
+                self._hash.update(os.pread(self._descriptor, min(_BLOCK, self._size - start), start))
         except BaseException:
             self.close()
             raise
@@ -44,6 +63,11 @@ class EventLog:
                 raise OSError(error.errno, error.strerror, str(self._path)) from error
             raise
         self._size += len(line)
+        self._hash.update(line)
+
+    def mark(self) -> LogMark:
+        """Where the log stands."""
+        return LogMark(size=self._size, sha256=self._hash.hexdigest())
 
     def close(self) -> None:
         """Close the file; once more does nothing."""
@@ -74,6 +98,24 @@ def read_events(path: Path) -> list[Event]:
     """
     *lines, _ = read_regular(path).split(b"\n")
     return [_event(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def set_aside_after(path: Path, mark: LogMark) -> bool:
+    """Move what a log holds behind a mark into a numbered file beside it, and all of a log that is not the mark's.
+
+    Returns whether the log goes on from the mark. The rest is copied first: wherever the process dies, no event is
+    lost. Raises OSError.
+    """
+    content = read_regular(path) if path.exists() else b""
+    kept = content[: mark.size]
+    known = hashlib.sha256(kept).hexdigest() == mark.sha256
+    size = len(kept) if known else 0
+    if size < len(content):
+        with next_free(path).open("xb") as aside:
+            aside.write(content[size:])
+            os.fsync(aside.fileno())
+        os.truncate(path, size)
+    return known
 
 
 def _event(line: bytes, place: str) -> Event:

@@ -271,11 +271,12 @@ class Ledger:
         self._steps = {one: chunks for one, chunks in self._steps.items() if one > step}
 
     def to_json(self) -> dict[str, Any]:
-        """What a resume from a checkpoint of `version` needs; raises LedgerError unless IDLE.
+        """What a resume from a checkpoint of `version` needs; raises LedgerError while a step is open.
 
-        Attempts under way are not in it: they end with the process.
+        Attempts under way are not in it: they end with the process. Engines of a resumed run begin with `version`.
         """
-        self._require(StepState.IDLE)
+        if self.step not in (StepState.IDLE, StepState.COMMITTED):
+            raise LedgerError(f"a step is {self.step.value}")
         return SavedLedger(
             groups_per_step=self.limits.groups_per_step,
             incarnation=self.incarnation,

@@ -21,10 +21,13 @@ import torch
 
 from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
+from nemo_rl_mcore.controllers.event_log import LogMark
 from nemo_rl_mcore.controllers.events import Segment, Token
 from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.ledger import Ledger
 from nemo_rl_mcore.controllers.loop_thread import LoopThread
+from nemo_rl_mcore.controllers.saved_ledger import SavedLedger
+from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
 from nemo_rl_mcore.controllers.states import GroupState, StepState
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
@@ -192,6 +195,13 @@ class Rollouts:
         with self._changed:
             self.ledger.checkpointed(step)
             self._forget(step)
+
+    def saved(self, mark_log: Callable[[], LogMark]) -> SavedRollouts:
+        """What a checkpoint between two steps is to hold, as it is now; groups are answered meanwhile."""
+        with self._changed:
+            ledger = SavedLedger.model_validate(self.ledger.to_json())
+            ready = {position: self.groups.get(position) for position in ledger.ready}
+            return SavedRollouts(ledger, mark_log(), ready)
 
     def _put_away(self, step: int) -> None:
         """Write the groups of a finished step down, and forget them, as far as that is asked for; raises FolderError.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Annotated, Self
 
@@ -41,6 +42,19 @@ class SavedLedger(BaseModel):
     cursor: _Count
     dropped: list[SavedDrop]
     groups: list[SavedGroup]
+
+    @property
+    def ready(self) -> list[int]:
+        """The positions of the groups that are to be trained as they are."""
+        return [group.position for group in self.groups if group.min_version is not None]
+
+    def without(self, positions: Collection[int]) -> Self:
+        """The ledger in which these groups are to be generated again."""
+        groups = [
+            one.model_copy(update={"min_version": None}) if one.position in positions else one
+            for one in self.groups
+        ]
+        return self.model_copy(update={"groups": groups})
 
     @classmethod
     def parse(cls, saved: object, groups_per_step: int, max_age: int) -> Self:

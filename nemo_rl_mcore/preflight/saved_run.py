@@ -27,6 +27,11 @@ _DEADLINE = "_timeout_s"
 """How long the driver, ranks and engines wait for each other."""
 _OF_THE_STATE = ("policy.precision", "policy.megatron_cfg.optimizer.optimizer")
 """What decides which tensors the checkpoint of a model holds, besides the architecture."""
+_OF_THE_ANSWERS = tuple(
+    f"policy.generation.{key}"
+    for key in ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings")
+)
+_MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
 _ONLY_A_RUN_STARTS = {
     "value": ("~value", "+value={optimizer: {lr: 1.0}}"),
     "teacher": ("~teacher", "+teacher={init_checkpoint: none}"),
@@ -105,6 +110,18 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
         for path in {**after, **before}
         if before.get(path) != after.get(path) and not _has_no_effect(path)
     ]
+
+
+def changes_of_answers(saved: Tree, config: RunConfig) -> list[Change]:
+    """Those by which answers that were saved are none of the run: how they are drawn, and how old they may be."""
+    changes = changes_since(saved, config)
+    drawn = [change for change in changes if _below(change.path, _OF_THE_ANSWERS)]
+    older = [one for one in changes if one.path == _MAX_AGE and not _at_least(one.now, one.was)]
+    return drawn + older
+
+
+def _at_least(now: object, was: object) -> bool:
+    return isinstance(now, int) and isinstance(was, int) and now >= was
 
 
 def _has_no_effect(path: str) -> bool:

@@ -4,6 +4,7 @@
                         config.yaml          the recipe, resolved
                         tokenizer/           the tokenizer, where it is one of files
                         policy/              what the policy's workers wrote, with checksums of their own
+                        rollouts/            of an asynchronous run: its ledger, and the groups that were ready
                         SHA256SUMS           the checksum of every other file
   checkpoint_dir/tmp_*                       being written or deleted; the next run removes it
   checkpoint_dir/aside_step_N                set aside: broken, or behind the step that a run was resumed from
@@ -40,6 +41,7 @@ from nemo_rl_mcore.training.checksums import (
 
 INFO_FILE = "training_info.json"
 POLICY_FOLDER = "policy"
+ROLLOUTS_FOLDER = "rollouts"
 
 _STEP_NAME = re.compile(r"step_(\d+)")
 _TEMPORARY_NAME = re.compile(r"tmp_(deleted_)?step_\d+")
@@ -149,7 +151,7 @@ class CheckpointStore:
         aside: list[Path] = []
         for folder in _step_folders(self.root):
             if _step_of(folder) > step:
-                aside.append(_free_name(self.root / f"aside_{folder.name}"))
+                aside.append(free_name(self.root / f"aside_{folder.name}"))
                 folder.rename(aside[-1])
         _sync(self.root)
         return aside
@@ -274,7 +276,8 @@ def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def _free_name(wanted: Path) -> Path:
+def free_name(wanted: Path) -> Path:
+    """The name itself or, where it is taken, the first with a number behind it."""
     number, name = 1, wanted
     while os.path.lexists(name):
         name, number = wanted.with_name(f"{wanted.name}.{number}"), number + 1

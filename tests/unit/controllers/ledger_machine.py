@@ -28,7 +28,6 @@ NUMBER = st.integers(0, 31)
 # Calls, and the state of the step in which they are allowed.
 IN_TURN = {
     "begin": StepState.IDLE,
-    "to_json": StepState.IDLE,
     "lease": StepState.OPEN,
     "finishing": StepState.OPEN,
     "abort": StepState.OPEN,
@@ -36,6 +35,7 @@ IN_TURN = {
     "lost": StepState.FINISHING,
     "publish": StepState.COMMITTED,
 }
+BETWEEN_STEPS = (StepState.IDLE, StepState.COMMITTED)
 
 
 class LogLostError(Exception):
@@ -202,6 +202,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for name, phase in IN_TURN.items():
             if phase is not self.model.phase:
                 self._refused(getattr(self.ledger, name), *arguments.get(name, ()))
+        if self.model.phase not in BETWEEN_STEPS:
+            self._refused(self.ledger.to_json)
         self._refused(self.ledger.forget, self.model.version + 1)
 
     # Checkpoints, and the end of the driver
@@ -221,7 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def checkpoint(self, _which, _how):
         model = self.model
-        if model.phase is not StepState.IDLE:
+        if model.phase not in BETWEEN_STEPS:
             return
         self.saved = json.dumps(self.ledger.to_json()), model.copy()
         self._call(self.ledger.checkpointed, model.version)

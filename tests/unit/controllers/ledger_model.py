@@ -98,4 +98,5 @@ class LedgerModel:
         """This model as that of a run which goes on from here; void: what was dispatched in vain since."""
         model = self.copy()
         model.valid, model.void, model.saved_at = {}, void, self.version
+        model.published, model.phase = self.version, StepState.IDLE  # engines are given what was saved
         return model
