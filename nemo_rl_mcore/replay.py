@@ -20,6 +20,8 @@ from nemo_rl_mcore.controllers.replayed_rollouts import (
     require_steps,
     ticket_of,
 )
+from nemo_rl_mcore.controllers.saved_groups import load_groups
+from nemo_rl_mcore.controllers.saved_rollouts import READY_FOLDER
 from nemo_rl_mcore.controllers.start import EVENTS_FILE, KEPT_GROUPS
 from nemo_rl_mcore.controllers.timeline import Timeline
 from nemo_rl_mcore.errors import RunStoppedError
@@ -30,7 +32,7 @@ from nemo_rl_mcore.launch import engine_kind, exit_status, say_aside, start_mode
 from nemo_rl_mcore.observability import Sample
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
-from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
+from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER, ROLLOUTS_FOLDER
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.engine_generation import EngineGeneration
 from nemo_rl_mcore.workers.policy import Policy
@@ -63,7 +65,7 @@ def _replay(config: RunConfig, run: Path, after: int, last: int | None) -> None:
     timeline = _timeline(run)
     steps = range(after + 1, (max(timeline.chunks, default=0) if last is None else last) + 1)
     require_steps(timeline, steps, str(run / EVENTS_FILE))
-    kept = _kept_groups(run, steps)
+    kept = _kept_groups(run, config, steps)
     lacking = missing_groups(timeline, steps, kept)
     embedded = config.policy.generation.backend == "embedded"
     if lacking or (not embedded and any(p not in kept for p in timeline.positions(steps))):
@@ -131,15 +133,20 @@ def _timeline(run: Path) -> Timeline:
         raise RunStoppedError(f"the log of the run cannot be read: {error}") from error
 
 
-def _kept_groups(run: Path, steps: range) -> GroupStore:
+def _kept_groups(run: Path, config: RunConfig, steps: range) -> GroupStore:
+    """What the run has kept of these steps, and what was ready when the checkpoint before them was written."""
     kept = GroupStore()
-    for step in steps:
-        folder = run / KEPT_GROUPS / f"step_{step}"
-        if folder.is_dir():
-            try:
-                kept.load(folder)
-            except (KeyError, ValueError) as error:
-                raise RunStoppedError(f"{folder}: {error}") from error
+    checkpoint = Path(config.checkpointing.checkpoint_dir) / f"step_{steps.start - 1}"
+    folders = [run / KEPT_GROUPS / f"step_{step}" for step in steps]
+    for folder in (*folders, checkpoint / ROLLOUTS_FOLDER / READY_FOLDER):
+        if not folder.is_dir():
+            continue
+        try:
+            found = load_groups(folder)
+        except ValueError as error:
+            raise RunStoppedError(f"{folder}: {error}") from error
+        for position in found.keys() - {*kept.positions}:
+            kept.put(position, found[position])
     return kept
 
 

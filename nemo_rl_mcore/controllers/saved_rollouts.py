@@ -1,7 +1,7 @@
 """What a checkpoint holds of the rollouts of its run: the ledger, where its log stood, and the groups that were ready.
 
-step_N/rollouts/ledger.json   the ledger between two steps, and a mark in the log
-                ready/        the groups, as those that are kept for a replay
+In `step_N/rollouts`: `ledger.json`, the ledger between two steps with a mark in the log, and `ready/`, the groups as
+those that are kept for a replay.
 """
 
 from __future__ import annotations

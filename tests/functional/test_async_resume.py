@@ -1,0 +1,150 @@
+"""An asynchronous run whose driver is killed goes on from its checkpoint with neither gap nor repeat."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from checkpoint_tensors import tensors_in
+from grpo_run import Run
+
+STEPS, GROUPS, PERIOD = 8, 8, 3
+TINY = (
+    *("policy.generation.colocated.enabled=false", "grpo.async_grpo.enabled=true"),
+    *("loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_type=tis"),
+    *("loss_fn.truncated_importance_sampling_ratio=2.0", "grpo.val_at_end=false"),
+    *(f"grpo.num_prompts_per_step={GROUPS}", "grpo.num_generations_per_prompt=8"),
+    *("policy.train_global_batch_size=64", "policy.train_micro_batch_size=64"),
+    *("logger.tensorboard_enabled=false", "cluster.cpu_workers_per_node=1"),
+    *(f"grpo.max_num_steps={STEPS}", "checkpointing.enabled=true", f"checkpointing.save_period={PERIOD}"),
+)
+KILLED_AFTER = PERIOD + 2
+CLOCKS = ("timing/", "performance/", "async/")
+
+
+def start(folder: Path, *overrides: str) -> Run:
+    return Run(folder, *TINY, f"checkpointing.checkpoint_dir={folder}/saved", *overrides)
+
+
+def run_to_the_end(folder: Path, *overrides: str) -> tuple[Run, str]:
+    run = start(folder, *overrides)
+    try:
+        code, output, errors = run.end(within_s=180)
+        assert (code, errors) == (0, "")
+        return run, output
+    finally:
+        run.close()
+
+
+def run_until_killed(folder: Path, after: int, *overrides: str) -> None:
+    """The driver alone is killed: what it has started is to end by itself."""
+    run = start(folder, *overrides)
+    try:
+        run.wait_for_step(after)
+        os.kill(run.process.pid, signal.SIGKILL)
+        assert run.end(within_s=10)[0] == -signal.SIGKILL
+        assert run.watch.all_gone(within_s=30)
+    finally:
+        run.close()
+
+
+def events(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def newest_ledger(folder: Path) -> dict:
+    newest = max((folder / "saved").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    return json.loads((newest / "rollouts" / "ledger.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """A run of age 1 and of chunks that was killed and resumed: its folder, log and ledger of then, what it told."""
+    folder = tmp_path_factory.mktemp("run")
+    keys = ("grpo.async_grpo.min_groups_for_streaming_train=3", "grpo.async_grpo.keep_groups=true")
+    run_until_killed(folder, KILLED_AFTER, *keys)
+    log, saved = (folder / "rollouts.jsonl").read_bytes(), newest_ledger(folder)
+    _, output = run_to_the_end(folder, *keys)
+    return folder, log, saved, output
+
+
+def test_each_group_is_trained_once_and_what_was_ready_is_not_asked_again(resumed):
+    folder, _, saved, told = resumed
+    log = events(folder / "rollouts.jsonl")
+    finished = [one for one in log if one["kind"] == "finished"]
+    assert [one["step"] for one in finished] == [*range(1, STEPS + 1)]
+    trained = [position for one in finished for position in sorted(chain(*one["chunks"]))]
+    assert trained == [*range(STEPS * GROUPS)], "neither gap nor repeat"
+    first, second = (number for number, one in enumerate(log) if one["kind"] == "started")
+    assert [(log[at]["incarnation"], log[at]["version"]) for at in (first, second)] == [(0, 0), (1, PERIOD)]
+    ready = {one["position"] for one in saved["ledger"]["groups"] if one["min_version"] is not None}
+    assert ready, "the engine is ahead of training"
+    asked = [one["token"]["position"] for one in log[second:] if one["kind"] == "dispatched"]
+    assert len(asked) == len({*asked})
+    assert {*asked} == {*range(PERIOD * GROUPS, STEPS * GROUPS)} - ready
+    assert f"the answers to {len(ready)} prompts are kept" in told
+
+
+def test_groups_are_of_the_age_that_the_log_allows(resumed):
+    folder, *_ = resumed
+    log = events(folder / "rollouts.jsonl")
+    oldest = {
+        one["token"]["position"]: one["segments"][0]["version"] for one in log if one["kind"] == "committed"
+    }
+    for one in (one for one in log if one["kind"] == "finished"):
+        ages = {one["step"] - 1 - oldest[position] for chunk in one["chunks"] for position in chunk}
+        assert ages <= {0, 1}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    assert {row["async/age_max"] for row in rows} <= {0, 1}
+
+
+def test_what_was_logged_behind_the_checkpoint_is_set_aside(resumed):
+    folder, log, saved, _ = resumed
+    size = saved["log"]["size"]
+    assert (folder / "rollouts.1.jsonl").read_bytes() == log[size:]
+    assert (folder / "rollouts.jsonl").read_bytes()[:size] == log[:size]
+    groups = {path.name for path in (folder / "groups").iterdir()}
+    assert {f"step_{step}" for step in range(1, STEPS + 1)} <= groups
+    assert "aside_step_4" in groups
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kept", "after"), [(True, 0), (False, 0), (False, PERIOD)])
+def test_a_replay_goes_over_the_seam_and_begins_at_it(resumed, kept, after, tmp_path):
+    """At the seam the groups that the checkpoint holds are read from there: older weights have drawn them."""
+    folder, *_ = resumed
+    if not kept:
+        (tmp_path / "rollouts.jsonl").write_bytes((folder / "rollouts.jsonl").read_bytes())
+        (tmp_path / "config.yaml").write_text((folder / "config.yaml").read_text())
+        folder = tmp_path
+    command = "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "replay", str(folder), "--steps", f"{after}:{STEPS}"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == STEPS - after
+    assert all(line.endswith(f" equal, {GROUPS} groups equal") for line in lines)
+
+
+@pytest.mark.exhaustive
+def test_at_age_0_the_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path):
+    keys = ("grpo.async_grpo.max_trajectory_age_steps=0", "loss_fn.reference_policy_kl_penalty=0.05")
+    run_until_killed(tmp_path / "killed", KILLED_AFTER, *keys)
+    runs = [run_to_the_end(tmp_path / name, *keys)[0] for name in ("undisturbed", "killed")]
+    rows = [
+        [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in run.steps()] for run in runs
+    ]
+    assert rows[0] == rows[1]
+    wanted, found = (tensors_in(run.log_dir / "saved" / f"step_{STEPS}" / "policy") for run in runs)
+    assert wanted.keys() == found.keys()
+    assert not [name for name in wanted if not wanted[name].equal(found[name])]
