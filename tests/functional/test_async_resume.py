@@ -33,7 +33,7 @@ def start(folder: Path, *overrides: str) -> Run:
 def run_to_the_end(folder: Path, *overrides: str) -> tuple[Run, str]:
     run = start(folder, *overrides)
     try:
-        code, output, errors = run.end(within_s=180)
+        code, output, errors = run.end(within_s=300)
         assert (code, errors) == (0, "")
         return run, output
     finally:
@@ -44,7 +44,7 @@ def run_until_killed(folder: Path, after: int, *overrides: str) -> None:
     """The driver alone is killed: what it has started is to end by itself."""
     run = start(folder, *overrides)
     try:
-        run.wait_for_step(after)
+        run.wait_for_step(after, within_s=240)
         os.kill(run.process.pid, signal.SIGKILL)
         assert run.end(within_s=10)[0] == -signal.SIGKILL
         assert run.watch.all_gone(within_s=30)
@@ -63,9 +63,15 @@ def newest_ledger(folder: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """A run of age 1 and of chunks that was killed and resumed: its folder, log and ledger of then, what it told."""
+    """A run of age 1 and of chunks that was killed and resumed: its folder, log and ledger of then, what it told.
+
+    Before an update all groups in flight end, so that however slow the engine is, those of the next step are ready.
+    """
     folder = tmp_path_factory.mktemp("run")
-    keys = ("grpo.async_grpo.min_groups_for_streaming_train=3", "grpo.async_grpo.keep_groups=true")
+    keys = (
+        "grpo.async_grpo.min_groups_for_streaming_train=3",
+        *("grpo.async_grpo.keep_groups=true", "grpo.async_grpo.in_flight_weight_updates=false"),
+    )
     run_until_killed(folder, KILLED_AFTER, *keys)
     log, saved = (folder / "rollouts.jsonl").read_bytes(), newest_ledger(folder)
     _, output = run_to_the_end(folder, *keys)
@@ -82,7 +88,7 @@ def test_each_group_is_trained_once_and_what_was_ready_is_not_asked_again(resume
     first, second = (number for number, one in enumerate(log) if one["kind"] == "started")
     assert [(log[at]["incarnation"], log[at]["version"]) for at in (first, second)] == [(0, 0), (1, PERIOD)]
     ready = {one["position"] for one in saved["ledger"]["groups"] if one["min_version"] is not None}
-    assert ready, "the engine is ahead of training"
+    assert ready >= {*range(PERIOD * GROUPS, (PERIOD + 1) * GROUPS)}
     asked = [one["token"]["position"] for one in log[second:] if one["kind"] == "dispatched"]
     assert len(asked) == len({*asked})
     assert {*asked} == {*range(PERIOD * GROUPS, STEPS * GROUPS)} - ready

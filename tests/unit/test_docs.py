@@ -38,7 +38,9 @@ NOT_IN_REPOSITORY = {
     "results/grpo_copy_cpu/",
     "results/gpu/",
     "worker.py",
-    "policy/",  # of a checkpoint
+    "policy/",  # of a checkpoint, as is
+    "rollouts/",
+    "rollouts.1.jsonl",
 }
 
 
