@@ -66,7 +66,8 @@ class EventLog:
         self._hash.update(line)
 
     def mark(self) -> LogMark:
-        """Where the log stands."""
+        """Where the log stands; up to there it is on disk, so that a checkpoint never names events that are not."""
+        os.fsync(self._descriptor)
         return LogMark(size=self._size, sha256=self._hash.hexdigest())
 
     def close(self) -> None:

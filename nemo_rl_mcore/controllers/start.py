@@ -138,7 +138,7 @@ class RunLog:
                 raise self._failure from error
 
     def mark(self) -> LogMark:
-        """Where the log stands."""
+        """See `EventLog.mark`."""
         return self._log.mark()
 
     def __enter__(self) -> Self:

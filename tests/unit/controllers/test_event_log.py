@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from nemo_rl_mcore.controllers import event_log, events
-from nemo_rl_mcore.controllers.event_log import EventLog, read_events
+from nemo_rl_mcore.controllers.event_log import BEGINNING, EventLog, read_events, set_aside_after
 from nemo_rl_mcore.controllers.events import Segment, Token
 from nemo_rl_mcore.controllers.ledger import Ledger
 from nemo_rl_mcore.controllers.states import Limits
@@ -194,3 +194,45 @@ def test_a_signal_in_the_wait_for_the_disk_leaves_no_part_of_a_line(tmp_path, mo
                 log.append(events.Finished(step=3, chunks=(tuple(range(32)),)))
         log.append(events.Lost(step=3, reason="KeyboardInterrupt"))
     assert read_events(tmp_path / "log") == [events.Lost(step=3, reason="KeyboardInterrupt")]
+
+
+def test_what_is_behind_a_mark_is_set_aside_and_the_log_goes_on_from_there(path):
+    with EventLog(path) as log:
+        for event in ONE_OF_EACH[:3]:
+            log.append(event)
+        mark = log.mark()
+        for event in ONE_OF_EACH[3:]:
+            log.append(event)
+    with path.open("ab") as file:
+        file.write(b'{"kind":"be')
+    whole = path.read_bytes()
+    assert set_aside_after(path, mark)
+    assert read_events(path) == ONE_OF_EACH[:3]
+    assert path.with_name("events.1.jsonl").read_bytes() == whole[mark.size :]
+    assert set_aside_after(path, mark), "once more does nothing"
+    with EventLog(path) as log:
+        assert log.mark() == mark
+        log.append(ONE_OF_EACH[5])
+    assert set_aside_after(path, BEGINNING)
+    assert (path.read_bytes(), len(read_events(path.with_name("events.2.jsonl")))) == (b"", 4)
+
+
+@pytest.mark.parametrize("change", [lambda log: log[:-1], lambda log: b"x" + log[1:], lambda log: b""])
+def test_a_log_that_is_not_the_one_of_a_mark_is_set_aside_as_a_whole(path, change):
+    with EventLog(path) as log:
+        log.append(ONE_OF_EACH[0])
+        mark = log.mark()
+    path.write_bytes(other := change(path.read_bytes()))
+    assert not set_aside_after(path, mark)
+    assert path.read_bytes() == b""
+    aside = path.with_name("events.1.jsonl")
+    assert aside.read_bytes() == other if other else not aside.exists()
+
+
+def test_a_log_that_is_gone_is_none_of_a_mark(path):
+    write(path, ONE_OF_EACH[0])
+    with EventLog(path) as log:
+        mark = log.mark()
+    path.unlink()
+    assert not set_aside_after(path, mark)
+    assert set_aside_after(path, BEGINNING)

@@ -1,5 +1,6 @@
 """What a checkpoint holds of rollouts, and how a run goes on from it; real checkpoints and ledgers, fake engines."""
 
+import errno
 import json
 import shutil
 import time
@@ -315,6 +316,19 @@ def test_a_checkpoint_without_its_rollouts_is_not_whole(tmp_path):
     shutil.rmtree(tmp_path / "saved/step_2/rollouts")
     with going(tmp_path) as run:
         assert run.checkpoints.resumed_step == 1
+
+
+def test_a_checkpoint_whose_rollouts_cannot_be_written_is_none(tmp_path):
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    with going(tmp_path) as run:
+        run.train(1, save=True)
+        run.train(2)
+        run.checkpoints.beside["rollouts"] = full
+        with pytest.raises(RunStoppedError, match=r"No space left .* the checkpoint of step 2 is not there"):
+            run.save(2)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step_1"]
 
 
 @pytest.mark.parametrize(
