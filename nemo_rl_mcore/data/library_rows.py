@@ -93,12 +93,13 @@ def _loaded(path: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:
-        text = " ".join(str(error).split())
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        text = " ".join(str(cause or error).split())
         if "Unknown split" in text or "split name" in text.lower():
             raise SourceError("split", f"{path!r}: {shortened(text, 200)}", "name one of those") from error
         if "BuilderConfig" in text or "Config name is missing" in text:
             raise SourceError("subset", f"{path!r}: {shortened(text, 300)}", "name one of those") from error
-        what = f"{path!r} cannot be read ({type(error).__name__}: {shortened(text, 200)})"
+        what = f"{path!r} cannot be read ({type(cause or error).__name__}: {shortened(text, 200)})"
         remedy = "name files, a folder, or a data set of the hub; fetch that where there is a network"
         raise SourceError("data_path", what, remedy) from error
 
