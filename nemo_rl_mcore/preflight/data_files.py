@@ -118,7 +118,7 @@ def _template_problems(config: RunConfig) -> Iterator[Problem]:
         return
     name = config.policy.tokenizer.name
     folder = local_folder(name)
-    if name == "char" or (folder is not None and not _has_template(folder)):
+    if name == "char" or (folder is not None and not has_template(folder)):
         yield Problem(
             "data.apply_chat_template",
             f"true needs a chat template, and {_TOKENIZER}: {name} has none",
@@ -126,7 +126,7 @@ def _template_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _has_template(folder: Path) -> bool:
+def has_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
