@@ -15,6 +15,7 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.output import BestEffortStream, write_line
 from nemo_rl_mcore.preflight import Plan, preflight
+from nemo_rl_mcore.preflight.evaluation import as_evaluated
 from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE
 from nemo_rl_mcore.training.checkpoints import NotACheckpointError, require_checkpoint
@@ -126,7 +127,8 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
         elif options.command == "generate" and not (options.config or options.prompt or options.prompt_file):
             what = "missing, and a Hugging Face folder has no prompts of its own"
             raise ConfigError([Problem("--prompt", what, "write --prompt TEXT or --prompt-file FILE")])
-        return load_over_given_weights(overrides, **named, few_ranks=options.command == "generate")
+        config = load_over_given_weights(overrides, **named, few_ranks=options.command == "generate")
+        return as_evaluated(config) if options.command == "eval" else config
     config = load_config(_recipe(options), overrides)
     if options.command in RUN_CONFIGS and options.command != config.algorithm:
         what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"

@@ -110,16 +110,20 @@ def _prompts(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> list[Prom
     """Prompts that the responder will take; one that it would refuse is refused before the ranks start."""
     given = [Prompt(0, text, "", place=f"--prompt {text!r}") for text in asked.texts]
     if asked.file is not None:
-        train = config.data.train
         try:
-            given += read_prompts(Path(asked.file), None if train is None else train.input_key)
+            given += read_prompts(Path(asked.file), _input_key(config))
         except ValueError as error:
             raise RunStoppedError(f"--prompt-file {error}") from error
     if not given:
         return _held_out(config, tokenizer)
-    return [
-        _checked(config, replace(prompt, index=index), tokenizer) for index, prompt in enumerate(given)
-    ]
+    return [_checked(config, replace(prompt, index=index), tokenizer) for index, prompt in enumerate(given)]
+
+
+def _input_key(config: RunConfig) -> str | None:
+    """The key of a prompt in the rows that are trained on."""
+    train = config.data.train
+    first = train[0] if isinstance(train, tuple) else train
+    return None if first is None else first.input_key
 
 
 def _checked(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:

@@ -48,10 +48,12 @@ def _of_object(line: str, keys: list[str], place: str) -> str | tuple[Message, .
     given = values[key]
     if isinstance(given, str):
         return given
-    turns = cast("list[object]", given) if isinstance(given, list) else []
+    turns = cast("list[object]", given if isinstance(given, list) else [])
     messages = [_message(turn) for turn in turns]
     if not messages or None in messages:
-        raise ValueError(f"{place}: {key} is {shortened(repr(given))}, and must be text or a list of messages")
+        raise ValueError(
+            f"{place}: {key} is {shortened(repr(values[key]))}, and must be text or a list of messages"
+        )
     return tuple(message for message in messages if message is not None)
 
 

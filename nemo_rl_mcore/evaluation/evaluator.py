@@ -11,7 +11,7 @@ from pathlib import Path
 from nemo_rl_mcore.algorithms.rollout import Responder, Rollout
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments.votes import votes_of
-from nemo_rl_mcore.evaluation.folder import RESULTS_FILE, write_json
+from nemo_rl_mcore.evaluation.folder import RESULTS_FILE, write_json, writing_to
 from nemo_rl_mcore.evaluation.metrics import Estimate, set_metrics
 from nemo_rl_mcore.evaluation.samples import SampleFile, SampleRow
 from nemo_rl_mcore.interfaces import EnvironmentInterface
@@ -49,11 +49,12 @@ class Evaluator:
     def evaluate(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, SetResult]:
         """Ask what is not on disk yet, and write the results.
 
-        Raises OSError where the folder cannot be written to, and what engine and environment raise.
+        Raises FolderError where the folder cannot be written to, and what engine and environment raise.
         """
         results = {name: self._result(self._rows(name, prompts)) for name, prompts in sets.items()}
         told = {name: asdict(result) for name, result in results.items()}
-        write_json(self.folder / RESULTS_FILE, told)
+        with writing_to(self.folder):
+            write_json(self.folder / RESULTS_FILE, told)
         return results
 
     def _rows(self, name: str, prompts: Sequence[Prompt]) -> list[SampleRow]:
@@ -63,12 +64,14 @@ class Evaluator:
         file = SampleFile(
             self.folder / f"{name}.jsonl", keys, [len(batch) * self.samples for batch in batches]
         )
-        rows = file.go_on()
+        with writing_to(self.folder):
+            rows = file.go_on()
         if rows:
             self.notify(f"{name}: {len(rows)} of {len(keys)} samples are there")
         for batch in batches[math.ceil(len(rows) / (self.batch_size * self.samples)) :]:
             new = self._ask(batch)
-            file.append(new)
+            with writing_to(self.folder):
+                file.append(new)
             rows += new
             self.notify(f"{name}: {len(rows)} of {len(keys)} samples, mean reward {_mean_reward(rows):.4g}")
         return rows

@@ -1,9 +1,9 @@
 """The folder of an evaluation: what it holds is of one identity; files of another one are set aside by number.
 
-  save_path/evaluation.json   the identity: weights, sampling, recipe, and the prompts of each set by their digest
-            NAME.jsonl        the samples of a set, see `evaluation.samples`
-            results.json      the metrics, once all sets are answered
-            aside.N/          the same of another identity
+save_path/evaluation.json   the identity: weights, sampling, recipe, and the prompts of each set by their digest
+          NAME.jsonl        the samples of a set, see `evaluation.samples`
+          results.json      the metrics, once all sets are answered
+          aside.N/          the same of another identity
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 from nemo_rl_mcore.config.base import join_path
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.errors import folder_error
 from nemo_rl_mcore.strict_json import read_json, shortened
 
 IDENTITY_FILE = "evaluation.json"
@@ -36,9 +38,22 @@ def digest_of(prompts: Sequence[Prompt]) -> str:
     return whole.hexdigest()
 
 
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Raise FolderError, naming the folder, for what cannot be written there."""
+    try:
+        yield
+    except OSError as error:
+        raise folder_error("eval.save_path", folder, error, "make room, or name another folder") from error
+
+
 def enter(folder: Path, identity: Tree, notify: Callable[[str], None]) -> None:
-    """Make the folder one of this identity; `notify` is told of files that are set aside. Raises OSError."""
-    current = json.loads(json.dumps(identity))
+    """Make the folder one of this identity; `notify` is told of files that are set aside. Raises FolderError."""
+    with writing_to(folder):
+        _enter(folder, json.loads(json.dumps(identity)), notify)
+
+
+def _enter(folder: Path, current: object, notify: Callable[[str], None]) -> None:
     path = folder / IDENTITY_FILE
     try:
         saved = read_json(path)
@@ -54,7 +69,9 @@ def enter(folder: Path, identity: Tree, notify: Callable[[str], None]) -> None:
         # The identity goes last: until then a command that is killed here begins again.
         for file in theirs:
             file.rename(aside / file.name)
-        changes = list(_changes(cast("Tree", saved), current)) if isinstance(saved, dict) else []
+        changes = (
+            list(_changes(cast("Tree", saved), cast("Tree", current))) if isinstance(saved, dict) else []
+        )
         more = f", and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
         notify(f"set aside: {aside}" + (f", of {', '.join(changes[:_SHOWN])}{more}" if changes else ""))
     write_json(path, current)

@@ -162,7 +162,9 @@ def _has_gpu() -> bool:
 def _require_hugging_face(folder: str) -> None:
     """Raise ConfigError for what is no folder of weights that can be loaded."""
     if not Path(folder).is_dir():
-        raise ConfigError([Problem("--hf", f"no folder {folder!r} in {Path.cwd()}", "name a Hugging Face folder")])
+        raise ConfigError(
+            [Problem("--hf", f"no folder {folder!r} in {Path.cwd()}", "name a Hugging Face folder")]
+        )
     if (Path(folder) / RECIPE_FILE).is_file():
         raise ConfigError(
             [Problem("--hf", f"{folder!r} is a checkpoint of a run", f"write --checkpoint {folder}")]
