@@ -127,6 +127,7 @@ def template_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def has_template(folder: Path) -> bool:
+    """Whether the tokenizer in a folder has a chat template, as far as its files tell."""
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
