@@ -116,8 +116,6 @@ def test_recipes_of_all_algorithms_evaluate_the_policy_alone(trained, groups, tm
     base = RECIPE.parent / f"{algorithm}_cpu.yaml"
     other = write_recipe(tmp_path, base, f"{algorithm}: {{val_batch_size: 3}}\n{ONE_RANK}")
     groups.made.clear()
-    found = evaluated(
-        other, tmp_path / algorithm, *SAMPLED, "eval.max_new_tokens=4", checkpoint=checkpoint
-    )
+    found = evaluated(other, tmp_path / algorithm, *SAMPLED, "eval.max_new_tokens=4", checkpoint=checkpoint)
     assert found == wanted
     assert len(groups.made) == 1
