@@ -84,4 +84,7 @@ def _scored(parts: Parts, prompt: Prompt) -> Iterator[Row]:
         f"{shortened(prompt.imitated)} earns {float(given):g}, an empty response {float(none):g}",
     )
     if float(given) <= float(none):
-        yield "", "the answer as the data states it earns no more than none: look at env and data.train.answer"
+        yield (
+            "",
+            "the answer as the data states it earns no more than none: look at env and data.train.answer",
+        )

@@ -145,6 +145,16 @@ def _require_rows(config: RunConfig, train: Sequence[Prompt]) -> None:
             )
 
 
+def open_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]]:
+    """The prompts of the sets of eval.sets, max_samples at most; see `open_set`."""
+    assert config.eval is not None
+    sets = {name: open_set(config, name, tokenizer)[: config.eval.max_samples] for name in config.eval.sets}
+    for name, prompts in sets.items():
+        if not prompts:
+            raise ValueError(f"data.overlong: drop leaves no row of eval.sets.{name}")
+    return sets
+
+
 def open_set(config: RunConfig, name: str, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of a set of eval.sets; ConfigError, or ValueError, for rows that do not serve."""
     assert config.eval is not None

@@ -36,7 +36,7 @@ class DataPlan:
 
 def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
     """Read the data set's files; None where its rows cannot be counted: they have no end, or are fetched later."""
-    problems = [*_template_problems(config)]
+    problems = [*template_problems(config)]
     if not config.data.from_files:
         return None, problems
     if fetched(config) or streamed(config):
@@ -108,13 +108,13 @@ def _scored(config: RunConfig, examples: Examples) -> list[Example]:
     return train + (examples.held_out[: config.loop.max_val_samples] if config.loop.validates else [])
 
 
-def _template_problems(config: RunConfig) -> Iterator[Problem]:
+def template_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a tokenizer without a chat template where one is to be applied."""
     if not config.data.apply_chat_template:
         return
     name = config.policy.tokenizer.name
     folder = local_folder(name)
-    if name == "char" or (folder is not None and not _has_template(folder)):
+    if name == "char" or (folder is not None and not has_template(folder)):
         yield Problem(
             "data.apply_chat_template",
             f"true needs a chat template, and {_TOKENIZER}: {name} has none",
@@ -122,7 +122,8 @@ def _template_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _has_template(folder: Path) -> bool:
+def has_template(folder: Path) -> bool:
+    """Whether the tokenizer in a folder has a chat template, as far as its files tell."""
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
