@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,17 +154,23 @@ def _run(parts: Parts, outer: RayCluster | None = None) -> None:
 def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | None) -> None:
     config = parts.config
     current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
-    with _session(config, outer) as cluster:
+    recorder = RunRecorder(
+        config.logger,
+        config.loop.max_num_steps,
+        title=f"{config.algorithm}: {config.data.dataset_name}",
+        resumed_step=checkpoints.resumed_step,
+    )
+    with ExitStack() as session:
+        if outer is None:
+            with recorder.startup("ray", "starting Ray"):
+                cluster = session.enter_context(RayCluster(config.cluster))
+        else:  # one for all runs of a command: only who has started it knows its servers and its processes
+            cluster = outer.shared_with(config.cluster)
         if config.warm_start is not None and checkpoints.resumed_step is None:
             weights = _weights_of(config.warm_start, config, "warm_start", cluster)
             config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
         with ExitStack() as stack:
-            _train(replace(parts, config=config), cluster, checkpoints, stack)
-
-
-def _session(config: RunConfig, outer: RayCluster | None) -> AbstractContextManager[RayCluster]:
-    """One for all runs of a command: only who has started it knows its servers and its processes."""
-    return RayCluster(config.cluster) if outer is None else nullcontext(outer.shared_with(config.cluster))
+            _train(replace(parts, config=config), cluster, checkpoints, recorder, stack)
 
 
 def _weights_of(recipe: str, config: RunConfig, name: str, cluster: RayCluster) -> str:
@@ -190,20 +197,19 @@ def _starting_from(checkpoint: str, policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"init_checkpoint": checkpoint})
 
 
-def _train(parts: Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack: ExitStack) -> None:
-    """Start ranks, engine and observer, which end with the stack, and train."""
+def _train(
+    parts: Parts,
+    cluster: RayCluster,
+    checkpoints: RunCheckpoints,
+    recorder: RunRecorder,
+    stack: ExitStack,
+) -> None:
+    """Start ranks, engine and recorder, which end with the stack, and train."""
     config, tokenizer = parts.config, parts.tokenizer
     of_policy, *others = [_with_weights(plan, config, cluster) for plan in config.models.values()]
-    policy = stack.enter_context(start_model(of_policy, config, cluster))
-    recorder = stack.enter_context(
-        RunRecorder(
-            config.logger,
-            config.loop.max_num_steps,
-            title=f"{config.algorithm}: {config.data.dataset_name}",
-            resumed_step=checkpoints.resumed_step,
-        )
-    )
-    generation = stack.enter_context(_generation(parts, policy, cluster, checkpoints.resumed_step))
+    policy = _start(of_policy, config, cluster, recorder, stack)
+    stack.enter_context(recorder)
+    generation = stack.enter_context(_generation(parts, policy, cluster, checkpoints.resumed_step, recorder))
     rollouts: Rollouts | None = None
     if isinstance(config, GRPOMasterConfig) and config.asynchronous:
         assert isinstance(generation, EngineGeneration)
@@ -212,8 +218,7 @@ def _train(parts: Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack
         )
     collector = RolloutCollector(generation, tokenizer, config.max_prompt_length, parts.environment)
     models = {of_policy.name: policy} | {
-        plan.name: stack.enter_context(start_model(plan, config, cluster, colocated_with=policy))
-        for plan in others
+        plan.name: _start(plan, config, cluster, recorder, stack, colocated_with=policy) for plan in others
     }
     algorithm = _algorithm(parts, models, collector, recorder, rollouts)
     trained = {name: model for name, model in models.items() if config.models[name].trained}
@@ -260,6 +265,23 @@ def _with_weights(plan: ModelPlan, config: RunConfig, cluster: RayCluster) -> Mo
     return replace(plan, policy=_starting_from(weights, plan.policy))
 
 
+def _start(
+    plan: ModelPlan,
+    config: RunConfig,
+    cluster: RayCluster,
+    recorder: RunRecorder,
+    stack: ExitStack,
+    colocated_with: Policy | None = None,
+) -> Policy:
+    """The ranks of a model, which end with the stack; how long they take is told."""
+    told_as = f"starting {count_of(cluster.config.world_size, 'rank')} of the {plan.name}"
+    with recorder.startup(plan.name, told_as) as pieces:
+        model = stack.enter_context(start_model(plan, config, cluster, colocated_with))
+        if loading_s := model.loading_s():
+            pieces[f"{plan.name}_loading_weights"] = loading_s
+    return model
+
+
 def start_model(
     plan: ModelPlan, config: RunConfig, cluster: RayCluster, colocated_with: Policy | None = None
 ) -> Policy:
@@ -292,7 +314,7 @@ def start_frozen(config: RunConfig, cluster: RayCluster) -> Policy:
 
 @contextmanager
 def _generation(
-    parts: Parts, policy: Policy, cluster: RayCluster, resumed_step: int | None
+    parts: Parts, policy: Policy, cluster: RayCluster, resumed_step: int | None, recorder: RunRecorder
 ) -> Iterator[GenerationInterface]:
     """The engine that the recipe asks for; one of its own ends with the block."""
     config, stop_ids = parts.config, stop_ids_of(parts.config, parts.tokenizer)
@@ -300,19 +322,23 @@ def _generation(
         yield EmbeddedGeneration(policy, stop_ids)
         return
 
+    kind = engine_kind(config)
+
     def compare(engines: EngineGeneration) -> None:
         step = (resumed_step or 0) + 1
         prompts = prompts_to_compare(config, parts.prompts, parts.tokenizer, step)
-        found = compare_at_start(config, policy, engines, prompts)
+        with recorder.startup("comparison", f"comparing the {kind.noun}s with the ranks"):
+            found = compare_at_start(config, policy, engines, prompts)
         write_line(sys.stdout, found.agreement)
 
     with EngineGeneration(
-        engine_kind(config),
+        kind,
         config.policy,
         cluster,
         policy,
         stop_ids=stop_ids,
         seed=config.seed,
+        starting=partial(recorder.startup, "engines", f"starting {count_of(kind.engines, kind.noun)}"),
         check=compare if config.policy.generation.compare_at_start else None,
     ) as engines:
         yield engines
@@ -352,6 +378,11 @@ def tokenizer_of(policy: PolicyConfig) -> Tokenizer:
             f"policy.tokenizer.name: {policy.tokenizer.name}; raise it"
         )
     return tokenizer
+
+
+def count_of(number: int, noun: str) -> str:
+    """The number with its noun."""
+    return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def say_aside(line: str) -> None:

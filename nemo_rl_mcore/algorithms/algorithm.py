@@ -28,7 +28,7 @@ class StepObserver(Protocol):
         ...
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
-        """Keep answers for the report."""
+        """Take answers of the step at hand, which are written down when it is logged."""
         ...
 
 
@@ -74,12 +74,13 @@ class Algorithm[Config: RunConfig](ABC):
         """The greedy answers to the held-out prompts: mean reward and share of full marks; the engine then sleeps."""
         loop = self.config.loop
         prompts = self.prompts.validation(loop.max_val_samples)
-        rewards: list[float] = []
+        samples: list[Sample] = []
         for start in range(0, len(prompts), loop.val_batch_size):
             asked = prompts[start : start + loop.val_batch_size]
             rollout = self.collector.collect(asked, 1, step=step, greedy=True)
-            self.observer.add_samples(rollout.one_sample_a_prompt(step))
-            rewards += rollout.batch["rewards"].tolist()
+            samples += rollout.samples(step, of_validation=True)
         self.collector.generation.offload()
+        self.observer.add_samples(samples)  # of a validation that is whole
+        rewards = [sample.reward for sample in samples]
         perfect = sum(reward >= 1.0 for reward in rewards) / len(rewards)
         return {"validation/reward": sum(rewards) / len(rewards), "validation/accuracy": perfect}

@@ -98,7 +98,8 @@ class FakeModel:
         call = TrainCall(BatchedDataDict(data), loss_fn, eval_mode, gbs, mbs)
         (self.evaluated if eval_mode else self.trained).append(call)
         reasons = ("eval_mode",) * 2 if eval_mode else self.reasons
-        return train_result(reasons, accuracy=[0.25, 0.75])
+        pairs = {"rewards_chosen_mean": [1.0, 2.0], "rewards_rejected_mean": [0.5, 0.5]}
+        return train_result(reasons, accuracy=[0.25, 0.75], **pairs)
 
     def abort_train_step(self):
         self.calls.append(f"abort{self.name}")
