@@ -45,6 +45,7 @@ def train_result(reasons=(None, None), **metrics):
         "grad_norm": torch.tensor([1.0, 2.0]),
         "update_successful": not any(reasons),
         "skip_reasons": list(reasons),
+        "peak_memory_gib": 1.5,
     }
 
 

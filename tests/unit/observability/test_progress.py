@@ -56,9 +56,14 @@ def test_a_terminal_shows_the_latest_step_and_gets_its_cursor_back() -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_the_cursor_comes_back_after_an_error_or_ctrl_c(error: type[BaseException]) -> None:
     display, screen = make(terminal=True)
-    with pytest.raises(error), display:
-        display.begin()
-        raise error
+
+    def run() -> None:
+        with display:
+            display.begin()
+            raise error
+
+    with pytest.raises(error):
+        run()
     assert HIDE_CURSOR in screen.getvalue()
     assert SHOW_CURSOR in screen.getvalue()
 

@@ -294,9 +294,9 @@ def test_a_console_that_is_gone_loses_nothing_and_is_no_error_of_the_folder(
 
     def run() -> None:
         with RunRecorder(LoggerConfig(log_dir=str(tmp_path)), 10, console=Console(file=stream)) as recorder:
+            recorder.add_samples([sample()])
             for step in (1, 2):
                 recorder.log(step, {"train/reward": 0.5})
-            recorder.add_samples([sample()])
             if error is not None:
                 raise error
 
