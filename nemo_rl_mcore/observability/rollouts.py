@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_mcore.config.cluster import RolloutsConfig
@@ -20,8 +20,8 @@ _NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 _TEMPORARY = ".tmp"
 _KEPT_ONE_IN = 10
 _GIB = 1 << 30
-# Higher levels cost several times the time, and give files that are hardly smaller.
-_COMPRESSION = 3
+# Higher levels take several times as long, for files that are hardly smaller.
+_COMPRESSION = 1
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ def read_rollouts(path: Path) -> Iterator[dict[str, object]]:
 
 def _write(path: Path, samples: Sequence[Sample]) -> int:
     """Write a file under another name first; returns its bytes."""
-    lines = "".join(f"{json.dumps(_finite(sample), ensure_ascii=False)}\n" for sample in samples)
+    encode = json.JSONEncoder(ensure_ascii=False).encode
+    lines = "".join(f"{encode(_finite(sample))}\n" for sample in samples)
     # A lone surrogate, which no encoding takes, becomes the escape that JSON has for it.
     packed = gzip.compress(lines.encode(errors="backslashreplace"), _COMPRESSION, mtime=0)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +142,7 @@ def _write(path: Path, samples: Sequence[Sample]) -> int:
 def _finite(sample: Sample) -> dict[str, object]:
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(sample).items()
+        for name, value in vars(sample).items()
     }
 
 

@@ -56,7 +56,9 @@ def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
     assert output.startswith("starting Ray ... ")
     assert "starting 2 ranks of the policy ... " in output
     assert len(list(read_rollouts(run.log_dir / "rollouts/step_3.jsonl.gz"))) == 256
-    assert steps[0]["timing/total"] < steps[0]["timing/startup/policy"], "none of the start is in the first step"
+    assert steps[0]["timing/total"] < steps[0]["timing/startup/policy"], (
+        "none of the start is in the first step"
+    )
     assert run.watch.all_gone(within_s=10)
 
 
