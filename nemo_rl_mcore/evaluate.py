@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO, cast
 
+from rich.console import Console
+
 from nemo_rl_mcore.algorithms.engine_comparison import rows_to_compare
 from nemo_rl_mcore.algorithms.rollout import Responder
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
@@ -23,7 +25,8 @@ from nemo_rl_mcore.evaluation.folder import enter
 from nemo_rl_mcore.evaluation.identity import identity_of
 from nemo_rl_mcore.evaluation.metrics import Estimate
 from nemo_rl_mcore.interfaces import EnvironmentInterface
-from nemo_rl_mcore.launch import exit_status, open_generation, say_aside, start_frozen
+from nemo_rl_mcore.launch import count_of, exit_status, open_generation, say_aside, start_frozen
+from nemo_rl_mcore.observability.startup import Startup
 from nemo_rl_mcore.output import BestEffortStream, write_line
 from nemo_rl_mcore.parts import tokenizer_of
 from nemo_rl_mcore.run_folders import held_folders
@@ -79,12 +82,15 @@ def _evaluator(
 
     @cache
     def start() -> Responder:
-        cluster = started.enter_context(RayCluster(config.cluster))
-        policy = started.enter_context(start_frozen(config, cluster))
+        startup = Startup(_console()).part
+        with startup("ray", "starting Ray"):
+            cluster = started.enter_context(RayCluster(config.cluster))
+        with startup("policy", f"starting {count_of(config.cluster.world_size, 'rank')} of the policy"):
+            policy = started.enter_context(start_frozen(config, cluster))
         first = next(iter(sets.values()))
         generation = started.enter_context(
             open_generation(
-                config, tokenizer, policy, cluster, lambda: rows_to_compare(config, first, tokenizer)
+                config, tokenizer, policy, cluster, lambda: rows_to_compare(config, first, tokenizer), startup
             )
         )
         generation.update_weights(_VERSION)
@@ -102,20 +108,23 @@ def _evaluator(
     )
 
 
+def _console() -> Console:
+    return Console(highlight=False, file=cast(TextIO, BestEffortStream(sys.stdout)))
+
+
 def _say(line: str) -> None:
     write_line(sys.stdout, line)
 
 
 def _print_table(results: Mapping[str, SetResult]) -> None:
     """Each metric of each set, with its standard error."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("metric", *results)
     table.add_row("prompts x samples", *(f"{one.prompts} x {one.samples}" for one in results.values()))
     for metric in next(iter(results.values())).metrics:
         table.add_row(metric, *(_shown(one.metrics[metric]) for one in results.values()))
-    Console(highlight=False, file=cast(TextIO, BestEffortStream(sys.stdout))).print(table)
+    _console().print(table)
 
 
 def _shown(estimate: Estimate) -> str:

@@ -28,7 +28,7 @@ class StepObserver(Protocol):
         ...
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
-        """Keep answers for the report."""
+        """Take answers of the step at hand, which are written down when it is logged."""
         ...
 
 
@@ -77,13 +77,14 @@ class Algorithm[Config: RunConfig](ABC):
         """
         loop = self.config.loop
         prompts = self.prompts.validation(loop.max_val_samples)
-        rewards: list[float] = []
+        samples: list[Sample] = []
         for start in range(0, len(prompts), loop.val_batch_size):
             asked = prompts[start : start + loop.val_batch_size]
             rollout = self.collector.collect(asked, 1, step=step, greedy=True)
-            self.observer.add_samples(rollout.one_sample_a_prompt(step))
-            rewards += rollout.batch["rewards"].tolist()
+            samples += rollout.samples(step, of_validation=True)
         self.collector.generation.offload()
+        self.observer.add_samples(samples)  # of a validation that is whole
+        rewards = [sample.reward for sample in samples]
         by_source: dict[str, list[float]] = {"validation": rewards}
         for prompt, reward in zip(prompts, rewards, strict=True):
             if prompt.source:

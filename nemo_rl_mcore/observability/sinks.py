@@ -66,7 +66,7 @@ class JsonlSink:
         self._path = log_dir / METRICS_FILE
         if self._path.exists() and self._path.stat().st_size:
             if resumed_step is None:
-                self._path.rename(_next_free(self._path))
+                self._path.rename(next_free(self._path))
             else:
                 _put_aside_after(resumed_step, self._path)
         self._file = self._path.open("ab", buffering=0)
@@ -175,7 +175,7 @@ def _put_aside_after(step: int, path: Path) -> None:
         parts[_is_row_up_to(step, line)].append(line)
     if not parts[False]:
         return
-    _next_free(path).write_text("".join(parts[False]), encoding="utf-8")
+    next_free(path).write_text("".join(parts[False]), encoding="utf-8")
     shortened = path.with_suffix(".tmp")
     shortened.write_text("".join(parts[True]), encoding="utf-8")
     shortened.replace(path)
@@ -189,7 +189,8 @@ def _is_row_up_to(step: int, line: str) -> bool:
         return False
 
 
-def _next_free(path: Path) -> Path:
+def next_free(path: Path) -> Path:
+    """The name under which a file or folder of an earlier run is put aside: `metrics.1.jsonl`, or a later number."""
     number = 1
     while (renamed := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
