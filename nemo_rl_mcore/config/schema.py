@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from nemo_rl_mcore.config.base import StrictModel, join_path
+from nemo_rl_mcore.config.foreign.translated import TRANSLATED
+from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED
 from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
-from nemo_rl_mcore.config.translated import TRANSLATED
-from nemo_rl_mcore.config.unsupported import UNSUPPORTED
 
 Kind = type[RunConfig]
 

@@ -1,13 +1,17 @@
 """From a plain tree to a checked configuration, or to every problem it has."""
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_mcore.config.base import DEFER, Problem, collect_problems
+from nemo_rl_mcore.config.foreign.judgement import Tree
+from nemo_rl_mcore.config.foreign.second_models import screen_second_models
+from nemo_rl_mcore.config.foreign.translated import translate
+from nemo_rl_mcore.config.foreign.unsupported import screen
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.schema import (
@@ -19,18 +23,27 @@ from nemo_rl_mcore.config.schema import (
     placeholder,
     suggestion,
 )
-from nemo_rl_mcore.config.translated import translate
-from nemo_rl_mcore.config.unsupported import Tree, screen
 
 
-def validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
+@dataclass(frozen=True)
+class Validated:
+    """The configuration, None where there are problems; and what it asks for that does nothing."""
+
+    config: RunConfig | None
+    problems: list[Problem]
+    warnings: list[Problem]
+
+
+def validate(written: Tree) -> Validated:
     """Check fields first, then what goes together; a wrong field does not hide the problems of the others."""
-    kind = kind_of(tree)
-    tree, unread = _with_pretrained_model(tree)
-    kept, problems = screen(tree)
-    translation = translate(kept, kind.algorithm)
+    kind = kind_of(written)
+    tree, unread = _with_pretrained_model(written)
+    screened = screen(tree)
+    kept, origins = screen_second_models(screened.kept, tree, screened)
+    translation = translate(kept, kind.algorithm, written)
+    translation.origins.update(origins)
     kept = translation.tree
-    problems += [*unread, *translation.problems]
+    problems = [*screened.problems, *unread, *translation.problems]
     try:
         config = kind.model_validate(kept, context=DEFER)
     except ValidationError as error:
@@ -44,7 +57,7 @@ def validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
         wrong = {problem.path for problem in field_problems} | _meant(field_problems, kind)
         problems += [problem for problem in collect_problems(config) if not _rests_on(problem, wrong)]
     problems = [replace(problem, path=translation.as_written(problem.path)) for problem in problems]
-    return (None if problems else config), problems
+    return Validated(None if problems else config, problems, screened.warnings)
 
 
 _MODEL = "policy.model"

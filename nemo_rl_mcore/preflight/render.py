@@ -26,6 +26,7 @@ def render(plan: Plan) -> Group:
         ("Run", _run_rows(plan)),
         ("Fused log-probabilities", _guardrail_rows(plan)),
         *_memory_sections(plan),
+        *((("Warnings", _warning_rows(plan)),) if plan.warnings else ()),
     )
     return Group(*(line for title, rows in sections for line in (Text(title, style="bold"), *_lines(rows))))
 
@@ -35,6 +36,11 @@ def _lines(rows: Iterable[Row]) -> Iterator[Text]:
     width = max(_NAME_WIDTH, *(len(name) for name, _ in table))
     for name, value in table:
         yield Text(f"  {name:<{width}}  {value}")
+
+
+def _warning_rows(plan: Plan) -> Iterator[Row]:
+    for number, warning in enumerate(plan.warnings, start=1):
+        yield f"{number}.", str(warning)
 
 
 def _layout_rows(plan: Plan) -> Iterator[Row]:
