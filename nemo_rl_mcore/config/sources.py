@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from glob import glob
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
@@ -40,11 +41,27 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Recipe:
     merged, files = OmegaConf.create(), ()
     for parent in _parents(tree.pop("defaults", None), chain):
         recipe = _read(path.parent / parent, chain)
-        merged, files = cast("DictConfig", OmegaConf.merge(merged, recipe.tree)), (*files, *recipe.files)
-    return Recipe(cast("DictConfig", OmegaConf.merge(merged, tree)), (*files, path))
+        merged, files = _merged(merged, recipe.tree), (*files, *recipe.files)
+    return Recipe(_merged(merged, tree), (*files, path))
+
+
+def _merged(below: DictConfig, above: DictConfig) -> DictConfig:
+    """Both, key by key; a list takes the place of a section, and a section that of a list."""
+    _make_room(below, above)
+    return cast("DictConfig", OmegaConf.merge(below, above))
+
+
+def _make_room(below: DictConfig, above: DictConfig) -> None:
+    for key in list(above):
+        old, new = (tree._get_node(key) for tree in (below, above))  # pyright: ignore[reportPrivateUsage]
+        if isinstance(old, DictConfig) and isinstance(new, DictConfig):
+            _make_room(old, new)
+        elif isinstance(old, DictConfig | ListConfig) and isinstance(new, DictConfig | ListConfig):
+            del below[key]
 
 
 _PATHS_BESIDE_THE_FILE = ("warm_start", "teacher.warm_start")
+_PATHS_OF_A_SOURCE = ("data_path", "prompt_file", "system_prompt_file")
 
 
 def _anchor_paths(tree: DictConfig, folder: Path) -> None:
@@ -52,6 +69,29 @@ def _anchor_paths(tree: DictConfig, folder: Path) -> None:
     for key in _PATHS_BESIDE_THE_FILE:
         if isinstance(given := OmegaConf.select(tree, key), str):
             OmegaConf.update(tree, key, str((folder / given).absolute()))
+    for section in _sections_of_sources(tree):
+        for key in _PATHS_OF_A_SOURCE:
+            if key in section and not OmegaConf.is_interpolation(section, key):
+                section[key] = _beside(section[key], folder)
+
+
+def _sections_of_sources(tree: DictConfig) -> Iterator[DictConfig]:
+    nodes = [OmegaConf.select(tree, f"data.{key}") for key in ("default", "train", "validation")]
+    nodes.append(OmegaConf.select(tree, "eval.sets"))
+    for node in nodes:
+        inner = (
+            node if isinstance(node, ListConfig) else node.values() if isinstance(node, DictConfig) else ()
+        )
+        yield from (one for one in (node, *inner) if isinstance(one, DictConfig))
+
+
+def _beside(given: object, folder: Path) -> object:
+    """Files beside the recipe by their whole path; other names stay, and start where the command does."""
+    if isinstance(given, ListConfig):
+        return [_beside(one, folder) for one in given]
+    if not isinstance(given, str) or not given or not glob(given, root_dir=folder):
+        return given
+    return str((folder / given).absolute())
 
 
 def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:
@@ -95,6 +135,11 @@ def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Itera
 
 
 def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, bool]]:
+    if isinstance(node, yaml.SequenceNode):
+        for place, one in enumerate(cast("list[yaml.Node]", node.value)):
+            path = join_path(prefix, str(place))
+            yield path, one.start_mark.line + 1, isinstance(one, yaml.MappingNode)
+            yield from _lines(one, path)
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
@@ -187,5 +232,6 @@ def _paths(tree: dict[str, object], prefix: str) -> Iterator[str]:
     for key, value in tree.items():
         path = join_path(prefix, str(key))
         yield path
-        if isinstance(value, dict):
-            yield from _paths(cast("dict[str, object]", value), path)
+        inner = dict(enumerate(cast("list[object]", value))) if isinstance(value, list) else value
+        if isinstance(inner, dict):
+            yield from _paths(cast("dict[str, object]", inner), path)

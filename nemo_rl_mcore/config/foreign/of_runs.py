@@ -12,9 +12,6 @@ from nemo_rl_mcore.config.foreign.judgement import (
 )
 
 _OTHER_SINKS = "set it to false; use tensorboard_enabled or wandb_enabled"
-_OWN_FILE = "remove it and set data_path to a JSONL file, with data.dataset_name: jsonl"
-_ROW_FORMATS = (None, "ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format")
-"""Formats whose keys are those of data.train; which one a row has is seen from the row and the algorithm."""
 _STEPS_END_IT = "remove it; max_num_steps ends the run"
 _IN_ORDER = (
     "set it to in_order; groups train in the order in which their prompts are drawn, and none becomes too old"
@@ -112,15 +109,13 @@ _ASYNC: dict[str, Judgement] = {
 }
 
 _DATA: dict[str, Judgement] = {
-    "data.train.dataset_name": refused(*_ROW_FORMATS, remedy=_OWN_FILE),
-    "data.train.seed": UNREAD,  # a hash of the prompt says which rows are held out
-    "data.validation.dataset_name": refused(*_ROW_FORMATS, remedy=_OWN_FILE),
-    "data.default": refused(
-        None,
-        remedy="remove it, and write what its prompt files say into the rows: a prompt is shown as its row has it",
-    ),
-    "data.prompt_file": refused(None, remedy=OFF_OR_REMOVED),
-    "data.system_prompt_file": refused(None, remedy=OFF_OR_REMOVED),
+    **{
+        f"data.{source}.{key}": UNREAD  # a hash of the prompt says which rows are held out; a run has one environment
+        for source in ("default", "train", "validation")
+        for key in ("seed", "env_name")
+    },
+    "data.prompt_file": refused(None, remedy="remove it, and set data.default.prompt_file"),
+    "data.system_prompt_file": refused(None, remedy="remove it, and set data.default.system_prompt_file"),
     "data.add_bos": UNREAD,  # a chat template writes its own; text alone has none
     "data.add_eos": refused(True, remedy="set it to true; an answer ends with the token that ends it"),
     "data.add_generation_prompt": refused(

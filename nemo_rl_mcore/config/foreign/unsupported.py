@@ -50,11 +50,22 @@ def screen(tree: Tree) -> Screened:
     return result
 
 
-def _screen(section: Tree, prefix: str, recipe: Tree, result: Screened) -> Tree:
+def _screen(section: Tree, prefix: str, recipe: Tree, result: Screened, written: str = "") -> Tree:
+    """`prefix` leads to the section in the table, and `written` in the recipe: with the places of lists."""
     kept: Tree = {}
     for key, value in section.items():
-        path = join_path(prefix, str(key))
-        if result.judge(path, value, section, recipe):
+        path, place = join_path(prefix, str(key)), join_path(written, str(key))
+        if result.judge(place, value, section, recipe, path):
             continue
-        kept[key] = _screen(cast("Tree", value), path, recipe, result) if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            kept[key] = _screen(cast("Tree", value), path, recipe, result, place)
+        elif isinstance(value, list):
+            kept[key] = [
+                _screen(cast("Tree", one), path, recipe, result, join_path(place, str(number)))
+                if isinstance(one, dict)
+                else one
+                for number, one in enumerate(cast("list[object]", value))
+            ]
+        else:
+            kept[key] = value
     return kept

@@ -6,7 +6,7 @@ import yaml
 
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.schema import fields, is_known
-from nemo_rl_mcore.config.unsupported import UNSUPPORTED, screen
+from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED, screen
 
 STOCK = Path(__file__).parents[2] / "fixtures/nemo_rl_grpo_stock.yaml"
 
@@ -51,9 +51,6 @@ def test_the_refusals_of_the_stock_recipe(stock_problems):
         "policy.megatron_cfg.distributed_data_parallel_config.average_in_collective",
         "data.dataset_name",
         "data.prompt_file",
-        "data.train.dataset_name",
-        "data.train.data_path",
-        "data.default",
         "logger.monitor_gpus",
     }
 
