@@ -10,8 +10,8 @@ from pydantic_core import ErrorDetails
 from nemo_rl_mcore.config.base import DEFER, Problem, collect_problems
 from nemo_rl_mcore.config.foreign.judgement import Tree
 from nemo_rl_mcore.config.foreign.second_models import screen_second_models
-from nemo_rl_mcore.config.foreign.translated import translate
-from nemo_rl_mcore.config.foreign.unsupported import screen
+from nemo_rl_mcore.config.foreign.translated import Translation, translate
+from nemo_rl_mcore.config.foreign.unsupported import Screened, screen
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.schema import (
@@ -39,11 +39,8 @@ class Validated:
 def validate(written: Tree) -> Validated:
     """Check fields first, then what goes together; a wrong field does not hide the problems of the others."""
     kind = kind_of(written)
-    tree, unread = _with_pretrained_model(written)
-    screened = screen(tree)
-    kept, origins = screen_second_models(screened.kept, tree, screened)
-    translation = translate(kept, kind.algorithm, written)
-    translation.origins.update(origins)
+    tree, unread = with_pretrained_model(written)
+    translation, screened = to_own_keys(written, tree, kind.algorithm)
     kept = translation.tree
     problems = [*screened.problems, *unread, *translation.problems]
     try:
@@ -56,16 +53,25 @@ def validate(written: Tree) -> Validated:
     else:
         field_problems = []
     if config is not None:
-        wrong = {problem.path for problem in field_problems} | _meant(field_problems, kind)
+        wrong = {problem.path for problem in [*field_problems, *unread]} | _meant(field_problems, kind)
         problems += [problem for problem in collect_problems(config) if not _rests_on(problem, wrong)]
     problems = [replace(problem, path=translation.as_written(problem.path)) for problem in problems]
     return Validated(None if problems else config, problems, screened.warnings)
 
 
+def to_own_keys(written: Tree, filled: Tree, algorithm: str) -> tuple[Translation, Screened]:
+    """A recipe without NeMo RL's keys, and what is said of them; `filled` has what model_name says."""
+    screened = screen(filled)
+    kept, origins = screen_second_models(screened.kept, filled, screened)
+    translation = translate(kept, algorithm, written)
+    translation.origins.update(origins)
+    return translation, screened
+
+
 _MODEL = "policy.model"
 
 
-def _with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
+def with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
     """The recipe completed by what model_name says, of the policy and of a teacher."""
     filled, problems = dict(tree), list[Problem]()
     for name in ("policy", "teacher"):

@@ -18,6 +18,7 @@ _IN_ORDER = (
 )
 _NO_WATCH = "remove it; policy.generation has the deadlines and restarts of engines"
 _SAME_BATCHES = "a validation takes batches of policy.train_global_batch_size, cut as those of training are"
+_ONE_LOADER = AnyUnless("data.use_multiple_dataloader")
 _NO_KL = AnyUnless("loss_fn.reference_policy_kl_penalty")
 
 _OF_ROLLOUTS: dict[str, Judgement] = {
@@ -114,6 +115,14 @@ _DATA: dict[str, Judgement] = {
         for source in ("default", "train", "validation")
         for key in ("seed", "env_name")
     },
+    **{
+        f"data.{source}.repeat": refused(
+            1, None, remedy="remove it; eval.num_tests_per_prompt samples a set of eval.sets several times"
+        )
+        for source in ("train", "validation")
+    },
+    "data.num_prompts_per_dataloader": refused(_ONE_LOADER, remedy="remove it, and give the sources weights"),
+    "data.custom_dataloader": refused(_ONE_LOADER, remedy="remove it, and give the sources weights"),
     "data.prompt_file": refused(None, remedy="remove it, and set data.default.prompt_file"),
     "data.system_prompt_file": refused(None, remedy="remove it, and set data.default.system_prompt_file"),
     "data.add_bos": UNREAD,  # a chat template writes its own; text alone has none

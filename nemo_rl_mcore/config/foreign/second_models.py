@@ -67,14 +67,15 @@ class _Foreign:
 
     def screened(self, section: Tree, origins: dict[str, str]) -> Tree:
         kept = {key: section[key] for key in self._own if _is_ours(key, section.get(key))}
+        theirs = {key: value for key, value in section.items() if key not in kept}
         if self._name == "value":
             megatron = section.get("megatron_cfg")
             inner = cast("Tree", megatron) if isinstance(megatron, dict) else {}
             for key in MOVED:
                 if isinstance(inner.get(key), dict) and key not in kept:
                     kept[key] = self._moved(key, cast("Tree", inner[key]), origins)
-        for path, value, parent in self._leaves(section, ""):
-            if path not in kept and not (self._name == "value" and path.startswith(_MOVED_PREFIXES)):
+        for path, value, parent in self._leaves(theirs, ""):
+            if not (self._name == "value" and path.startswith(_MOVED_PREFIXES)):
                 self._compare(path, value, parent)
         return kept
 
