@@ -98,7 +98,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     )
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
-    unknown = [text for text in rest if text.startswith("-")]
+    unknown = [text for text in rest if text.startswith("-") or "overrides" not in options]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return options, [*getattr(options, "overrides", ()), *rest]

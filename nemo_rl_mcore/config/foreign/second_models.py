@@ -38,6 +38,18 @@ _CUT = (
 """Parts of the names of keys that say how a model is cut, and nothing of what it computes."""
 
 
+def judged_as(path: str) -> str:
+    """The key of the policy that one of a critic or a teacher repeats; the path itself for any other."""
+    name, _, key = path.partition(".")
+    return f"policy.{key}" if name in OWN_KEYS else path
+
+
+def is_judged_alone(path: str) -> bool:
+    """Whether a key of a critic or a teacher, or a section that it stands in, has a judgement that no policy has."""
+    name, _, key = path.partition(".")
+    return any(key == known or key.startswith(f"{known}.") for known in _JUDGED.get(name, ()))
+
+
 def screen_second_models(tree: Tree, recipe: Tree, result: Screened) -> tuple[Tree, dict[str, str]]:
     """Leave of value and teacher what they hold here; give also which foreign key gave which of ours.
 

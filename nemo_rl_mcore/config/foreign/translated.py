@@ -12,7 +12,8 @@ from nemo_rl_mcore.config.foreign.judgement import Tree, shown, value_at
 
 _FOREIGN = "async_rl"
 _OWN = "grpo.async_grpo"
-_BUFFER = "async_rl.max_buffered_rollouts"
+BUFFER = "async_rl.max_buffered_rollouts"
+"""Compared with what may be under way, and read no further."""
 _MODEL = "policy.model"
 
 _ASYNC: dict[str, str] = {
@@ -132,10 +133,10 @@ def _merge(asked: Tree, result: Translation) -> None:
     for path, value in _leaves(asked, _FOREIGN):
         target = _ASYNC.get(path)
         key = (target or "").rpartition(".")[2]
-        if path == _BUFFER:
+        if path == BUFFER:
             continue  # which is judged by the others
         if target is None:
-            known = ", ".join([*_ASYNC, _BUFFER])
+            known = ", ".join([*_ASYNC, BUFFER])
             result.problems.append(Problem(path, "unknown key", f"known keys: {known}"))
         elif own.setdefault(key, value) != value:
             what = f"{value} contradicts {target}: {own[key]}"
@@ -148,14 +149,14 @@ def _merge(asked: Tree, result: Translation) -> None:
 
 def _of_the_buffer(asked: Tree, own: Tree, loop: Tree) -> Iterator[Problem]:
     """Yield a buffer without room for all groups that may be under way; a larger one changes nothing."""
-    rollouts, groups = asked.get(_BUFFER.rpartition(".")[2]), loop.get("num_prompts_per_step")
+    rollouts, groups = asked.get(BUFFER.rpartition(".")[2]), loop.get("num_prompts_per_step")
     steps = own.get("max_trajectory_age_steps", _DEFAULT_LOOKAHEAD)
     if rollouts is None or not isinstance(steps, int) or not isinstance(groups, int):
         return  # the other two are told by their own keys
     needed = (steps + 1) * groups
     if not isinstance(rollouts, int) or rollouts < needed:
         yield Problem(
-            _BUFFER,
+            BUFFER,
             f"{rollouts} has no room for the {needed} groups that may be under way: "
             "(async_rl.sampler.max_lookahead_versions + 1) * grpo.num_prompts_per_step",
             "remove it, or lower async_rl.sampler.max_lookahead_versions",

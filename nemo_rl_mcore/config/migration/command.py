@@ -46,13 +46,13 @@ def report(migrated: Migrated, target: Path) -> Iterator[str]:
     kept = [path for path in _leaves(draft.tree, "") if path not in said]
     yield f"{target}: a recipe of {draft.algorithm}"
     yield f"kept as they are: {len(kept)} keys"
-    yield f"left out at values that change nothing here: {len(draft.dropped)} keys"
-    yield from _names_by_section(draft.dropped)
     for kind in Kind:
         notes = [note for note in draft.notes if note.kind is kind]
         if notes:
             yield f"{kind.value}: {len(notes)}"
             yield from (f"  {note}" for note in notes)
+    yield f"left out at values that change nothing here: {len(draft.dropped)}"
+    yield from _names_by_section(draft.dropped)
     yield f"next: nemo-rl-mcore check --config {target}"
 
 

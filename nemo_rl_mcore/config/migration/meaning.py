@@ -138,8 +138,11 @@ def count_validation_batches(draft: Draft) -> None:
         draft.change(path, _ALL_BATCHES, "a validation takes a number of batches")
 
 
-def gather_whole_parameters(draft: Draft) -> None:
-    """A distillation reads the output weight itself, outside the forward pass that waits for it."""
+def distill(draft: Draft) -> None:
+    """Say that the divergence is of other distributions; the output weight is read outside of the forward pass."""
+    if draft.algorithm == "distillation" and not draft.has("loss_fn.tail_mass"):
+        why = "NeMo RL makes the teacher's top k a distribution of its own; here the rest of the vocabulary is one outcome"
+        draft.change("loss_fn.tail_mass", True, why)
     path = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
     if draft.algorithm == "distillation" and draft.get(path):
         draft.change(path, False, "it costs speed; a distillation reads the output weight itself")
@@ -153,5 +156,5 @@ STEPS = (
     use_environment,
     rank_checkpoints,
     count_validation_batches,
-    gather_whole_parameters,
+    distill,
 )

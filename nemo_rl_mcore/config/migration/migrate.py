@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
 from nemo_rl_mcore.config.foreign.judgement import Tree, value_at
+from nemo_rl_mcore.config.foreign.known_keys import listed_origin
+from nemo_rl_mcore.config.foreign.translated import BUFFER
 from nemo_rl_mcore.config.load import resolve
 from nemo_rl_mcore.config.master import RUN_CONFIGS, RunConfig, kind_of
 from nemo_rl_mcore.config.migration.backend import use_megatron
@@ -81,7 +83,7 @@ def _sort_out(draft: Draft) -> None:
     translation, screened = to_own_keys(draft.tree, filled, draft.algorithm)
     draft.tree = copy.deepcopy(translation.tree)
     _without_what_the_weights_say(draft, before, {*translation.origins})
-    draft.dropped += screened.dropped
+    draft.dropped += [*screened.dropped, *([BUFFER] if value_at(before, BUFFER) is not None else [])]
     for theirs, ours in _by_section(translation.origins):
         draft.notes.append(Note(Kind.RENAMED, theirs, ours))
     for warning in screened.warnings:
@@ -130,7 +132,7 @@ def _leave_out_unknown(draft: Draft, section: Tree, prefix: str) -> None:
         field = field_at(path, kind)
         if field is None:
             section.pop(key)
-            draft.refuse(path, value, "not a key of this package, nor one that it knows of NeMo RL")
+            draft.refuse(path, value, f"no key of this package, nor of NeMo RL at {listed_origin()}")
         elif section_of(field) is not None:
             for place, inner in _sections(value):
                 _leave_out_unknown(draft, inner, join_path(path, place))
