@@ -33,9 +33,7 @@ def run_command(arguments: Sequence[str] | None) -> int:
             return _migrate(options)
         config, warnings = _load(options, overrides)
         of_a_run = options.command not in ("generate", "export")
-        plan = preflight(
-            config, elsewhere=options.command == "check", of_a_run=of_a_run, warnings=warnings
-        )
+        plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run, warnings=warnings)
     except (ConfigError, NotACheckpointError) as error:
         write_line(sys.stderr, str(error))
         return EXIT_CONFIG_ERROR
@@ -90,9 +88,13 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         help="the steps after A, which is 0 or has a checkpoint, up to B; left out, all of them",
     )
     migrate = commands.add_parser(
-        "migrate", help="write a recipe from one of NeMo RL, and say what became of each key", allow_abbrev=False
+        "migrate",
+        help="write a recipe from one of NeMo RL, and say what became of each key",
+        allow_abbrev=False,
     )
-    migrate.add_argument("recipe", metavar="THEIR.yaml", help="the recipe of NeMo RL, its `defaults:` beside it")
+    migrate.add_argument(
+        "recipe", metavar="THEIR.yaml", help="the recipe of NeMo RL, its `defaults:` beside it"
+    )
     migrate.add_argument(
         "--output", metavar="OURS.yaml", help="the file to write; left out, the same name in this folder"
     )
@@ -114,9 +116,7 @@ def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentPar
     return command
 
 
-def _load(
-    options: argparse.Namespace, overrides: Sequence[str]
-) -> tuple[RunConfig, tuple[Problem, ...]]:
+def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
     if "checkpoint" in options:
         # Its checksums are compared when the recipe has said whether they are to be.
         found = require_checkpoint(Path(options.checkpoint), "--checkpoint", verify_checksums=False)

@@ -78,7 +78,9 @@ def is_known(path: str, kind: Kind = GRPOMasterConfig) -> bool:
     path = field_path(path, kind)
     other = judged_as(path)
     exists = path in fields(kind) or other in fields(kind) or path.endswith(f".{ANY_NAME}")
-    return exists or any(parent in TRANSLATED or parent in UNSUPPORTED for parent in (*_up(path), *_up(other)))
+    return exists or any(
+        parent in TRANSLATED or parent in UNSUPPORTED for parent in (*_up(path), *_up(other))
+    )
 
 
 def _up(path: str) -> list[str]:

@@ -1,1 +1,1 @@
-"""NeMo RL's keys: which this package reads under another name, and what it makes of those that it does not implement."""
+"""NeMo RL's keys: which of them are read under another name, and what becomes of those that are not implemented."""

@@ -46,9 +46,13 @@ def known_keys_text(recipes: Iterable[Path]) -> str:
     if len(origins) != 1:
         raise ValueError(f"the recipes are of several commits: {sorted(origins)}")
     ((commit, date),) = origins
-    own = {key: values for key, values in found.items() if judged_as(key) == key or judged_as(key) not in found}
+    own = {
+        key: values for key, values in found.items() if judged_as(key) == key or judged_as(key) not in found
+    }
     lines = (f"{key}: {' | '.join(values)}" for key, values in sorted(own.items()))
-    return "\n".join([f"# The keys of NVIDIA-NeMo/RL at {commit} ({date}), and values that they have there.", *lines, ""])
+    return "\n".join(
+        [f"# The keys of NVIDIA-NeMo/RL at {commit} ({date}), and values that they have there.", *lines, ""]
+    )
 
 
 def listed_keys() -> tuple[str, ...]:
@@ -76,7 +80,9 @@ def _leaves(section: Tree, prefix: str) -> Iterator[tuple[str, object]]:
 
 
 def _shown(value: object) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf")).strip().removesuffix("...").strip()
+    text = (
+        yaml.safe_dump(value, default_flow_style=True, width=float("inf")).strip().removesuffix("...").strip()
+    )
     return text if len(text) <= _LENGTH else f"{text[: _LENGTH - 3]}..."
 
 

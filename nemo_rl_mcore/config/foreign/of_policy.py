@@ -1,7 +1,6 @@
 """NeMo RL's keys of a policy that nothing reads here; a critic and a teacher are judged by them too."""
 
 from nemo_rl_mcore.config.foreign.judgement import (
-    ANY,
     OFF,
     OFF_OR_REMOVED,
     UNREAD,
@@ -35,7 +34,9 @@ _MEGATRON: dict[str, Judgement] = {
     "recompute_granularity": told("full", None, cost=_FULL_RECOMPUTE),
     "recompute_modules": told(None, [], cost=_FULL_RECOMPUTE),
     "fine_grained_activation_offloading": told(False, None, cost=_KEPT_ON_GPU),
-    "offload_modules": told(None, [], AnyUnless("policy.megatron_cfg.fine_grained_activation_offloading"), cost=_KEPT_ON_GPU),
+    "offload_modules": told(
+        None, [], AnyUnless("policy.megatron_cfg.fine_grained_activation_offloading"), cost=_KEPT_ON_GPU
+    ),
     "cuda_graph_impl": told(None, "none", cost="it costs speed; training captures no CUDA graphs"),
     "cuda_graph_modules": UNREAD,  # read with the graphs only, as is the next one
     "cuda_graph_warmup_steps": UNREAD,
@@ -168,12 +169,8 @@ _POLICY: dict[str, Judgement] = {
     "dtensor_cfg": refused(
         OFF, remedy="set policy.dtensor_cfg.enabled: false and use policy.megatron_cfg, the only backend"
     ),
-    "optimizer": refused(
-        None, _NO_DTENSOR, remedy="set it to null and use policy.megatron_cfg.optimizer"
-    ),
-    "scheduler": refused(
-        None, _NO_DTENSOR, remedy="set it to null and use policy.megatron_cfg.scheduler"
-    ),
+    "optimizer": refused(None, _NO_DTENSOR, remedy="set it to null and use policy.megatron_cfg.optimizer"),
+    "scheduler": refused(None, _NO_DTENSOR, remedy="set it to null and use policy.megatron_cfg.scheduler"),
     "draft": refused(OFF, remedy="set policy.draft.enabled: false"),
     "router_replay": refused(OFF, remedy="set policy.router_replay.enabled: false"),
     "sequence_packing.microbatch_order": UNREAD,  # sums do not depend on it

@@ -24,7 +24,7 @@ _OF_VALUE: dict[str, Judgement] = {
     "generation": UNREAD,
 }
 _OF_TEACHER: dict[str, Judgement] = {
-    **{key: UNREAD for key in _FROZEN},
+    **dict.fromkeys(_FROZEN, UNREAD),
     **{f"train_{size}_batch_size": UNREAD for size in ("global", "micro")},
     "generation_batch_size": UNREAD,
     "generation": UNREAD,

@@ -48,11 +48,15 @@ _DEFAULT_LOOKAHEAD = 1
 
 @dataclass
 class Translation:
-    """A recipe in our own keys, what is wrong with the foreign ones, and which of those gave which of ours."""
+    """A recipe in our own keys, what is wrong with the foreign ones, and which of those gave which of ours.
+
+    dropped: foreign keys that say nothing of this recipe.
+    """
 
     tree: Tree
     problems: list[Problem] = field(default_factory=list[Problem])
     origins: dict[str, str] = field(default_factory=dict[str, str])
+    dropped: list[str] = field(default_factory=list[str])
 
     def as_written(self, path: str) -> str:
         """The key of the recipe that one of ours stands in for."""
@@ -91,6 +95,7 @@ def _move(source: str, target: str, written: Tree, result: Translation) -> None:
         return
     value = _section_of(result.tree, source).pop(key)
     if not _is_read(target, result.tree):
+        result.dropped.append(source)
         return
     own = value_at(written, target)
     if own is not None and own != value:
@@ -134,7 +139,8 @@ def _merge(asked: Tree, result: Translation) -> None:
         target = _ASYNC.get(path)
         key = (target or "").rpartition(".")[2]
         if path == BUFFER:
-            continue  # which is judged by the others
+            result.dropped.append(path)  # which is judged by the others
+            continue
         if target is None:
             known = ", ".join([*_ASYNC, BUFFER])
             result.problems.append(Problem(path, "unknown key", f"known keys: {known}"))

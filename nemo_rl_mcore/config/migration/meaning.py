@@ -51,7 +51,7 @@ def fit_lengths(draft: Draft) -> None:
     draft.change("data.overlong", "drop", "NeMo RL leaves rows that are too long out of the loss")
     if draft.algorithm not in _SAMPLING:
         if prompt is not None and prompt + new > total:
-            why = f"a row has room for {_TOTAL}, whatever of it is the prompt; an answer of a validation leaves the rest"
+            why = f"what an answer of a validation leaves; a row to train on has all of {_TOTAL}"
             draft.change(_PROMPT, total - new, why)
         return
     if (prompt or 1) + new <= total:
@@ -77,7 +77,9 @@ def name_sources(draft: Draft) -> None:
         for key in TEXT_FILES:
             if source.get(key):
                 path = f"{place}.{key}"
-                draft.comments[path] = "Copy this file: its path starts at this recipe, or where the command starts."
+                draft.comments[path] = (
+                    "Copy this file: its path starts at this recipe, or where the command starts."
+                )
 
 
 def _sources(draft: Draft) -> list[tuple[str, Tree]]:
@@ -141,7 +143,9 @@ def count_validation_batches(draft: Draft) -> None:
 def distill(draft: Draft) -> None:
     """Say that the divergence is of other distributions; the output weight is read outside of the forward pass."""
     if draft.algorithm == "distillation" and not draft.has("loss_fn.tail_mass"):
-        why = "NeMo RL makes the teacher's top k a distribution of its own; here the rest of the vocabulary is one outcome"
+        why = (
+            "NeMo RL makes the top k a distribution of its own; here the rest of the vocabulary is an outcome"
+        )
         draft.change("loss_fn.tail_mass", True, why)
     path = "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
     if draft.algorithm == "distillation" and draft.get(path):

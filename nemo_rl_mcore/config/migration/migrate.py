@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
 from nemo_rl_mcore.config.foreign.judgement import Tree, value_at
 from nemo_rl_mcore.config.foreign.known_keys import listed_origin
-from nemo_rl_mcore.config.foreign.translated import BUFFER
 from nemo_rl_mcore.config.load import resolve
 from nemo_rl_mcore.config.master import RUN_CONFIGS, RunConfig, kind_of
 from nemo_rl_mcore.config.migration.backend import use_megatron
@@ -57,7 +56,9 @@ def migrate(path: str | Path) -> Migrated:
     _sort_out(draft)
     _leave_out_unknown(draft, draft.tree, "")
     for problem in [*validate(draft.tree).problems, *locate(unresolved, recipe.files, ())]:
-        draft.notes.append(Note(Kind.OPEN, problem.path, "; ".join(filter(None, (problem.what, problem.remedy)))))
+        draft.notes.append(
+            Note(Kind.OPEN, problem.path, "; ".join(filter(None, (problem.what, problem.remedy))))
+        )
     written = cast("Tree", OmegaConf.to_container(recipe.tree, resolve=False))
     return Migrated(draft, written, computed)
 
@@ -66,7 +67,11 @@ def _require_a_recipe(path: str | Path, tree: Tree) -> None:
     algorithms = [name for name in RUN_CONFIGS if isinstance(tree.get(name), dict)]
     known = ", ".join(RUN_CONFIGS)
     if len(algorithms) != 1:
-        what = f"has the sections {' and '.join(algorithms)}" if algorithms else f"has none of the sections {known}"
+        what = (
+            f"has the sections {' and '.join(algorithms)}"
+            if algorithms
+            else f"has none of the sections {known}"
+        )
         remedy = "name a recipe of one algorithm" + ("" if algorithms else " that this package has")
         raise ConfigError([Problem(str(path), what, remedy)])
     policy = tree.get("policy")
@@ -83,7 +88,7 @@ def _sort_out(draft: Draft) -> None:
     translation, screened = to_own_keys(draft.tree, filled, draft.algorithm)
     draft.tree = copy.deepcopy(translation.tree)
     _without_what_the_weights_say(draft, before, {*translation.origins})
-    draft.dropped += [*screened.dropped, *([BUFFER] if value_at(before, BUFFER) is not None else [])]
+    draft.dropped += [*screened.dropped, *translation.dropped]
     for theirs, ours in _by_section(translation.origins):
         draft.notes.append(Note(Kind.RENAMED, theirs, ours))
     for warning in screened.warnings:

@@ -65,7 +65,11 @@ class _Writer:
     def _refusals(self, section: str) -> list[str]:
         """The refused keys whose nearest section in the file this is."""
         found = [path for path in self._refused if path.startswith(f"{section}.")]
-        inner = [key for key, value in cast("Tree", value_at(self._tree, section) or {}).items() if isinstance(value, dict)]
+        inner = [
+            key
+            for key, value in cast("Tree", value_at(self._tree, section) or {}).items()
+            if isinstance(value, dict)
+        ]
         return [p for p in found if not any(p.startswith(f"{section}.{key}.") for key in inner)]
 
     def _refusal(self, path: str, indent: str) -> Iterator[str]:
@@ -93,7 +97,7 @@ class _Interpolation(str):
 
 
 def _names_beside(parent: str, migrated: Migrated) -> list[str]:
-    from nemo_rl_mcore.config.schema import fields, field_path
+    from nemo_rl_mcore.config.schema import field_path, fields
 
     inside = field_path(parent, migrated.kind)
     return [path.rpartition(".")[2] for path in fields(migrated.kind) if path.rpartition(".")[0] == inside]
@@ -102,7 +106,9 @@ def _names_beside(parent: str, migrated: Migrated) -> list[str]:
 def _inline(value: object) -> str:
     if isinstance(value, _Interpolation):
         return str(value)
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(
+        value, default_flow_style=True, width=float("inf"), sort_keys=False, allow_unicode=True
+    )
     return text.strip().removesuffix("...").strip()
 
 

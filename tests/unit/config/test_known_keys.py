@@ -23,16 +23,20 @@ def test_every_key_is_judged(key):
     assert any(is_known(key, kind) for kind in RUN_CONFIGS.values())
 
 
-@pytest.mark.parametrize("key", ["policy.megatron_cfg.cuda_graph_impll", "grpo.new_key", "value.new", "teacher.x.y"])
+@pytest.mark.parametrize(
+    "key", ["policy.megatron_cfg.cuda_graph_impll", "grpo.new_key", "value.new", "teacher.x.y"]
+)
 def test_a_new_key_would_be_seen(key):
     assert not any(is_known(key, kind) for kind in RUN_CONFIGS.values())
 
 
 def test_a_new_key_comes_into_the_list(tmp_path):
     recipe = tmp_path / "new.yaml"
-    recipe.write_text("# keys at abc (2027-01-01)\ngrpo: {new_key: [1, 2]}\ndata: {train: [{a: 1}, {a: null, b: x}]}\n")
+    recipe.write_text(
+        "# keys at abc (2027-01-01)\ngrpo: {new_key: [1, 2]}\ndata: {train: [{a: 1}, {a: null, b: x}]}\n"
+    )
     header, *lines = known_keys_text([recipe]).splitlines()
-    assert header.startswith("# ") and header.count("abc (2027-01-01)") == 1
+    assert "at abc (2027-01-01)" in header
     assert lines == ["data.train.a: 1 | null", "data.train.b: x", "grpo.new_key: [1, 2]"]
 
 

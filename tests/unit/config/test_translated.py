@@ -3,9 +3,9 @@
 import pytest
 
 from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.config.foreign.translated import TRANSLATED
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.schema import fields, is_known
-from nemo_rl_mcore.config.foreign.translated import TRANSLATED
 
 APART = "policy.generation.colocated.enabled=false"
 CHOSEN = "loss_fn.use_importance_sampling_correction=true"

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 
 from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED, screen
 from nemo_rl_mcore.config.load import load_with_warnings
 from nemo_rl_mcore.config.schema import fields
-from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED, screen
 
 RECIPES = sorted((Path(__file__).parents[2] / "fixtures/nemo_rl").glob("*.yaml"))
 
@@ -135,5 +135,5 @@ def test_keys_of_experts_are_read_where_the_model_has_some(model, value, accepte
 def test_everything_else_is_left_for_the_models(tree):
     result = screen(tree)
     assert result.kept == tree
-    assert not (result.problems or result.warnings or result.dropped)
+    assert [*result.problems, *result.warnings, *result.dropped] == []
     assert set(leaves(result.kept)) <= fields().keys()
