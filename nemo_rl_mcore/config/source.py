@@ -197,3 +197,13 @@ def as_in_train(validation: Mapping[str, object], train: Mapping[str, object]) -
         left_out = (*_OF_ONE_SPLIT, *(_OF_A_PLACE if own else ()))
         keys = [key for key in SourceConfig.model_fields if key not in left_out]
     return {**{key: train[key] for key in keys if key in train}, **validation}
+
+
+def names_of(sources: Mapping[str, SourceConfig]) -> dict[str, str]:
+    """A name for each source by its path: that of a set of eval.sets, or its own, with a number where it is taken."""
+    names = dict[str, str]()
+    for path, source in sources.items():
+        own = path.removeprefix("eval.sets.") if path.startswith("eval.sets.") else source.name
+        taken = sum(name == own or name.startswith(f"{own}_") for name in names.values())
+        names[path] = f"{own}_{taken + 1}" if own in names.values() else own
+    return names

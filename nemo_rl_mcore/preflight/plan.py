@@ -11,7 +11,7 @@ from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrails
 from nemo_rl_mcore.config.rules.packing import fused_guardrail
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
-from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data
+from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
 from nemo_rl_mcore.preflight.folders import folder_problems
 from nemo_rl_mcore.preflight.memory import RunMemory, estimate_memory
@@ -77,6 +77,7 @@ class Plan:
     log_dir: str
     missing: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
+    fetched: tuple[str, ...] = ()
 
 
 def preflight(
@@ -114,6 +115,7 @@ def preflight(
         log_dir=config.logger.log_dir,
         missing=missing,
         warnings=warnings,
+        fetched=tuple(fetched(config)) if of_a_run else (),
     )
 
 
