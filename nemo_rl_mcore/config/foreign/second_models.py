@@ -58,8 +58,11 @@ def screen_second_models(tree: Tree, recipe: Tree, result: Screened) -> tuple[Tr
     origins: dict[str, str] = {}
     for name, own in OWN_KEYS.items():
         section = tree.get(name)
-        if isinstance(section, dict) and (foreign := _Foreign(name, own, recipe, result)).differs(section):
-            tree = {**tree, name: foreign.screened(cast("Tree", section), origins)}
+        if not isinstance(section, dict):
+            continue
+        foreign, written = _Foreign(name, own, recipe, result), cast("Tree", section)
+        if foreign.differs(written):
+            tree = {**tree, name: foreign.screened(written, origins)}
     return tree, origins
 
 

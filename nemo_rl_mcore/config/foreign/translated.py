@@ -110,10 +110,10 @@ def _is_read(target: str, tree: Tree) -> bool:
     """Whether a key of a model's experts has a model with experts, and one of their bias a bias."""
     if not target.startswith(_MODEL):
         return True
-    model = value_at(tree, _MODEL)
-    if not isinstance(model, dict) or not model.get("num_moe_experts"):
+    if not value_at(tree, f"{_MODEL}.num_moe_experts"):
         return False
-    return not target.endswith("bias_update_rate") or bool(model.get("moe_router_enable_expert_bias"))
+    biased = value_at(tree, f"{_MODEL}.moe_router_enable_expert_bias")
+    return bool(biased) or not target.endswith("bias_update_rate")
 
 
 def _section_of(tree: Tree, path: str) -> Tree:

@@ -39,7 +39,7 @@ def use_megatron(draft: Draft) -> None:
 
 def _use_optimizer(draft: Draft) -> None:
     given = draft.section("policy.optimizer")
-    if not str(given.get("name", "")).endswith(("AdamW", "Adam")):
+    if not str(given.get("name", "")).endswith(("AdamW", "FusedAdam")):  # whose weight decay is decoupled
         if given:
             draft.refuse("policy.optimizer", given, f"set {_MEGATRON}.optimizer: adam or sgd")
         return
@@ -48,17 +48,15 @@ def _use_optimizer(draft: Draft) -> None:
         _take(draft, f"{_MEGATRON}.optimizer.{key}", of(kwargs), "policy.optimizer")
     # They are copies of the optimizer's there, which has just got other values.
     draft.dropped += [f"{_MEGATRON}.scheduler.{key}" for key in draft.section(f"{_MEGATRON}.scheduler")]
-    draft.section(_MEGATRON)["scheduler"] = {"lr_decay_style": "constant"}
+    draft.set(f"{_MEGATRON}.scheduler", {"lr_decay_style": "constant"})
     _use_schedule(draft, cast("float", kwargs.get("lr", 0.0)))
 
 
 def _use_schedule(draft: Draft, lr: float) -> None:
     """A linear warm-up and a constant rate is what the exemplars have; another schedule is refused."""
     given = draft.get("policy.scheduler")
-    steps = (
-        cast("list[Tree]", given) if isinstance(given, list) else [given] if isinstance(given, dict) else []
-    )
-    for step in steps:
+    steps = cast("list[object]", given) if isinstance(given, list) else [given]
+    for step in (cast("Tree", one) for one in steps if isinstance(one, dict)):
         name = str(step.get("name", "")).rpartition(".")[2]
         kwargs = cast("Tree", step.get("kwargs") or {})
         match name:
@@ -82,4 +80,5 @@ def _take(draft: Draft, target: str, value: object, source: str) -> None:
 
 
 def _of_pair(pair: object, place: int) -> object:
-    return cast("list[object]", pair)[place] if isinstance(pair, list) and place < len(pair) else None
+    both = cast("list[object]", pair) if isinstance(pair, list) else []
+    return both[place] if place < len(both) else None

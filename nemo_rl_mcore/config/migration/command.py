@@ -4,6 +4,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.foreign.judgement import Tree
@@ -71,6 +72,6 @@ def _leaves(section: Tree, prefix: str) -> Iterator[str]:
     for key, value in section.items():
         path = f"{prefix}.{key}" if prefix else key
         if isinstance(value, dict):
-            yield from _leaves(value, path)
+            yield from _leaves(cast("Tree", value), path)
         else:
             yield path

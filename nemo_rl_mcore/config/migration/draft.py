@@ -13,6 +13,7 @@ class Kind(Enum):
     RENAMED = "under another name here"
     CHANGED = "changed, as it would mean something else here"
     WARNED = "left out, which changes speed, memory or what is recorded, and no result"
+    FILES = "files to copy, whose paths start at the recipe or where the command starts"
     REFUSED = "refused, and in the file as comments"
     OPEN = "left for you to settle"
 

@@ -4,7 +4,7 @@ import re
 from typing import cast
 
 from nemo_rl_mcore.config.foreign.judgement import Tree
-from nemo_rl_mcore.config.migration.draft import Draft
+from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 from nemo_rl_mcore.config.source import TEXT_FILES
 
 _TOTAL = "policy.max_total_sequence_length"
@@ -78,8 +78,9 @@ def name_sources(draft: Draft) -> None:
             if source.get(key):
                 path = f"{place}.{key}"
                 draft.comments[path] = (
-                    "Copy this file: its path starts at this recipe, or where the command starts."
+                    "Copy this file: its path starts at this recipe, or where a command starts."
                 )
+                draft.notes.append(Note(Kind.FILES, path, str(source[key])))
 
 
 def _sources(draft: Draft) -> list[tuple[str, Tree]]:
@@ -95,7 +96,7 @@ def use_environment(draft: Draft) -> None:
     """Leave out environments that no source names, and say where a response states its answer."""
     named = {str(source["env_name"]) for _, source in _sources(draft) if source.get("env_name")}
     for name, section in [*draft.section("env").items()]:
-        if name in ("math", "custom", "arithmetic") or not isinstance(section, dict):
+        if name in ("math", "custom", "arithmetic"):
             continue
         draft.pop(f"env.{name}")
         if name in named:
@@ -104,6 +105,7 @@ def use_environment(draft: Draft) -> None:
             draft.dropped.append(f"env.{name}")
     if draft.get("env.math.math_verify_impl") == "dapo_math_verify":
         draft.pop("env.math.math_verify_impl")
+        draft.notes.append(Note(Kind.RENAMED, "env.math.math_verify_impl", "env.math.response"))
         draft.change(
             "env.math.response.regex",
             r"(?i)Answer\s*:\s*([^\n]+)",

@@ -118,7 +118,7 @@ def _without_what_the_weights_say(draft: Draft, before: Tree, moved: set[str]) -
             continue
         if "tokenizer" not in written:
             section.pop("tokenizer", None)
-        given = cast("Tree", written.get("model") or {})
+        given = cast("Tree", value_at(before, f"{name}.model") or {})
         model = section.pop("model", None)
         kept = {
             key: value

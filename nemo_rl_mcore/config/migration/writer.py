@@ -10,7 +10,7 @@ import yaml
 from nemo_rl_mcore.config.base import join_path
 from nemo_rl_mcore.config.foreign.judgement import Tree, value_at
 from nemo_rl_mcore.config.migration.migrate import Migrated
-from nemo_rl_mcore.config.schema import field_at
+from nemo_rl_mcore.config.schema import field_path, fields
 
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _RESOLVERS = re.compile(r"\$\{(?:mul|add|div|max):")
@@ -42,9 +42,10 @@ class _Writer:
             if not depth:
                 yield ""
             yield from _comment(self._comments.get(inner, ""), indent)
-            if isinstance(value, dict) and (value or self._refusals(inner)):
+            below = cast("Tree", value) if isinstance(value, dict) else None
+            if below is not None and (below or self._refusals(inner)):
                 yield f"{indent}{key}:"
-                yield from self._section(cast("Tree", value), inner, depth + 1)
+                yield from self._section(below, inner, depth + 1)
                 for refused in self._refusals(inner):
                     yield from self._refusal(refused, indent + "  ")
             else:
@@ -57,10 +58,9 @@ class _Writer:
         """Where a key stands among its neighbours: as in the class of its section."""
         if "." not in path:
             return (_ORDER.index(key) if key in _ORDER else len(_ORDER), key)
-        parent = path.rpartition(".")[0]
-        holder = field_at(path, self._migrated.kind)
-        names = _names_beside(parent, self._migrated) if holder is not None else []
-        return (names.index(key) if key in names else len(names), key)
+        inside = field_path(path.rpartition(".")[0], self._migrated.kind)
+        names = [name for name in fields(self._migrated.kind) if name.rpartition(".")[0] == inside]
+        return (names.index(path) if path in names else len(names), key)
 
     def _refusals(self, section: str) -> list[str]:
         """The refused keys whose nearest section in the file this is."""
@@ -94,13 +94,6 @@ class _Writer:
 
 class _Interpolation(str):
     """Text that YAML needs no quotes for."""
-
-
-def _names_beside(parent: str, migrated: Migrated) -> list[str]:
-    from nemo_rl_mcore.config.schema import field_path, fields
-
-    inside = field_path(parent, migrated.kind)
-    return [path.rpartition(".")[2] for path in fields(migrated.kind) if path.rpartition(".")[0] == inside]
 
 
 def _inline(value: object) -> str:
