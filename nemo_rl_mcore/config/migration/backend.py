@@ -55,8 +55,9 @@ def _use_optimizer(draft: Draft) -> None:
 def _use_schedule(draft: Draft, lr: float) -> None:
     """A linear warm-up and a constant rate is what the exemplars have; another schedule is refused."""
     given = draft.get("policy.scheduler")
-    steps = cast("list[object]", given) if isinstance(given, list) else [given]
-    for step in (cast("Tree", one) for one in steps if isinstance(one, dict)):
+    single = draft.section("policy.scheduler")
+    steps = cast("list[Tree]", [single] if single else given or [])
+    for step in steps:
         name = str(step.get("name", "")).rpartition(".")[2]
         kwargs = cast("Tree", step.get("kwargs") or {})
         match name:

@@ -38,18 +38,18 @@ class _Writer:
     def _section(self, section: Tree, path: str, depth: int) -> Iterator[str]:
         indent = "  " * depth
         for key in sorted(section, key=lambda key: self._place(join_path(path, key), key)):
-            inner, value = join_path(path, key), section[key]
+            inner = join_path(path, key)
             if not depth:
                 yield ""
             yield from _comment(self._comments.get(inner, ""), indent)
-            below = cast("Tree", value) if isinstance(value, dict) else None
-            if below is not None and (below or self._refusals(inner)):
+            below = self._migrated.draft.section(inner)
+            if below or self._refusals(inner):
                 yield f"{indent}{key}:"
                 yield from self._section(below, inner, depth + 1)
                 for refused in self._refusals(inner):
                     yield from self._refusal(refused, indent + "  ")
             else:
-                yield f"{indent}{key}: {_inline(self._written(inner, value))}"
+                yield f"{indent}{key}: {_inline(self._written(inner, section[key]))}"
         if not depth:
             for refused in [*self._refused]:
                 yield from ("", *self._refusal(refused, ""))
@@ -65,11 +65,8 @@ class _Writer:
     def _refusals(self, section: str) -> list[str]:
         """The refused keys whose nearest section in the file this is."""
         found = [path for path in self._refused if path.startswith(f"{section}.")]
-        inner = [
-            key
-            for key, value in cast("Tree", value_at(self._tree, section) or {}).items()
-            if isinstance(value, dict)
-        ]
+        values = cast("Tree", value_at(self._tree, section) or {})
+        inner = [key for key, value in values.items() if isinstance(value, dict)]
         return [p for p in found if not any(p.startswith(f"{section}.{key}.") for key in inner)]
 
     def _refusal(self, path: str, indent: str) -> Iterator[str]:

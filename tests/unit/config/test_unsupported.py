@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_mcore.cli import main
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED, screen
 from nemo_rl_mcore.config.load import load_with_warnings
@@ -54,6 +55,28 @@ data: {{max_input_seq_length: 512}}
         "policy.generation.vllm_cfg.enable_vllm_metrics_logger: true does nothing here; metrics of vLLM's inside are "
         f"not recorded  [{theirs}:309]",
     ]
+
+
+def test_check_shows_what_does_nothing(exemplar, capsys):
+    assert main(["check", "--config", str(exemplar), "+policy.megatron_cfg.bias_activation_fusion=true"]) == 0
+    *_, title, line = capsys.readouterr().out.splitlines()
+    assert title == "Warnings"
+    assert "policy.megatron_cfg.bias_activation_fusion: true does nothing here; it costs speed" in line
+    assert line.endswith("[command line]")
+
+
+def test_the_remedy_for_lengths_computed_of_one_another_ends(tmp_path):
+    """NeMo RL computes prompt and response of the sequence, so that a longer sequence never has room for both."""
+    base = f"defaults: {RECIPES[0].with_name('grpo_math_1B_megatron.yaml')}\n"
+    for longest in (512, 1024):
+        (tmp_path / "ours.yaml").write_text(f"{base}policy: {{max_total_sequence_length: {longest}}}")
+        with pytest.raises(ConfigError) as caught:
+            load_config(tmp_path / "ours.yaml")
+        (problem,) = caught.value.problems
+        assert problem.remedy == f"lower the other two, which together may be {longest}"
+    load_config(
+        tmp_path / "ours.yaml", ["policy.generation.max_new_tokens=512", "data.max_input_seq_length=512"]
+    )
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
