@@ -3,7 +3,6 @@
 import re
 import textwrap
 from collections.abc import Iterator
-from typing import cast
 
 import yaml
 
@@ -65,7 +64,7 @@ class _Writer:
     def _refusals(self, section: str) -> list[str]:
         """The refused keys whose nearest section in the file this is."""
         found = [path for path in self._refused if path.startswith(f"{section}.")]
-        values = cast("Tree", value_at(self._tree, section) or {})
+        values = self._migrated.draft.section(section)
         inner = [key for key, value in values.items() if isinstance(value, dict)]
         return [p for p in found if not any(p.startswith(f"{section}.{key}.") for key in inner)]
 
