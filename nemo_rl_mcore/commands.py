@@ -1,5 +1,7 @@
 """Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `replay` repeats what ran.
 
+`migrate` makes one of a recipe of NeMo RL.
+
 Nothing heavy is imported here: a mistake in a recipe is reported before torch, Ray or Megatron start.
 """
 
@@ -10,8 +12,9 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from nemo_rl_mcore import __version__
-from nemo_rl_mcore.config import ConfigError, RunConfig, load_config
+from nemo_rl_mcore.config import ConfigError, RunConfig
 from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.load import load_with_warnings
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.output import BestEffortStream, write_line
@@ -31,9 +34,11 @@ def run_command(arguments: Sequence[str] | None) -> int:
     """Run the command of a command line (None: of the process); see `cli.main`."""
     options, overrides = _parse(arguments)
     try:
-        config = _load(options, overrides)
+        if options.command == "migrate":
+            return _migrate(options)
+        config, warnings = _load(options, overrides)
         of_a_run = options.command not in _OVER_WEIGHTS
-        plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run)
+        plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run, warnings=warnings)
     except (ConfigError, NotACheckpointError) as error:
         write_line(sys.stderr, str(error))
         return EXIT_CONFIG_ERROR
@@ -49,6 +54,8 @@ def run_command(arguments: Sequence[str] | None) -> int:
         case "replay":
             return _replay(config, options)
         case _:
+            for warning in plan.warnings:
+                write_line(sys.stderr, f"warning: {warning}")
             return _run(config)
 
 
@@ -98,12 +105,23 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         metavar="A:B",
         help="the steps after A, which is 0 or has a checkpoint, up to B; left out, all of them",
     )
+    migrate = commands.add_parser(
+        "migrate",
+        help="write a recipe from one of NeMo RL, and say what became of each key",
+        allow_abbrev=False,
+    )
+    migrate.add_argument(
+        "recipe", metavar="THEIR.yaml", help="the recipe of NeMo RL, its `defaults:` beside it"
+    )
+    migrate.add_argument(
+        "--output", metavar="OURS.yaml", help="the file to write; left out, the same name in this folder"
+    )
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
-    unknown = [text for text in rest if text.startswith("-")]
+    unknown = [text for text in rest if text.startswith("-") or "overrides" not in options]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return options, [*options.overrides, *rest]
+    return options, [*getattr(options, "overrides", ()), *rest]
 
 
 def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
@@ -125,14 +143,14 @@ def _add_weights(command: argparse.ArgumentParser, *, required: bool) -> None:
     )
 
 
-def _load(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
+def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
     if options.command in _OVER_WEIGHTS:
-        return _load_over_weights(options, overrides)
-    config = load_config(_recipe(options), overrides)
+        return _load_over_weights(options, overrides), ()
+    config, warnings = load_with_warnings(_recipe(options), overrides)
     if options.command in RUN_CONFIGS and options.command != config.algorithm:
         what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
         raise ConfigError([Problem(options.config, what, f"call nemo-rl-mcore {config.algorithm}")])
-    return config
+    return config, warnings
 
 
 def _load_over_weights(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
@@ -210,6 +228,12 @@ def _in_full(config: RunConfig, plan: Plan) -> list[tuple[str, str]] | None:
     except RunStoppedError as error:
         write_line(sys.stderr, str(error))
         return None
+
+
+def _migrate(options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.config.migration.command import run_migrate
+
+    return run_migrate(options.recipe, options.output)
 
 
 def _run(config: RunConfig) -> int:

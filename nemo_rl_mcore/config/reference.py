@@ -11,11 +11,12 @@ from itertools import chain
 from pydantic.fields import FieldInfo
 
 from nemo_rl_mcore.config.base import StrictModel, join_path
+from nemo_rl_mcore.config.foreign.judgement import ANY, OFF, ON, AnyUnless, Judgement, SameAs
+from nemo_rl_mcore.config.foreign.translated import TRANSLATED
+from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED
 from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.config.schema import allowed, section_of
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.config.translated import TRANSLATED
-from nemo_rl_mcore.config.unsupported import ANY, OFF, ON, UNSUPPORTED, AnyWithout, SameAs, Unsupported
 
 _INTRODUCTION = """\
 # Reference of the keys
@@ -32,8 +33,9 @@ uv run python -m nemo_rl_mcore.config.reference > docs/config_reference.md
 _UNSUPPORTED_INTRODUCTION = """\
 ## NeMo RL keys that do nothing here
 
-A recipe may keep such a key at a neutral value, where it changes nothing. Any other value is an error
-that gives the advice of the last column. The table stands in `nemo_rl_mcore/config/unsupported.py`.
+A recipe may keep such a key at a neutral value, where it changes nothing. What another value does stands in the
+last columns: it is refused with an advice, or, where it costs speed or memory alone, warned of. The table stands in
+`nemo_rl_mcore/config/foreign/`.
 """
 
 
@@ -95,18 +97,19 @@ def _translated_section() -> str:
 
 def _unsupported_section() -> str:
     rows = (_unsupported_row(path, known) for path, known in UNSUPPORTED.items())
-    return _UNSUPPORTED_INTRODUCTION + "\n" + _table(("key", "neutral", "otherwise"), rows)
+    return _UNSUPPORTED_INTRODUCTION + "\n" + _table(("key", "neutral", "otherwise", "what is said"), rows)
 
 
-def _unsupported_row(path: str, known: Unsupported) -> tuple[str, ...]:
-    return f"`{path}`", " or ".join(_neutral(value) for value in known.neutral), known.remedy
+def _unsupported_row(path: str, known: Judgement) -> tuple[str, ...]:
+    otherwise = "" if known.neutral == (ANY,) else "warned of" if known.warns else "refused"
+    return f"`{path}`", " or ".join(_neutral(value) for value in known.neutral), otherwise, known.remedy
 
 
 def _neutral(value: object) -> str:
     if isinstance(value, SameAs):
-        return f"the value of `{value.neighbour}`"
-    if isinstance(value, AnyWithout):
-        return f"any value where `policy.model.{value.key}` is null"
+        return f"the value of `{value.other}`"
+    if isinstance(value, AnyUnless):
+        return f"any value where `{value.path}` is off"
     if value is ANY:
         return "any value; it is not read"
     if value is OFF or value is ON:

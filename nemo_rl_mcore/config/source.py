@@ -96,13 +96,17 @@ class SourceConfig(SourceDefaults):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: object) -> object:
-        """Fill in what a known name stands for."""
+        """Fill in what a known name stands for; of files or a folder in its place the columns alone."""
         if not isinstance(given, Mapping):
             return given
         keys = dict(cast("Mapping[str, object]", given))
         name = keys.get("dataset_name")
         known = known_name(name) if isinstance(name, str) else None
-        return keys if known is None else {**KNOWN[known], **keys}
+        if known is None:
+            return keys
+        left_out = ("subset", "split") if keys.get("data_path") is not None else ()
+        filled = {key: value for key, value in KNOWN[known].items() if key not in left_out}
+        return {**filled, **keys}
 
     def problems(self) -> Iterator[Problem]:
         """Yield a data set without a place, and names that are not known."""

@@ -51,10 +51,15 @@ def _merged(below: DictConfig, above: DictConfig) -> DictConfig:
     return cast("DictConfig", OmegaConf.merge(below, above))
 
 
+_REPLACES = "_override_"
+"""Set to true in a section, it takes the place of the parent's, as in NeMo RL."""
+
+
 def _make_room(below: DictConfig, above: DictConfig) -> None:
     for key in list(above):
         old, new = (tree._get_node(key) for tree in (below, above))  # pyright: ignore[reportPrivateUsage]
-        if isinstance(old, DictConfig) and isinstance(new, DictConfig):
+        replaces = isinstance(new, DictConfig) and new.pop(_REPLACES, False)
+        if isinstance(old, DictConfig) and isinstance(new, DictConfig) and not replaces:
             _make_room(old, new)
         elif isinstance(old, DictConfig | ListConfig) and isinstance(new, DictConfig | ListConfig):
             del below[key]

@@ -1,13 +1,17 @@
 """From a plain tree to a checked configuration, or to every problem it has."""
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_mcore.config.base import DEFER, Problem, collect_problems
+from nemo_rl_mcore.config.foreign.judgement import Tree
+from nemo_rl_mcore.config.foreign.second_models import screen_second_models
+from nemo_rl_mcore.config.foreign.translated import Translation, translate
+from nemo_rl_mcore.config.foreign.unsupported import Screened, screen
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.schema import (
@@ -21,18 +25,24 @@ from nemo_rl_mcore.config.schema import (
     placeholder,
     suggestion,
 )
-from nemo_rl_mcore.config.translated import translate
-from nemo_rl_mcore.config.unsupported import Tree, screen
 
 
-def validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
+@dataclass(frozen=True)
+class Validated:
+    """The configuration, None where there are problems; and what it asks for that does nothing."""
+
+    config: RunConfig | None
+    problems: list[Problem]
+    warnings: list[Problem]
+
+
+def validate(written: Tree) -> Validated:
     """Check fields first, then what goes together; a wrong field does not hide the problems of the others."""
-    kind = kind_of(tree)
-    tree, unread = _with_pretrained_model(tree)
-    kept, problems = screen(tree)
-    translation = translate(kept, kind.algorithm)
+    kind = kind_of(written)
+    tree, unread = with_pretrained_model(written)
+    translation, screened = to_own_keys(written, tree, kind.algorithm)
     kept = translation.tree
-    problems += [*unread, *translation.problems]
+    problems = [*screened.problems, *unread, *translation.problems]
     try:
         config = kind.model_validate(kept, context=DEFER)
     except ValidationError as error:
@@ -43,10 +53,19 @@ def validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
     else:
         field_problems = []
     if config is not None:
-        wrong = {problem.path for problem in field_problems} | _meant(field_problems, kind)
+        wrong = {problem.path for problem in [*field_problems, *unread]} | _meant(field_problems, kind)
         problems += [problem for problem in collect_problems(config) if not _rests_on(problem, wrong)]
     problems = [replace(problem, path=translation.as_written(problem.path)) for problem in problems]
-    return (None if problems else config), problems
+    return Validated(None if problems else config, problems, screened.warnings)
+
+
+def to_own_keys(written: Tree, filled: Tree, algorithm: str) -> tuple[Translation, Screened]:
+    """A recipe without NeMo RL's keys, and what is said of them; `filled` has what model_name says."""
+    screened = screen(filled)
+    kept, origins = screen_second_models(screened.kept, filled, screened)
+    translation = translate(kept, algorithm, written)
+    translation.origins.update(origins)
+    return translation, screened
 
 
 _MODEL = "policy.model"
@@ -55,7 +74,7 @@ Key = int | str
 """A key of a section, or a place in a list."""
 
 
-def _with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
+def with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
     """The recipe completed by what model_name says, of the policy and of a teacher."""
     filled, problems = dict(tree), list[Problem]()
     for name in ("policy", "teacher"):

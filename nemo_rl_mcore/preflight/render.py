@@ -28,6 +28,7 @@ def render(plan: Plan, in_full: Sequence[Row] = ()) -> Group:
         ("Fused log-probabilities", _guardrail_rows(plan)),
         *_memory_sections(plan),
         *([("Data, in full", in_full)] if in_full else []),
+        *((("Warnings", _warning_rows(plan)),) if plan.warnings else ()),
     )
     return Group(*(line for title, rows in sections for line in (Text(title, style="bold"), *_lines(rows))))
 
@@ -37,6 +38,11 @@ def _lines(rows: Iterable[Row]) -> Iterator[Text]:
     width = max(_NAME_WIDTH, *(len(name) for name, _ in table))
     for name, value in table:
         yield Text(f"  {name:<{width}}  {value}")
+
+
+def _warning_rows(plan: Plan) -> Iterator[Row]:
+    for number, warning in enumerate(plan.warnings, start=1):
+        yield f"{number}.", str(warning)
 
 
 def _layout_rows(plan: Plan) -> Iterator[Row]:

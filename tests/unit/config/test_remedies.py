@@ -111,9 +111,9 @@ def test_loaded_weights_are_not_what_is_to_change(refusals, override, told):
 
 
 def test_a_section_is_not_the_key_that_was_meant_inside_it(refusals):
-    (text,) = refusals("+policy.generation.vllm_cfg.use_tqdm=true")
+    (text,) = refusals("+policy.generation.vllm_cfg.show_bars=true")
     key = "policy.generation.vllm_cfg"
-    assert text.startswith(f"{key}.use_tqdm: unknown key; known keys of {key}: async_engine, ")
+    assert text.startswith(f"{key}.show_bars: unknown key; known keys of {key}: async_engine, ")
 
 
 def test_heads_that_follow_others_are_not_told_beside_them(refusals):
