@@ -100,9 +100,11 @@ def collect_problems(section: StrictModel, prefix: str = "") -> Iterator[Problem
 def _problems_inside(value: object, path: str) -> Iterator[Problem]:
     if isinstance(value, StrictModel):
         yield from collect_problems(value, path)
-    elif isinstance(value, tuple | dict):
-        inner = cast("dict[object, object]", value if isinstance(value, dict) else dict(enumerate(value)))
-        for key, one in inner.items():
+    elif isinstance(value, tuple):
+        for place, one in enumerate(cast("tuple[object, ...]", value)):
+            yield from _problems_inside(one, join_path(path, str(place)))
+    elif isinstance(value, dict):
+        for key, one in cast("dict[str, object]", value).items():
             yield from _problems_inside(one, join_path(path, str(key)))
 
 

@@ -45,7 +45,7 @@ def read_data_set(source: SourceConfig) -> Sequence[Row]:
         whole = _loaded(path, lambda: datasets.load_from_disk(path))
         parts = dict(whole) if isinstance(whole, datasets.DatasetDict) else {"train": cast("Dataset", whole)}
         first = next(iter(parts.values()))
-        ranges = named_ranges(split, {name: len(part) for name, part in parts.items()})
+        ranges = named_ranges(split, {str(name): len(part) for name, part in parts.items()})
         chosen = [parts[name].select(range(start, end)) for name, start, end in ranges]
         found = datasets.concatenate_datasets(chosen) if chosen else first.select([])
     else:
@@ -88,12 +88,13 @@ def _rows(found: Dataset, place: str) -> Iterator[Row]:
 def _loaded(path: str, load: Callable[[], Any]) -> Any:
     """What the library loads, or why it does not; it raises classes of five other libraries."""
     import datasets
+    from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
     try:
         return load()
     except Exception as error:
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) else None
         text = " ".join(str(cause or error).split())
         if "Unknown split" in text or "split name" in text.lower():
             raise SourceError("split", f"{path!r}: {shortened(text, 200)}", "name one of those") from error
