@@ -1,5 +1,6 @@
 """Paths that a recipe writes as they are seen from its own file, made to hold wherever it is read or saved."""
 
+from glob import glob
 from pathlib import Path
 from typing import cast
 
@@ -32,4 +33,4 @@ def _anchored(node: object, folder: Path, path: str) -> object:
     if path.endswith(tuple(f".{key}" for key in RECIPES)):
         return str(recipe_file(folder, node).absolute())
     names_a_file = node and path.endswith(tuple(f".{key}" for key in FILES))
-    return str((folder / node).absolute()) if names_a_file and (folder / node).exists() else node
+    return str((folder / node).absolute()) if names_a_file and glob(node, root_dir=folder) else node

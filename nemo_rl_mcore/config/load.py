@@ -55,7 +55,14 @@ def _resolve_section(section: DictConfig, prefix: str, problems: list[Problem]) 
             if isinstance(value, DictConfig):
                 plain[str(key)] = _resolve_section(value, path, problems)
             elif isinstance(value, ListConfig):
-                plain[str(key)] = OmegaConf.to_container(value, resolve=True)
+                plain[str(key)] = [
+                    _resolve_section(one, join_path(path, str(place)), problems)
+                    if isinstance(one, DictConfig)
+                    else OmegaConf.to_container(one, resolve=True)
+                    if isinstance(one, ListConfig)
+                    else one
+                    for place, one in enumerate(value)
+                ]
             else:
                 plain[str(key)] = value
         except (OmegaConfBaseException, RecursionError) as error:

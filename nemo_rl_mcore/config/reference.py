@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from nemo_rl_mcore.config.base import StrictModel, join_path
 from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.config.schema import allowed, section_of
+from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.config.translated import TRANSLATED
 from nemo_rl_mcore.config.unsupported import ANY, OFF, ON, UNSUPPORTED, AnyWithout, SameAs, Unsupported
 
@@ -66,7 +67,10 @@ def _sections_of_its_own(kind: type[RunConfig]) -> Iterator[str]:
 
 
 def _sections(model: type[StrictModel], path: str) -> Iterator[str]:
-    """Yield a section's own keys, then the sections inside it; one that may be null is a key as well."""
+    """Yield a section's own keys, then the sections inside it; one that may be null is a key as well.
+
+    The keys of sources stand once, below data.train.
+    """
     inner = {name: section for name, field in model.model_fields.items() if (section := section_of(field))}
     own = {name: field for name, field in model.model_fields.items() if inner.get(name) != field.annotation}
     title = f"## `{path}`" if path else "## Top level"
@@ -74,12 +78,14 @@ def _sections(model: type[StrictModel], path: str) -> Iterator[str]:
     table = _table(("key", "allowed", "default", "meaning"), rows)
     yield f"{title}\n\n{inspect.getdoc(model)}\n\n{table}"
     for name, section in inner.items():
-        yield from _sections(section, join_path(path, name))
+        inside = join_path(path, name)
+        if section is not SourceConfig or inside == "data.train":
+            yield from _sections(section, inside)
 
 
 def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
     default = "required" if field.is_required() else f"`{_yaml(field.default)}`"
-    return f"`{name}`", allowed(field), default, field.description or ""
+    return f"`{name}`", allowed(field), default, " ".join((field.description or "").split())
 
 
 def _translated_section() -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.anchors import anchored, recipe_file
@@ -43,8 +43,23 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Recipe:
     merged, files = OmegaConf.create(), ()
     for parent in _parents(tree.pop("defaults", None), chain):
         recipe = _read(recipe_file(path.parent, parent), chain)
-        merged, files = cast("DictConfig", OmegaConf.merge(merged, recipe.tree)), (*files, *recipe.files)
-    return Recipe(cast("DictConfig", OmegaConf.merge(merged, tree)), (*files, path))
+        merged, files = _merged(merged, recipe.tree), (*files, *recipe.files)
+    return Recipe(_merged(merged, tree), (*files, path))
+
+
+def _merged(below: DictConfig, above: DictConfig) -> DictConfig:
+    """Both, key by key; a list takes the place of a section, and a section that of a list."""
+    _make_room(below, above)
+    return cast("DictConfig", OmegaConf.merge(below, above))
+
+
+def _make_room(below: DictConfig, above: DictConfig) -> None:
+    for key in list(above):
+        old, new = (tree._get_node(key) for tree in (below, above))  # pyright: ignore[reportPrivateUsage]
+        if isinstance(old, DictConfig) and isinstance(new, DictConfig):
+            _make_room(old, new)
+        elif isinstance(old, DictConfig | ListConfig) and isinstance(new, DictConfig | ListConfig):
+            del below[key]
 
 
 def _parse(path: Path, chain: tuple[Path, ...]) -> dict[str, object]:
@@ -93,6 +108,11 @@ def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Itera
 
 
 def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, bool]]:
+    if isinstance(node, yaml.SequenceNode):
+        for place, one in enumerate(cast("list[yaml.Node]", node.value)):
+            path = join_path(prefix, str(place))
+            yield path, one.start_mark.line + 1, isinstance(one, yaml.MappingNode)
+            yield from _lines(one, path)
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
@@ -185,5 +205,6 @@ def _paths(tree: dict[str, object], prefix: str) -> Iterator[str]:
     for key, value in tree.items():
         path = join_path(prefix, str(key))
         yield path
-        if isinstance(value, dict):
-            yield from _paths(cast("dict[str, object]", value), path)
+        inner = dict(enumerate(cast("list[object]", value))) if isinstance(value, list) else value
+        if isinstance(inner, dict):
+            yield from _paths(cast("dict[str, object]", inner), path)

@@ -91,9 +91,8 @@ _NO_VAL_SAMPLING = "remove it; validation has no sampling settings of its own"
 _NO_FP8 = "set it to its neutral value; the engine computes in vllm_cfg.precision"
 _DENSE = AnyWithout("num_moe_experts")
 _NO_MTP = AnyWithout("mtp_num_layers")
-_OWN_FILE = "remove it and set data_path to a JSONL file, with data.dataset_name: jsonl"
-_ROW_FORMATS = (None, "ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format")
-"""Formats whose keys are those of data.train; which one a row has is seen from the row and the algorithm."""
+_SOURCES = ("data.default", "data.train", "data.validation")
+"""Two of their keys do nothing: a hash of the prompt says which rows are held out, and a run has one environment."""
 _EPOCHS = "remove it; grpo.max_num_steps ends the run"
 _IN_ORDER = (
     "set it to in_order; groups train in the order in which their prompts are drawn, and none becomes too old"
@@ -259,15 +258,9 @@ UNSUPPORTED: dict[str, Unsupported] = {
     "policy.generation.val_top_p": _only(None, SameAs("top_p"), remedy=_NO_VAL_SAMPLING),
     "policy.generation.val_top_k": _only(None, SameAs("top_k"), remedy=_NO_VAL_SAMPLING),
     # data
-    "data.train.dataset_name": _only(*_ROW_FORMATS, remedy=_OWN_FILE),
-    "data.train.seed": _UNREAD,  # a hash of the prompt says which rows are held out
-    "data.validation.dataset_name": _only(*_ROW_FORMATS, remedy=_OWN_FILE),
-    "data.default": _only(
-        None,
-        remedy="remove it, and write what its prompt files say into the rows: a prompt is shown as its row has it",
-    ),
-    "data.prompt_file": _only(None, remedy=_REMOVE_NULL),
-    "data.system_prompt_file": _only(None, remedy=_REMOVE_NULL),
+    **{f"{source}.{key}": _UNREAD for source in _SOURCES for key in ("seed", "env_name")},
+    "data.prompt_file": _only(None, remedy="remove it, and set data.default.prompt_file"),
+    "data.system_prompt_file": _only(None, remedy="remove it, and set data.default.system_prompt_file"),
     "data.shuffle": _only(True, remedy="set it to true; prompts are drawn at random"),
     "data.num_workers": _UNREAD,  # prompts are in memory
     "data.use_multiple_dataloader": _only(False, remedy="set it to false"),
@@ -303,17 +296,26 @@ def screen(tree: Tree) -> tuple[Tree, list[Problem]]:
     return _screen(tree, "", tree, problems), problems
 
 
-def _screen(tree: Tree, prefix: str, recipe: Tree, problems: list[Problem]) -> Tree:
+def _screen(tree: Tree, prefix: str, recipe: Tree, problems: list[Problem], written: str = "") -> Tree:
+    """`prefix` leads to the section in the table, and `written` in the recipe: with the places of lists."""
     kept: Tree = {}
     for key, value in tree.items():
-        path = join_path(prefix, str(key))
+        path, place = join_path(prefix, str(key)), join_path(written, str(key))
         known = UNSUPPORTED.get(path)
-        if known is None:
-            kept[key] = (
-                _screen(cast("Tree", value), path, recipe, problems) if isinstance(value, dict) else value
-            )
-        elif not known.accepts(value, tree, recipe):
-            problems.append(Problem(path, f"{_shown(value)} is not supported", known.remedy))
+        if known is not None:
+            if not known.accepts(value, tree, recipe):
+                problems.append(Problem(place, f"{_shown(value)} is not supported", known.remedy))
+        elif isinstance(value, dict):
+            kept[key] = _screen(cast("Tree", value), path, recipe, problems, place)
+        elif isinstance(value, list):
+            kept[key] = [
+                _screen(cast("Tree", one), path, recipe, problems, join_path(place, str(number)))
+                if isinstance(one, dict)
+                else one
+                for number, one in enumerate(cast("list[object]", value))
+            ]
+        else:
+            kept[key] = value
     return kept
 
 

@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -13,7 +13,9 @@ from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.schema import (
     Kind,
     allowed,
+    field_at,
     field_help,
+    field_path,
     fields,
     nearest_path,
     placeholder,
@@ -34,7 +36,7 @@ def validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
     try:
         config = kind.model_validate(kept, context=DEFER)
     except ValidationError as error:
-        field_problems = [_translate(details, kind) for details in error.errors(include_url=False)]
+        field_problems = [_translate(details, kept, kind) for details in error.errors(include_url=False)]
         # A model that could not be read is missing for that reason alone.
         problems += [problem for problem in field_problems if not (unread and problem.path == _MODEL)]
         config = _stand_in(kept, kind)
@@ -61,23 +63,41 @@ def _with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
     return filled, problems
 
 
-def _translate(details: ErrorDetails, kind: Kind) -> Problem:
-    # Positions inside a list have no field of their own: the list's field speaks for them.
-    path = ".".join(part for part in details["loc"] if isinstance(part, str))
+def _translate(details: ErrorDetails, tree: Tree, kind: Kind) -> Problem:
+    path = ".".join(map(str, _as_written(details["loc"], tree)))
     given = _shown(details["input"])
     match details["type"]:
         case "extra_forbidden":
             return Problem(path, "unknown key", suggestion(path, kind))
         case "missing":
             return Problem(
-                path, "missing", f"set it: {field_help(path, kind)} ({allowed(fields(kind)[path])})"
+                path,
+                "missing",
+                f"set it: {field_help(path, kind)} ({allowed(fields(kind)[field_path(path, kind)])})",
             )
         case "value_error":
             return Problem(path, str(details.get("ctx", {}).get("error", details["msg"])))
         case _:
-            field = fields(kind).get(path)
+            field = field_at(path, kind)
             options = allowed(field) if field else details["msg"]
             return Problem(path, f"{given} is not allowed", f"allowed: {options}")
+
+
+def _as_written(loc: tuple[int | str, ...], tree: Tree) -> list[int | str]:
+    """The keys and places that lead through a recipe to an error, without the names of a union's branches.
+
+    A place is told where it is that of a section; of any other list the list's field speaks for all of it.
+    """
+    keys, node = list[int | str](), cast("object", tree)
+    for depth, part in enumerate(loc):
+        last = depth == len(loc) - 1
+        if isinstance(part, int):
+            inner = cast("list[object]", node)[part] if isinstance(node, list | tuple) else None
+            if isinstance(inner, dict) and not last:
+                keys, node = [*keys, part], inner
+        elif isinstance(node, dict) and (last or part in node):
+            keys, node = [*keys, part], cast("Tree", node).get(part)
+    return keys
 
 
 def _shown(value: object) -> str:
@@ -116,20 +136,19 @@ def _stand_in(tree: Tree, kind: Kind) -> RunConfig | None:
             return kind.model_validate(tree, context=DEFER)
         except ValidationError as error:
             for details in error.errors(include_url=False):
-                _replace(tree, [part for part in details["loc"] if isinstance(part, str)], kind)
+                _replace(tree, _as_written(details["loc"], tree), kind)
     return None
 
 
-def _replace(tree: Tree, keys: list[str], kind: Kind) -> None:
+def _replace(tree: Tree, keys: list[int | str], kind: Kind) -> None:
     """Remove a wrong field, or give a required one the simplest value of its type."""
-    section = tree
+    section: object = tree
     for key in keys[:-1]:
-        inner = section.get(key)
-        if not isinstance(inner, dict):
-            return
-        section = cast("Tree", inner)
-    field = fields(kind).get(".".join(keys))
+        section = cast("Any", section)[key]
+    if not isinstance(section, dict):
+        return
+    field = field_at(".".join(map(str, keys)), kind)
     if field is not None and field.is_required():
         section[keys[-1]] = placeholder(field)
     else:
-        section.pop(keys[-1], None)
+        cast("Tree", section).pop(str(keys[-1]), None)

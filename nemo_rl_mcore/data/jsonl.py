@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.data import DataConfig, RowKind, ValidationFileConfig
+from nemo_rl_mcore.config.data import DataConfig, RowKind
+from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
 
@@ -71,10 +72,8 @@ def hash_fraction(context: Context) -> float:
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def _read(
-    file: ValidationFileConfig, key: str, kind: RowKind, *, chat: bool
-) -> tuple[list[Example], list[Problem]]:
-    path = file.data_path
+def _read(file: SourceConfig, key: str, kind: RowKind, *, chat: bool) -> tuple[list[Example], list[Problem]]:
+    path = file.paths[0]
     try:
         content = read_regular(Path(path))
     except OSError as error:
@@ -102,7 +101,7 @@ def _line_problems(key: str, wrong: Sequence[str]) -> Iterator[Problem]:
 
 
 def _example(
-    line: bytes, place: str, index: int, file: ValidationFileConfig, kind: RowKind, *, chat: bool
+    line: bytes, place: str, index: int, file: SourceConfig, kind: RowKind, *, chat: bool
 ) -> Example:
     try:
         row = parse_json(line)

@@ -31,7 +31,7 @@ from nemo_rl_mcore.errors import CustomCodeError
 def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     """The prompts of a run; ValueError, or ConfigError which is one, for files or a class that do not serve."""
     match config.data.dataset_name:
-        case "jsonl":
+        case "files":
             return _open_files(config, tokenizer)
         case "custom":
             return _open_class(config, tokenizer)

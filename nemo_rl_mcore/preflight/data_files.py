@@ -35,7 +35,7 @@ class DataPlan:
 def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
     """Read the data set's files; None where it has none, for such a data set does not end."""
     problems = [*_template_problems(config)]
-    if config.data.dataset_name != "jsonl":
+    if not config.data.from_files:
         return None, problems
     examples, wrong = read_examples(config.data, config.row_kind)
     problems += [problem.below("data") for problem in wrong]
@@ -88,7 +88,7 @@ def _held_out_problems(config: RunConfig, examples: Examples) -> Iterator[Proble
 
 def scored_examples(config: RunConfig) -> list[Example]:
     """Read the rows of the data set's files that env.math scores against; none where the files cannot be read."""
-    if config.env.math is None or config.data.dataset_name != "jsonl":
+    if config.env.math is None or not config.data.from_files:
         return []
     examples, wrong = read_examples(config.data, config.row_kind)
     return [] if wrong else _scored(config, examples)

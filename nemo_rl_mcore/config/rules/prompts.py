@@ -1,11 +1,13 @@
 """What a run asks of its data set: enough prompts and rows, and answers that can be scored."""
 
+import difflib
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Problem, join_path
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.source import each
 
 
 def _drawn_prompts(config: RunConfig) -> Iterator[Problem]:
@@ -81,6 +83,23 @@ def _held_out_prompts(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _named_sets(config: RunConfig) -> Iterator[Problem]:
+    """Yield names in data.validation that are none of a set of eval.sets."""
+    sets = config.eval.sets if config.eval else {}
+    for place, name in each(config.data.validation).items():
+        if not isinstance(name, str) or name in sets:
+            continue
+        near = difflib.get_close_matches(name, sets, n=1, cutoff=0.5)
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"known: {', '.join(sets) or 'none'}; name it in eval.sets"
+        )
+        yield Problem(
+            join_path("data.validation", place), f"{name!r} is no set of eval.sets", hint, ("eval.sets",)
+        )
+
+
 def _gold_answers(config: RunConfig) -> Iterator[Problem]:
     if config.data.embedded and config.env.math is not None and config.env.math.gold is not None:
         yield Problem(
@@ -91,4 +110,4 @@ def _gold_answers(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-RULES = Rules(of_runs=(_drawn_prompts, _given_rows, _held_out_prompts, _gold_answers))
+RULES = Rules(of_runs=(_drawn_prompts, _given_rows, _held_out_prompts, _named_sets, _gold_answers))

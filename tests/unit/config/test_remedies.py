@@ -133,7 +133,7 @@ def test_an_override_with_spaces_says_so(refusals):
 
 def test_a_prompt_file_is_not_dropped_without_what_it_said(refusals):
     (text,) = refusals("+data.default.prompt_file=cot.txt")
-    assert text.endswith("write what its prompt files say into the rows: a prompt is shown as its row has it")
+    assert text.startswith("data.default: does nothing with dataset_name: copy")
 
 
 def test_a_section_set_to_null_is_no_place_of_its_keys(exemplar, tmp_path):

@@ -51,9 +51,6 @@ def test_the_refusals_of_the_stock_recipe(stock_problems):
         "policy.megatron_cfg.distributed_data_parallel_config.average_in_collective",
         "data.dataset_name",
         "data.prompt_file",
-        "data.train.dataset_name",
-        "data.train.data_path",
-        "data.default",
         "logger.monitor_gpus",
     }
 
