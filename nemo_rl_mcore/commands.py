@@ -15,11 +15,15 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.output import BestEffortStream, write_line
 from nemo_rl_mcore.preflight import Plan, preflight
-from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, load_recipe_of
+from nemo_rl_mcore.preflight.evaluation import as_evaluated
+from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
+from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE
 from nemo_rl_mcore.training.checkpoints import NotACheckpointError, require_checkpoint
 
 EXIT_CONFIG_ERROR = 2
 """Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
+_OVER_WEIGHTS = ("eval", "generate", "export")
+"""The commands over weights that are given; nothing is trained."""
 
 
 def run_command(arguments: Sequence[str] | None) -> int:
@@ -29,7 +33,7 @@ def run_command(arguments: Sequence[str] | None) -> int:
         return _recipes(options)
     try:
         config = _load(options, overrides)
-        of_a_run = options.command not in ("generate", "export")
+        of_a_run = options.command not in _OVER_WEIGHTS
         plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run)
     except (ConfigError, NotACheckpointError) as error:
         write_line(sys.stderr, str(error))
@@ -37,6 +41,8 @@ def run_command(arguments: Sequence[str] | None) -> int:
     match options.command:
         case "check":
             return _check(plan)
+        case "eval":
+            return _eval(config)
         case "generate":
             return _generate(config, options)
         case "export":
@@ -57,17 +63,22 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     ):
         command = _add_command(commands, name, purpose)
         command.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
-    generate = _add_command(commands, "generate", "answer prompts with the weights of a checkpoint")
-    generate.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
+    evaluation = _add_command(commands, "eval", "score the answers to the sets of a recipe's section eval")
+    _add_weights(evaluation, required=False)
+    generate = _add_command(commands, "generate", "answer prompts with given weights")
+    _add_weights(generate, required=True)
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     generate.add_argument(
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="may be repeated; left out, held-out prompts",
+        "--prompt-file",
+        metavar="FILE",
+        help="a prompt a line, or a file .jsonl of prompts or messages; without any prompt, held-out ones are taken",
     )
+    generate.add_argument("--samples", type=_count, default=1, metavar="N", help="answers to each prompt")
     generate.add_argument(
         "--greedy", action="store_true", help="take the likeliest token instead of sampling"
+    )
+    generate.add_argument(
+        "--output", metavar="FILE", help="write the answers here, as JSONL; it must not exist"
     )
     export = _add_command(commands, "export", "write the weights of a checkpoint as a Hugging Face folder")
     export.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
@@ -116,11 +127,26 @@ def _add_recipes(commands: Any) -> None:
     copy.add_argument("destination", nargs="?", metavar="DEST", help="left out, here")
 
 
+def _add_weights(command: argparse.ArgumentParser, *, required: bool) -> None:
+    weights = command.add_mutually_exclusive_group(required=required)
+    weights.add_argument("--checkpoint", metavar="DIR", help="weights of a folder step_N of a run")
+    weights.add_argument("--hf", metavar="DIR", help="weights of a Hugging Face folder")
+    command.add_argument(
+        "--config", metavar="FILE", help="the recipe; left out, it is that of the checkpoint"
+    )
+
+
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
-    if "checkpoint" in options:
-        # Its checksums are compared when the recipe has said whether they are to be.
-        found = require_checkpoint(Path(options.checkpoint), "--checkpoint", verify_checksums=False)
-        return load_recipe_of(found.folder, overrides)
+    if options.command in _OVER_WEIGHTS:
+        named = {name: getattr(options, name, None) for name in ("config", "checkpoint", "hf")}
+        if named["checkpoint"] is not None:
+            # Its checksums are compared when the recipe has said whether they are to be.
+            require_checkpoint(Path(named["checkpoint"]), "--checkpoint", verify_checksums=False)
+        elif options.command == "generate" and not (options.config or options.prompt or options.prompt_file):
+            what = "missing, and a Hugging Face folder has no prompts of its own"
+            raise ConfigError([Problem("--prompt", what, "write --prompt TEXT or --prompt-file FILE")])
+        config = load_over_given_weights(overrides, **named, few_ranks=options.command == "generate")
+        return as_evaluated(config) if options.command == "eval" else config
     config = load_config(_recipe(options), overrides)
     if options.command in RUN_CONFIGS and options.command != config.algorithm:
         what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
@@ -163,6 +189,12 @@ def _recipes(options: argparse.Namespace) -> int:
     return 0
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of answers, 1 or more")
+    return int(text)
+
+
 def _check(plan: Plan) -> int:
     from rich.console import Console
 
@@ -180,10 +212,17 @@ def _run(config: RunConfig) -> int:
     return run(config)
 
 
-def _generate(config: RunConfig, options: argparse.Namespace) -> int:
-    from nemo_rl_mcore.generate import run_generate
+def _eval(config: RunConfig) -> int:
+    from nemo_rl_mcore.evaluate import run_eval
 
-    return run_generate(config, options.prompt, greedy=options.greedy)
+    return run_eval(config)
+
+
+def _generate(config: RunConfig, options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.generate import Asked, run_generate
+
+    asked = Asked(options.prompt, options.prompt_file, options.samples, options.greedy, options.output)
+    return run_generate(config, asked)
 
 
 def _export(config: RunConfig, options: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -203,7 +203,16 @@ def _train(parts: Parts, cluster: RayCluster, checkpoints: RunCheckpoints, stack
             resumed_step=checkpoints.resumed_step,
         )
     )
-    generation = stack.enter_context(_generation(parts, policy, cluster, checkpoints.resumed_step))
+    first_step = (checkpoints.resumed_step or 0) + 1
+    generation = stack.enter_context(
+        open_generation(
+            config,
+            tokenizer,
+            policy,
+            cluster,
+            lambda: prompts_to_compare(config, parts.prompts, tokenizer, first_step),
+        )
+    )
     rollouts: Rollouts | None = None
     if isinstance(config, GRPOMasterConfig) and config.asynchronous:
         assert isinstance(generation, EngineGeneration)
@@ -280,30 +289,36 @@ def start_model(
 
 
 def start_frozen(config: RunConfig, cluster: RayCluster) -> Policy:
-    """The weights of `policy.init_checkpoint`, which nothing will train."""
+    """The policy with the weights that it starts from, which nothing will train."""
     return Policy(
         config.policy,
         cluster,
         seed=config.seed,
+        temperature=config.logprob_temperature,
         trained=False,
         verify_checksums=config.checkpointing.verify_checksums,
     )
 
 
 @contextmanager
-def _generation(
-    parts: Parts, policy: Policy, cluster: RayCluster, resumed_step: int | None
+def open_generation(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    policy: Policy,
+    cluster: RayCluster,
+    to_compare: Callable[[], Sequence[Sequence[int]]],
 ) -> Iterator[GenerationInterface]:
-    """The engine that the recipe asks for; one of its own ends with the block."""
-    config, stop_ids = parts.config, stop_ids_of(parts.config, parts.tokenizer)
+    """The engine that the recipe asks for; one of its own ends with the block.
+
+    to_compare: gives the token ids after which engines apart from the ranks are compared with them at first.
+    """
+    stop_ids = stop_ids_of(config, tokenizer)
     if config.policy.generation.decodes_on_ranks:
         yield EmbeddedGeneration(policy, stop_ids)
         return
 
     def compare(engines: EngineGeneration) -> None:
-        step = (resumed_step or 0) + 1
-        prompts = prompts_to_compare(config, parts.prompts, parts.tokenizer, step)
-        found = compare_at_start(config, policy, engines, prompts)
+        found = compare_at_start(config, policy, engines, to_compare())
         write_line(sys.stdout, found.agreement)
 
     with EngineGeneration(

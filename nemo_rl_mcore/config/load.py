@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.config.sources import apply_overrides, locate, read_recipe
+from nemo_rl_mcore.config.sources import Recipe, apply_overrides, locate, read_recipe
 from nemo_rl_mcore.config.unsupported import Tree
 from nemo_rl_mcore.config.validate import validate
 
@@ -22,7 +22,11 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
     Overrides follow Hydra's grammar: `a.b=c`, `+new=...`, `~gone`. Raises ConfigError with every problem.
     """
-    recipe = read_recipe(path)
+    return load_recipe(read_recipe(path), overrides)
+
+
+def load_recipe(recipe: Recipe, overrides: Iterable[str] = ()) -> RunConfig:
+    """Check a recipe that was read; see `load_config`."""
     overridden, problems = apply_overrides(recipe.tree, overrides)
     tree, unresolved = resolve(recipe.tree)
     # A recipe drops a section of its parent by `section: null`.

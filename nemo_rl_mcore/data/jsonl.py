@@ -9,6 +9,7 @@ from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.data import DataConfig, RowKind
+from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
@@ -63,6 +64,17 @@ def read_examples(data: DataConfig, kind: RowKind) -> tuple[Examples, list[Probl
         ),
         problems,
     )
+
+
+def read_sets(evaluation: EvalConfig, *, chat: bool) -> tuple[dict[str, list[Example]], list[Problem]]:
+    """Read the sets of an evaluation; what is wrong with them comes as problems, with whole paths."""
+    found: dict[str, list[Example]] = {}
+    problems: list[Problem] = []
+    for name, source in evaluation.sets.items():
+        rows, wrong = _read(source, f"eval.sets.{name}.data_path", RowKind.PROMPTS, chat=chat)
+        found[name] = rows[: evaluation.max_samples]
+        problems += wrong
+    return found, problems
 
 
 def hash_fraction(context: Context) -> float:

@@ -16,7 +16,7 @@ from nemo_rl_mcore.data.answers import answer_row
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt, PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
-from nemo_rl_mcore.data.jsonl import Example, read_examples
+from nemo_rl_mcore.data.jsonl import Example, read_examples, read_sets
 from nemo_rl_mcore.data.preference import (
     GivenPairs,
     PreferenceSource,
@@ -37,6 +37,20 @@ def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
             return _open_class(config, tokenizer)
         case task:
             return DigitTaskSource(task, config.data.num_digits, config.seed, _count_keys(config))
+
+
+def open_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]]:
+    """The prompts of each set of `eval`; ValueError, or ConfigError which is one, for files that do not serve."""
+    assert config.eval is not None
+    examples, problems = read_sets(config.eval, chat=config.data.apply_chat_template)
+    if problems:
+        raise ConfigError(problems)
+    limits = _Limits(config, tokenizer)
+    prompts = {name: limits.fitting(rows, sampled=True) for name, rows in examples.items()}
+    for name, fitting in prompts.items():
+        if not fitting:
+            raise ValueError(f"data.overlong: drop leaves no row of eval.sets.{name}")
+    return prompts
 
 
 def _count_keys(config: RunConfig) -> tuple[str, str]:

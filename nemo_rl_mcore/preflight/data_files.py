@@ -34,7 +34,7 @@ class DataPlan:
 
 def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
     """Read the data set's files; None where it has none, for such a data set does not end."""
-    problems = [*_template_problems(config)]
+    problems = [*template_problems(config)]
     if not config.data.from_files:
         return None, problems
     examples, wrong = read_examples(config.data, config.row_kind)
@@ -112,13 +112,13 @@ def _scored(config: RunConfig, examples: Examples) -> list[Example]:
     return train + (examples.held_out[: config.loop.max_val_samples] if config.loop.validates else [])
 
 
-def _template_problems(config: RunConfig) -> Iterator[Problem]:
+def template_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a tokenizer without a chat template where one is to be applied."""
     if not config.data.apply_chat_template:
         return
     name = config.policy.tokenizer.name
     folder = local_folder(name)
-    if name == "char" or (folder is not None and not _has_template(folder)):
+    if name == "char" or (folder is not None and not has_template(folder)):
         yield Problem(
             "data.apply_chat_template",
             f"true needs a chat template, and {_TOKENIZER}: {name} has none",
@@ -126,7 +126,7 @@ def _template_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _has_template(folder: Path) -> bool:
+def has_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
     try:
