@@ -138,20 +138,38 @@ def _add_weights(command: argparse.ArgumentParser, *, required: bool) -> None:
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
     if options.command in _OVER_WEIGHTS:
-        named = {name: getattr(options, name, None) for name in ("config", "checkpoint", "hf")}
-        if named["checkpoint"] is not None:
-            # Its checksums are compared when the recipe has said whether they are to be.
-            require_checkpoint(Path(named["checkpoint"]), "--checkpoint", verify_checksums=False)
-        elif options.command == "generate" and not (options.config or options.prompt or options.prompt_file):
-            what = "missing, and a Hugging Face folder has no prompts of its own"
-            raise ConfigError([Problem("--prompt", what, "write --prompt TEXT or --prompt-file FILE")])
-        config = load_over_given_weights(overrides, **named, few_ranks=options.command == "generate")
-        return as_evaluated(config) if options.command == "eval" else config
+        return _load_over_weights(options, overrides)
     config = load_config(_recipe(options), overrides)
     if options.command in RUN_CONFIGS and options.command != config.algorithm:
         what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
         raise ConfigError([Problem(options.config, what, f"call nemo-rl-mcore {config.algorithm}")])
     return config
+
+
+def _load_over_weights(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
+    named = {name: getattr(options, name, None) for name in ("config", "checkpoint", "hf")}
+    checkpoint = named["checkpoint"]
+    if checkpoint is not None:
+        if (Path(checkpoint) / "config.json").is_file():
+            what = f"{checkpoint!r} is a Hugging Face folder, and no checkpoint of a run"
+            raise ConfigError([Problem("--checkpoint", what, f"write --hf {checkpoint}")])
+        # Its checksums are compared when the recipe has said whether they are to be.
+        require_checkpoint(Path(checkpoint), "--checkpoint", verify_checksums=False)
+    elif options.config is None and (missing := _nothing_asked(options)):
+        raise ConfigError([missing])
+    config = load_over_given_weights(overrides, **named, few_ranks=options.command == "generate")
+    return as_evaluated(config) if options.command == "eval" else config
+
+
+def _nothing_asked(options: argparse.Namespace) -> Problem | None:
+    """What is wrong with a command that has no recipe which says what to ask."""
+    if options.command == "eval":
+        return Problem("--config", "missing", "name a recipe with a section eval")
+    if options.prompt or options.prompt_file:
+        return None
+    return Problem(
+        "--prompt", "missing", "write --prompt TEXT or --prompt-file FILE, or name a recipe: --config"
+    )
 
 
 def _recipe(options: argparse.Namespace) -> str:

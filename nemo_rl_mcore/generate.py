@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import batched
 from pathlib import Path
+from typing import TextIO
 
 from nemo_rl_mcore.algorithms.rollout import Responder, Rollout
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
@@ -66,26 +67,29 @@ def _generate(config: RunConfig, asked: Asked) -> None:
 
 
 @contextmanager
-def _written_to(output: str | None) -> Iterator[Callable[[Rollout], None]]:
+def _written_to(output: str | None) -> Generator[Callable[[Rollout], None]]:
     """Give what writes answers as they come: to standard output, or to a new file."""
     if output is None:
         yield _as_lines
         return
+    with _new_file(output) as file:
+
+        def write(answered: Rollout) -> None:
+            for row in _rows(answered):
+                file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
+            file.flush()
+
+        yield write
+    write_line(sys.stdout, f"the answers are in {output}")
+
+
+def _new_file(output: str) -> TextIO:
     try:
-        file = Path(output).open("x", encoding="utf-8", errors="backslashreplace")
+        return Path(output).open("x", encoding="utf-8", errors="backslashreplace")
     except FileExistsError as error:
         raise RunStoppedError(f"--output {output!r} exists already; name another file") from error
     except OSError as error:
         raise RunStoppedError(f"--output {output!r} cannot be written: {error.strerror}") from error
-
-    def write(answered: Rollout) -> None:
-        for row in _rows(answered):
-            file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
-        file.flush()
-
-    with file:
-        yield write
-    write_line(sys.stdout, f"the answers are in {output}")
 
 
 def _as_lines(answered: Rollout) -> None:

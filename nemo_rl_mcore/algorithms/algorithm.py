@@ -71,7 +71,10 @@ class Algorithm[Config: RunConfig](ABC):
         """Hear that the checkpoint of a finished step is whole."""
 
     def validate(self, step: int) -> dict[str, float]:
-        """The greedy answers to the held-out prompts: mean reward and share of full marks; the engine then sleeps."""
+        """The greedy answers to the held-out prompts: mean reward and share of full marks; the engine then sleeps.
+
+        Where the prompts have several sources, the same of each of them besides.
+        """
         loop = self.config.loop
         prompts = self.prompts.validation(loop.max_val_samples)
         rewards: list[float] = []
@@ -81,5 +84,17 @@ class Algorithm[Config: RunConfig](ABC):
             self.observer.add_samples(rollout.one_sample_a_prompt(step))
             rewards += rollout.batch["rewards"].tolist()
         self.collector.generation.offload()
-        perfect = sum(reward >= 1.0 for reward in rewards) / len(rewards)
-        return {"validation/reward": sum(rewards) / len(rewards), "validation/accuracy": perfect}
+        by_source: dict[str, list[float]] = {"validation": rewards}
+        for prompt, reward in zip(prompts, rewards, strict=True):
+            if prompt.source:
+                by_source.setdefault(f"validation/{prompt.source}", []).append(reward)
+        return {
+            f"{name}/{metric}": value
+            for name, some in by_source.items()
+            for metric, value in _means(some).items()
+        }
+
+
+def _means(rewards: Sequence[float]) -> dict[str, float]:
+    perfect = sum(reward >= 1.0 for reward in rewards)
+    return {"reward": sum(rewards) / len(rewards), "accuracy": perfect / len(rewards)}

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from nemo_rl_mcore.config.answers import AnswerConfig
 from nemo_rl_mcore.config.base import PositiveInt, Problem, StrictModel, join_path
 from nemo_rl_mcore.config.imports import Arguments, ImportPath
+from nemo_rl_mcore.config.shares import MOST_TURNS, whole_weights
 from nemo_rl_mcore.config.source import (
     SourceConfig,
     SourceDefaults,
@@ -121,6 +122,7 @@ class DataConfig(StrictModel):
     def problems(self) -> Iterator[Problem]:
         """Yield keys that the data set lacks or does not read, and prompts that are longer than the maximum."""
         yield from self._source_problems()
+        yield from self._weight_problems()
         if self.embedded and self.apply_chat_template:
             yield Problem(
                 "apply_chat_template",
@@ -160,6 +162,30 @@ class DataConfig(StrictModel):
                 yield Problem(
                     key, f"missing with dataset_name: {reader}", f"set {example}", ("dataset_name",)
                 )
+
+    def _weight_problems(self) -> Iterator[Problem]:
+        """Yield weights without others beside them, and such as have no order that begins anew."""
+        weights = {path: source.weight for path, source in self.train_sources.items()}
+        given = [weight for weight in weights.values() if weight is not None]
+        for path, weight in weights.items():
+            if given and weight is None:
+                yield Problem(
+                    f"{path}.weight", "missing, and other sources have one", "give all of them one, or none"
+                )
+            if weight is not None and len(weights) == 1:
+                yield Problem(
+                    f"{path}.weight", f"{weight:g} does nothing where there is one source", "remove it"
+                )
+        if len(given) == len(weights) > 1 and (turns := sum(whole_weights(given))) > MOST_TURNS:
+            yield Problem(
+                "train",
+                f"the weights are in the ratio of integers with the sum {turns}, and {MOST_TURNS} is the most",
+                "give them fewer digits",
+            )
+        for place, source in each(self.validation).items():
+            if isinstance(source, SourceConfig) and source.weight is not None:
+                path = join_path(join_path("validation", place), "weight")
+                yield Problem(path, "does nothing: validation takes as many rows of each source", "remove it")
 
 
 class ArithmeticEnvConfig(StrictModel):

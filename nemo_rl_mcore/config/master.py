@@ -27,7 +27,7 @@ from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
-from nemo_rl_mcore.config.source import SourceConfig, each, with_defaults
+from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defaults
 
 _Tree = dict[str, object]
 
@@ -149,6 +149,18 @@ class RunConfig(StrictModel):
     def data_parallel_size(self) -> int:
         """Copies of the model."""
         return max(1, self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size)
+
+    @property
+    def train_sources(self) -> dict[str, SourceConfig]:
+        """The sources to train on, by their path in the recipe."""
+        return {join_path("data", path): source for path, source in self.data.train_sources.items()}
+
+    @property
+    def source_weights(self) -> dict[str, float] | None:
+        """The weights of the sources to train on by their names; None where their rows are joined."""
+        sources = self.train_sources
+        given = {name: sources[path].weight for path, name in names_of(sources).items()}
+        return {name: weight for name, weight in given.items() if weight is not None} or None
 
     @property
     def validation_sources(self) -> dict[str, SourceConfig]:

@@ -19,6 +19,7 @@ from nemo_rl_mcore.config.known_data import (
 TEXT_FILES = ("prompt_file", "system_prompt_file")
 """Keys that name a file of text."""
 _OF_ONE_SPLIT = ("split", "split_validation_size", "weight", "streaming")
+_OF_THE_HUB = ("subset", "split")
 _OF_A_PLACE = ("data_path", "subset")
 """Keys that validation does not take from data.train; where the rows lie, unless it says so itself."""
 
@@ -102,7 +103,11 @@ class SourceConfig(SourceDefaults):
         keys = dict(cast("Mapping[str, object]", given))
         name = keys.get("dataset_name")
         known = known_name(name) if isinstance(name, str) else None
-        return keys if known is None else {**KNOWN[known], **keys}
+        if known is None:
+            return keys
+        # Files of one's own in the place of the data set have its columns, and no configurations or splits of the hub.
+        own = keys.get("data_path") is not None
+        return {key: value for key, value in KNOWN[known].items() if not own or key not in _OF_THE_HUB} | keys
 
     def problems(self) -> Iterator[Problem]:
         """Yield a data set without a place, and names that are not known."""
@@ -197,3 +202,13 @@ def as_in_train(validation: Mapping[str, object], train: Mapping[str, object]) -
         left_out = (*_OF_ONE_SPLIT, *(_OF_A_PLACE if own else ()))
         keys = [key for key in SourceConfig.model_fields if key not in left_out]
     return {**{key: train[key] for key in keys if key in train}, **validation}
+
+
+def names_of(sources: Mapping[str, SourceConfig]) -> dict[str, str]:
+    """A name for each source by its path: that of a set of eval.sets, or its own, with a number where it is taken."""
+    names = dict[str, str]()
+    for path, source in sources.items():
+        own = path.removeprefix("eval.sets.") if path.startswith("eval.sets.") else source.name
+        taken = sum(name == own or name.startswith(f"{own}_") for name in names.values())
+        names[path] = f"{own}_{taken + 1}" if own in names.values() else own
+    return names

@@ -51,6 +51,9 @@ def validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
 
 _MODEL = "policy.model"
 
+Key = int | str
+"""A key of a section, or a place in a list."""
+
 
 def _with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
     """The recipe completed by what model_name says, of the policy and of a teacher."""
@@ -83,18 +86,19 @@ def _translate(details: ErrorDetails, tree: Tree, kind: Kind) -> Problem:
             return Problem(path, f"{given} is not allowed", f"allowed: {options}")
 
 
-def _as_written(loc: tuple[int | str, ...], tree: Tree) -> list[int | str]:
+def _as_written(loc: tuple[int | str, ...], tree: Tree) -> list[Key]:
     """The keys and places that lead through a recipe to an error, without the names of a union's branches.
 
     A place is told where it is that of a section; of any other list the list's field speaks for all of it.
     """
-    keys, node = list[int | str](), cast("object", tree)
+    keys, node = list[Key](), cast("object", tree)
     for depth, part in enumerate(loc):
         last = depth == len(loc) - 1
         if isinstance(part, int):
-            inner = cast("list[object]", node)[part] if isinstance(node, list | tuple) else None
+            inner = cast("list[object]", node)[part] if isinstance(node, list) else None
             if isinstance(inner, dict) and not last:
-                keys, node = [*keys, part], inner
+                keys.append(part)
+                node = cast("object", inner)
         elif isinstance(node, dict) and (last or part in node):
             keys, node = [*keys, part], cast("Tree", node).get(part)
     return keys
@@ -140,15 +144,16 @@ def _stand_in(tree: Tree, kind: Kind) -> RunConfig | None:
     return None
 
 
-def _replace(tree: Tree, keys: list[int | str], kind: Kind) -> None:
+def _replace(tree: Tree, keys: list[Key], kind: Kind) -> None:
     """Remove a wrong field, or give a required one the simplest value of its type."""
-    section: object = tree
+    node: object = tree
     for key in keys[:-1]:
-        section = cast("Any", section)[key]
-    if not isinstance(section, dict):
+        node = cast("Any", node)[key]
+    if not isinstance(node, dict):
         return
+    section, last = cast("Tree", node), str(keys[-1])
     field = field_at(".".join(map(str, keys)), kind)
     if field is not None and field.is_required():
-        section[keys[-1]] = placeholder(field)
+        section[last] = placeholder(field)
     else:
-        cast("Tree", section).pop(str(keys[-1]), None)
+        section.pop(last, None)

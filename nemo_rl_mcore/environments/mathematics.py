@@ -86,7 +86,7 @@ class MathEnvironment:
         return [float(self._equal(golds[prompt.answer], self._said(response))) for prompt, response in rows]
 
     def votes(self, responses: Sequence[str]) -> list[Vote]:
-        """See `ReadsAnswers.votes`: answers are equal as they are for scores, each compared with the first of its kind."""
+        """See `ReadsAnswers.votes`; answers are equal as they are for scores, each to the first of its kind."""
         said = [self._said(response) for response in responses]
         kinds: list[int] = []
         votes: list[Vote] = []

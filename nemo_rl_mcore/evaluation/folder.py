@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -39,7 +39,7 @@ def digest_of(prompts: Sequence[Prompt]) -> str:
 
 
 @contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
+def writing_to(folder: Path) -> Generator[None]:
     """Raise FolderError, naming the folder, for what cannot be written there."""
     try:
         yield

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.data.jsonl import read_sets
+from nemo_rl_mcore.data.examples import read_set
+from nemo_rl_mcore.data.rows import is_fetched
 from nemo_rl_mcore.preflight.data_files import answer_problems, template_problems
 from nemo_rl_mcore.preflight.packages import import_problems
 
@@ -61,9 +62,10 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
             ("policy.max_total_sequence_length",),
         )
     yield from template_problems(config)
-    sets, wrong = read_sets(config.eval, chat=config.data.apply_chat_template)
-    yield from wrong
-    for rows in sets.values():
-        yield from answer_problems(config, rows)
+    for name, source in config.eval.sets.items():
+        if not is_fetched(source):
+            rows, wrong = read_set(f"eval.sets.{name}", source, chat=config.data.apply_chat_template)
+            yield from wrong
+            yield from answer_problems(config, rows[: config.eval.max_samples])
     paths = config.import_paths
     yield from import_problems({key: path for key, path in paths.items() if key == _ENVIRONMENT})

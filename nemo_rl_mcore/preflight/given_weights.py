@@ -1,6 +1,7 @@
-"""The recipe of a command that trains nothing, over weights that it is given: a checkpoint's, or a Hugging Face folder's.
+"""The recipe of a command that trains nothing, over weights that it is given.
 
-They take the place of the recipe's own weights, with their architecture and tokenizer. Only the policy is started: what
+Those of a checkpoint, or of a Hugging Face folder, take the place of the recipe's own, with their architecture and
+tokenizer. Only the policy is started: what
 the recipe says of weights to begin with, and of other models, is left out.
 """
 

@@ -11,7 +11,7 @@ from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrails
 from nemo_rl_mcore.config.rules.packing import fused_guardrail
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
-from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data
+from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
 from nemo_rl_mcore.preflight.folders import folder_problems
 from nemo_rl_mcore.preflight.memory import RunMemory, estimate_memory
@@ -76,6 +76,7 @@ class Plan:
     reference_policy: bool
     log_dir: str
     missing: tuple[Problem, ...] = ()
+    fetched: tuple[str, ...] = ()
 
 
 def preflight(config: RunConfig, *, elsewhere: bool = False, of_a_run: bool = True) -> Plan:
@@ -109,6 +110,7 @@ def preflight(config: RunConfig, *, elsewhere: bool = False, of_a_run: bool = Tr
         reference_policy=config.needs_reference,
         log_dir=config.logger.log_dir,
         missing=missing,
+        fetched=tuple(fetched(config)) if of_a_run else (),
     )
 
 

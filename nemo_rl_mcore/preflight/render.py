@@ -98,7 +98,9 @@ def _run_rows(plan: Plan) -> Iterator[Row]:
     if (data := plan.data) is not None:
         yield "rows", f"{data.rows} to train on, {data.held_out} held out"
         yield "a pass over the rows", f"{data.rows} / {data.rows_per_step} = {data.steps_per_epoch:g} steps"
-    yield "steps", str(plan.steps)
+    if plan.fetched:
+        yield "rows", f"{', '.join(plan.fetched)}: fetched and read when the run starts"
+    yield "steps", str(plan.steps) if not plan.fetched else f"{plan.steps} at most"
     yield "reference policy", "yes" if plan.reference_policy else "no (its KL penalty is 0)"
     yield "log_dir", plan.log_dir
     for problem in plan.missing:
