@@ -19,7 +19,6 @@ from nemo_rl_mcore.config.known_data import (
 TEXT_FILES = ("prompt_file", "system_prompt_file")
 """Keys that name a file of text."""
 _OF_ONE_SPLIT = ("split", "split_validation_size", "weight", "streaming")
-_OF_THE_HUB = ("subset", "split")
 _OF_A_PLACE = ("data_path", "subset")
 """Keys that validation does not take from data.train; where the rows lie, unless it says so itself."""
 
@@ -97,7 +96,7 @@ class SourceConfig(SourceDefaults):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: object) -> object:
-        """Fill in what a known name stands for."""
+        """Fill in what a known name stands for; of files or a folder in its place the columns alone."""
         if not isinstance(given, Mapping):
             return given
         keys = dict(cast("Mapping[str, object]", given))
@@ -105,9 +104,9 @@ class SourceConfig(SourceDefaults):
         known = known_name(name) if isinstance(name, str) else None
         if known is None:
             return keys
-        # Files of one's own in the place of the data set have its columns, and no configurations or splits of the hub.
-        own = keys.get("data_path") is not None
-        return {key: value for key, value in KNOWN[known].items() if not own or key not in _OF_THE_HUB} | keys
+        left_out = ("subset", "split") if keys.get("data_path") is not None else ()
+        filled = {key: value for key, value in KNOWN[known].items() if key not in left_out}
+        return {**filled, **keys}
 
     def problems(self) -> Iterator[Problem]:
         """Yield a data set without a place, and names that are not known."""

@@ -1,6 +1,7 @@
 """GRPO over Protocol fakes: what is called, in which order, with what. Learning is tested on real ranks."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -182,6 +183,21 @@ def test_validation_runs_at_start_by_period_and_at_end_on_held_out_prompts():
     assert len({notes.steps[step]["validation/reward"] for step in validated}) == 1
     assert len(notes.sampled) == 4 * 5 + 5 * 4
     assert (notes.sampled[-1].step, notes.sampled[-1].prompt[-1]) == (5, ">")
+
+
+def test_a_validation_over_several_sources_tells_each(monkeypatch):
+    config = master(grpo={"val_at_end": True, "max_val_samples": 5})
+    drawn = source(config)
+    named = [replace(prompt, source="ab"[row % 2]) for row, prompt in enumerate(drawn.validation(5))]
+    monkeypatch.setattr(drawn, "validation", lambda count: named[:count])
+    policy, notes = FakePolicy(), Notes()
+    train(GRPO(config, policy, collector(config, policy), drawn, notes))
+    metrics = {
+        key: value for key, value in notes.steps[max(notes.steps)].items() if key.startswith("validation/")
+    }
+    assert {"validation/a/reward", "validation/b/reward", "validation/a/accuracy"} <= metrics.keys()
+    of_both = (3 * metrics["validation/a/reward"] + 2 * metrics["validation/b/reward"]) / 5
+    assert metrics["validation/reward"] == pytest.approx(of_both)
 
 
 def test_skipped_steps_are_counted_and_end_the_run_at_the_limit_after_they_were_logged():

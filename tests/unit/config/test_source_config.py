@@ -116,3 +116,14 @@ def test_files_beside_the_recipe_are_found_from_anywhere(recipe, tmp_path):
     data = load_config(recipe(data=train(A, B))).data.train_sources
     assert data["train.0"].data_path == str(tmp_path / "a.jsonl")
     assert data["train.1"].data_path == "b.jsonl"
+
+
+def test_a_recipe_written_out_reads_back_alike(recipe, tmp_path):
+    data = {
+        "default": {"prompt_file": "p.txt"},
+        "train": [{"dataset_name": "gsm8k", "weight": 1}, {**B, "weight": 2}],
+    }
+    data["validation"] = ["math500", {"data_path": ["a.csv", "b.csv"]}]
+    config = load_config(recipe(data=data, eval={"sets": {"math500": {"dataset_name": "MATH-500"}}}))
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(tmp_path / "again.yaml") == config

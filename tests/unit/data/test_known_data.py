@@ -71,7 +71,7 @@ def read(tmp_path, monkeypatch):
                 writer.writerow(row)
         else:
             path.write_text(json.dumps([row] if written == "json" else row))
-        given = {"dataset_name": name, "data_path": str(path), "subset": None, "split": None, **keys}
+        given = {"dataset_name": name, "data_path": str(path), **keys}
         source = SourceConfig.model_validate({**given, "split_validation_size": 0})
         examples, problems = read_examples({"data.train": source}, {}, kind, chat=True)
         assert problems == []
