@@ -33,6 +33,8 @@ _OVER_WEIGHTS = ("eval", "generate", "export")
 def run_command(arguments: Sequence[str] | None) -> int:
     """Run the command of a command line (None: of the process); see `cli.main`."""
     options, overrides = _parse(arguments)
+    if options.command == "recipes":
+        return _recipes(options)
     try:
         if options.command == "migrate":
             return _migrate(options)
@@ -116,6 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     migrate.add_argument(
         "--output", metavar="OURS.yaml", help="the file to write; left out, the same name in this folder"
     )
+    _add_recipes(commands)
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in options]
@@ -132,6 +135,19 @@ def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentPar
         "overrides", nargs="*", metavar="KEY=VALUE", help="Hydra's grammar: a.b=c, +new=1, ~gone"
     )
     return command
+
+
+def _add_recipes(commands: Any) -> None:
+    purpose = "list the recipes that come with the package, or copy one or a folder of them"
+    command: argparse.ArgumentParser = commands.add_parser("recipes", help=purpose, description=purpose)
+    command.set_defaults(overrides=[])
+    actions = command.add_subparsers(dest="action", metavar="ACTION")
+    actions.add_parser("list", help="the names, as `defaults:` and --config take them")
+    copy = actions.add_parser(
+        "copy", help="copy a recipe or a folder of recipes, with the files that they need"
+    )
+    copy.add_argument("name", metavar="NAME", help="such as grpo_copy_cpu.yaml or quickstart")
+    copy.add_argument("destination", nargs="?", metavar="DEST", help="left out, here")
 
 
 def _add_weights(command: argparse.ArgumentParser, *, required: bool) -> None:
@@ -198,6 +214,20 @@ def _steps(text: str) -> tuple[int, int | None]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not A:B, two numbers of steps, such as 0:20"
         ) from error
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.copy_recipes import copy_recipes, list_recipes
+
+    copies = options.action == "copy"
+    try:
+        lines = map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes()
+    except ConfigError as error:
+        write_line(sys.stderr, str(error))
+        return EXIT_CONFIG_ERROR
+    for line in lines:
+        write_line(sys.stdout, line)
+    return 0
 
 
 def _count(text: str) -> int:

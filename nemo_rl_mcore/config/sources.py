@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from glob import glob
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -11,6 +10,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_rl_mcore.config.anchors import anchored, recipe_file
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
 from nemo_rl_mcore.config.master import kind_of
 from nemo_rl_mcore.config.schema import Kind, is_known, suggestion
@@ -28,19 +28,21 @@ class Recipe:
 
 
 def read_recipe(path: str | Path) -> Recipe:
-    """Read a file and, under it, what its `defaults:` names; raises ConfigError with the chain of files."""
-    return _read(Path(path), ())
+    """Read a file and, under it, what its `defaults:` names; raises ConfigError with the chain of files.
+
+    A name that is no file is that of a recipe that comes with the package.
+    """
+    return _read(recipe_file(Path(), path), ())
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> Recipe:
     chain = (*chain, path)
     if path.resolve() in [ancestor.resolve() for ancestor in chain[:-1]]:
         raise _refuse(chain, "the file is its own ancestor", "remove the cycle from `defaults:`")
-    tree = _parse(path, chain)
-    _anchor_paths(tree, path.parent)
+    tree = OmegaConf.create(anchored(_parse(path, chain), path.parent))
     merged, files = OmegaConf.create(), ()
     for parent in _parents(tree.pop("defaults", None), chain):
-        recipe = _read(path.parent / parent, chain)
+        recipe = _read(recipe_file(path.parent, parent), chain)
         merged, files = _merged(merged, recipe.tree), (*files, *recipe.files)
     return Recipe(_merged(merged, tree), (*files, path))
 
@@ -65,52 +67,23 @@ def _make_room(below: DictConfig, above: DictConfig) -> None:
             del below[key]
 
 
-_PATHS_BESIDE_THE_FILE = ("warm_start", "teacher.warm_start")
-_PATHS_OF_A_SOURCE = ("data_path", "prompt_file", "system_prompt_file")
-
-
-def _anchor_paths(tree: DictConfig, folder: Path) -> None:
-    """Make the paths of other recipes, which start at this file, hold wherever the recipe is saved."""
-    for key in _PATHS_BESIDE_THE_FILE:
-        if isinstance(given := OmegaConf.select(tree, key), str):
-            OmegaConf.update(tree, key, str((folder / given).absolute()))
-    for section in _sections_of_sources(tree):
-        for key in _PATHS_OF_A_SOURCE:
-            if key in section and not OmegaConf.is_interpolation(section, key):
-                section[key] = _beside(section[key], folder)
-
-
-def _sections_of_sources(tree: DictConfig) -> Iterator[DictConfig]:
-    nodes = [OmegaConf.select(tree, f"data.{key}") for key in ("default", "train", "validation")]
-    nodes.append(OmegaConf.select(tree, "eval.sets"))
-    for node in nodes:
-        inner = (
-            node if isinstance(node, ListConfig) else node.values() if isinstance(node, DictConfig) else ()
-        )
-        yield from (one for one in (node, *inner) if isinstance(one, DictConfig))
-
-
-def _beside(given: object, folder: Path) -> object:
-    """Files beside the recipe by their whole path; other names stay, and start where the command does."""
-    if isinstance(given, ListConfig):
-        return [_beside(one, folder) for one in given]
-    if not isinstance(given, str) or not given or not glob(given, root_dir=folder):
-        return given
-    return str((folder / given).absolute())
-
-
-def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:
+def _parse(path: Path, chain: tuple[Path, ...]) -> dict[str, object]:
     try:
         tree = OmegaConf.load(path)
     except FileNotFoundError:
-        raise _refuse(chain, "no such file", "check the path (a relative one starts at the file)") from None
+        raise _refuse(chain, "no such file", _NO_SUCH_FILE) from None
     except (OSError, UnicodeDecodeError) as error:
         raise _refuse(chain, f"cannot be read: {error}", "name a YAML file") from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise _refuse(chain, f"is not valid YAML: {' '.join(str(error).split())}", "correct it") from error
     if not isinstance(tree, DictConfig):
         raise _refuse(chain, "holds no keys at its top level", "write a recipe: sections with keys")
-    return tree
+    return cast("dict[str, object]", OmegaConf.to_container(tree))
+
+
+_NO_SUCH_FILE = (
+    "check the path (a relative one starts at the file), or take one that `nemo-rl-mcore recipes` lists"
+)
 
 
 def _parents(defaults: object, chain: tuple[Path, ...]) -> list[str]:
