@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import resource
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,13 @@ def device_uuid(of: torch.device | None = None) -> str:
     """What the driver calls this GPU, whatever its index is; empty on CPU."""
     of = of or device()
     return f"GPU-{torch.cuda.get_device_properties(of).uuid}" if of.type == "cuda" else ""
+
+
+def peak_memory_bytes() -> int:
+    """The most that this process has held so far: of GPU memory, allocated by torch; on CPU of the machine's."""
+    if has_cuda():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def synchronize(of: torch.device) -> None:

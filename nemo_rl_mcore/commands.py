@@ -1,5 +1,7 @@
 """Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `replay` repeats what ran.
 
+`migrate` makes one of a recipe of NeMo RL.
+
 Nothing heavy is imported here: a mistake in a recipe is reported before torch, Ray or Megatron start.
 """
 
@@ -10,32 +12,43 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from nemo_rl_mcore import __version__
-from nemo_rl_mcore.config import ConfigError, RunConfig, load_config
+from nemo_rl_mcore.config import ConfigError, RunConfig
 from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.load import load_with_warnings
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.output import BestEffortStream, write_line
 from nemo_rl_mcore.preflight import Plan, preflight
-from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, load_recipe_of
+from nemo_rl_mcore.preflight.evaluation import as_evaluated
+from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
+from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE
 from nemo_rl_mcore.training.checkpoints import NotACheckpointError, require_checkpoint
 
 EXIT_CONFIG_ERROR = 2
 """Exit status of a recipe with problems, the same as argparse's for a command line with problems."""
+_OVER_WEIGHTS = ("eval", "generate", "export")
+"""The commands over weights that are given; nothing is trained."""
 
 
 def run_command(arguments: Sequence[str] | None) -> int:
     """Run the command of a command line (None: of the process); see `cli.main`."""
     options, overrides = _parse(arguments)
+    if options.command == "recipes":
+        return _recipes(options)
     try:
-        config = _load(options, overrides)
-        of_a_run = options.command not in ("generate", "export")
-        plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run)
+        if options.command == "migrate":
+            return _migrate(options)
+        config, warnings = _load(options, overrides)
+        of_a_run = options.command not in _OVER_WEIGHTS
+        plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run, warnings=warnings)
     except (ConfigError, NotACheckpointError) as error:
         write_line(sys.stderr, str(error))
         return EXIT_CONFIG_ERROR
     match options.command:
         case "check":
             return _check(config, plan, full=options.full)
+        case "eval":
+            return _eval(config)
         case "generate":
             return _generate(config, options)
         case "export":
@@ -43,6 +56,8 @@ def run_command(arguments: Sequence[str] | None) -> int:
         case "replay":
             return _replay(config, options)
         case _:
+            for warning in plan.warnings:
+                write_line(sys.stderr, f"warning: {warning}")
             return _run(config)
 
 
@@ -62,17 +77,22 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
                 action="store_true",
                 help="open the data too: tokenise it, read its golds, score one row",
             )
-    generate = _add_command(commands, "generate", "answer prompts with the weights of a checkpoint")
-    generate.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
+    evaluation = _add_command(commands, "eval", "score the answers to the sets of a recipe's section eval")
+    _add_weights(evaluation, required=False)
+    generate = _add_command(commands, "generate", "answer prompts with given weights")
+    _add_weights(generate, required=True)
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     generate.add_argument(
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="may be repeated; left out, held-out prompts",
+        "--prompt-file",
+        metavar="FILE",
+        help="a prompt a line, or a file .jsonl of prompts or messages; without any prompt, held-out ones are taken",
     )
+    generate.add_argument("--samples", type=_count, default=1, metavar="N", help="answers to each prompt")
     generate.add_argument(
         "--greedy", action="store_true", help="take the likeliest token instead of sampling"
+    )
+    generate.add_argument(
+        "--output", metavar="FILE", help="write the answers here, as JSONL; it must not exist"
     )
     export = _add_command(commands, "export", "write the weights of a checkpoint as a Hugging Face folder")
     export.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
@@ -87,12 +107,24 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         metavar="A:B",
         help="the steps after A, which is 0 or has a checkpoint, up to B; left out, all of them",
     )
+    migrate = commands.add_parser(
+        "migrate",
+        help="write a recipe from one of NeMo RL, and say what became of each key",
+        allow_abbrev=False,
+    )
+    migrate.add_argument(
+        "recipe", metavar="THEIR.yaml", help="the recipe of NeMo RL, its `defaults:` beside it"
+    )
+    migrate.add_argument(
+        "--output", metavar="OURS.yaml", help="the file to write; left out, the same name in this folder"
+    )
+    _add_recipes(commands)
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
-    unknown = [text for text in rest if text.startswith("-")]
+    unknown = [text for text in rest if text.startswith("-") or "overrides" not in options]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    return options, [*options.overrides, *rest]
+    return options, [*getattr(options, "overrides", ()), *rest]
 
 
 def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
@@ -105,16 +137,62 @@ def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentPar
     return command
 
 
-def _load(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
-    if "checkpoint" in options:
-        # Its checksums are compared when the recipe has said whether they are to be.
-        found = require_checkpoint(Path(options.checkpoint), "--checkpoint", verify_checksums=False)
-        return load_recipe_of(found.folder, overrides)
-    config = load_config(_recipe(options), overrides)
+def _add_recipes(commands: Any) -> None:
+    purpose = "list the recipes that come with the package, or copy one or a folder of them"
+    command: argparse.ArgumentParser = commands.add_parser("recipes", help=purpose, description=purpose)
+    command.set_defaults(overrides=[])
+    actions = command.add_subparsers(dest="action", metavar="ACTION")
+    actions.add_parser("list", help="the names, as `defaults:` and --config take them")
+    copy = actions.add_parser(
+        "copy", help="copy a recipe or a folder of recipes, with the files that they need"
+    )
+    copy.add_argument("name", metavar="NAME", help="such as grpo_copy_cpu.yaml or quickstart")
+    copy.add_argument("destination", nargs="?", metavar="DEST", help="left out, here")
+
+
+def _add_weights(command: argparse.ArgumentParser, *, required: bool) -> None:
+    weights = command.add_mutually_exclusive_group(required=required)
+    weights.add_argument("--checkpoint", metavar="DIR", help="weights of a folder step_N of a run")
+    weights.add_argument("--hf", metavar="DIR", help="weights of a Hugging Face folder")
+    command.add_argument(
+        "--config", metavar="FILE", help="the recipe; left out, it is that of the checkpoint"
+    )
+
+
+def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
+    if options.command in _OVER_WEIGHTS:
+        return _load_over_weights(options, overrides), ()
+    config, warnings = load_with_warnings(_recipe(options), overrides)
     if options.command in RUN_CONFIGS and options.command != config.algorithm:
         what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
         raise ConfigError([Problem(options.config, what, f"call nemo-rl-mcore {config.algorithm}")])
-    return config
+    return config, warnings
+
+
+def _load_over_weights(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
+    named = {name: getattr(options, name, None) for name in ("config", "checkpoint", "hf")}
+    checkpoint = named["checkpoint"]
+    if checkpoint is not None:
+        if (Path(checkpoint) / "config.json").is_file():
+            what = f"{checkpoint!r} is a Hugging Face folder, and no checkpoint of a run"
+            raise ConfigError([Problem("--checkpoint", what, f"write --hf {checkpoint}")])
+        # Its checksums are compared when the recipe has said whether they are to be.
+        require_checkpoint(Path(checkpoint), "--checkpoint", verify_checksums=False)
+    elif options.config is None and (missing := _nothing_asked(options)):
+        raise ConfigError([missing])
+    config = load_over_given_weights(overrides, **named, few_ranks=options.command == "generate")
+    return as_evaluated(config) if options.command == "eval" else config
+
+
+def _nothing_asked(options: argparse.Namespace) -> Problem | None:
+    """What is wrong with a command that has no recipe which says what to ask."""
+    if options.command == "eval":
+        return Problem("--config", "missing", "name a recipe with a section eval")
+    if options.prompt or options.prompt_file:
+        return None
+    return Problem(
+        "--prompt", "missing", "write --prompt TEXT or --prompt-file FILE, or name a recipe: --config"
+    )
 
 
 def _recipe(options: argparse.Namespace) -> str:
@@ -136,6 +214,26 @@ def _steps(text: str) -> tuple[int, int | None]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not A:B, two numbers of steps, such as 0:20"
         ) from error
+
+
+def _recipes(options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.copy_recipes import copy_recipes, list_recipes
+
+    copies = options.action == "copy"
+    try:
+        lines = map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes()
+    except ConfigError as error:
+        write_line(sys.stderr, str(error))
+        return EXIT_CONFIG_ERROR
+    for line in lines:
+        write_line(sys.stdout, line)
+    return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of answers, 1 or more")
+    return int(text)
 
 
 def _check(config: RunConfig, plan: Plan, *, full: bool) -> int:
@@ -162,6 +260,12 @@ def _in_full(config: RunConfig, plan: Plan) -> list[tuple[str, str]] | None:
         return None
 
 
+def _migrate(options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.config.migration.command import run_migrate
+
+    return run_migrate(options.recipe, options.output)
+
+
 def _run(config: RunConfig) -> int:
     # Brings in Ray and torch, which the preflight does without.
     from nemo_rl_mcore.launch import run
@@ -169,10 +273,17 @@ def _run(config: RunConfig) -> int:
     return run(config)
 
 
-def _generate(config: RunConfig, options: argparse.Namespace) -> int:
-    from nemo_rl_mcore.generate import run_generate
+def _eval(config: RunConfig) -> int:
+    from nemo_rl_mcore.evaluate import run_eval
 
-    return run_generate(config, options.prompt, greedy=options.greedy)
+    return run_eval(config)
+
+
+def _generate(config: RunConfig, options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.generate import Asked, run_generate
+
+    asked = Asked(options.prompt, options.prompt_file, options.samples, options.greedy, options.output)
+    return run_generate(config, asked)
 
 
 def _export(config: RunConfig, options: argparse.Namespace) -> int:

@@ -78,10 +78,13 @@ def _left_out(plan: Plan, source: PromptSource) -> Iterator[Row]:
 
 def _scored(parts: Parts, prompt: Prompt) -> Iterator[Row]:
     """What the environment gives for the answer that the data has, and for none."""
-    given, none = parts.environment.score([prompt, prompt], [prompt.answer, ""], [True, True])
+    given, none = parts.environment.score([prompt, prompt], [prompt.imitated, ""], [True, True])
     yield (
         "its answer",
-        f"{shortened(prompt.answer)} earns {float(given):g}, an empty response {float(none):g}",
+        f"{shortened(prompt.imitated)} earns {float(given):g}, an empty response {float(none):g}",
     )
     if float(given) <= float(none):
-        yield "", "a right answer earns no more than none: look at env and at how the data states its answers"
+        yield (
+            "",
+            "the answer as the data states it earns no more than none: look at env and data.train.answer",
+        )

@@ -1,16 +1,23 @@
-"""Sampling from a checkpoint: its own recipe says which model, which tokenizer and how to sample."""
+"""Answers to given prompts: the recipe of the weights says which tokenizer, and how to sample."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import batched
+from pathlib import Path
+from typing import TextIO
 
-from nemo_rl_mcore.algorithms.rollout import Responder
+from nemo_rl_mcore.algorithms.rollout import Responder, Rollout
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.epochs import EpochSource
+from nemo_rl_mcore.data.prompt_file import read_prompts
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RunStoppedError
@@ -23,45 +30,121 @@ from nemo_rl_mcore.workers.cluster import RayCluster
 _HELD_OUT_PROMPTS = 8
 
 
-def run_generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> int:
-    """Answer the texts, or some held-out prompts, with the weights of `policy.init_checkpoint`; see `exit_status`."""
-    return exit_status(
-        lambda: _generate(config, texts, greedy=greedy), lambda: "the answers above are all there are"
-    )
+@dataclass(frozen=True)
+class Asked:
+    """What the command asks for.
+
+    texts, file: the prompts; without any of them held-out ones are taken. samples: answers to each prompt.
+    output: the JSONL file to write instead of lines.
+    """
+
+    texts: Sequence[str] = ()
+    file: str | None = None
+    samples: int = 1
+    greedy: bool = False
+    output: str | None = None
 
 
-def _generate(config: RunConfig, texts: Sequence[str], *, greedy: bool) -> None:
-    assert config.policy.init_checkpoint is not None
-    require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
+def run_generate(config: RunConfig, asked: Asked) -> int:
+    """Answer the prompts with the weights of the policy, by its ranks; see `exit_status`."""
+    told = "the answers above are" if asked.output is None else f"the answers in {asked.output} are"
+    return exit_status(lambda: _generate(config, asked), lambda: f"{told} all there are")
+
+
+def _generate(config: RunConfig, asked: Asked) -> None:
+    if config.policy.init_checkpoint is not None:
+        require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
     tokenizer = tokenizer_of(config.policy)
-    prompts = _prompts(config, texts, tokenizer)
+    prompts = _prompts(config, asked, tokenizer)
     stop_ids = stop_ids_of(config, tokenizer)
     with (
+        _written_to(asked.output) as write,
         RayCluster(config.cluster) as cluster,
         start_frozen(config, cluster) as policy,
     ):
         responder = Responder(EmbeddedGeneration(policy, stop_ids), tokenizer, config.max_prompt_length)
-        answered = responder.respond(prompts, 1, step=0, greedy=greedy)
+        for batch in batched(prompts, config.loop.val_batch_size):
+            write(responder.respond(batch, asked.samples, step=0, greedy=asked.greedy))
+
+
+@contextmanager
+def _written_to(output: str | None) -> Generator[Callable[[Rollout], None]]:
+    """Give what writes answers as they come: to standard output, or to a new file."""
+    if output is None:
+        yield _as_lines
+        return
+    with _new_file(output) as file:
+
+        def write(answered: Rollout) -> None:
+            for row in _rows(answered):
+                file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
+            file.flush()
+
+        yield write
+    write_line(sys.stdout, f"the answers are in {output}")
+
+
+def _new_file(output: str) -> TextIO:
+    try:
+        return Path(output).open("x", encoding="utf-8", errors="backslashreplace")
+    except FileExistsError as error:
+        raise RunStoppedError(f"--output {output!r} exists already; name another file") from error
+    except OSError as error:
+        raise RunStoppedError(f"--output {output!r} cannot be written: {error.strerror}") from error
+
+
+def _as_lines(answered: Rollout) -> None:
     for prompt, response in zip(answered.prompts, answered.responses, strict=True):
         write_line(sys.stdout, f"{prompt.text}{response}")
 
 
-def _prompts(config: RunConfig, texts: Sequence[str], tokenizer: Tokenizer) -> list[Prompt]:
-    """Prompts that the collector will take; a text that it would refuse is refused before the ranks start."""
-    if not texts:
-        return _held_out(config, tokenizer)
-    longest = config.max_prompt_length
-    prompts = [Prompt(index, text, answer="") for index, text in enumerate(texts)]
-    if config.data.apply_chat_template:
-        prompts = [with_template(prompt, tokenizer) for prompt in prompts]
-    for text, prompt in zip(texts, prompts, strict=True):
+def _rows(answered: Rollout) -> Iterator[dict[str, object]]:
+    batch = answered.batch
+    for place, (prompt, response) in enumerate(zip(answered.prompts, answered.responses, strict=True)):
+        yield {
+            "index": prompt.index,
+            "sample": int(batch["sample_index"][place]),
+            "prompt": prompt.text,
+            "response": response,
+            "tokens": int(batch["token_mask"][place].sum()),
+            "finished": bool(batch["finished"][place]),
+        }
+
+
+def _prompts(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> list[Prompt]:
+    """Prompts that the responder will take; one that it would refuse is refused before the ranks start."""
+    given = [Prompt(0, text, "", place=f"--prompt {text!r}") for text in asked.texts]
+    if asked.file is not None:
         try:
-            length = len(tokenizer.encode(prompt.text))
+            given += read_prompts(Path(asked.file), _input_key(config))
         except ValueError as error:
-            raise RunStoppedError(f"--prompt {text!r}: {error}") from error
-        if not 0 < length <= longest:
-            raise RunStoppedError(f"--prompt {text!r}: it has {length} tokens; 1 to {longest} are allowed")
-    return prompts
+            raise RunStoppedError(f"--prompt-file {error}") from error
+    if not given:
+        return _held_out(config, tokenizer)
+    return [_checked(config, replace(prompt, index=index), tokenizer) for index, prompt in enumerate(given)]
+
+
+def _input_key(config: RunConfig) -> str | None:
+    """The key of a prompt in the rows that are trained on."""
+    train = config.data.train
+    first = train[0] if isinstance(train, tuple) else train
+    return None if first is None else first.input_key
+
+
+def _checked(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
+    if prompt.context and not config.data.apply_chat_template:
+        raise RunStoppedError(f"{prompt.place}: messages need data.apply_chat_template: true")
+    try:
+        if config.data.apply_chat_template:
+            prompt = with_template(prompt, tokenizer)
+        length = len(tokenizer.encode(prompt.text))
+    except ValueError as error:
+        raise RunStoppedError(f"{prompt.place}: {error}") from error
+    if not 0 < length <= config.max_prompt_length:
+        raise RunStoppedError(
+            f"{prompt.place}: it has {length} tokens; 1 to {config.max_prompt_length} are allowed"
+        )
+    return prompt
 
 
 def _held_out(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:

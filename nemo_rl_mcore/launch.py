@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
 from nemo_rl_mcore.controllers.start import open_rollouts, read_saved
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs
+from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
 from nemo_rl_mcore.generation.embedded.kind import embedded_kind
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
@@ -118,17 +120,23 @@ def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | Non
     config = parts.config
     current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
     saved = read_saved(config, checkpoints.start)
-    with _session(config, outer) as cluster:
+    recorder = RunRecorder(
+        config.logger,
+        config.loop.max_num_steps,
+        title=f"{config.algorithm}: {config.data.dataset_name}",
+        resumed_step=checkpoints.resumed_step,
+    )
+    with ExitStack() as session:
+        if outer is None:
+            with recorder.startup("ray", "starting Ray"):
+                cluster = session.enter_context(RayCluster(config.cluster))
+        else:  # one for all runs of a command: only who has started it knows its servers and its processes
+            cluster = outer.shared_with(config.cluster)
         if config.warm_start is not None and checkpoints.resumed_step is None:
             weights = _weights_of(config.warm_start, config, "warm_start", cluster)
             config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
         with ExitStack() as stack:
-            _train(replace(parts, config=config), cluster, checkpoints, stack, saved)
-
-
-def _session(config: RunConfig, outer: RayCluster | None) -> AbstractContextManager[RayCluster]:
-    """One for all runs of a command: only who has started it knows its servers and its processes."""
-    return RayCluster(config.cluster) if outer is None else nullcontext(outer.shared_with(config.cluster))
+            _train(replace(parts, config=config), cluster, checkpoints, recorder, stack, saved)
 
 
 def _weights_of(recipe: str, config: RunConfig, name: str, cluster: RayCluster) -> str:
@@ -159,22 +167,26 @@ def _train(
     parts: Parts,
     cluster: RayCluster,
     checkpoints: RunCheckpoints,
+    recorder: RunRecorder,
     stack: ExitStack,
     saved: SavedRollouts | None = None,
 ) -> None:
-    """Start ranks, engine and observer, which end with the stack, and train; saved: the rollouts of the checkpoint."""
+    """Start ranks, engine and recorder, which end with the stack, and train; saved: the rollouts of the checkpoint."""
     config, tokenizer = parts.config, parts.tokenizer
     of_policy, *others = [_with_weights(plan, config, cluster) for plan in config.models.values()]
-    policy = stack.enter_context(start_model(of_policy, config, cluster))
-    recorder = stack.enter_context(
-        RunRecorder(
-            config.logger,
-            config.loop.max_num_steps,
-            title=f"{config.algorithm}: {config.data.dataset_name}",
-            resumed_step=checkpoints.resumed_step,
+    policy = _start(of_policy, config, cluster, recorder, stack)
+    stack.enter_context(recorder)
+    first_step = (checkpoints.resumed_step or 0) + 1
+    generation = stack.enter_context(
+        open_generation(
+            config,
+            tokenizer,
+            policy,
+            cluster,
+            lambda: prompts_to_compare(config, parts.prompts, tokenizer, first_step),
+            recorder.startup,
         )
     )
-    generation = stack.enter_context(_generation(parts, policy, cluster, checkpoints.resumed_step))
     rollouts: Rollouts | None = None
     if isinstance(config, GRPOMasterConfig) and config.asynchronous:
         assert isinstance(generation, EngineGeneration)
@@ -183,8 +195,7 @@ def _train(
         )
     collector = RolloutCollector(generation, tokenizer, config.max_prompt_length, parts.environment)
     models = {of_policy.name: policy} | {
-        plan.name: stack.enter_context(start_model(plan, config, cluster, colocated_with=policy))
-        for plan in others
+        plan.name: _start(plan, config, cluster, recorder, stack, colocated_with=policy) for plan in others
     }
     algorithm = _algorithm(parts, models, collector, recorder, rollouts)
     trained = {name: model for name, model in models.items() if config.models[name].trained}
@@ -231,6 +242,23 @@ def _with_weights(plan: ModelPlan, config: RunConfig, cluster: RayCluster) -> Mo
     return replace(plan, policy=_starting_from(weights, plan.policy))
 
 
+def _start(
+    plan: ModelPlan,
+    config: RunConfig,
+    cluster: RayCluster,
+    recorder: RunRecorder,
+    stack: ExitStack,
+    colocated_with: Policy | None = None,
+) -> Policy:
+    """The ranks of a model, which end with the stack; how long they take is told."""
+    told_as = f"starting {count_of(cluster.config.world_size, 'rank')} of the {plan.name}"
+    with recorder.startup(plan.name, told_as) as pieces:
+        model = stack.enter_context(start_model(plan, config, cluster, colocated_with))
+        if loading_s := model.loading_s():
+            pieces[f"{plan.name}_loading_weights"] = loading_s
+    return model
+
+
 def start_model(
     plan: ModelPlan, config: RunConfig, cluster: RayCluster, colocated_with: Policy | None = None
 ) -> Policy:
@@ -251,39 +279,51 @@ def start_model(
 
 
 def start_frozen(config: RunConfig, cluster: RayCluster) -> Policy:
-    """The weights of `policy.init_checkpoint`, which nothing will train."""
+    """The policy with the weights that it starts from, which nothing will train."""
     return Policy(
         config.policy,
         cluster,
         seed=config.seed,
+        temperature=config.logprob_temperature,
         trained=False,
         verify_checksums=config.checkpointing.verify_checksums,
     )
 
 
 @contextmanager
-def _generation(
-    parts: Parts, policy: Policy, cluster: RayCluster, resumed_step: int | None
+def open_generation(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    policy: Policy,
+    cluster: RayCluster,
+    to_compare: Callable[[], Sequence[Sequence[int]]],
+    startup: Callable[[str, str], AbstractContextManager[object]],
 ) -> Iterator[GenerationInterface]:
-    """The engine that the recipe asks for; one of its own ends with the block."""
-    config, stop_ids = parts.config, stop_ids_of(parts.config, parts.tokenizer)
+    """The engine that the recipe asks for; one of its own ends with the block.
+
+    to_compare: gives the token ids after which engines apart from the ranks are compared with them at first.
+    startup: entered around a part of the start, with its name and what a person is told.
+    """
+    stop_ids = stop_ids_of(config, tokenizer)
     if config.policy.generation.decodes_on_ranks:
         yield EmbeddedGeneration(policy, stop_ids)
         return
 
+    kind = engine_kind(config)
+
     def compare(engines: EngineGeneration) -> None:
-        step = (resumed_step or 0) + 1
-        prompts = prompts_to_compare(config, parts.prompts, parts.tokenizer, step)
-        found = compare_at_start(config, policy, engines, prompts)
+        with startup("comparison", f"comparing the {kind.noun}s with the ranks"):
+            found = compare_at_start(config, policy, engines, to_compare())
         write_line(sys.stdout, found.agreement)
 
     with EngineGeneration(
-        engine_kind(config),
+        kind,
         config.policy,
         cluster,
         policy,
         stop_ids=stop_ids,
         seed=config.seed,
+        starting=partial(startup, "engines", f"starting {count_of(kind.engines, kind.noun)}"),
         check=compare if config.policy.generation.compare_at_start else None,
     ) as engines:
         yield engines
@@ -299,6 +339,11 @@ def engine_kind(config: RunConfig) -> EngineKind:
         config.policy,
         reread_after_refit=asynchronous and asynchronous.recompute_kv_cache_after_weight_updates,
     )
+
+
+def count_of(number: int, noun: str) -> str:
+    """The number with its noun."""
+    return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def say_aside(line: str) -> None:

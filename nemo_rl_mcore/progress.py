@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -14,6 +17,8 @@ class Progress:
 
 
 _latest = Progress()
+loading_s = 0.0
+"""Seconds in which this process has loaded weights from disk."""
 
 
 def advance(doing: str) -> None:
@@ -25,3 +30,12 @@ def advance(doing: str) -> None:
 def current() -> Progress:
     """The reading now; it may be taken by any thread."""
     return _latest
+
+
+@contextmanager
+def loading() -> Generator[None]:
+    """Count the block as time in which weights are loaded."""
+    global loading_s
+    began = time.monotonic()
+    yield
+    loading_s += time.monotonic() - began

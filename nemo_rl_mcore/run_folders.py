@@ -11,7 +11,7 @@ import fcntl
 import os
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -33,16 +33,26 @@ def run_folders(config: RunConfig) -> Generator[None]:
     Raises RunStoppedError, naming key and folder, where another run holds one, where one cannot be written to, and
     where a checkpoint would not fit.
     """
+    with held_folders(folders_of(config)):
+        if problem := too_full(config):
+            raise RunStoppedError(str(problem))
+        yield
+
+
+@contextmanager
+def held_folders(folders: Mapping[str, Path]) -> Generator[None]:
+    """Make folders, by the keys that name them, and hold them for the block.
+
+    Raises RunStoppedError, naming key and folder, where another process holds one, and where one cannot be written to.
+    """
     with ExitStack() as held:
-        for key, folder in folders_of(config).items():
+        for key, folder in folders.items():
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 held.enter_context(_locked(key, folder))
                 try_to_write(folder)
             except OSError as error:
                 raise RunStoppedError(str(folder_error(key, folder, error, "name another folder"))) from error
-        if problem := too_full(config):
-            raise RunStoppedError(str(problem))
         yield
 
 

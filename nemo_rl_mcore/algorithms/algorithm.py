@@ -28,7 +28,7 @@ class StepObserver(Protocol):
         ...
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
-        """Keep answers for the report."""
+        """Take answers of the step at hand, which are written down when it is logged."""
         ...
 
 
@@ -71,15 +71,31 @@ class Algorithm[Config: RunConfig](ABC):
         """Hear that the checkpoint of a finished step is whole."""
 
     def validate(self, step: int) -> dict[str, float]:
-        """The greedy answers to the held-out prompts: mean reward and share of full marks; the engine then sleeps."""
+        """The greedy answers to the held-out prompts: mean reward and share of full marks; the engine then sleeps.
+
+        Where the prompts have several sources, the same of each of them besides.
+        """
         loop = self.config.loop
         prompts = self.prompts.validation(loop.max_val_samples)
-        rewards: list[float] = []
+        samples: list[Sample] = []
         for start in range(0, len(prompts), loop.val_batch_size):
             asked = prompts[start : start + loop.val_batch_size]
             rollout = self.collector.collect(asked, 1, step=step, greedy=True)
-            self.observer.add_samples(rollout.one_sample_a_prompt(step))
-            rewards += rollout.batch["rewards"].tolist()
+            samples += rollout.samples(step, of_validation=True)
         self.collector.generation.offload()
-        perfect = sum(reward >= 1.0 for reward in rewards) / len(rewards)
-        return {"validation/reward": sum(rewards) / len(rewards), "validation/accuracy": perfect}
+        self.observer.add_samples(samples)  # of a validation that is whole
+        rewards = [sample.reward for sample in samples]
+        by_source: dict[str, list[float]] = {"validation": rewards}
+        for prompt, reward in zip(prompts, rewards, strict=True):
+            if prompt.source:
+                by_source.setdefault(f"validation/{prompt.source}", []).append(reward)
+        return {
+            f"{name}/{metric}": value
+            for name, some in by_source.items()
+            for metric, value in _means(some).items()
+        }
+
+
+def _means(rewards: Sequence[float]) -> dict[str, float]:
+    perfect = sum(reward >= 1.0 for reward in rewards)
+    return {"reward": sum(rewards) / len(rewards), "accuracy": perfect / len(rewards)}

@@ -44,13 +44,13 @@ class Distillation(Algorithm[DistillationMasterConfig]):
         """The student's answers; with what the policy gradient needs, where there is one."""
         with self.observer.phase("generation"):
             rollout, metrics = Sampling(self, self.config.distillation).roll_out(step)
-        self.observer.add_samples(rollout.one_sample_a_prompt(step))
         if self.config.loss_fn.rl_weight:
             with self.observer.phase("logprobs"):
                 add_logprobs(rollout.batch, self.policy, self.config.loss_fn.rl)
             distillation, loss = self.config.distillation, self.config.loss_fn
             make_advantage_estimator(distillation.adv_estimator, loss.rl).add_to(rollout.batch)
             warn_of_large_advantages(step, rollout)
+        self.observer.add_samples(rollout.samples(step))
         return rollout.batch, metrics | rollout_metrics(rollout)
 
     def _given(self, step: int) -> BatchedDataDict:

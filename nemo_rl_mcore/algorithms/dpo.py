@@ -15,7 +15,7 @@ import torch
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.logprobs import model_inputs
 from nemo_rl_mcore.algorithms.rollout import Rollout
-from nemo_rl_mcore.algorithms.step_metrics import train_metrics
+from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
 from nemo_rl_mcore.config import DPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.preference import PreferenceSource
@@ -46,7 +46,9 @@ class DPO(Algorithm[DPOMasterConfig]):
         with self.observer.phase("train"):
             result = self._train(batch)
         metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
-        return StepOutcome(train_metrics(result) | metrics, result["skip_reasons"], batch)
+        trained = train_metrics(result)
+        trained |= preference_metrics(trained, "train")
+        return StepOutcome(trained | metrics, result["skip_reasons"], batch)
 
     def validate(self, step: int) -> dict[str, float]:
         """The loss of held-out pairs, where pairs are given, and how good the policy's own answers are."""
@@ -57,8 +59,11 @@ class DPO(Algorithm[DPOMasterConfig]):
         batch = self.pairs.validation(self.config.dpo.val_batches * size)
         self._add_reference(batch)
         held_out = train_metrics(self._train(batch, eval_mode=True), "validation")
-        of_pairs = {"loss": "loss", "accuracy": "preference_accuracy"}
-        return judged | {f"validation/{new}": held_out[f"validation/{old}"] for old, new in of_pairs.items()}
+        return (
+            judged
+            | {"validation/loss": held_out["validation/loss"]}
+            | preference_metrics(held_out, "validation")
+        )
 
     def _train(self, batch: BatchedDataDict, *, eval_mode: bool = False) -> Mapping[str, Any]:
         fused = self.config.policy.megatron_cfg.use_fused_linear_logprobs
@@ -91,18 +96,31 @@ class DPO(Algorithm[DPOMasterConfig]):
         answers = self.config.dpo.num_generations_per_prompt or 0
         rollout = self.collector.collect(self.prompts.train_batch(step, count), answers, step=step)
         self.collector.generation.offload()
-        self.observer.add_samples(rollout.one_sample_a_prompt(step))
         batch, with_signal = best_against_worst(rollout, answers)
-        return batch, {
-            "train/reward": float(rollout.batch["rewards"].mean()),
-            "train/pairs_with_signal": with_signal,
-        }
+        self.observer.add_samples(rollout.samples(step))
+        return batch, rollout_metrics(rollout) | {"train/pairs_with_signal": with_signal}
+
+
+def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """What pairs tell, under names that say so: `accuracy` elsewhere is that of answers.
+
+    preference_accuracy: the share of pairs whose chosen answer has the higher reward. rewards_chosen_mean,
+    rewards_rejected_mean, and rewards_margin_mean, their difference: log-probability less the reference's.
+    """
+    chosen, rejected = (metrics[f"{prefix}/rewards_{side}_mean"] for side in ("chosen", "rejected"))
+    return {
+        f"{prefix}/preference_accuracy": metrics[f"{prefix}/accuracy"],
+        f"{prefix}/rewards_chosen_mean": chosen,
+        f"{prefix}/rewards_rejected_mean": rejected,
+        f"{prefix}/rewards_margin_mean": chosen - rejected,
+    }
 
 
 def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict, float]:
     """A pair of each prompt's best and worst answer, and the share of the pairs whose rewards differ.
 
-    A pair of equal rewards has no preference: its sample_mask is 0.
+    A pair of equal rewards has no preference: its sample_mask is 0. The rollout's own mask is then 1 on the answers
+    that are in a pair which counts.
     """
     rewards_PA = rollout.batch["rewards"].view(-1, answers)
     first_row_P = torch.arange(len(rewards_PA)) * answers
@@ -110,4 +128,6 @@ def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict,
     batch = rollout.batch.select_indices(rows_P2.flatten())
     differs_P = rewards_PA.amax(1) > rewards_PA.amin(1)
     batch["sample_mask"] = differs_P.float().repeat_interleave(_ROWS_PER_PAIR)
+    trained = torch.zeros(rollout.batch.size).scatter(0, rows_P2.flatten(), batch["sample_mask"])
+    rollout.batch["sample_mask"] = trained
     return batch, float(differs_P.float().mean())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.datasets import PromptSource
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import PolicyInterface
@@ -153,12 +153,17 @@ def bounds_of(policy: PolicyConfig) -> Bounds:
 def prompts_to_compare(
     config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer, step: int
 ) -> list[list[int]]:
-    """The first few prompts of a step, each with as many of its tokens as both sides take."""
+    """The first few prompts of a step; see `rows_to_compare`."""
+    return rows_to_compare(config, prompts.train_batch(step, config.prompts_per_step), tokenizer)
+
+
+def rows_to_compare(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
+    """The first few prompts, each with as many of its tokens as both sides take."""
     longest = min(
         config.policy.max_total_sequence_length - 1, max(1, _LOGITS // config.policy.model.vocab_size)
     )
-    drawn = prompts.train_batch(step, config.prompts_per_step)[:_PROMPTS]
-    return [tokenizer.encode(prompt.text)[:longest] or [tokenizer.eos_token_id] for prompt in drawn]
+    texts = (prompt.text for prompt in prompts[:_PROMPTS])
+    return [tokenizer.encode(text)[:longest] or [tokenizer.eos_token_id] for text in texts]
 
 
 def _training_logprobs(policy: PolicyInterface, prompt: Sequence[int], vocabulary: int) -> Tensor:

@@ -32,7 +32,7 @@ class GRPO(Algorithm[GRPOMasterConfig]):
         begin_update()
         with self.observer.phase("train"):
             result = self.policy.train(rollout.batch, self._loss_fn)
-        self.observer.add_samples(rollout.one_sample_a_prompt(step))
+        self.observer.add_samples(rollout.samples(step))
         metrics |= rollout_metrics(rollout) | train_metrics(result)
         return StepOutcome(metrics, result["skip_reasons"], rollout.batch)
 

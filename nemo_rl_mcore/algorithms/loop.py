@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
 from nemo_rl_mcore.interfaces import GenerationInterface, TrainedModel
+from nemo_rl_mcore.observability import STARTUP_PREFIX
 from nemo_rl_mcore.signals import current_stop_signals, deferred_stop_signals
 
 
@@ -54,10 +55,12 @@ class TrainingLoop:
             raise
 
     def _run(self, algorithm: Algorithm[Any]) -> None:
-        guard = SkipGuard(self.config.max_consecutive_skips, **self.checkpoints.restore(self.models))
         behind = self.checkpoints.resumed_step
+        with self._startup("restore", needed=behind is not None):
+            guard = SkipGuard(self.config.max_consecutive_skips, **self.checkpoints.restore(self.models))
         with TimeLimit(self.config.checkpointing.must_save_by_s) as limit:
-            self.engine.update_weights(behind or 0)
+            with self._startup("weights", needed=not self.config.policy.generation.decodes_on_ranks):
+                self.engine.update_weights(behind or 0)
             awake = True
             if self.config.loop.val_at_start and behind is None:
                 self.observer.log(0, algorithm.validate(0))
@@ -72,6 +75,10 @@ class TrainingLoop:
                 if self.config.asynchronous:
                     self._wake(step)  # engines at work are not to wait for what comes next here
                 self._save_if_due(algorithm, step, limit)
+
+    def _startup(self, part: str, *, needed: bool) -> AbstractContextManager[None]:
+        """A part of the start, which is no time of the first step."""
+        return self.observer.phase(f"{STARTUP_PREFIX}{part}") if needed else nullcontext()
 
     def _save_if_due(self, algorithm: Algorithm[Any], step: int, limit: TimeLimit) -> None:
         if self.checkpoints.due(step):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,20 +41,58 @@ class Rollout:
             [self.responses[i] for i in rows],
         )
 
-    def one_sample_a_prompt(self, step: int) -> list[Sample]:
-        """The first answer to each prompt, for people to read."""
-        first_rows = [row for row, index in enumerate(self.batch["sample_index"].tolist()) if index == 0]
+    @property
+    def environment_rewards(self) -> torch.Tensor:
+        """[B], before they were shaped."""
+        batch = self.batch
+        return batch["environment_rewards" if "environment_rewards" in batch else "rewards"]
+
+    def samples(self, step: int, *, of_validation: bool = False) -> list[Sample]:
+        """Every answer with what became of it, as it is written down for people to read."""
+        batch = self.batch
+        response_tokens = batch["token_mask"].sum(1).long()
+        columns = {
+            "prompt_index": batch["prompt_index"],
+            "sample_index": batch["sample_index"],
+            "reward": self.environment_rewards,
+            "shaped_reward": batch["rewards"],
+            "prompt_tokens": batch["input_lengths"] - response_tokens,
+            "response_tokens": response_tokens,
+            "truncated": ~batch["finished"],
+            **({} if of_validation else {"sample_mask": batch["sample_mask"]}),
+            **self._advantages(),
+            **self._weight_versions(step if of_validation else step - 1),
+        }
+        values: dict[str, list[Any]] = {name: column.tolist() for name, column in columns.items()}  # pyright: ignore[reportUnknownMemberType]
         return [
             Sample(
                 step=step,
                 prompt=self.prompts[row].text,
                 answer=self.prompts[row].answer,
                 response=self.responses[row],
-                reward=float(self.batch["rewards"][row]),
-                finished=bool(self.batch["finished"][row]),
+                **{name: column[row] for name, column in values.items()},
             )
-            for row in first_rows
+            for row in range(batch.size)
         ]
+
+    def _advantages(self) -> dict[str, torch.Tensor]:
+        """Of each response the mean over its tokens, and that of the first one, where the batch has advantages."""
+        if "advantages" not in self.batch:
+            return {}
+        mask, advantages = self.batch["token_mask"], self.batch["advantages"]
+        # A response without a token has a mean of nothing, which is not finite.
+        mean, first = (advantages * mask).sum(1) / mask.sum(1), mask.argmax(1, keepdim=True)
+        return {"advantage": mean, "advantage_first": advantages.gather(1, first).squeeze(1)}
+
+    def _weight_versions(self, current: int) -> dict[str, torch.Tensor]:
+        """The oldest and the newest that drew a token of each response; `current` where one has drawn all."""
+        if WEIGHT_VERSIONS in self.batch:
+            versions = self.batch[WEIGHT_VERSIONS]
+            newest = versions.amax(1)
+            oldest = torch.where(versions < 0, newest.unsqueeze(1), versions).amin(1)
+        else:
+            oldest = newest = torch.full((self.batch.size,), current)
+        return {"weight_version_min": oldest, "weight_version_max": newest}
 
     @staticmethod
     def concatenate(parts: Sequence[Rollout], pad_token_id: int) -> Rollout:

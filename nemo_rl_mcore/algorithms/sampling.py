@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from nemo_rl_mcore.algorithms.algorithm import Algorithm
 from nemo_rl_mcore.algorithms.rewards import penalize_overlong, rows_with_signal, scale_rewards
 from nemo_rl_mcore.algorithms.rollout import Rollout
@@ -46,6 +48,8 @@ class Sampling:
             rollout = self._sample(step, drawn)
             useful = rows_with_signal(rollout.batch["prompt_index"], rollout.batch["rewards"])
             kept.append(rollout.select([row for row in range(rollout.batch.size) if useful[row]]))
+            dropped = rollout.select([row for row in range(rollout.batch.size) if not useful[row]])
+            self._note_dropped(step, dropped)
             kept_rows += kept[-1].batch.size
             if kept_rows >= section.samples_per_step:
                 together = Rollout.concatenate(kept, self.algorithm.collector.tokenizer.pad_token_id)
@@ -54,6 +58,7 @@ class Sampling:
                     "train/dynamic_sampling_rounds": generation_round,
                     "train/dynamic_sampling_kept": share,
                 }
+                self._note_dropped(step, together.select(range(section.samples_per_step, kept_rows)))
                 return together.select(range(section.samples_per_step)), metrics
         name = self.algorithm.config.algorithm
         raise RunStoppedError(
@@ -62,6 +67,11 @@ class Sampling:
             f"with unequal rewards, and {name}.num_prompts_per_step is {wanted}: raise "
             f"{name}.num_generations_per_prompt or {name}.batch_multiplier, or set {name}.use_dynamic_sampling: false"
         )
+
+    def _note_dropped(self, step: int, rollout: Rollout) -> None:
+        """Have answers written down that nothing is trained on."""
+        rollout.batch["sample_mask"] = torch.zeros(rollout.batch.size)
+        self.algorithm.observer.add_samples(rollout.samples(step))
 
     def _sample(self, step: int, prompts: Sequence[Any]) -> Rollout:
         """Answer the prompts and shape the rewards."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_mcore.algorithms.rewards import rows_with_signal
+from nemo_rl_mcore.algorithms.rewards import group_statistics, rows_with_signal
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.training.sums import EXTREMA, combine_steps, neutral_value
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
@@ -18,9 +18,11 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     batch = rollout.batch
     response_lengths = batch["token_mask"].sum(1)
     metrics = {
-        "train/reward": float(batch["environment_rewards"].mean()),
+        "train/reward": float(rollout.environment_rewards.mean()),
+        **_spread(rollout.environment_rewards, batch["prompt_index"]),
         "train/mean_prompt_length": float((batch["input_lengths"] - response_lengths).mean()),
         "train/mean_gen_tokens_per_sample": float(response_lengths.mean()),
+        "train/max_gen_tokens_per_sample": float(response_lengths.max()),
         "train/truncation_rate": float((~batch["finished"]).float().mean()),
         "train/groups_with_signal": float(
             rows_with_signal(batch["prompt_index"], batch["rewards"]).float().mean()
@@ -31,6 +33,19 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         total = (batch["advantages"] * batch["token_mask"]).sum()
         metrics["train/advantages_mean"] = float(total / response_lengths.sum())
     return metrics
+
+
+def _spread(rewards: torch.Tensor, prompt_index: torch.Tensor) -> dict[str, float]:
+    """Extrema and unbiased deviation of [B] rewards, of all and, on the mean, of those to one prompt."""
+    one_group = torch.zeros_like(prompt_index)
+    return {
+        "train/reward_min": float(rewards.min()),
+        "train/reward_max": float(rewards.max()),
+        "train/reward_std": float(group_statistics(one_group, rewards, leave_one_out=False).std[0]),
+        "train/reward_std_within_groups": float(
+            group_statistics(prompt_index, rewards, leave_one_out=False).std.mean()
+        ),
+    }
 
 
 def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str, float]:
@@ -51,7 +66,10 @@ def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str,
         if reason != EMPTY_STEP
     ]
     combined |= {"grad_norm": _mean(norms), "update_successful": float(result["update_successful"])}
-    return {f"{prefix}/{name}": value for name, value in combined.items()}
+    metrics = {f"{prefix}/{name}": value for name, value in combined.items()}
+    if (peak := result.get("peak_memory_gib")) is not None:
+        metrics[f"performance/{'' if prefix == 'train' else f'{prefix}_'}peak_memory_gib"] = peak
+    return metrics
 
 
 def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -71,6 +89,7 @@ def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "metric_kinds": kinds,
         "grad_norm": torch.cat([result["grad_norm"] for result in results]),
         "update_successful": all(result["update_successful"] for result in results),
+        "peak_memory_gib": results[-1].get("peak_memory_gib"),
         "skip_reasons": [reason for result in results for reason in result["skip_reasons"]],
     }
 

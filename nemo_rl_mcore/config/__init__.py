@@ -12,7 +12,13 @@ from nemo_rl_mcore.config.algorithm import (
 )
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem, hold_to
-from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig, WandbConfig
+from nemo_rl_mcore.config.cluster import (
+    CheckpointingConfig,
+    ClusterConfig,
+    LoggerConfig,
+    RolloutsConfig,
+    WandbConfig,
+)
 from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
 from nemo_rl_mcore.config.embedded import EmbeddedConfig
 from nemo_rl_mcore.config.generation import GenerationConfig
@@ -88,6 +94,7 @@ __all__ = [
     "RewardShapingConfig",
     "Role",
     "RolloutConfig",
+    "RolloutsConfig",
     "RunConfig",
     "SFTConfig",
     "SFTMasterConfig",

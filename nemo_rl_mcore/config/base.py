@@ -94,9 +94,18 @@ def collect_problems(section: StrictModel, prefix: str = "") -> Iterator[Problem
     for problem in _problems(section):
         yield problem.below(prefix)
     for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, StrictModel):
-            yield from collect_problems(value, join_path(prefix, name))
+        yield from _problems_inside(getattr(section, name), join_path(prefix, name))
+
+
+def _problems_inside(value: object, path: str) -> Iterator[Problem]:
+    if isinstance(value, StrictModel):
+        yield from collect_problems(value, path)
+    elif isinstance(value, tuple):
+        for place, one in enumerate(cast("tuple[object, ...]", value)):
+            yield from _problems_inside(one, join_path(path, str(place)))
+    elif isinstance(value, dict):
+        for key, one in cast("dict[str, object]", value).items():
+            yield from _problems_inside(one, join_path(path, str(key)))
 
 
 def join_path(prefix: str, key: str) -> str:

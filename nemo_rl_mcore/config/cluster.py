@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from nemo_rl_mcore.config.base import NonNegativeInt, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Problem, StrictModel
 
 
 def _seconds(duration: str) -> float:
@@ -67,11 +67,22 @@ class WandbConfig(StrictModel):
     """Name of the run; null lets the service choose one."""
 
 
+class RolloutsConfig(StrictModel):
+    """Whether every answer is kept on disk, and how many (ours)."""
+
+    enabled: bool = True
+    """Write the answers of each step and validation into log_dir/rollouts, as the step ends."""
+    max_gib: PositiveFloat | None = 10.0
+    """GiB of these files above which the oldest steps are removed, but for every tenth; null: no bound."""
+
+
 class LoggerConfig(StrictModel):
     """What a run records, and where."""
 
     log_dir: str = "logs"
-    """Folder of the run: metrics.jsonl, TensorBoard events, plots, samples."""
+    """Folder of the run: metrics.jsonl, rollouts, TensorBoard events, curves."""
+    rollouts: RolloutsConfig = RolloutsConfig()
+    """Every answer on disk (ours)."""
     tensorboard_enabled: bool = False
     """Write TensorBoard events."""
     wandb_enabled: bool = False

@@ -7,8 +7,18 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, model_validator
 
 from nemo_rl_mcore.config.answers import AnswerConfig
-from nemo_rl_mcore.config.base import Float, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import PositiveInt, Problem, StrictModel, join_path
 from nemo_rl_mcore.config.imports import Arguments, ImportPath
+from nemo_rl_mcore.config.shares import MOST_TURNS, whole_weights
+from nemo_rl_mcore.config.source import (
+    SourceConfig,
+    SourceDefaults,
+    Sources,
+    SourcesOrNames,
+    as_in_train,
+    each,
+    with_defaults,
+)
 
 
 class RowKind(Enum):
@@ -19,45 +29,25 @@ class RowKind(Enum):
     PAIRS = "a prompt, a better answer and a worse one"
 
 
-class ValidationFileConfig(StrictModel):
-    """A JSONL file: an object a line. Its keys left out are those of data.train."""
-
-    data_path: str
-    """The file, relative to where the command is started."""
-    input_key: str = "input"
-    """Key of the prompt: text, or with data.apply_chat_template also a list of messages."""
-    output_key: str = "output"
-    """Key of the answer: text or a number."""
-    chat_key: str = "messages"
-    """Key of a whole conversation, which takes the place of prompt and answer where answers are imitated."""
-    prompt_key: str = "prompt"
-    """Of pairs (offline DPO): key of the prompt."""
-    chosen_key: str = "chosen"
-    """Of pairs: key of the better answer."""
-    rejected_key: str = "rejected"
-    """Of pairs: key of the worse answer."""
-
-
-class TrainFileConfig(ValidationFileConfig):
-    """The JSONL file to train on, and the share of it that is held out where there is no file of validation rows."""
-
-    split_validation_size: Annotated[Float, Field(ge=0, lt=1)] = 0.1
-    """Share held out, by a hash of the prompt; read where data.validation is null."""
-
-
 class DataConfig(StrictModel):
-    """The source of prompts: an embedded task over strings of digits, JSONL files, or a class of one's own."""
+    """The prompts: an embedded task over strings of digits, sources of rows, or a class of one's own."""
 
-    dataset_name: Literal["copy", "reverse", "sort", "increment", "jsonl", "custom"]
-    """The task: answer the digits as they are, in reverse, sorted, or each one higher; or jsonl; or custom."""
+    dataset_name: Literal["copy", "reverse", "sort", "increment", "files", "custom"]
+    """The task: answer the digits as they are, in reverse, sorted, or each one higher; or files; or custom.
+
+    Left out, data.train or data.type says it; jsonl is an older name of files."""
     num_digits: Annotated[int, Field(ge=1, le=9)] = 3
     """Of an embedded task: digits of a prompt; its text is the digits and a `>`."""
     max_input_seq_length: PositiveInt | None = None
     """Tokens of a prompt at most; null takes the length that the task has, or what the response leaves room for."""
-    train: TrainFileConfig | None = None
-    """Of jsonl: the rows to train on."""
-    validation: ValidationFileConfig | None = None
-    """Of jsonl: the rows to validate with; null holds out a share of data.train."""
+    default: SourceDefaults | None = None
+    """Keys of every source that leaves them out."""
+    train: Sources | None = None
+    """Of files: the rows to train on, a source or a list of them."""
+    validation: SourcesOrNames | None = None
+    """Of files: the rows to validate with, as data.train, or names of eval.sets; null holds out a share of data.train.
+
+    A section here takes the keys that it leaves out from a data.train that is a section."""
     apply_chat_template: bool = False
     """Show prompts to the model as its tokenizer's chat template does; false gives it the plain text (ours)."""
     overlong: Literal["error", "drop"] = "error"
@@ -70,26 +60,42 @@ class DataConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: object) -> object:
-        """Name the data set where `type` says it, and hand the keys of data.train on to data.validation."""
+        """Name the data set where the other keys say it, and hand on the keys that sources share."""
         if not isinstance(given, Mapping):
             return given
         section = dict(cast("Mapping[str, object]", given))
-        if "dataset_name" not in section and section.get("type") is not None:
-            section["dataset_name"] = "custom"
+        if section.get("dataset_name") == "jsonl":
+            section["dataset_name"] = "files"
+        if "dataset_name" not in section:
+            for key, name in (("train", "files"), ("type", "custom")):
+                if section.get(key) is not None:
+                    section["dataset_name"] = name
         train, validation = section.get("train"), section.get("validation")
         if isinstance(train, Mapping) and isinstance(validation, Mapping):
-            shared = {
-                key: value
-                for key, value in cast("Mapping[str, object]", train).items()
-                if key in ValidationFileConfig.model_fields and key != "data_path"
-            }
-            section["validation"] = shared | dict(cast("Mapping[str, object]", validation))
+            section["validation"] = as_in_train(
+                cast("Mapping[str, object]", validation), cast("Mapping[str, object]", train)
+            )
+        for key in ("train", "validation"):
+            if key in section:
+                section[key] = with_defaults(section[key], section.get("default"))
         return section
+
+    @property
+    def train_sources(self) -> dict[str, SourceConfig]:
+        """The sources to train on, by their path in this section."""
+        return {
+            join_path("train", place): cast("SourceConfig", one) for place, one in each(self.train).items()
+        }
+
+    @property
+    def from_files(self) -> bool:
+        """Whether the prompts are those of data.train."""
+        return self.dataset_name == "files"
 
     @property
     def embedded(self) -> bool:
         """Whether the prompts are those of an embedded task."""
-        return self.dataset_name not in ("jsonl", "custom")
+        return self.dataset_name not in ("files", "custom")
 
     @property
     def prompt_length(self) -> int:
@@ -116,11 +122,12 @@ class DataConfig(StrictModel):
     def problems(self) -> Iterator[Problem]:
         """Yield keys that the data set lacks or does not read, and prompts that are longer than the maximum."""
         yield from self._source_problems()
+        yield from self._weight_problems()
         if self.embedded and self.apply_chat_template:
             yield Problem(
                 "apply_chat_template",
                 f"true does not go with dataset_name: {self.dataset_name}, whose prompts are no conversations",
-                "set it to false, or dataset_name: jsonl",
+                "set it to false, or name a data set of conversations in data.train",
                 ("dataset_name",),
             )
         if self.embedded and (self.max_prompt_length or 0) < self.prompt_length:
@@ -134,8 +141,9 @@ class DataConfig(StrictModel):
 
     def _source_problems(self) -> Iterator[Problem]:
         read_by = (
-            ("train", self.train is not None, "jsonl", True),
-            ("validation", self.validation is not None, "jsonl", False),
+            ("train", self.train is not None, "files", True),
+            ("default", self.default is not None, "files", False),
+            ("validation", self.validation is not None, "files", False),
             ("type", self.type is not None, "custom", True),
             ("args", bool(self.args), "custom", False),
         )
@@ -154,6 +162,30 @@ class DataConfig(StrictModel):
                 yield Problem(
                     key, f"missing with dataset_name: {reader}", f"set {example}", ("dataset_name",)
                 )
+
+    def _weight_problems(self) -> Iterator[Problem]:
+        """Yield weights without others beside them, and such as have no order that begins anew."""
+        weights = {path: source.weight for path, source in self.train_sources.items()}
+        given = [weight for weight in weights.values() if weight is not None]
+        for path, weight in weights.items():
+            if given and weight is None:
+                yield Problem(
+                    f"{path}.weight", "missing, and other sources have one", "give all of them one, or none"
+                )
+            if weight is not None and len(weights) == 1:
+                yield Problem(
+                    f"{path}.weight", f"{weight:g} does nothing where there is one source", "remove it"
+                )
+        if len(given) == len(weights) > 1 and (turns := sum(whole_weights(given))) > MOST_TURNS:
+            yield Problem(
+                "train",
+                f"the weights are in the ratio of integers with the sum {turns}, and {MOST_TURNS} is the most",
+                "give them fewer digits",
+            )
+        for place, source in each(self.validation).items():
+            if isinstance(source, SourceConfig) and source.weight is not None:
+                path = join_path(join_path("validation", place), "weight")
+                yield Problem(path, "does nothing: validation takes as many rows of each source", "remove it")
 
 
 class ArithmeticEnvConfig(StrictModel):

@@ -9,9 +9,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
+from nemo_rl_mcore.config.foreign.judgement import Tree
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.config.sources import apply_overrides, locate, read_recipe
-from nemo_rl_mcore.config.unsupported import Tree
+from nemo_rl_mcore.config.sources import Recipe, apply_overrides, locate, read_recipe
 from nemo_rl_mcore.config.validate import validate
 
 Number = int | float
@@ -22,17 +22,35 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
     Overrides follow Hydra's grammar: `a.b=c`, `+new=...`, `~gone`. Raises ConfigError with every problem.
     """
-    recipe = read_recipe(path)
+    return load_with_warnings(path, overrides)[0]
+
+
+def load_with_warnings(
+    path: str | Path, overrides: Iterable[str] = ()
+) -> tuple[RunConfig, tuple[Problem, ...]]:
+    """Load and check a recipe as `load_config` does; give also the keys that it sets in vain.
+
+    They are NeMo RL's, and cost speed or memory alone.
+    """
+    return _load(read_recipe(path), overrides)
+
+
+def load_recipe(recipe: Recipe, overrides: Iterable[str] = ()) -> RunConfig:
+    """Check a recipe that was read; see `load_config`."""
+    return _load(recipe, overrides)[0]
+
+
+def _load(recipe: Recipe, overrides: Iterable[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
     overridden, problems = apply_overrides(recipe.tree, overrides)
     tree, unresolved = resolve(recipe.tree)
     # A recipe drops a section of its parent by `section: null`.
-    config, invalid = validate({key: value for key, value in tree.items() if value is not None})
+    validated = validate({key: value for key, value in tree.items() if value is not None})
     # A value that could not be computed is left out of the tree: that it is missing then says nothing new.
     known = {problem.path for problem in unresolved}
-    problems += [*unresolved, *(problem for problem in invalid if problem.path not in known)]
-    if problems or config is None:
+    problems += [*unresolved, *(problem for problem in validated.problems if problem.path not in known)]
+    if problems or validated.config is None:
         raise ConfigError(locate(problems, recipe.files, overridden))
-    return config
+    return validated.config, tuple(locate(validated.warnings, recipe.files, overridden))
 
 
 def resolve(tree: DictConfig) -> tuple[Tree, list[Problem]]:
@@ -55,7 +73,14 @@ def _resolve_section(section: DictConfig, prefix: str, problems: list[Problem]) 
             if isinstance(value, DictConfig):
                 plain[str(key)] = _resolve_section(value, path, problems)
             elif isinstance(value, ListConfig):
-                plain[str(key)] = OmegaConf.to_container(value, resolve=True)
+                plain[str(key)] = [
+                    _resolve_section(one, join_path(path, str(place)), problems)
+                    if isinstance(one, DictConfig)
+                    else OmegaConf.to_container(one, resolve=True)
+                    if isinstance(one, ListConfig)
+                    else one
+                    for place, one in enumerate(value)
+                ]
             else:
                 plain[str(key)] = value
         except (OmegaConfBaseException, RecursionError) as error:

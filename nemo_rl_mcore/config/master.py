@@ -12,9 +12,10 @@ from nemo_rl_mcore.config.algorithm import (
     PPOConfig,
     RolloutConfig,
 )
-from nemo_rl_mcore.config.base import PositiveInt, Seed, StrictModel
+from nemo_rl_mcore.config.base import PositiveInt, Seed, StrictModel, join_path
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
+from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.loss import (
     ClippedPGLossConfig,
     CustomLossConfig,
@@ -26,6 +27,9 @@ from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
+from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defaults
+
+_Tree = dict[str, object]
 
 
 class RunConfig(StrictModel):
@@ -46,6 +50,8 @@ class RunConfig(StrictModel):
     """The prompts."""
     env: EnvConfig = EnvConfig()
     """The environment that scores the answers."""
+    eval: EvalConfig | None = None
+    """Sets of prompts with known answers, to evaluate a model on (ours)."""
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     """When checkpoints are written."""
     logger: LoggerConfig = LoggerConfig()
@@ -143,6 +149,45 @@ class RunConfig(StrictModel):
     def data_parallel_size(self) -> int:
         """Copies of the model."""
         return max(1, self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size)
+
+    @property
+    def train_sources(self) -> dict[str, SourceConfig]:
+        """The sources to train on, by their path in the recipe."""
+        return {join_path("data", path): source for path, source in self.data.train_sources.items()}
+
+    @property
+    def source_weights(self) -> dict[str, float] | None:
+        """The weights of the sources to train on by their names; None where their rows are joined."""
+        sources = self.train_sources
+        given = {name: sources[path].weight for path, name in names_of(sources).items()}
+        return {name: weight for name, weight in given.items() if weight is not None} or None
+
+    @property
+    def validation_sources(self) -> dict[str, SourceConfig]:
+        """The sources to validate with, by their path in the recipe; names of eval.sets are those sets."""
+        sets = self.eval.sets if self.eval else {}
+        found = dict[str, SourceConfig]()
+        for place, one in each(self.data.validation).items():
+            if isinstance(one, SourceConfig):
+                found[join_path("data.validation", place)] = one
+            elif one in sets:
+                found[f"eval.sets.{one}"] = sets[cast("str", one)]
+        return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_sets(cls, given: object) -> object:
+        """Hand data.default on to the sets of eval."""
+        if not isinstance(given, Mapping):
+            return given
+        section = dict(cast("Mapping[str, object]", given))
+        evaluation, data = section.get("eval"), section.get("data")
+        sets = cast("_Tree", evaluation).get("sets") if isinstance(evaluation, dict) else None
+        if isinstance(sets, dict) and isinstance(data, dict):
+            default = cast("_Tree", data).get("default")
+            filled = {name: with_defaults(one, default) for name, one in cast("_Tree", sets).items()}
+            section["eval"] = {**cast("_Tree", evaluation), "sets": filled}
+        return section
 
     @model_validator(mode="before")
     @classmethod

@@ -11,10 +11,12 @@ from itertools import chain
 from pydantic.fields import FieldInfo
 
 from nemo_rl_mcore.config.base import StrictModel, join_path
+from nemo_rl_mcore.config.foreign.judgement import ANY, OFF, ON, AnyUnless, Judgement, SameAs
+from nemo_rl_mcore.config.foreign.translated import TRANSLATED
+from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED
 from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.config.schema import allowed, section_of
-from nemo_rl_mcore.config.translated import TRANSLATED
-from nemo_rl_mcore.config.unsupported import ANY, OFF, ON, UNSUPPORTED, AnyWithout, SameAs, Unsupported
+from nemo_rl_mcore.config.source import SourceConfig
 
 _INTRODUCTION = """\
 # Reference of the keys
@@ -31,8 +33,9 @@ uv run python -m nemo_rl_mcore.config.reference > docs/config_reference.md
 _UNSUPPORTED_INTRODUCTION = """\
 ## NeMo RL keys that do nothing here
 
-A recipe may keep such a key at a neutral value, where it changes nothing. Any other value is an error
-that gives the advice of the last column. The table stands in `nemo_rl_mcore/config/unsupported.py`.
+A recipe may keep such a key at a neutral value, where it changes nothing. What another value does stands in the
+last columns: it is refused with an advice, or, where it costs speed or memory alone, warned of. The table stands in
+`nemo_rl_mcore/config/foreign/`.
 """
 
 
@@ -66,7 +69,10 @@ def _sections_of_its_own(kind: type[RunConfig]) -> Iterator[str]:
 
 
 def _sections(model: type[StrictModel], path: str) -> Iterator[str]:
-    """Yield a section's own keys, then the sections inside it; one that may be null is a key as well."""
+    """Yield a section's own keys, then the sections inside it; one that may be null is a key as well.
+
+    The keys of sources stand once, below data.train.
+    """
     inner = {name: section for name, field in model.model_fields.items() if (section := section_of(field))}
     own = {name: field for name, field in model.model_fields.items() if inner.get(name) != field.annotation}
     title = f"## `{path}`" if path else "## Top level"
@@ -74,12 +80,14 @@ def _sections(model: type[StrictModel], path: str) -> Iterator[str]:
     table = _table(("key", "allowed", "default", "meaning"), rows)
     yield f"{title}\n\n{inspect.getdoc(model)}\n\n{table}"
     for name, section in inner.items():
-        yield from _sections(section, join_path(path, name))
+        inside = join_path(path, name)
+        if section is not SourceConfig or inside == "data.train":
+            yield from _sections(section, inside)
 
 
 def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
     default = "required" if field.is_required() else f"`{_yaml(field.default)}`"
-    return f"`{name}`", allowed(field), default, field.description or ""
+    return f"`{name}`", allowed(field), default, " ".join((field.description or "").split())
 
 
 def _translated_section() -> str:
@@ -89,18 +97,19 @@ def _translated_section() -> str:
 
 def _unsupported_section() -> str:
     rows = (_unsupported_row(path, known) for path, known in UNSUPPORTED.items())
-    return _UNSUPPORTED_INTRODUCTION + "\n" + _table(("key", "neutral", "otherwise"), rows)
+    return _UNSUPPORTED_INTRODUCTION + "\n" + _table(("key", "neutral", "otherwise", "what is said"), rows)
 
 
-def _unsupported_row(path: str, known: Unsupported) -> tuple[str, ...]:
-    return f"`{path}`", " or ".join(_neutral(value) for value in known.neutral), known.remedy
+def _unsupported_row(path: str, known: Judgement) -> tuple[str, ...]:
+    otherwise = "" if known.neutral == (ANY,) else "warned of" if known.warns else "refused"
+    return f"`{path}`", " or ".join(_neutral(value) for value in known.neutral), otherwise, known.remedy
 
 
 def _neutral(value: object) -> str:
     if isinstance(value, SameAs):
-        return f"the value of `{value.neighbour}`"
-    if isinstance(value, AnyWithout):
-        return f"any value where `policy.model.{value.key}` is null"
+        return f"the value of `{value.other}`"
+    if isinstance(value, AnyUnless):
+        return f"any value where `{value.path}` is off"
     if value is ANY:
         return "any value; it is not read"
     if value is OFF or value is ON:

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from nemo_rl_mcore.config.base import StrictModel, join_path
+from nemo_rl_mcore.config.foreign.second_models import is_judged_alone, judged_as
+from nemo_rl_mcore.config.foreign.translated import BUFFER, TRANSLATED
+from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED
 from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
-from nemo_rl_mcore.config.translated import TRANSLATED
-from nemo_rl_mcore.config.unsupported import UNSUPPORTED
 
 Kind = type[RunConfig]
 
@@ -29,20 +30,63 @@ def _walk(section: type[StrictModel], prefix: str, found: dict[str, FieldInfo]) 
         path = join_path(prefix, name)
         found[path] = field
         if inner := section_of(field):
-            _walk(inner, path, found)
+            _walk(inner, join_path(path, ANY_NAME) if holds_names(field) else path, found)
+
+
+ANY_NAME = "NAME"
+"""Stands in the path of a field for a name of the user's own."""
 
 
 def section_of(field: FieldInfo) -> type[StrictModel] | None:
-    """The class of the section that a field holds, null or not; None for a plain value."""
-    options = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, StrictModel)), None)
+    """The class of the sections that a field holds: one, null or not, a list or names; None for a plain value."""
+    return _section_in(field.annotation)
+
+
+def _section_in(annotation: object) -> type[StrictModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, StrictModel):
+        return annotation
+    found = (_section_in(option) for option in cast("tuple[object, ...]", get_args(annotation)))
+    return next((section for section in found if section is not None), None)
+
+
+def holds_names(field: FieldInfo) -> bool:
+    """Whether a field holds sections by names of the user's own."""
+    return get_origin(field.annotation) is dict and section_of(field) is not None
+
+
+def field_path(path: str, kind: Kind = GRPOMasterConfig) -> str:
+    """The path of the field that a path of a recipe leads to: without places in lists, and with NAME for a name."""
+    found = ""
+    for part in path.split("."):
+        field = fields(kind).get(found)
+        if field is not None and holds_names(field):
+            found = join_path(found, ANY_NAME)
+        elif not part.isdecimal():
+            found = join_path(found, part)
+    return found
+
+
+def field_at(path: str, kind: Kind = GRPOMasterConfig) -> FieldInfo | None:
+    """The field that a path of a recipe leads to."""
+    return fields(kind).get(field_path(path, kind))
 
 
 def is_known(path: str, kind: Kind = GRPOMasterConfig) -> bool:
     """Whether a key exists, has another name here, or is in the table of unsupported keys (or below one of them)."""
+    if is_judged_alone(path) or path == BUFFER:
+        return True
+    path = field_path(path, kind)
+    other = judged_as(path)
+    exists = path in fields(kind) or other in fields(kind) or path.endswith(f".{ANY_NAME}")
+    return exists or any(
+        parent in TRANSLATED or parent in UNSUPPORTED for parent in (*_up(path), *_up(other))
+    )
+
+
+def _up(path: str) -> list[str]:
+    """A key and the sections that it stands in."""
     parts = path.split(".")
-    parents = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    return path in fields(kind) or path in TRANSLATED or any(parent in UNSUPPORTED for parent in parents)
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def suggestion(path: str, kind: Kind = GRPOMasterConfig) -> str:
@@ -81,6 +125,7 @@ def _shared(first: str, second: str) -> int:
 
 def _children(parent: str, kind: Kind) -> list[str]:
     # A misspelt section has no children of its own: they are those of the section it was meant to be.
+    parent = field_path(parent, kind)
     return [known.rpartition(".")[2] for known in fields(kind) if known.rpartition(".")[0] == parent]
 
 
@@ -137,12 +182,13 @@ def placeholder(field: FieldInfo) -> object:
     annotation: Any = field.annotation
     if get_origin(annotation) is Literal:
         return get_args(annotation)[0]
-    if issubclass(annotation, StrictModel):
+    if get_origin(annotation) is dict or issubclass(annotation, StrictModel):
         return {}
     return "char" if annotation is str else 1
 
 
 def field_help(path: str, kind: Kind = GRPOMasterConfig) -> str:
     """The description of a field, as one sentence without its full stop; an ellipsis at its end stays."""
-    description = fields(kind)[path].description or ""
+    field = field_at(path, kind)
+    description = (field.description if field else None) or ""
     return description if description.endswith("...") else description.removesuffix(".")

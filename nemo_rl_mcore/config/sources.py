@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_rl_mcore.config.anchors import anchored, recipe_file
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
 from nemo_rl_mcore.config.master import kind_of
 from nemo_rl_mcore.config.schema import Kind, is_known, suggestion
@@ -27,45 +28,62 @@ class Recipe:
 
 
 def read_recipe(path: str | Path) -> Recipe:
-    """Read a file and, under it, what its `defaults:` names; raises ConfigError with the chain of files."""
-    return _read(Path(path), ())
+    """Read a file and, under it, what its `defaults:` names; raises ConfigError with the chain of files.
+
+    A name that is no file is that of a recipe that comes with the package.
+    """
+    return _read(recipe_file(Path(), path), ())
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> Recipe:
     chain = (*chain, path)
     if path.resolve() in [ancestor.resolve() for ancestor in chain[:-1]]:
         raise _refuse(chain, "the file is its own ancestor", "remove the cycle from `defaults:`")
-    tree = _parse(path, chain)
-    _anchor_paths(tree, path.parent)
+    tree = OmegaConf.create(anchored(_parse(path, chain), path.parent))
     merged, files = OmegaConf.create(), ()
     for parent in _parents(tree.pop("defaults", None), chain):
-        recipe = _read(path.parent / parent, chain)
-        merged, files = cast("DictConfig", OmegaConf.merge(merged, recipe.tree)), (*files, *recipe.files)
-    return Recipe(cast("DictConfig", OmegaConf.merge(merged, tree)), (*files, path))
+        recipe = _read(recipe_file(path.parent, parent), chain)
+        merged, files = _merged(merged, recipe.tree), (*files, *recipe.files)
+    return Recipe(_merged(merged, tree), (*files, path))
 
 
-_PATHS_BESIDE_THE_FILE = ("warm_start", "teacher.warm_start")
+def _merged(below: DictConfig, above: DictConfig) -> DictConfig:
+    """Both, key by key; a list takes the place of a section, and a section that of a list."""
+    _make_room(below, above)
+    return cast("DictConfig", OmegaConf.merge(below, above))
 
 
-def _anchor_paths(tree: DictConfig, folder: Path) -> None:
-    """Make the paths of other recipes, which start at this file, hold wherever the recipe is saved."""
-    for key in _PATHS_BESIDE_THE_FILE:
-        if isinstance(given := OmegaConf.select(tree, key), str):
-            OmegaConf.update(tree, key, str((folder / given).absolute()))
+_REPLACES = "_override_"
+"""Set to true in a section, it takes the place of the parent's, as in NeMo RL."""
 
 
-def _parse(path: Path, chain: tuple[Path, ...]) -> DictConfig:
+def _make_room(below: DictConfig, above: DictConfig) -> None:
+    for key in list(above):
+        old, new = (tree._get_node(key) for tree in (below, above))  # pyright: ignore[reportPrivateUsage]
+        replaces = isinstance(new, DictConfig) and new.pop(_REPLACES, False)
+        if isinstance(old, DictConfig) and isinstance(new, DictConfig) and not replaces:
+            _make_room(old, new)
+        elif isinstance(old, DictConfig | ListConfig) and isinstance(new, DictConfig | ListConfig):
+            del below[key]
+
+
+def _parse(path: Path, chain: tuple[Path, ...]) -> dict[str, object]:
     try:
         tree = OmegaConf.load(path)
     except FileNotFoundError:
-        raise _refuse(chain, "no such file", "check the path (a relative one starts at the file)") from None
+        raise _refuse(chain, "no such file", _NO_SUCH_FILE) from None
     except (OSError, UnicodeDecodeError) as error:
         raise _refuse(chain, f"cannot be read: {error}", "name a YAML file") from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise _refuse(chain, f"is not valid YAML: {' '.join(str(error).split())}", "correct it") from error
     if not isinstance(tree, DictConfig):
         raise _refuse(chain, "holds no keys at its top level", "write a recipe: sections with keys")
-    return tree
+    return cast("dict[str, object]", OmegaConf.to_container(tree))
+
+
+_NO_SUCH_FILE = (
+    "check the path (a relative one starts at the file), or take one that `nemo-rl-mcore recipes` lists"
+)
 
 
 def _parents(defaults: object, chain: tuple[Path, ...]) -> list[str]:
@@ -95,6 +113,11 @@ def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Itera
 
 
 def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, bool]]:
+    if isinstance(node, yaml.SequenceNode):
+        for place, one in enumerate(cast("list[yaml.Node]", node.value)):
+            path = join_path(prefix, str(place))
+            yield path, one.start_mark.line + 1, isinstance(one, yaml.MappingNode)
+            yield from _lines(one, path)
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
@@ -187,5 +210,6 @@ def _paths(tree: dict[str, object], prefix: str) -> Iterator[str]:
     for key, value in tree.items():
         path = join_path(prefix, str(key))
         yield path
-        if isinstance(value, dict):
-            yield from _paths(cast("dict[str, object]", value), path)
+        inner = dict(enumerate(cast("list[object]", value))) if isinstance(value, list) else value
+        if isinstance(inner, dict):
+            yield from _paths(cast("dict[str, object]", inner), path)

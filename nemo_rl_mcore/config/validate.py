@@ -1,56 +1,80 @@
 """From a plain tree to a checked configuration, or to every problem it has."""
 
 import copy
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from nemo_rl_mcore.config.base import DEFER, Problem, collect_problems
+from nemo_rl_mcore.config.foreign.judgement import Tree
+from nemo_rl_mcore.config.foreign.second_models import screen_second_models
+from nemo_rl_mcore.config.foreign.translated import Translation, translate
+from nemo_rl_mcore.config.foreign.unsupported import Screened, screen
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.schema import (
     Kind,
     allowed,
+    field_at,
     field_help,
+    field_path,
     fields,
     nearest_path,
     placeholder,
     suggestion,
 )
-from nemo_rl_mcore.config.translated import translate
-from nemo_rl_mcore.config.unsupported import Tree, screen
 
 
-def validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
+@dataclass(frozen=True)
+class Validated:
+    """The configuration, None where there are problems; and what it asks for that does nothing."""
+
+    config: RunConfig | None
+    problems: list[Problem]
+    warnings: list[Problem]
+
+
+def validate(written: Tree) -> Validated:
     """Check fields first, then what goes together; a wrong field does not hide the problems of the others."""
-    kind = kind_of(tree)
-    tree, unread = _with_pretrained_model(tree)
-    kept, problems = screen(tree)
-    translation = translate(kept, kind.algorithm)
+    kind = kind_of(written)
+    tree, unread = with_pretrained_model(written)
+    translation, screened = to_own_keys(written, tree, kind.algorithm)
     kept = translation.tree
-    problems += [*unread, *translation.problems]
+    problems = [*screened.problems, *unread, *translation.problems]
     try:
         config = kind.model_validate(kept, context=DEFER)
     except ValidationError as error:
-        field_problems = [_translate(details, kind) for details in error.errors(include_url=False)]
+        field_problems = [_translate(details, kept, kind) for details in error.errors(include_url=False)]
         # A model that could not be read is missing for that reason alone.
         problems += [problem for problem in field_problems if not (unread and problem.path == _MODEL)]
         config = _stand_in(kept, kind)
     else:
         field_problems = []
     if config is not None:
-        wrong = {problem.path for problem in field_problems} | _meant(field_problems, kind)
+        wrong = {problem.path for problem in [*field_problems, *unread]} | _meant(field_problems, kind)
         problems += [problem for problem in collect_problems(config) if not _rests_on(problem, wrong)]
     problems = [replace(problem, path=translation.as_written(problem.path)) for problem in problems]
-    return (None if problems else config), problems
+    return Validated(None if problems else config, problems, screened.warnings)
+
+
+def to_own_keys(written: Tree, filled: Tree, algorithm: str) -> tuple[Translation, Screened]:
+    """A recipe without NeMo RL's keys, and what is said of them; `filled` has what model_name says."""
+    screened = screen(filled)
+    kept, origins = screen_second_models(screened.kept, filled, screened)
+    translation = translate(kept, algorithm, written)
+    translation.origins.update(origins)
+    return translation, screened
 
 
 _MODEL = "policy.model"
 
+Key = int | str
+"""A key of a section, or a place in a list."""
 
-def _with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
+
+def with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
     """The recipe completed by what model_name says, of the policy and of a teacher."""
     filled, problems = dict(tree), list[Problem]()
     for name in ("policy", "teacher"):
@@ -61,23 +85,42 @@ def _with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
     return filled, problems
 
 
-def _translate(details: ErrorDetails, kind: Kind) -> Problem:
-    # Positions inside a list have no field of their own: the list's field speaks for them.
-    path = ".".join(part for part in details["loc"] if isinstance(part, str))
+def _translate(details: ErrorDetails, tree: Tree, kind: Kind) -> Problem:
+    path = ".".join(map(str, _as_written(details["loc"], tree)))
     given = _shown(details["input"])
     match details["type"]:
         case "extra_forbidden":
             return Problem(path, "unknown key", suggestion(path, kind))
         case "missing":
             return Problem(
-                path, "missing", f"set it: {field_help(path, kind)} ({allowed(fields(kind)[path])})"
+                path,
+                "missing",
+                f"set it: {field_help(path, kind)} ({allowed(fields(kind)[field_path(path, kind)])})",
             )
         case "value_error":
             return Problem(path, str(details.get("ctx", {}).get("error", details["msg"])))
         case _:
-            field = fields(kind).get(path)
+            field = field_at(path, kind)
             options = allowed(field) if field else details["msg"]
             return Problem(path, f"{given} is not allowed", f"allowed: {options}")
+
+
+def _as_written(loc: tuple[int | str, ...], tree: Tree) -> list[Key]:
+    """The keys and places that lead through a recipe to an error, without the names of a union's branches.
+
+    A place is told where it is that of a section; of any other list the list's field speaks for all of it.
+    """
+    keys, node = list[Key](), cast("object", tree)
+    for depth, part in enumerate(loc):
+        last = depth == len(loc) - 1
+        if isinstance(part, int):
+            inner = cast("list[object]", node)[part] if isinstance(node, list) else None
+            if isinstance(inner, dict) and not last:
+                keys.append(part)
+                node = cast("object", inner)
+        elif isinstance(node, dict) and (last or part in node):
+            keys, node = [*keys, part], cast("Tree", node).get(part)
+    return keys
 
 
 def _shown(value: object) -> str:
@@ -116,20 +159,20 @@ def _stand_in(tree: Tree, kind: Kind) -> RunConfig | None:
             return kind.model_validate(tree, context=DEFER)
         except ValidationError as error:
             for details in error.errors(include_url=False):
-                _replace(tree, [part for part in details["loc"] if isinstance(part, str)], kind)
+                _replace(tree, _as_written(details["loc"], tree), kind)
     return None
 
 
-def _replace(tree: Tree, keys: list[str], kind: Kind) -> None:
+def _replace(tree: Tree, keys: list[Key], kind: Kind) -> None:
     """Remove a wrong field, or give a required one the simplest value of its type."""
-    section = tree
+    node: object = tree
     for key in keys[:-1]:
-        inner = section.get(key)
-        if not isinstance(inner, dict):
-            return
-        section = cast("Tree", inner)
-    field = fields(kind).get(".".join(keys))
+        node = cast("Any", node)[key]
+    if not isinstance(node, dict):
+        return
+    section, last = cast("Tree", node), str(keys[-1])
+    field = field_at(".".join(map(str, keys)), kind)
     if field is not None and field.is_required():
-        section[keys[-1]] = placeholder(field)
+        section[last] = placeholder(field)
     else:
-        section.pop(keys[-1], None)
+        section.pop(last, None)

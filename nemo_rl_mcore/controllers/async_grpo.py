@@ -106,7 +106,7 @@ class AsyncGRPO(GRPO):
                 result = self.policy.finish_train_step()
             pace = self.rollouts.finish()
         whole = Rollout.concatenate([chunk for chunk, _ in chunks], self.collector.tokenizer.pad_token_id)
-        self.observer.add_samples(whole.one_sample_a_prompt(step))
+        self.observer.add_samples(whole.samples(step))
         metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(whole.batch)
         metrics |= rollout_metrics(whole) | train_metrics(result)
         metrics |= age_metrics(whole.batch, step - 1, self.config.grpo.async_grpo.max_trajectory_age_steps)

@@ -24,14 +24,24 @@ class Prompt:
     """Stable id in the data source; the key of the sampling noise."""
     text: str
     answer: str
+    """What a response is scored against."""
     rejected: str | None = None
     """The answer to move away from, where the data set has pairs."""
     context: tuple[Message, ...] = ()
     """The conversation that the text is rendered from by a chat template; empty where the text is plain."""
     imitate_all: bool = False
     """Every assistant turn of the context is to be imitated, not the answer alone."""
+    solution: str | None = None
+    """What is imitated, where that is more than the answer, such as the steps that lead to it."""
+    source: str = ""
+    """The name of its source, where there are several."""
     place: str = field(default="", compare=False)
     """Where the data source has it, such as a file and its line, for messages alone."""
+
+    @property
+    def imitated(self) -> str:
+        """The answer to imitate: the solution or, where there is none, the answer."""
+        return self.answer if self.solution is None else self.solution
 
 
 class PromptSource(Protocol):

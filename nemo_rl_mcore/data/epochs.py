@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 
+from nemo_rl_mcore.config.shares import Shares
 from nemo_rl_mcore.data.datasets import Prompt, shuffled
 
 
@@ -16,27 +19,34 @@ class EpochSource:
 
     Where `per_step` does not divide the rows, a step begins in one pass and ends in the next. Such a step holds no row
     twice either: the next pass begins with rows that the last one has not just ended with.
+
+    weights: by the name of their source, what share of the prompts its rows are; each source then has passes of its
+    own. Null takes the rows of all sources alike.
     """
 
     train: Sequence[Prompt]
     held_out: Sequence[Prompt]
     seed: int
     per_step: int
-    _orders: list[array[int]] = field(default_factory=list["array[int]"], init=False, repr=False)
+    weights: Mapping[str, float] | None = None
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
         """Give the step's rows; beyond `per_step`, rows of any pass that are drawn for this step, none of them twice.
 
-        Raises ValueError when the data set has fewer rows than `count`.
+        Raises ValueError when the data set has fewer rows than `count`, or a source fewer than its share of them.
         """
         if count > len(self.train):
             raise ValueError(f"{count} rows of a step are more than the {len(self.train)} of data.train")
-        first = (step - 1) * self.per_step
-        rows = [self._row(position) for position in range(first, first + min(count, self.per_step))]
-        taken = set(rows)
-        others = (row for row in shuffled(len(self.train), f"more:{self.seed}:{step}") if row not in taken)
-        rows += islice(others, count - len(rows))
-        return [self.train[row] for row in rows]
+        first, among = (step - 1) * self.per_step, min(count, self.per_step)
+        taken = [self._rows_of(source, first, first + among) for source in range(len(self._parts))]
+        drawn = [
+            self._more(source, step, taken[source], first, count) if count > among else iter(())
+            for source in range(len(self._parts))
+        ]
+        rows = [iter([*regular]) for regular in taken]
+        turns = [self._shares.turn(position) for position in range(first, first + count)]
+        order = [next(rows[turn]) for turn in turns[:among]] + [next(drawn[turn]) for turn in turns[among:]]
+        return [self.train[row] for row in order]
 
     def validation(self, count: int) -> list[Prompt]:
         """Give the first held-out prompts."""
@@ -44,19 +54,81 @@ class EpochSource:
             raise ValueError(f"{count} rows of a validation are more than the {len(self.held_out)} held out")
         return list(self.held_out[:count])
 
-    def _row(self, position: int) -> int:
-        epoch, place = divmod(position, len(self.train))
+    @cached_property
+    def _shares(self) -> Shares:
+        return Shares(self.weights or {"": 1.0})
+
+    @cached_property
+    def _parts(self) -> list[_Passes]:
+        if self.weights is None:
+            return [self._passes(0, range(len(self.train)), "")]
+        rows = {name: array("I") for name in self.weights}
+        for row, prompt in enumerate(self.train):
+            rows[prompt.source].append(row)
+        return [self._passes(source, rows[name], f":{name}") for source, name in enumerate(rows)]
+
+    def _passes(self, source: int, rows: Sequence[int], key: str) -> _Passes:
+        return _Passes(rows, self.seed, key, lambda position: self._step_around(source, position))
+
+    def _step_around(self, source: int, position: int) -> tuple[int, int]:
+        """The first row of a source, counted through its passes, of the step that takes a row, and behind its last."""
+
+        def begins(step: int) -> int:
+            return self._shares.before(source, step * self.per_step)
+
+        most = (position + 2) * self._shares.period // self.per_step + 1
+        step = bisect_right(range(most), position, key=begins) - 1
+        return begins(step), begins(step + 1)
+
+    def _rows_of(self, source: int, first: int, end: int) -> list[int]:
+        before = self._shares.before
+        part = self._parts[source]
+        return [part.row(position) for position in range(before(source, first), before(source, end))]
+
+    def _more(self, source: int, step: int, taken: Sequence[int], first: int, count: int) -> Iterator[int]:
+        part, held = self._parts[source], set(taken)
+        wanted = self._shares.before(source, first + count) - self._shares.before(source, first)
+        if wanted > len(part.rows):
+            name = self._shares.names[source]
+            raise ValueError(
+                f"{wanted} rows of a step are more than the {len(part.rows)} of the source {name!r}"
+            )
+        return (row for row in part.any_order(step) if row not in held)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The rows of a source, pass after pass; `step_around` gives the first position of a step, and the end of it.
+
+    key: what sets its orders apart from those of other sources.
+    """
+
+    rows: Sequence[int]
+    seed: int
+    key: str
+    step_around: Callable[[int], tuple[int, int]]
+    _orders: list[array[int]] = field(default_factory=list["array[int]"], init=False, repr=False)
+
+    def row(self, position: int) -> int:
+        """The row at a position of the passes."""
+        epoch, place = divmod(position, len(self.rows))
         while len(self._orders) <= epoch:
             self._orders.append(self._order(len(self._orders)))
-        return self._orders[epoch][place]
+        return self.rows[self._orders[epoch][place]]
+
+    def any_order(self, step: int) -> Iterator[int]:
+        """All rows in an order of the step's own."""
+        places = shuffled(len(self.rows), f"more:{self.seed}:{step}{self.key}")
+        return (self.rows[place] for place in places)
 
     def _order(self, epoch: int) -> array[int]:
-        rows = len(self.train)
-        order = array("I", shuffled(rows, f"epoch:{self.seed}:{epoch}"))
-        begun = epoch * rows % self.per_step
+        rows = len(self.rows)
+        order = array("I", shuffled(rows, f"epoch:{self.seed}:{epoch}{self.key}"))
+        begin, end = self.step_around(epoch * rows)
+        begun = epoch * rows - begin
         if not begun:
             return order
         behind = set(self._orders[epoch - 1][-begun:])
-        head = array("I", islice((row for row in order if row not in behind), self.per_step - begun))
+        head = array("I", islice((row for row in order if row not in behind), end - epoch * rows))
         ahead = set(head)
         return head + array("I", (row for row in order if row not in ahead))

@@ -9,3 +9,7 @@ class Message:
 
     role: str
     content: str
+
+
+Context = str | tuple[Message, ...]
+"""What the model is shown before it answers: a text, or a conversation."""

@@ -109,4 +109,4 @@ def given_pair(prompt: Prompt) -> Preference:
         raise ValueError(
             f"prompt {prompt.index} has no rejected answer, which DPO needs unless dpo.online: true"
         )
-    return Preference(prompt.index, prompt.text, prompt.answer, prompt.rejected, prompt.context)
+    return Preference(prompt.index, prompt.text, prompt.imitated, prompt.rejected, prompt.context)

@@ -1,7 +1,8 @@
-"""From a recipe to its prompts: an embedded task, JSONL files, or a class of the user's own."""
+"""From a recipe to its prompts: an embedded task, sources of rows, or a class of the user's own."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -11,19 +12,14 @@ from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.shares import Shares
 from nemo_rl_mcore.custom_code import build, custom_code
-from nemo_rl_mcore.data.answers import answer_row
-from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt, PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
-from nemo_rl_mcore.data.jsonl import Example, read_examples
-from nemo_rl_mcore.data.preference import (
-    GivenPairs,
-    PreferenceSource,
-    WrongAnswerPairs,
-    given_pair,
-    pair_rows,
-)
+from nemo_rl_mcore.data.examples import read_run_examples, read_set
+from nemo_rl_mcore.data.limits import Limits
+from nemo_rl_mcore.data.preference import GivenPairs, PreferenceSource, WrongAnswerPairs
+from nemo_rl_mcore.data.row_counts import count_problems
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import CustomCodeError
 
@@ -31,7 +27,7 @@ from nemo_rl_mcore.errors import CustomCodeError
 def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     """The prompts of a run; ValueError, or ConfigError which is one, for files or a class that do not serve."""
     match config.data.dataset_name:
-        case "jsonl":
+        case "files":
             return _open_files(config, tokenizer)
         case "custom":
             return _open_class(config, tokenizer)
@@ -58,7 +54,7 @@ def _open_class(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     assert path is not None
     arguments = {"seed": config.seed, **(config.data.args or {})}
     source = cast("PromptSource", build(path, key, arguments, needs=("train_batch", "validation")))
-    return _OwnSource(source, f"{key}: {path}", _Limits(config, tokenizer))
+    return _OwnSource(source, f"{key}: {path}", Limits(config, tokenizer))
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class _OwnSource:
 
     source: PromptSource
     name: str
-    limits: _Limits
+    limits: Limits
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
         """See `PromptSource.train_batch`."""
@@ -116,77 +112,54 @@ class _OwnSource:
         return prompt
 
 
-def _open_files(config: RunConfig, tokenizer: Tokenizer) -> EpochSource:
-    examples, problems = read_examples(config.data, config.row_kind)
+def _open_files(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
+    limits = Limits(config, tokenizer)
+    if any(source.streaming for source in config.train_sources.values()):
+        from nemo_rl_mcore.data.streams import open_streamed
+
+        return open_streamed(limits)
+    examples, problems = read_run_examples(config)
+    if not problems:
+        problems = [*count_problems(config, examples)]
     if problems:
-        raise ConfigError(problem.below("data") for problem in problems)
-    limits = _Limits(config, tokenizer)
-    train = limits.fitting(examples.train, sampled=config.row_kind is RowKind.PROMPTS)
-    held_out = limits.fitting(examples.held_out, sampled=config.loop.validates)
-    if len(train) < config.prompts_per_step:
-        raise ValueError(
-            f"data.overlong: drop leaves {len(train)} rows to train on, and a step takes {config.prompts_per_step}"
-        )
-    return EpochSource(train, held_out, config.seed, config.prompts_per_step)
+        raise ConfigError(problems)
+    train = [*limits.fitting(examples.train, sampled=config.row_kind is RowKind.PROMPTS)]
+    held_out = [*limits.fitting(examples.held_out, sampled=config.loop.validates)]
+    _require_rows(config, train)
+    return EpochSource(train, held_out, config.seed, config.prompts_per_step, config.source_weights)
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """Rows as prompts, without those that have too many tokens."""
-
-    config: RunConfig
-    tokenizer: Tokenizer
-
-    def fitting(self, examples: Sequence[Example], *, sampled: bool) -> list[Prompt]:
-        """The rows that fit; `sampled` says that the policy answers their prompts.
-
-        Raises ValueError for a row that cannot be encoded and, unless `data.overlong` is drop, for one too long.
-        """
-        kept: list[Prompt] = []
-        for example in examples:
-            try:
-                prompt = self._prompt(example)
-                excess = self.excess(prompt, sampled=sampled)
-            except ValueError as error:
-                raise ValueError(f"{example.place}: {error}") from error
-            if excess is None:
-                kept.append(prompt)
-            elif self.config.data.overlong == "error":
-                raise ValueError(f"{example.place}: {excess}, shorten the row, or set data.overlong: drop")
-        return kept
-
-    def _prompt(self, example: Example) -> Prompt:
-        text, context = (example.context, ()) if isinstance(example.context, str) else ("", example.context)
-        prompt = Prompt(
-            example.index,
-            text,
-            example.answer,
-            example.rejected,
-            context,
-            example.imitate_all,
-            example.place,
-        )
-        return self.rendered(prompt)
-
-    def rendered(self, prompt: Prompt) -> Prompt:
-        """The prompt in the chat template, where one is asked for."""
-        return with_template(prompt, self.tokenizer) if self.config.data.apply_chat_template else prompt
-
-    def excess(self, prompt: Prompt, *, sampled: bool) -> str | None:
-        """What is too long, and the key to raise; None where the row fits."""
-        longest_prompt, longest = self.config.max_prompt_length, self.config.policy.max_total_sequence_length
-        if sampled and (length := len(self.tokenizer.encode(prompt.text))) > longest_prompt:
-            return (
-                f"the prompt has {length} tokens, and {longest_prompt} are allowed: raise data.max_input_seq_length, "
-                "or policy.max_total_sequence_length where it is null"
+def _require_rows(config: RunConfig, train: Sequence[Prompt]) -> None:
+    """Raise ValueError where dropped rows leave too few for a step."""
+    needed = dict.fromkeys([""], config.prompts_per_step)
+    left = Counter("" for _ in train)
+    if (weights := config.source_weights) is not None:
+        shares, per_step = Shares(weights), config.prompts_per_step
+        needed = {name: shares.most(source, per_step, per_step) for source, name in enumerate(weights)}
+        left = Counter(prompt.source for prompt in train)
+    for name, rows in needed.items():
+        if left[name] < rows:
+            of = f" of {name!r}" if name else ""
+            raise ValueError(
+                f"data.overlong: drop leaves {left[name]} rows{of} to train on, and a step takes {rows}"
             )
-        if self.config.row_kind is RowKind.PROMPTS:
-            return None
-        if self.config.row_kind is RowKind.PAIRS:
-            rows = pair_rows(given_pair(prompt), self.tokenizer)
-        else:
-            rows = (answer_row(prompt, self.tokenizer),)
-        length = max(len(row.ids) for row in rows)
-        if length > longest:
-            return f"the row has {length} tokens: raise policy.max_total_sequence_length: {longest}"
-        return None
+
+
+def open_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]]:
+    """The prompts of the sets of eval.sets, max_samples at most; see `open_set`."""
+    assert config.eval is not None
+    sets = {name: open_set(config, name, tokenizer)[: config.eval.max_samples] for name in config.eval.sets}
+    for name, prompts in sets.items():
+        if not prompts:
+            raise ValueError(f"data.overlong: drop leaves no row of eval.sets.{name}")
+    return sets
+
+
+def open_set(config: RunConfig, name: str, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts of a set of eval.sets; ConfigError, or ValueError, for rows that do not serve."""
+    assert config.eval is not None
+    chat = config.data.apply_chat_template
+    examples, problems = read_set(f"eval.sets.{name}", config.eval.sets[name], chat=chat)
+    if problems:
+        raise ConfigError(problems)
+    return [*Limits(config, tokenizer).fitting(examples, sampled=True)]

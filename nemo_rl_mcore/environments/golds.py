@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RunConfig
@@ -20,7 +20,13 @@ def require_golds(config: RunConfig, source: PromptSource) -> None:
     when they are scored.
     """
     if config.env.math is not None:
-        math_environment(config.env.math).require_answers(list(_scored(config, source)))
+        require_answers(config, list(_scored(config, source)))
+
+
+def require_answers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for answers of the prompts that env.math cannot score against."""
+    if config.env.math is not None:
+        math_environment(config.env.math).require_answers(prompts)
 
 
 def require_golds_run_first(config: RunConfig) -> None:

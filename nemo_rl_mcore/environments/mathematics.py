@@ -13,6 +13,7 @@ from typing import Any
 from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.environments.votes import Vote
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.preflight.answer_kinds import (
     as_quantity,
@@ -41,6 +42,12 @@ class _Answer:
     def expressions(self) -> list[Any]:
         """The readings without the text itself, which math-verify compares where it reads nothing better."""
         return [reading for reading in self.readings if not isinstance(reading, str)]
+
+    @property
+    def shown(self) -> str | None:
+        """The answer as text, None where there is none."""
+        texts = [reading for reading in self.readings if isinstance(reading, str)]
+        return self.words or next(iter([*texts, *map(str, self.readings)]), None)
 
 
 _NOTHING = _Answer(None, [])
@@ -77,6 +84,19 @@ class MathEnvironment:
                     )
         rows = zip(prompts, responses, strict=True)
         return [float(self._equal(golds[prompt.answer], self._said(response))) for prompt, response in rows]
+
+    def votes(self, responses: Sequence[str]) -> list[Vote]:
+        """See `ReadsAnswers.votes`; answers are equal as they are for scores, each to the first of its kind."""
+        said = [self._said(response) for response in responses]
+        kinds: list[int] = []
+        votes: list[Vote] = []
+        for place, answer in enumerate(said):
+            first = None
+            if answer.shown is not None:
+                first = next((kind for kind in kinds if self._equal(said[kind], answer)), place)
+                kinds += [place] if first == place else []
+            votes.append(Vote(answer.shown, first))
+        return votes
 
     def require_answers(self, prompts: Sequence[Prompt]) -> None:
         """Raise ConfigError for answers that cannot be scored against, naming where the data has them."""

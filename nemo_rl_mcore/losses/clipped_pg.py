@@ -264,12 +264,14 @@ class ClippedPGLossFn(TokenLossFunction):
 
 
 def ratio_metrics(ratios: Ratios, masks: Masks) -> dict[str, MetricSum]:
-    """Return the means and extrema of the ratio and of its clipped twin."""
+    """Return the means and extrema of the ratio and of its clipped twin, and the share of tokens where they differ."""
     metrics: dict[str, MetricSum] = {}
     for name, values in (("probs_ratio", ratios.raw), ("probs_ratio_clamped", ratios.clipped)):
         metrics[name] = MetricSum(masks.token_sum(values), MetricKind.TOKENS)
         metrics[f"{name}_min"] = MetricSum(masks.minimum(values), MetricKind.MIN)
         metrics[f"{name}_max"] = MetricSum(masks.maximum(values), MetricKind.MAX)
+    beyond = (ratios.raw != ratios.clipped).to(ratios.raw.dtype)
+    metrics["probs_ratio_clipfrac"] = MetricSum(masks.token_sum(beyond), MetricKind.TOKENS)
     return metrics
 
 

@@ -15,7 +15,7 @@ from nemo_rl_mcore import accelerator, progress, rendezvous
 from nemo_rl_mcore.agreement import together
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.megatron import checkpoint, generation, parallel_groups
+from nemo_rl_mcore.megatron import checkpoint, generation, notices, parallel_groups
 from nemo_rl_mcore.megatron.hf_weights.export import full_tensors, save_pretrained
 from nemo_rl_mcore.megatron.hf_weights.receive import WholeWeightFilling
 from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
@@ -40,6 +40,7 @@ _SHARES = (
 
 def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBackend:
     """Meet the other ranks and build this rank's part of the model; the device is prepared, see `accelerator`."""
+    notices.tell_once()
     progress.advance("meeting the other ranks")
     parallel_groups.initialize(policy.megatron_cfg, options.seed)
     progress.advance("building the model")

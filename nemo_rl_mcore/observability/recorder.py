@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +17,10 @@ from rich.console import Console
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.errors import FolderError, folder_error
 from nemo_rl_mcore.observability.progress import ProgressDisplay
-from nemo_rl_mcore.observability.report import HistorySink, Sample, read_history, write_report
+from nemo_rl_mcore.observability.report import HistorySink, read_history, write_report
+from nemo_rl_mcore.observability.rollouts import RolloutSink, Sample
 from nemo_rl_mcore.observability.sinks import MetricSink, complete_rows, open_sinks
+from nemo_rl_mcore.observability.startup import STARTUP_PREFIX, Startup
 from nemo_rl_mcore.observability.timing import TIMING_PREFIX, PhaseTimer
 from nemo_rl_mcore.output import BestEffortStream, write_line
 from nemo_rl_mcore.signals import deferred_stop_signals
@@ -27,12 +29,14 @@ _KEY = "logger.log_dir"
 _RESERVED_BYTES = 1 << 19
 """Kept free for the last row and the report, should the disk be full one day."""
 _TOKENS = "train/total_num_tokens"
-_MAX_SAMPLES = 256
+_CHECKPOINT = "checkpoint"
 
 
 class RunRecorder:
     """A context manager: `phase` times, `log` ends a step, and leaving it closes the sinks and reports.
 
+    `startup` times and tells the parts of the start, also before the block; the first step begins when the last of
+    them has ended. The first row has their seconds, `timing/startup/<part>`.
     The report is also written when the block raises or is interrupted, about the steps that were finished. A console
     that takes no more, as when its terminal is closed, changes nothing else.
     To each step it adds `timing/<phase>`, `timing/total` (wall seconds since the step before) and, when the
@@ -59,7 +63,9 @@ class RunRecorder:
         self._progress = ProgressDisplay(
             total_steps, title=title, console=self._console, steps_before=resumed_step or 0
         )
-        self._samples: deque[Sample] = deque(maxlen=_MAX_SAMPLES)
+        self._startup = Startup(self._console)
+        self._shown: deque[Sample] = deque(maxlen=config.num_val_samples_to_print)
+        self._rollouts: RolloutSink | None = None
         self._sinks: list[MetricSink] = []
         self._opened = ExitStack()
         self._step_began = time.perf_counter()
@@ -68,11 +74,14 @@ class RunRecorder:
     def __enter__(self) -> Self:
         """Open the sinks and start the display."""
         with self._written():
+            self._rollouts = RolloutSink(self._log_dir, self._config.rollouts, self._resumed_step, self._say)
             files = open_sinks(self._config, self._resumed_step)
             self._reserve.write_bytes(bytes(_RESERVED_BYTES))
             if self._resumed_step is not None:
                 self._history.rows += read_history(self._log_dir)
-        self._sinks = [self._history, *files, self._progress]
+                self._progress.recall(self._history.rows)
+        # The answers of a step are there before its row tells of it.
+        self._sinks = [self._history, self._rollouts, *files, self._progress]
         with ExitStack() as opened:
             for sink in self._sinks:
                 opened.callback(sink.close)
@@ -114,10 +123,12 @@ class RunRecorder:
         write_report(
             self._log_dir,
             self._history.rows,
-            list(self._samples),
+            list(self._shown),
             console=self._console,
-            show_samples=self._config.num_val_samples_to_print,
         )
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def _written(self) -> Generator[None]:
@@ -130,15 +141,39 @@ class RunRecorder:
                 self._reserve.unlink(missing_ok=True)
             raise told from failure
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time a phase of the step."""
-        return self.timer.phase(name)
+    @contextmanager
+    def startup(self, part: str, told_as: str = "") -> Generator[dict[str, float]]:
+        """Time a part of the start, see `Startup.part`; nothing of it belongs to the first step.
+
+        Once steps have begun, as when engines start anew, it is a part of the step at hand.
+        """
+        if self._progress.begun:
+            yield {}
+            return
+        with self._startup.part(part, told_as) as pieces:
+            yield pieces
+        self._step_began = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Time a phase of the step, or, where its name begins with `startup/`, a part of the start."""
+        if name.startswith(STARTUP_PREFIX):
+            with self.startup(name.removeprefix(STARTUP_PREFIX)):
+                yield
+            return
+        self._progress.begin()
+        with self.timer.phase(name):
+            yield
+        if name == _CHECKPOINT:
+            self._progress.saved()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a finished step everywhere."""
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now
         row = {**metrics, **self.timer.end_step(), f"{TIMING_PREFIX}total": seconds}
+        row |= {f"{TIMING_PREFIX}{STARTUP_PREFIX}{part}": s for part, s in self._startup.seconds.items()}
+        self._startup.seconds.clear()
         if _TOKENS in row:
             row["performance/tokens_per_sec"] = row[_TOKENS] / seconds
         with self._written():
@@ -146,5 +181,8 @@ class RunRecorder:
                 sink.log(step, row)
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
-        """Keep responses for the report; the newest stay when there are too many."""
-        self._samples.extend(samples)
+        """Take the answers of the step at hand, which are written when it is logged."""
+        assert self._rollouts is not None
+        samples = list(samples)
+        self._rollouts.add(samples)
+        self._shown.extend(sample for sample in samples if sample.sample_index == 0)

@@ -1,4 +1,4 @@
-"""The end of a run: a summary on the console, curves.png and samples.jsonl in the run's folder.
+"""The end of a run: a summary on the console, and curves.png in the run's folder.
 
 Everything is made from the rows of metrics.jsonl, so a report can be made again later, or during the run.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +15,48 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER, Sample
+from nemo_rl_mcore.observability.series import Best, best_of, is_sparse, shown_in
 from nemo_rl_mcore.observability.sinks import METRICS_FILE, TENSORBOARD_FOLDER
 
 Row = Mapping[str, float]
 """The metrics of one step, with its number under "step"."""
 
 CURVES_FILE = "curves.png"
-SAMPLES_FILE = "samples.jsonl"
 
 _SUMMARY_PREFIXES = ("validation/", "performance/", "timing/")
-_CURVES = (
-    *("train/reward", "validation/accuracy", "train/loss", "train/grad_norm", "train/entropy"),
-    *("train/token_mult_prob_error", "performance/tokens_per_sec"),
-)
-_SHARED_CURVES: Mapping[str, tuple[str, ...]] = {
+_STARTUP = "timing/startup/"
+_CURVES: Mapping[str, tuple[str, ...]] = {
+    "reward": ("train/reward", "validation/reward"),
+    "accuracy": ("validation/accuracy",),
+    "preference accuracy": ("train/preference_accuracy", "validation/preference_accuracy"),
+    "rewards of pairs": (
+        *("train/rewards_chosen_mean", "train/rewards_rejected_mean", "train/rewards_margin_mean"),
+        "validation/rewards_margin_mean",
+    ),
+    "loss": ("train/loss", "validation/loss"),
+    "gradient norm": ("train/grad_norm",),
+    "spread of rewards": ("train/reward_std", "train/reward_std_within_groups"),
+    "response length": ("train/mean_gen_tokens_per_sample", "train/max_gen_tokens_per_sample"),
+    "truncated responses": ("train/truncation_rate",),
+    "divergence from the reference": ("train/kl_penalty",),
+    "clipped ratios": ("train/probs_ratio_clipfrac",),
+    "entropy": ("train/entropy",),
+    "engine and training": ("train/token_mult_prob_error",),
+    "learning rate": ("train/lr",),
+    "tokens/s": ("performance/tokens_per_sec",),
+    "seconds a step": ("timing/total",),
+    "memory, GiB": ("performance/peak_memory_gib", "performance/value_peak_memory_gib"),
     "age of the tokens": ("async/age_mean", "async/age_max"),
     "groups under way": ("async/buffer_ready", "async/inflight"),
     "idle, share of a step": ("async/trainer_idle", "async/engine_idle"),
     "importance weights, responses": ("async/ess", "async/mixed_versions"),
 }
-"""Panels of several curves, by title: of a run whose groups are answered beside training."""
+"""Panels by title, which is the metric's name where a run has one of them only."""
 _CORRECTION = ("async/importance_ratio_max", "async/behaviour_kl")
 _LOST_PREFIXES = ("async/requeued/", "async/dropped/")
 _FIRST, _LAST = 5, 20
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One response, as a person wants to read it."""
-
-    step: int
-    prompt: str
-    answer: str
-    response: str
-    reward: float
-    finished: bool
+_NUMBER_WIDTH, _TABLE_WIDTH = 9, 100
 
 
 class HistorySink:
@@ -84,44 +90,67 @@ def read_history(log_dir: Path) -> list[dict[str, float]]:
 
 
 def write_report(
-    log_dir: Path,
-    rows: Sequence[Row],
-    samples: Sequence[Sample] = (),
-    *,
-    console: Console,
-    show_samples: int = 8,
+    log_dir: Path, rows: Sequence[Row], samples: Sequence[Sample] = (), *, console: Console
 ) -> None:
-    """Write the curves and the samples, then print the summary with the last samples and the files."""
+    """Write the curves, then print the summary with these samples and the files of the run."""
     if not rows:
         console.print("No step was finished: nothing to report.")
         return
     log_dir.mkdir(parents=True, exist_ok=True)
-    files = [log_dir / METRICS_FILE]
+    write_curves(rows, log_dir / CURVES_FILE)
+    for table in (summary_table(rows), sparse_table(rows)):
+        if table.row_count:
+            # A file, which has no width, is not to be cut off at that of a small terminal.
+            console.print(table, width=None if console.is_terminal else _TABLE_WIDTH, crop=False)
     if samples:
-        files.append(write_samples(samples, log_dir / SAMPLES_FILE))
-    files.append(write_curves(rows, log_dir / CURVES_FILE))
-    if (log_dir / TENSORBOARD_FOLDER).is_dir():
-        files.append(log_dir / TENSORBOARD_FOLDER)
-    console.print(summary_table(rows))
-    if samples and show_samples:
-        console.print(sample_table(samples[-show_samples:]))
-    for file in files:
-        console.print(f"{file}", markup=False, highlight=False, soft_wrap=True)
+        console.print(sample_table(samples))
+    for name in (METRICS_FILE, ROLLOUTS_FOLDER, CURVES_FILE, TENSORBOARD_FOLDER):
+        if (file := log_dir / name).exists():
+            console.print(f"{file}", markup=False, highlight=False, soft_wrap=True)
 
 
 def summary_table(rows: Sequence[Row]) -> Table:
-    """One line a metric: its mean over the first and the last steps, and its range, of the finite values."""
+    """One line a metric of every step: its mean over the first and the last steps, and its range, of finite values."""
     title = f"{len(rows)} steps; means of the first {_FIRST} and the last {_LAST}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("metric", no_wrap=True)
-    for heading in ("first", "last", "min", "max"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name in _summary_names(rows):
-        values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
-        if values:
+    table = _table(title, "first", "last", "min", "max")
+    for name, points in _summarised(rows).items():
+        values = [point.value for point in points]
+        if not is_sparse(name, values, len(rows)):
             cells = (_mean(values[:_FIRST]), _mean(values[-_LAST:]), min(values), max(values))
             table.add_row(escape(name), *(f"{cell:.4g}" for cell in cells))
     return table
+
+
+def sparse_table(rows: Sequence[Row]) -> Table:
+    """One line a metric of some steps, such as a validation's: its first, best and last value, not means of them."""
+    table = _table(
+        "of some steps; the first, the best and the last value", "first", "best", "at step", "last"
+    )
+    for name, points in _summarised(rows).items():
+        if is_sparse(name, [point.value for point in points], len(rows)):
+            best = points[0]
+            for point in points[1:]:
+                best = best_of(name, best, point)
+            first, highest, last = (f"{point.value:.4g}" for point in (points[0], best, points[-1]))
+            table.add_row(escape(name), first, highest, str(best.step), last)
+    return table
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("metric", no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True, min_width=_NUMBER_WIDTH)
+    return table
+
+
+def _summarised(rows: Sequence[Row]) -> dict[str, list[Best]]:
+    """The finite values of each metric of the summary, with their steps."""
+    found = {
+        name: [Best(int(row["step"]), row[name]) for row in rows if name in row and math.isfinite(row[name])]
+        for name in _summary_names(rows)
+    }
+    return {name: points for name, points in found.items() if points}
 
 
 def sample_table(samples: Sequence[Sample]) -> Table:
@@ -131,15 +160,9 @@ def sample_table(samples: Sequence[Sample]) -> Table:
         table.add_column(heading)
     for sample in samples:
         texts = (escape(text) for text in (sample.prompt, sample.answer, sample.response))
-        table.add_row(str(sample.step), *texts, "yes" if sample.finished else "no", f"{sample.reward:.3g}")
+        ended = "no" if sample.truncated else "yes"
+        table.add_row(str(sample.step), *texts, ended, f"{sample.reward:.3g}")
     return table
-
-
-def write_samples(samples: Sequence[Sample], path: Path) -> Path:
-    """Write one JSON object per sample."""
-    lines = (json.dumps(asdict(sample), ensure_ascii=False) for sample in samples)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return path
 
 
 def write_curves(rows: Sequence[Row], path: Path) -> Path:
@@ -161,19 +184,22 @@ def write_curves(rows: Sequence[Row], path: Path) -> Path:
 
 def curve_panels(rows: Sequence[Row]) -> dict[str, list[str]]:
     """The metrics of each panel by its title; the first of the summary when the rows have none that is known."""
-    logged = {name for row in rows for name in row}
-    alone = {name: [name] for name in _CURVES if name in logged}
-    shared = {title: [name for name in names if name in logged] for title, names in _SHARED_CURVES.items()}
-    known = alone | {title: names for title, names in shared.items() if names}
-    return known or {name: [name] for name in _summary_names(rows)[:6]}
+    shown = shown_in(rows)
+    panels: dict[str, list[str]] = {}
+    for title, metrics in _CURVES.items():
+        if names := [name for name in metrics if name in shown]:
+            panels[title if len(names) > 1 else names[0]] = names
+    return panels or {name: [name] for name in _summary_names(rows)[:6]}
 
 
 def _draw(axes: Any, rows: Sequence[Row], title: str, names: Sequence[str]) -> None:
     for name in names:
         points = [(row["step"], row[name]) for row in rows if name in row]
         steps, values = zip(*points, strict=True)
-        marker = "o" if len(points) < 20 else None
+        marker = "o" if len(points) < 20 or is_sparse(name, values, len(rows)) else None
         axes.plot(steps, values, linewidth=1.2, marker=marker, markersize=3, label=name)
+    # An axis of 1.0000001 is to say so, not "1e-7 + 1".
+    axes.yaxis.get_major_formatter().set_useOffset(False)
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
@@ -191,14 +217,16 @@ def _row(line: str, where: str) -> dict[str, float]:
 
 def _summary_names(rows: Sequence[Row]) -> list[str]:
     """The metrics with a curve, then validation results and wall times; everything when none is known."""
-    logged = dict.fromkeys(name for row in rows for name in row if name != "step")
-    drawn = (*_CURVES, *(name for names in _SHARED_CURVES.values() for name in names), *_CORRECTION)
+    shown = shown_in(rows)
+    logged = dict.fromkeys(name for row in rows for name in row if name in shown and name != "step")
+    drawn = (*(name for names in _CURVES.values() for name in names), *_CORRECTION)
     known = [name for name in drawn if name in logged]
     prefixes = (*_LOST_PREFIXES, *_SUMMARY_PREFIXES)
     known += [
         name
         for name in logged
-        if name.startswith(prefixes) and not name.endswith("_cpu") and name not in known
+        if name.startswith(prefixes)
+        and not (name.endswith("_cpu") or name.startswith(_STARTUP) or name in known)
     ]
     return known or list(logged)
 

@@ -190,7 +190,7 @@ def _is_row_up_to(step: int, line: str) -> bool:
 
 
 def next_free(path: Path) -> Path:
-    """The first name of the kind `metrics.1.jsonl` that no file has."""
+    """The name under which a file or folder of an earlier run is put aside: `metrics.1.jsonl`, or a later number."""
     number = 1
     while (renamed := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.data.jsonl import Example, Examples, read_examples
+from nemo_rl_mcore.data.examples import Example, Examples, read_examples, read_run_examples
+from nemo_rl_mcore.data.prompt_texts import read_texts
+from nemo_rl_mcore.data.row_counts import count_problems
+from nemo_rl_mcore.data.rows import is_fetched
 from nemo_rl_mcore.preflight.answer_kinds import gold_answer, gold_problems, wrong_answer
 from nemo_rl_mcore.strict_json import read_json
 
@@ -33,19 +35,45 @@ class DataPlan:
 
 
 def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
-    """Read the data set's files; None where it has none, for such a data set does not end."""
-    problems = [*_template_problems(config)]
-    if config.data.dataset_name != "jsonl":
+    """Read the data set's files; None where its rows cannot be counted: they have no end, or are fetched later."""
+    problems = [*template_problems(config)]
+    if not config.data.from_files:
         return None, problems
-    examples, wrong = read_examples(config.data, config.row_kind)
-    problems += [problem.below("data") for problem in wrong]
+    if fetched(config) or streamed(config):
+        return None, problems + _problems_of_what_is_here(config)
+    examples, wrong = read_run_examples(config)
+    problems += wrong
     if not wrong:
-        problems += _train_problems(config, examples)
-        problems += _held_out_problems(config, examples)
+        problems += count_problems(config, examples)
         problems += answer_problems(config, _scored(config, examples))
     per_step, rows = config.prompts_per_step, len(examples.train)
     steps = steps_of_epochs(config, rows)
     return DataPlan(rows, len(examples.held_out), per_step, steps), problems
+
+
+def fetched(config: RunConfig) -> list[str]:
+    """The data sets of the hub that the run fetches when it starts."""
+    sources = (*config.train_sources.values(), *config.validation_sources.values())
+    return list(dict.fromkeys(source.paths[0] for source in sources if is_fetched(source)))
+
+
+def streamed(config: RunConfig) -> bool:
+    """Whether rows are read as they are needed."""
+    return any(source.streaming for source in config.train_sources.values())
+
+
+def _problems_of_what_is_here(config: RunConfig) -> list[Problem]:
+    """What is wrong with sources that are read now, where others are fetched or streamed, and with texts of all."""
+    problems: list[Problem] = []
+    chat = config.data.apply_chat_template
+    for path, source in (config.train_sources | config.validation_sources).items():
+        if is_fetched(source) or source.streaming:
+            problems += [problem.below(path) for problem in read_texts(source)[1]]
+        else:
+            kind = config.row_kind
+            _, wrong = read_examples({path: source}, {}, kind, chat=chat)
+            problems += wrong
+    return problems
 
 
 def steps_of_epochs(config: RunConfig, rows: int) -> int:
@@ -54,43 +82,11 @@ def steps_of_epochs(config: RunConfig, rows: int) -> int:
     return min(loop.max_num_steps, loop.max_num_epochs * rows // config.prompts_per_step)
 
 
-def _train_problems(config: RunConfig, examples: Examples) -> Iterator[Problem]:
-    key = "policy.train_global_batch_size"
-    needed, how = config.prompts_per_step, "rows of a step"
-    if isinstance(loop := config.loop, RolloutConfig):
-        key = f"{config.algorithm}.num_prompts_per_step"
-        if loop.use_dynamic_sampling:
-            needed *= loop.dynamic_sampling_max_gen_batches
-            how = "rows that dynamic sampling may take in a step"
-    if needed > len(examples.train):
-        yield Problem(
-            key,
-            f"the {needed} {how} are more than the {len(examples.train)} of data.train "
-            f"({len(examples.held_out)} are for validation)",
-            "lower it, or add rows",
-        )
-
-
-def _held_out_problems(config: RunConfig, examples: Examples) -> Iterator[Problem]:
-    if not config.loop.validates:
-        return
-    needed = {f"{config.algorithm}.max_val_samples": config.loop.max_val_samples}
-    if config.val_batches:
-        needed[f"{config.algorithm}.val_batches"] = config.val_batches * config.policy.train_global_batch_size
-    for key, rows in needed.items():
-        if rows > len(examples.held_out):
-            yield Problem(
-                key,
-                f"a validation takes {rows} rows, and {len(examples.held_out)} are held out",
-                "lower it, give data.validation or a larger data.train.split_validation_size, or turn validation off",
-            )
-
-
 def scored_examples(config: RunConfig) -> list[Example]:
     """Read the rows of the data set's files that env.math scores against; none where the files cannot be read."""
-    if config.env.math is None or config.data.dataset_name != "jsonl":
+    if config.env.math is None or not config.data.from_files or fetched(config) or streamed(config):
         return []
-    examples, wrong = read_examples(config.data, config.row_kind)
+    examples, wrong = read_run_examples(config)
     return [] if wrong else _scored(config, examples)
 
 
@@ -112,13 +108,13 @@ def _scored(config: RunConfig, examples: Examples) -> list[Example]:
     return train + (examples.held_out[: config.loop.max_val_samples] if config.loop.validates else [])
 
 
-def _template_problems(config: RunConfig) -> Iterator[Problem]:
+def template_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a tokenizer without a chat template where one is to be applied."""
     if not config.data.apply_chat_template:
         return
     name = config.policy.tokenizer.name
     folder = local_folder(name)
-    if name == "char" or (folder is not None and not _has_template(folder)):
+    if name == "char" or (folder is not None and not has_template(folder)):
         yield Problem(
             "data.apply_chat_template",
             f"true needs a chat template, and {_TOKENIZER}: {name} has none",
@@ -126,7 +122,8 @@ def _template_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _has_template(folder: Path) -> bool:
+def has_template(folder: Path) -> bool:
+    """Whether the tokenizer in a folder has a chat template, as far as its files tell."""
     if (folder / "chat_template.jinja").is_file():
         return True
     try:

@@ -11,7 +11,7 @@ from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrails
 from nemo_rl_mcore.config.rules.packing import fused_guardrail
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
-from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data
+from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
 from nemo_rl_mcore.preflight.folders import folder_problems
 from nemo_rl_mcore.preflight.memory import RunMemory, estimate_memory
@@ -76,13 +76,18 @@ class Plan:
     reference_policy: bool
     log_dir: str
     missing: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+    fetched: tuple[str, ...] = ()
 
 
-def preflight(config: RunConfig, *, elsewhere: bool = False, of_a_run: bool = True) -> Plan:
+def preflight(
+    config: RunConfig, *, elsewhere: bool = False, of_a_run: bool = True, warnings: tuple[Problem, ...] = ()
+) -> Plan:
     """Resolve a run on paper; raises ConfigError for files and packages that are missing.
 
     `elsewhere` says that it is to run on other machines: packages that lack on this one, and folders that it cannot
     write to, are then the plan's `missing`.
+    `warnings` are those of loading the recipe, and stand in the plan before its own.
     Without `of_a_run`, which is for a checkpoint, the data set and the classes of the user's own are not looked for.
     """
     data, of_data = examine_data(config) if of_a_run else (None, [])
@@ -109,6 +114,8 @@ def preflight(config: RunConfig, *, elsewhere: bool = False, of_a_run: bool = Tr
         reference_policy=config.needs_reference,
         log_dir=config.logger.log_dir,
         missing=missing,
+        warnings=warnings,
+        fetched=tuple(fetched(config)) if of_a_run else (),
     )
 
 

@@ -28,6 +28,7 @@ def render(plan: Plan, in_full: Sequence[Row] = ()) -> Group:
         ("Fused log-probabilities", _guardrail_rows(plan)),
         *_memory_sections(plan),
         *([("Data, in full", in_full)] if in_full else []),
+        *((("Warnings", _warning_rows(plan)),) if plan.warnings else ()),
     )
     return Group(*(line for title, rows in sections for line in (Text(title, style="bold"), *_lines(rows))))
 
@@ -37,6 +38,11 @@ def _lines(rows: Iterable[Row]) -> Iterator[Text]:
     width = max(_NAME_WIDTH, *(len(name) for name, _ in table))
     for name, value in table:
         yield Text(f"  {name:<{width}}  {value}")
+
+
+def _warning_rows(plan: Plan) -> Iterator[Row]:
+    for number, warning in enumerate(plan.warnings, start=1):
+        yield f"{number}.", str(warning)
 
 
 def _layout_rows(plan: Plan) -> Iterator[Row]:
@@ -100,7 +106,9 @@ def _run_rows(plan: Plan) -> Iterator[Row]:
     if (data := plan.data) is not None:
         yield "rows", f"{data.rows} to train on, {data.held_out} held out"
         yield "a pass over the rows", f"{data.rows} / {data.rows_per_step} = {data.steps_per_epoch:g} steps"
-    yield "steps", str(plan.steps)
+    if plan.fetched:
+        yield "rows", f"{', '.join(plan.fetched)}: fetched and read when the run starts"
+    yield "steps", str(plan.steps) if not plan.fetched else f"{plan.steps} at most"
     yield "reference policy", "yes" if plan.reference_policy else "no (its KL penalty is 0)"
     yield "log_dir", plan.log_dir
     for problem in plan.missing:

@@ -1,6 +1,6 @@
 """The recipe that stands in a checkpoint, and what a run that goes on from there has changed."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -8,9 +8,8 @@ from typing import cast
 import yaml
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config.base import DEFER, ConfigError, Problem, join_path
+from nemo_rl_mcore.config.base import DEFER, Problem, join_path
 from nemo_rl_mcore.config.hf.pretrained import OF_TRAINING, explicit_fields
-from nemo_rl_mcore.config.load import load_config
 from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.run_models import ModelPlan
@@ -32,11 +31,6 @@ _OF_THE_ANSWERS = tuple(
     for key in ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings")
 )
 _MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
-_ONLY_A_RUN_STARTS = {
-    "value": ("~value", "+value={optimizer: {lr: 1.0}}"),
-    "teacher": ("~teacher", "+teacher={init_checkpoint: none}"),
-}
-"""The models that a checkpoint's weights are used without, and what leaves nothing of their sections to be wrong."""
 _NOT_IN_WEIGHTS = OF_TRAINING | {"max_position_embeddings"}
 
 
@@ -58,29 +52,6 @@ def recipe_text(config: RunConfig) -> str:
     if config.policy.model_name is not None and Path(config.policy.model_name).is_dir():
         tree["policy"]["model_name"] = str(Path(config.policy.model_name).absolute())
     return yaml.safe_dump(tree, sort_keys=False)
-
-
-def load_recipe_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The configuration of a run that starts from a checkpoint's weights, by its own recipe and tokenizer.
-
-    Raises ConfigError.
-    """
-    # What the run itself began with, or learned from, may be gone by now.
-    without = ["policy.model_name=null", "warm_start=null"]
-    path = folder / RECIPE_FILE
-    try:
-        sections = read_recipe_of(folder)
-    except ValueError as error:
-        raise ConfigError([Problem(str(path), str(error), "name another checkpoint")]) from error
-    without += [
-        change for name, changes in _ONLY_A_RUN_STARTS.items() if name in sections for change in changes
-    ]
-    config = load_config(path, [*without, *overrides])
-    own, tokenizer = folder.absolute() / TOKENIZER_FOLDER, config.policy.tokenizer
-    if own.is_dir() and tokenizer.name == dict(_leaves(sections, "")).get("policy.tokenizer.name"):
-        tokenizer = tokenizer.model_copy(update={"name": str(own)})
-    changed = {"init_checkpoint": str(folder.absolute()), "tokenizer": tokenizer}
-    return config.model_copy(update={"policy": config.policy.model_copy(update=changed)})
 
 
 def read_recipe_of(folder: Path) -> Tree:

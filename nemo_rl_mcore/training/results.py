@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.training.sums import neutral_value
 from nemo_rl_mcore.training.train_step import StepResult
+
+_GIB = 1 << 30
 
 
 def as_result(steps: Sequence[StepResult]) -> dict[str, Any]:
@@ -35,6 +38,7 @@ def as_result(steps: Sequence[StepResult]) -> dict[str, Any]:
         "update_successful": all(step.outcome.update_successful for step in steps),
         "skip_reasons": [step.outcome.skip_reason for step in steps],
         "elapsed": sum(step.elapsed for step in steps),
+        "peak_memory_gib": accelerator.peak_memory_bytes() / _GIB,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -48,6 +49,7 @@ class EngineGeneration:
         source: where the weights come from.
         stop_ids: token ids that end a response and belong to it.
         seed: of the noise.
+        starting: entered around each start of the engines.
         check: called once, when the engines first have weights, before anybody is answered; what it raises ends that
             first `update_weights`.
 
@@ -62,6 +64,7 @@ class EngineGeneration:
         *,
         stop_ids: Sequence[int],
         seed: int,
+        starting: Callable[[], AbstractContextManager[object]] = nullcontext,
         check: Callable[[EngineGeneration], None] | None = None,
     ) -> None:
         self._kind, self._config, self._cluster, self._source = kind, config, cluster, source
@@ -74,7 +77,7 @@ class EngineGeneration:
         """Of the weights that the engines hold, where refits are verified; see `refit.verification.of_all`."""
         self._asleep = False
         self._restarts_left = kind.max_restarts
-        self._check = check
+        self._starting, self._check = starting, check
 
     def update_weights(self, version: int) -> None:
         """See `interfaces.GenerationInterface.update_weights`."""
@@ -190,7 +193,8 @@ class EngineGeneration:
         if self._version is None:
             raise WrongWeightsError("the engines have not been given weights: call update_weights first")
         if self._group is None:
-            self._group = start_engines(self._kind, self._config, self._cluster, self._source)
+            with self._starting():
+                self._group = start_engines(self._kind, self._config, self._cluster, self._source)
             self._requests = EngineRequests(self._group, self._kind, self._cluster.lost)
         if self._held != self._version:
             self._refit(self._group, self._version)

@@ -182,6 +182,10 @@ class Policy:
         """Where the ranks run."""
         return self._workers.placement
 
+    def loading_s(self) -> float:
+        """Seconds that loading weights has taken, on the slowest rank."""
+        return max(self._workers.run_all("loading_s", context=self._next_call("loading_s")))
+
     def gpus(self) -> Sequence[str]:
         """The GPU of each rank; empty on CPU."""
         found: list[str] = self._workers.run_all("gpu", context=self._next_call("gpu"))

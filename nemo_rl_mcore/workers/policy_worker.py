@@ -81,7 +81,8 @@ class MegatronPolicyWorker:
         self.backend = backend(self.policy, options)
         if self.policy.init_checkpoint is not None:
             folder = Path(self.policy.init_checkpoint) / POLICY_FOLDER
-            self.backend.load_weights(folder, of_a_policy=self.role is Role.VALUE)
+            with progress.loading():
+                self.backend.load_weights(folder, of_a_policy=self.role is Role.VALUE)
         self.train_step = TrainStep(self.backend)
         self._has_reference = init_reference_model
         if init_reference_model:
@@ -220,7 +221,7 @@ class MegatronPolicyWorker:
 
         Returns global_loss and grad_norm (fp32 [steps]), all_mb_metrics (a list per metric, with lr, wd,
         global_valid_seqs and global_valid_toks), metric_kinds (how each combines over steps), moe_metrics, mtp_metrics,
-        update_successful, skip_reasons (None for a step that was applied), elapsed.
+        update_successful, skip_reasons (None for a step that was applied), elapsed, peak_memory_gib (of this rank).
         moe_metrics and mtp_metrics are means over the steps: the load-balancing loss before its coefficient, and the
         cross-entropy of each prediction layer.
         """
@@ -327,6 +328,10 @@ class MegatronPolicyWorker:
         if self._sender is not None:
             self._sender.close()
         self._sender = None
+
+    def loading_s(self) -> float:
+        """Seconds that loading weights has taken."""
+        return progress.loading_s
 
     def data_parallel_rank(self) -> int:
         """Which shard of a batch this rank is to be sent."""

@@ -171,7 +171,7 @@ class _Harness:
         from nemo_rl_mcore.config.base import ConfigError
         from nemo_rl_mcore.data.messages import Message
         from nemo_rl_mcore.data.tokenizer import load_tokenizer
-        from nemo_rl_mcore.preflight.saved_run import load_recipe_of
+        from nemo_rl_mcore.preflight.given_weights import load_recipe_of
         from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER, read_checkpoint
 
         checkpoint = read_checkpoint(step)

@@ -179,12 +179,12 @@ def run(config: RunConfig, pool: RankPool, ask: Callable[[int, PoolGroup], Any])
     with ExitStack() as stack:
         stack.enter_context(patch.object(launch, "Policy", partial(Policy, group=groups)))
         stack.enter_context(patch.object(launch, "RunRecorder", lambda *_args, **_options: observer))
-        stack.enter_context(patch.object(launch, "_generation", _recorded))
+        stack.enter_context(patch.object(launch, "open_generation", _recorded))
         launch._train(parts, NoCluster(), checkpoints, stack)  # type: ignore[arg-type]
         asked = [ask(number, group) for number, group in enumerate(groups.made)]
     return Outcome(observer.metrics, asked)
 
 
 @contextmanager
-def _recorded(parts: launch.Parts, *_others: Any) -> Iterator[RecordedAnswers]:
-    yield RecordedAnswers(parts.config.policy.generation.max_new_tokens)
+def _recorded(config: RunConfig, *_others: Any) -> Iterator[RecordedAnswers]:
+    yield RecordedAnswers(config.policy.generation.max_new_tokens)

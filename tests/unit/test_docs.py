@@ -17,7 +17,8 @@ from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.reference import reference_page
 from nemo_rl_mcore.config.schema import is_known
 from nemo_rl_mcore.controllers.start import EVENTS_FILE
-from nemo_rl_mcore.observability.report import CURVES_FILE, SAMPLES_FILE
+from nemo_rl_mcore.observability.report import CURVES_FILE
+from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
 
 REPO = Path(__file__).parents[2]
@@ -32,14 +33,13 @@ EXPERIMENT = "examples/hook_experiment.py"
 NOT_IN_REPOSITORY = {
     METRICS_FILE,
     CURVES_FILE,
-    SAMPLES_FILE,
+    "rollouts/",
     EVENTS_FILE,
     "tensorboard/",
     "results/grpo_copy_cpu/",
     "results/gpu/",
     "worker.py",
     "policy/",  # of a checkpoint, as is
-    "rollouts/",
     "rollouts.1.jsonl",
 }
 
@@ -212,7 +212,7 @@ def test_paths_exist(page):
 
 
 def test_the_readme_names_the_files_of_a_run():
-    assert {METRICS_FILE, CURVES_FILE, SAMPLES_FILE} <= set(in_backticks("README.md"))
+    assert {METRICS_FILE, CURVES_FILE, f"{ROLLOUTS_FOLDER}/"} <= set(in_backticks("README.md"))
     assert f"`{load_config(REPO / 'examples/configs' / EXEMPLAR).logger.log_dir}/`" in PAGES["README.md"]
 
 

@@ -82,7 +82,7 @@ def test_an_answer_that_earns_nothing_is_told(recipe, capsys):
     pytest.importorskip("math_verify")
     env = {"math": {"gold": {"after": "####"}, "response": {"boxed": True}}}
     assert full(recipe([QUESTION], env=env)) == 0
-    assert "a right answer earns no more than none: look at env" in capsys.readouterr().out
+    assert "the answer as the data states it earns no more than none" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

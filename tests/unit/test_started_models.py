@@ -92,7 +92,7 @@ def test_the_weights_of_a_checkpoint_are_started_frozen(command, tmp_path, monke
     if command == "export":
         export.run_export(config, str(tmp_path / "output"))
     else:
-        generate.run_generate(config, ["527>"], greedy=True)
+        generate.run_generate(config, generate.Asked(["527>"], greedy=True))
     (model,) = built
     assert model.options["trained"] is False
     assert model.config is config.policy

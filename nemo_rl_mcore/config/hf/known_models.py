@@ -41,6 +41,20 @@ _QWEN3: dict[str, object] = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
+_QWEN3_1_7B = _QWEN3 | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+_QWEN3_4B = _QWEN3 | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "tie_word_embeddings": True,
+}
 _LLAMA3: dict[str, object] = {
     "model_type": "llama",
     "num_attention_heads": 32,
@@ -62,9 +76,28 @@ def _llama3_scaling(factor: float) -> dict[str, object]:
     }
 
 
+_LLAMA31_8B = _LLAMA3 | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "rope_scaling": _llama3_scaling(8.0),
+    "tie_word_embeddings": False,
+}
+_LLAMA32_1B = _LLAMA3 | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "rope_scaling": _llama3_scaling(32.0),
+    "tie_word_embeddings": True,
+}
+
 KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
     "Qwen/Qwen2.5-1.5B": _QWEN2_SMALL | {"max_position_embeddings": 131072},
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2_SMALL | {"max_position_embeddings": 32768},
     "Qwen/Qwen2.5-7B": _QWEN2_LARGE | {"max_position_embeddings": 131072},
+    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2_SMALL | {"max_position_embeddings": 32768},
+    "Qwen/Qwen2.5-7B-Instruct": _QWEN2_LARGE | {"max_position_embeddings": 32768},
     "Qwen/Qwen2.5-Math-1.5B": _QWEN2_SMALL | _QWEN_MATH,
     "Qwen/Qwen2.5-Math-7B": _QWEN2_LARGE | _QWEN_MATH,
     "Qwen/Qwen3-0.6B": _QWEN3
@@ -75,6 +108,9 @@ KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
         "num_attention_heads": 16,
         "tie_word_embeddings": True,
     },
+    "Qwen/Qwen3-1.7B": _QWEN3_1_7B,
+    "Qwen/Qwen3-4B": _QWEN3_4B,
+    "Qwen/Qwen3-4B-Base": _QWEN3_4B | {"max_position_embeddings": 32768},
     "Qwen/Qwen3-8B": _QWEN3
     | {
         "hidden_size": 4096,
@@ -95,23 +131,10 @@ KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
-    "meta-llama/Llama-3.1-8B": _LLAMA3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "rope_scaling": _llama3_scaling(8.0),
-        "tie_word_embeddings": False,
-    },
-    "meta-llama/Llama-3.2-1B": _LLAMA3
-    | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "head_dim": 64,
-        "rope_scaling": _llama3_scaling(32.0),
-        "tie_word_embeddings": True,
-    },
+    "meta-llama/Llama-3.1-8B": _LLAMA31_8B,
+    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA31_8B,
+    "meta-llama/Llama-3.2-1B": _LLAMA32_1B,
+    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA32_1B,
     "mistralai/Mistral-7B-v0.3": {
         "model_type": "mistral",
         "hidden_size": 4096,

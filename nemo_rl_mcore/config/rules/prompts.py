@@ -1,11 +1,13 @@
 """What a run asks of its data set: enough prompts and rows, and answers that can be scored."""
 
+import difflib
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Problem, join_path
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.source import each
 
 
 def _drawn_prompts(config: RunConfig) -> Iterator[Problem]:
@@ -81,6 +83,23 @@ def _held_out_prompts(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _named_sets(config: RunConfig) -> Iterator[Problem]:
+    """Yield names in data.validation that are none of a set of eval.sets."""
+    sets = config.eval.sets if config.eval else {}
+    for place, name in each(config.data.validation).items():
+        if not isinstance(name, str) or name in sets:
+            continue
+        near = difflib.get_close_matches(name, sets, n=1, cutoff=0.5)
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"known: {', '.join(sets) or 'none'}; name it in eval.sets"
+        )
+        yield Problem(
+            join_path("data.validation", place), f"{name!r} is no set of eval.sets", hint, ("eval.sets",)
+        )
+
+
 def _gold_answers(config: RunConfig) -> Iterator[Problem]:
     if config.data.embedded and config.env.math is not None and config.env.math.gold is not None:
         yield Problem(
@@ -89,6 +108,42 @@ def _gold_answers(config: RunConfig) -> Iterator[Problem]:
             "set it to null",
             ("data.dataset_name",),
         )
+    for path, source in (config.train_sources | config.validation_sources).items():
+        if source.answer is not None and config.env.math is not None and config.env.math.gold is not None:
+            yield Problem(
+                "env.math.gold",
+                f"would look for an answer in what {path}.answer has already taken from the rows",
+                "set it to null",
+                (f"{path}.answer", f"{path}.dataset_name"),
+            )
+            return
 
 
-RULES = Rules(of_runs=(_drawn_prompts, _given_rows, _held_out_prompts, _gold_answers))
+def _streams(config: RunConfig) -> Iterator[Problem]:
+    """Yield what a stream of rows does not serve: it has one order, no end that is known, and nothing held out."""
+    sources = config.train_sources
+    streams = [path for path, source in sources.items() if source.streaming]
+    if not streams:
+        return
+    key, loop = f"{streams[0]}.streaming", config.loop
+    if len(sources) > 1:
+        yield Problem(
+            key, "true is for one source, and data.train has several", "set it to false, or keep one source"
+        )
+    if config.data.validation is None and loop.validates:
+        what = "true holds no rows out to validate with, and data.validation is null"
+        yield Problem(key, what, "give data.validation, or turn validation off", ("data.validation",))
+    if loop.max_num_epochs > 1:
+        what = f"{loop.max_num_epochs} does nothing with {key}: true, whose rows are not counted"
+        yield Problem(
+            f"{config.algorithm}.max_num_epochs", what, "set it to 1; max_num_steps ends the run", (key,)
+        )
+    if isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling:
+        what = f"true draws rows of all the data set, which {key}: true does not have"
+        yield Problem(f"{config.algorithm}.use_dynamic_sampling", what, "set one of the two to false", (key,))
+    if config.asynchronous:
+        what = f"true draws prompts of several steps at a time, and {key}: true reads them step after step"
+        yield Problem("grpo.async_grpo.enabled", what, "set one of the two to false", (key,))
+
+
+RULES = Rules(of_runs=(_drawn_prompts, _given_rows, _held_out_prompts, _named_sets, _gold_answers, _streams))

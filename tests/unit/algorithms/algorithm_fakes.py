@@ -45,6 +45,7 @@ def train_result(reasons=(None, None), **metrics):
         "grad_norm": torch.tensor([1.0, 2.0]),
         "update_successful": not any(reasons),
         "skip_reasons": list(reasons),
+        "peak_memory_gib": 1.5,
     }
 
 
@@ -98,7 +99,8 @@ class FakeModel:
         call = TrainCall(BatchedDataDict(data), loss_fn, eval_mode, gbs, mbs)
         (self.evaluated if eval_mode else self.trained).append(call)
         reasons = ("eval_mode",) * 2 if eval_mode else self.reasons
-        return train_result(reasons, accuracy=[0.25, 0.75])
+        pairs = {"rewards_chosen_mean": [1.0, 2.0], "rewards_rejected_mean": [0.5, 0.5]}
+        return train_result(reasons, accuracy=[0.25, 0.75], **pairs)
 
     def abort_train_step(self):
         self.calls.append(f"abort{self.name}")

@@ -57,7 +57,7 @@ def test_on_policy_the_teacher_judges_the_students_answers():
     assert not teacher.trained
     assert policy.batches[0].size == 12
     assert "train/reward" in notes.steps[1]
-    assert len(notes.sampled) == 8
+    assert len(notes.sampled) == 24
 
 
 def test_what_the_teacher_says_stands_under_the_keys_of_the_loss():

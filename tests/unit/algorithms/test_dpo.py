@@ -76,6 +76,9 @@ def test_a_validation_offline_takes_the_loss_of_held_out_pairs_too():
     found = notes.steps[2]
     assert found["validation/loss"] == 0.75
     assert found["validation/preference_accuracy"] == pytest.approx((0.25 * 30 + 0.75 * 10) / 40)
+    assert found["validation/rewards_margin_mean"] == pytest.approx((1.0 * 30 + 2.0 * 10) / 40 - 0.5)
+    assert notes.steps[1]["train/preference_accuracy"] == notes.steps[1]["train/accuracy"] != 0
+    assert notes.steps[1]["train/rewards_margin_mean"] == found["validation/rewards_margin_mean"]
     # None of the fake's greedy answers is right in full: this is not the accuracy of the pairs.
     assert found["validation/accuracy"] == sum(s.reward >= 1 for s in notes.sampled) / len(notes.sampled)
 
@@ -93,7 +96,12 @@ def test_online_a_step_makes_its_pairs():
     assert torch.equal(batch["sample_mask"][::2], (chosen > rejected).float())
     assert notes.steps[1]["train/pairs_with_signal"] == float((chosen > rejected).float().mean())
     assert 0 < notes.steps[1]["train/pairs_with_signal"] < 1, "both kinds are in the step"
-    assert len([sample for sample in notes.sampled if sample.step == 1]) == 12
+    written = [sample for sample in notes.sampled if sample.step == 1]
+    assert len(written) == 36
+    assert sum(sample.sample_mask for sample in written) == batch["sample_mask"].sum(), (
+        "those of a pair that counts"
+    )
+    assert all(sample.advantage is None for sample in written)
 
 
 def pairs_of(*rewards_of_prompts):

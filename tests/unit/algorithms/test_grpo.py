@@ -1,6 +1,7 @@
 """GRPO over Protocol fakes: what is called, in which order, with what. Learning is tested on real ranks."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,6 +141,33 @@ def test_dynamic_sampling_trains_on_full_steps_of_groups_with_signal():
     assert sum(rounds) > 2
 
 
+def test_dynamic_sampling_writes_down_what_it_drops_too_as_not_trained():
+    policy, notes = run(master(grpo={"use_dynamic_sampling": True}))
+    of_step = [sample for sample in notes.sampled if sample.step == 1 and not sample.of_validation]
+    rounds = notes.steps[1]["train/dynamic_sampling_rounds"]
+    assert len(of_step) == rounds * 12
+    trained = [sample for sample in of_step if sample.sample_mask]
+    assert [sample.prompt_index for sample in trained] == policy.batches[0]["prompt_index"].tolist()
+    assert all(sample.advantage is not None for sample in trained)
+    assert all(sample.advantage is None for sample in of_step if not sample.sample_mask)
+
+
+def test_what_is_written_of_an_answer_is_what_was_trained():
+    scaling = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": -1.0, "target_max": 1.0}
+    prompts = {"num_prompts_per_step": 12, "reward_scaling": scaling, "overlong_filtering": True}
+    policy, notes = run(master(grpo=prompts))
+    batch, of_step = policy.batches[0], [sample for sample in notes.sampled if sample.step == 1]
+    for row, sample in enumerate(of_step):
+        rewards = batch["environment_rewards"][row], batch["rewards"][row]
+        assert (sample.reward, sample.shaped_reward) == rewards
+        assert sample.sample_mask == batch["sample_mask"][row] == float(not sample.truncated)
+        assert sample.advantage_first == batch["advantages"][row, -1]
+        assert sample.advantage == pytest.approx(sample.advantage_first)
+        assert sample.prompt_tokens + sample.response_tokens == batch["input_lengths"][row]
+        assert (sample.weight_version_min, sample.weight_version_max) == (0, 0)
+    assert len({sample.advantage_first for sample in of_step}) > 1
+
+
 def test_dynamic_sampling_that_finds_no_signal_says_which_keys_to_change():
     config = master(
         grpo={"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1, "batch_multiplier": 1.0}
@@ -180,8 +208,24 @@ def test_validation_runs_at_start_by_period_and_at_end_on_held_out_prompts():
     assert validated == [0, 2, 4, 5]
     assert policy.calls.count("validate") == 4 * 2
     assert len({notes.steps[step]["validation/reward"] for step in validated}) == 1
-    assert len(notes.sampled) == 4 * 5 + 5 * 4
+    assert sum(sample.of_validation for sample in notes.sampled) == 4 * 5
+    assert len(notes.sampled) == 4 * 5 + 5 * 12
     assert (notes.sampled[-1].step, notes.sampled[-1].prompt[-1]) == (5, ">")
+
+
+def test_a_validation_over_several_sources_tells_each(monkeypatch):
+    config = master(grpo={"val_at_end": True, "max_val_samples": 5})
+    drawn = source(config)
+    named = [replace(prompt, source="ab"[row % 2]) for row, prompt in enumerate(drawn.validation(5))]
+    monkeypatch.setattr(drawn, "validation", lambda count: named[:count])
+    policy, notes = FakePolicy(), Notes()
+    train(GRPO(config, policy, collector(config, policy), drawn, notes))
+    metrics = {
+        key: value for key, value in notes.steps[max(notes.steps)].items() if key.startswith("validation/")
+    }
+    assert {"validation/a/reward", "validation/b/reward", "validation/a/accuracy"} <= metrics.keys()
+    of_both = (3 * metrics["validation/a/reward"] + 2 * metrics["validation/b/reward"]) / 5
+    assert metrics["validation/reward"] == pytest.approx(of_both)
 
 
 def test_skipped_steps_are_counted_and_end_the_run_at_the_limit_after_they_were_logged():

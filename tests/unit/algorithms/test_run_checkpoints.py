@@ -12,7 +12,7 @@ from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.preflight import preflight
-from nemo_rl_mcore.preflight.saved_run import load_recipe_of
+from nemo_rl_mcore.preflight.given_weights import load_recipe_of
 
 RECIPE = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from algorithm_fakes import train_result
 
-from nemo_rl_mcore.algorithms.step_metrics import join_results, train_metrics
+from nemo_rl_mcore.algorithms.rollout import Rollout
+from nemo_rl_mcore.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
+from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import MetricKind
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
@@ -58,3 +60,27 @@ def test_the_extrema_of_nothing_and_the_norms_of_empty_steps_are_left_out():
     assert metrics["train/grad_norm"] == 1
     assert all(math.isfinite(value) for value in metrics.values())
     assert train_metrics(train_result((EMPTY_STEP, EMPTY_STEP)))["train/grad_norm"] == 0
+
+
+def test_the_spread_of_rewards_is_told_over_all_and_within_groups():
+    batch = BatchedDataDict(
+        rewards=torch.tensor([9.0, 9.0, 9.0, 9.0]),
+        environment_rewards=torch.tensor([0.0, 1.0, 2.0, 2.0]),
+        prompt_index=torch.tensor([5, 5, 7, 7]),
+        token_mask=torch.tensor([[0.0, 1, 0], [0, 1, 1], [0, 1, 0], [0, 1, 1]]),
+        input_lengths=torch.tensor([2, 3, 2, 3]),
+        finished=torch.tensor([True, True, True, False]),
+    )
+    found = rollout_metrics(Rollout(batch, [], []))
+    spread = {name: found[f"train/reward_{name}"] for name in ("min", "max", "std", "std_within_groups")}
+    assert spread == pytest.approx(
+        {"min": 0, "max": 2, "std": math.sqrt(2.75 / 3), "std_within_groups": math.sqrt(0.5) / 2}
+    )
+    assert (found["train/max_gen_tokens_per_sample"], found["train/mean_gen_tokens_per_sample"]) == (2, 1.5)
+    assert found["train/truncation_rate"] == 0.25
+
+
+def test_the_memory_of_each_model_is_told_under_its_name():
+    result = train_result() | {"peak_memory_gib": 1.5}
+    assert train_metrics(result)["performance/peak_memory_gib"] == 1.5
+    assert train_metrics(result, "value")["performance/value_peak_memory_gib"] == 1.5

@@ -18,7 +18,7 @@ def refused(kind, given):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"dataset_name": "jsonl"}, "train: missing with dataset_name: jsonl"),
+        ({"dataset_name": "jsonl"}, "train: missing with dataset_name: files"),
         ({"dataset_name": "custom"}, "type: missing with dataset_name: custom"),
         (
             {"dataset_name": "copy", "train": {"data_path": "a"}},
@@ -26,7 +26,7 @@ def refused(kind, given):
         ),
         ({"dataset_name": "copy", "validation": {"data_path": "a"}}, "validation: does nothing"),
         ({"dataset_name": "copy", "type": "a:B"}, "type: does nothing with dataset_name: copy"),
-        ({"type": "a:B", "train": {"data_path": "a"}}, "train: does nothing with dataset_name: custom"),
+        ({"dataset_name": "custom", "type": "a:B", "train": {"data_path": "a"}}, "train: does nothing with"),
         ({"dataset_name": "sort", "args": {"a": 1}}, "args: does nothing with dataset_name: sort"),
         ({"dataset_name": "sort", "apply_chat_template": True}, "apply_chat_template: true does not go with"),
         ({"dataset_name": "jsonl", "train": {"data_path": "a", "split_validation_size": 1.0}}, "less than 1"),

@@ -222,13 +222,21 @@ def test_settings_of_training_are_those_of_the_origin():
 
 PARAMETERS = {
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen/Qwen2.5-Math-1.5B": 1_543_714_304,
     "Qwen/Qwen2.5-Math-7B": 7_615_616_512,
     "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-4B-Base": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
 }

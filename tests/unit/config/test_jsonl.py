@@ -3,7 +3,7 @@ import json
 import pytest
 
 from nemo_rl_mcore.config.data import DataConfig, RowKind
-from nemo_rl_mcore.data.jsonl import Example, hash_fraction, read_examples
+from nemo_rl_mcore.data.examples import Example, hash_fraction, read_examples
 from nemo_rl_mcore.data.messages import Message
 
 TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -17,10 +17,15 @@ def read(tmp_path):
         given = {"train": {"data_path": write(tmp_path / "train.jsonl", lines), **keys}}
         if validation is not None:
             given["validation"] = {"data_path": write(tmp_path / "validation.jsonl", validation)}
-        data = DataConfig.model_validate({"dataset_name": "jsonl", "apply_chat_template": chat, **given})
-        return read_examples(data, kind)
+        return read_data(given, kind, chat=chat)
 
     return reader
+
+
+def read_data(given, kind=RowKind.PROMPTS, *, chat=False):
+    data = DataConfig.model_validate({"dataset_name": "jsonl", **given})
+    validation = {} if data.validation is None else {"validation": data.validation}
+    return read_examples(data.train_sources, validation, kind, chat=chat)
 
 
 def write(path, lines):
@@ -114,15 +119,12 @@ def test_a_long_key_does_not_make_a_long_message(read):
 def test_of_many_bad_lines_the_first_are_told(read):
     _, problems = read(["x"] * 8)
     assert len(problems) == 6
-    assert problems[-1].what == "3 more lines are wrong"
+    assert problems[-1].what == "3 more rows are wrong"
 
 
 def test_bytes_that_are_no_text_are_a_bad_line(read, tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"input": "a", "output": "\xe9"}\n')
-    data = DataConfig.model_validate(
-        {"dataset_name": "jsonl", "train": {"data_path": str(tmp_path / "latin.jsonl")}}
-    )
-    _, problems = read_examples(data, RowKind.PROMPTS)
+    _, problems = read_data({"train": {"data_path": str(tmp_path / "latin.jsonl")}})
     assert "latin.jsonl:1: not JSON" in problems[0].what
 
 
@@ -133,11 +135,9 @@ def test_a_file_without_a_row(read, lines):
 
 def test_files_that_are_not_there_are_both_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    data = DataConfig.model_validate(
-        {"dataset_name": "jsonl", "train": {"data_path": "gone.jsonl"}, "validation": {"data_path": "folder"}}
+    _, problems = read_data(
+        {"train": {"data_path": "gone.jsonl"}, "validation": {"data_path": "gone_too.jsonl"}}
     )
-    _, problems = read_examples(data, RowKind.PROMPTS)
     assert [problem.path for problem in problems] == ["train.data_path", "validation.data_path"]
     assert "'gone.jsonl' cannot be read from" in problems[0].what
 

@@ -8,7 +8,8 @@ from nemo_rl_mcore import cli, commands
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, kind_of
 from nemo_rl_mcore.preflight import preflight
-from nemo_rl_mcore.preflight.saved_run import load_recipe_of, recipe_text
+from nemo_rl_mcore.preflight.given_weights import load_recipe_of
+from nemo_rl_mcore.preflight.saved_run import recipe_text
 from nemo_rl_mcore.preflight.warm_start import warm_start_recipe
 
 EXEMPLARS = Path(__file__).parents[3] / "examples/configs"

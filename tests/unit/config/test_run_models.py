@@ -6,8 +6,9 @@ import pytest
 
 from nemo_rl_mcore.config import ConfigError, Role, load_config
 from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.preflight.given_weights import load_recipe_of
 from nemo_rl_mcore.preflight.memory import estimate_memory
-from nemo_rl_mcore.preflight.saved_run import load_recipe_of, recipe_text
+from nemo_rl_mcore.preflight.saved_run import recipe_text
 
 EXEMPLARS = Path(__file__).parents[3] / "examples/configs"
 EXEMPLAR_OF = {

@@ -2,7 +2,8 @@ import pytest
 
 from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.preflight import preflight
-from nemo_rl_mcore.preflight.saved_run import changes_since, load_recipe_of, read_recipe_of, recipe_text
+from nemo_rl_mcore.preflight.given_weights import load_recipe_of
+from nemo_rl_mcore.preflight.saved_run import changes_since, read_recipe_of, recipe_text
 
 
 def saved(folder, config):

@@ -2,13 +2,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from nemo_rl_mcore.cli import main
 from nemo_rl_mcore.config import ConfigError, load_config
-from nemo_rl_mcore.config.schema import fields, is_known
-from nemo_rl_mcore.config.unsupported import UNSUPPORTED, screen
+from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED, screen
+from nemo_rl_mcore.config.load import load_with_warnings
+from nemo_rl_mcore.config.schema import fields
 
-STOCK = Path(__file__).parents[2] / "fixtures/nemo_rl_grpo_stock.yaml"
+RECIPES = sorted((Path(__file__).parents[2] / "fixtures/nemo_rl").glob("*.yaml"))
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
@@ -20,71 +21,62 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-STOCK_KEYS = leaves(yaml.safe_load(STOCK.read_text()))
-
-
-@pytest.fixture(scope="module")
-def stock_problems():
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_no_key_of_their_recipes_is_unknown_and_each_problem_says_what_to_do(recipe):
     with pytest.raises(ConfigError) as caught:
-        load_config(STOCK)
-    return caught.value.problems
+        load_config(recipe)
+    problems = caught.value.problems
+    assert not [problem.path for problem in problems if problem.what == "unknown key"]
+    assert all(problem.remedy for problem in problems)
 
 
-def test_the_fixture_is_a_whole_recipe():
-    assert len(STOCK_KEYS) > 200
-
-
-@pytest.mark.parametrize("path", STOCK_KEYS)
-def test_every_stock_key_is_accepted_or_refused_with_what_to_do(stock_problems, path):
-    assert is_known(path)
-    for problem in stock_problems:
-        if problem.path == path or path.startswith(f"{problem.path}."):
-            assert problem.what != "unknown key"
-            assert problem.remedy
-
-
-def test_the_refusals_of_the_stock_recipe(stock_problems):
-    assert {problem.path for problem in stock_problems} == {
-        "policy.max_total_sequence_length",
-        "policy.megatron_cfg.bias_activation_fusion",
-        "policy.megatron_cfg.optimizer.use_precision_aware_optimizer",
-        "policy.megatron_cfg.distributed_data_parallel_config.average_in_collective",
-        "data.dataset_name",
-        "data.prompt_file",
-        "data.train.dataset_name",
-        "data.train.data_path",
-        "data.default",
-        "logger.monitor_gpus",
-    }
-
-
-def test_the_stock_recipe_runs_after_following_every_remedy():
-    config = load_config(
-        STOCK,
-        [
-            "+policy.model={num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 32}",
-            "policy.model_name=null",
-            "policy.tokenizer.name=char",
-            "policy.max_total_sequence_length=1024",
-            "policy.generation.max_new_tokens=4",
-            "data.max_input_seq_length=null",
-            "policy.generation.backend=embedded",
-            "policy.megatron_cfg.bias_activation_fusion=false",
-            "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=false",
-            "policy.megatron_cfg.distributed_data_parallel_config.average_in_collective=false",
-            "data.dataset_name=copy",
-            "data.prompt_file=null",
-            "~data.train",
-            "~data.default",
-            "~env.math",
-            "logger.monitor_gpus=false",
-            "grpo.max_val_samples=64",
-        ],
+def test_a_short_overlay_over_their_recipe_runs(tmp_path):
+    """Keys at a neutral value, and keys that cost speed, stop neither their recipe nor what is written over it."""
+    theirs = next(path for path in RECIPES if path.stem == "grpo_math_1B_megatron")
+    overlay = tmp_path / "ours.yaml"
+    overlay.write_text(
+        f"""
+defaults: {theirs}
+policy:
+  max_total_sequence_length: 1024
+  megatron_cfg: {{bias_activation_fusion: true, cuda_graph_impl: none, offload_modules: null}}
+  generation: {{max_new_tokens: 512}}
+data: {{max_input_seq_length: 512}}
+"""
     )
-    assert config.seed == 42
+    config, warnings = load_with_warnings(overlay)
     assert config.policy.megatron_cfg.optimizer.lr == 5e-6
-    assert config.policy.token_budgets.packed
     assert config.policy.token_budgets.train == 4096
+    assert [str(warning) for warning in warnings] == [
+        "policy.megatron_cfg.bias_activation_fusion: true does nothing here; it costs speed; Transformer Engine's "
+        f"layers fuse what they fuse by themselves  [{overlay}:5]",
+        "policy.megatron_cfg.optimizer.use_precision_aware_optimizer: true does nothing here; it costs memory; the "
+        f"optimizer's state is fp32  [{theirs}:196]",
+        "policy.generation.vllm_cfg.enable_vllm_metrics_logger: true does nothing here; metrics of vLLM's inside are "
+        f"not recorded  [{theirs}:309]",
+    ]
+
+
+def test_check_shows_what_does_nothing(exemplar, capsys):
+    assert main(["check", "--config", str(exemplar), "+policy.megatron_cfg.bias_activation_fusion=true"]) == 0
+    *_, title, line = capsys.readouterr().out.splitlines()
+    assert title == "Warnings"
+    assert "policy.megatron_cfg.bias_activation_fusion: true does nothing here; it costs speed" in line
+    assert line.endswith("[command line]")
+
+
+def test_the_remedy_for_lengths_computed_of_one_another_ends(tmp_path):
+    """NeMo RL computes prompt and response of the sequence, so that a longer sequence never has room for both."""
+    base = f"defaults: {RECIPES[0].with_name('grpo_math_1B_megatron.yaml')}\n"
+    for longest in (512, 1024):
+        (tmp_path / "ours.yaml").write_text(f"{base}policy: {{max_total_sequence_length: {longest}}}")
+        with pytest.raises(ConfigError) as caught:
+            load_config(tmp_path / "ours.yaml")
+        (problem,) = caught.value.problems
+        assert problem.remedy == f"lower the other two, which together may be {longest}"
+    load_config(
+        tmp_path / "ours.yaml", ["policy.generation.max_new_tokens=512", "data.max_input_seq_length=512"]
+    )
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
@@ -96,14 +88,24 @@ def nested(path: str, value: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", sorted(path for path, entry in UNSUPPORTED.items() if entry.remedy))
-def test_any_other_value_is_refused_with_what_to_do(path):
+def test_any_other_value_is_refused_or_told_with_what_to_do(path):
     tree = nested(path, {"enabled": True, "size": 3})
     # Some keys are not read until the model has experts, or prediction layers.
-    tree.setdefault("policy", {})["model"] = {"num_moe_experts": 4, "mtp_num_layers": 1}
-    kept, problems = screen(tree)
-    assert [problem.path for problem in problems] == [path]
-    assert problems[0].remedy == UNSUPPORTED[path].remedy
-    assert path not in leaves(kept)
+    policy = tree.setdefault("policy", {})
+    policy["model"] = {"num_moe_experts": 4, "mtp_num_layers": 1}
+    # Others are read with a switch beside them only.
+    if path in ("policy.optimizer", "policy.scheduler"):
+        policy["dtensor_cfg"] = {"enabled": True}
+    if path.endswith("offload_modules"):
+        policy["megatron_cfg"]["fine_grained_activation_offloading"] = True
+    tree.setdefault("loss_fn", {})["reference_policy_kl_penalty"] = 0.01
+    tree.setdefault("data", {})["use_multiple_dataloader"] = True
+    result = screen(tree)
+    refused, told = ([one for one in said if one.path == path] for said in (result.problems, result.warnings))
+    said, silent = (told, refused) if UNSUPPORTED[path].warns else (refused, told)
+    assert not silent
+    assert [one.remedy for one in said] == [UNSUPPORTED[path].remedy]
+    assert path not in leaves(result.kept)
 
 
 @pytest.mark.parametrize(
@@ -126,17 +128,17 @@ def test_any_other_value_is_refused_with_what_to_do(path):
     ],
 )
 def test_neutral_values(path, value, accepted):
-    kept, problems = screen(nested(path, value))
-    assert (problems == []) == accepted
-    assert path not in leaves(kept)
+    result = screen(nested(path, value))
+    assert (not result.problems) == accepted
+    assert path not in leaves(result.kept)
 
 
 @pytest.mark.parametrize(("value", "accepted"), [(0.7, True), (1.0, False), (None, True)])
 def test_validation_sampling_must_repeat_the_training_sampling(value, accepted):
     tree = {"policy": {"generation": {"temperature": 0.7, "val_temperature": value}}}
-    kept, problems = screen(tree)
-    assert (problems == []) == accepted
-    assert kept == {"policy": {"generation": {"temperature": 0.7}}}
+    result = screen(tree)
+    assert (not result.problems) == accepted
+    assert result.kept == {"policy": {"generation": {"temperature": 0.7}}}
 
 
 @pytest.mark.parametrize(
@@ -150,12 +152,11 @@ def test_validation_sampling_must_repeat_the_training_sampling(value, accepted):
 )
 def test_keys_of_experts_are_read_where_the_model_has_some(model, value, accepted):
     tree = {"policy": {"model": model, "megatron_cfg": {"freeze_moe_router": value}}}
-    _, problems = screen(tree)
-    assert (problems == []) == accepted
+    assert (not screen(tree).problems) == accepted
 
 
 def test_everything_else_is_left_for_the_models(tree):
-    kept, problems = screen(tree)
-    assert kept == tree
-    assert problems == []
-    assert set(leaves(kept)) <= fields().keys()
+    result = screen(tree)
+    assert result.kept == tree
+    assert [*result.problems, *result.warnings, *result.dropped] == []
+    assert set(leaves(result.kept)) <= fields().keys()

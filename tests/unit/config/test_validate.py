@@ -6,15 +6,16 @@ from nemo_rl_mcore.config.validate import validate
 
 
 def texts(tree):
-    config, problems = validate(tree)
-    assert (config is None) == bool(problems)
-    return [str(problem) for problem in problems]
+    validated = validate(tree)
+    assert (validated.config is None) == bool(validated.problems)
+    return [str(problem) for problem in validated.problems]
 
 
 def test_a_valid_tree_has_no_problems(tree):
-    config, problems = validate(tree)
-    assert problems == []
-    assert config is not None
+    validated = validate(tree)
+    assert validated.problems == []
+    assert validated.warnings == []
+    assert validated.config is not None
 
 
 @pytest.mark.parametrize(

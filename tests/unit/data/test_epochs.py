@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_mcore.config.shares import Shares, whole_weights
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.epochs import EpochSource
 
@@ -65,3 +66,64 @@ def test_more_rows_than_there_are_is_an_error():
 def test_validation_gives_the_same_held_out_rows():
     drawn = source(20, 6)
     assert [prompt.index for prompt in drawn.validation(2)] == [20, 21]
+
+
+# Sources with weights
+
+
+def mixture(rows, weights, per_step, seed=0):
+    names = [name for name, count in rows.items() for _ in range(count)]
+    prompts = [Prompt(index, f"question {index}", "", source=name) for index, name in enumerate(names)]
+    return EpochSource(prompts, [], seed, per_step, weights)
+
+
+@st.composite
+def mixtures(draw):
+    """A mixture whose sources have the rows of their share of a step, and perhaps some more."""
+    tenths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+    per_step = draw(st.integers(1, 12))
+    weights = {f"s{number}": weight / 10 for number, weight in enumerate(tenths)}
+    shares = Shares(weights)
+    spare = draw(st.integers(0, 7))
+    rows = {name: shares.most(place, per_step, per_step) + spare for place, name in enumerate(weights)}
+    rows = {name: max(count, 1) for name, count in rows.items()}
+    return mixture(rows, weights, min(per_step, sum(rows.values())), draw(st.integers(0, 2))), rows, weights
+
+
+@given(mixtures(), st.integers(1, 30))
+def test_a_mixture_has_exact_shares_whole_passes_and_no_row_twice_in_a_step(given, steps):
+    drawn, rows, weights = given
+    batches = [drawn.train_batch(step, drawn.per_step) for step in range(1, steps + 1)]
+    for batch in batches:
+        assert len({prompt.index for prompt in batch}) == len(batch) == drawn.per_step
+    stream = list(chain.from_iterable(batches))
+    for name, weight in weights.items():
+        own = [prompt.index for prompt in stream if prompt.source == name]
+        assert abs(len(own) - len(stream) * weight / sum(weights.values())) < 1
+        for start in range(0, len(own) - rows[name] + 1, rows[name]):
+            assert len(set(own[start : start + rows[name]])) == rows[name]
+
+
+@given(mixtures(), st.integers(1, 40))
+def test_a_mixture_opened_anew_goes_on_alike(given, step):
+    drawn, _, weights = given
+    before = [drawn.train_batch(number, drawn.per_step) for number in range(1, step + 1)]
+    anew = EpochSource(drawn.train, [], drawn.seed, drawn.per_step, weights)
+    assert anew.train_batch(step, drawn.per_step) == before[-1]
+
+
+def test_further_rows_of_a_mixture_keep_its_shares():
+    drawn = mixture({"a": 30, "b": 20}, {"a": 3, "b": 1}, 8)
+    for step in (1, 2, 7):
+        batch = drawn.train_batch(step, 24)
+        assert batch[:8] == drawn.train_batch(step, 8)
+        assert len({prompt.index for prompt in batch}) == 24
+        assert Counter(prompt.source for prompt in batch) == {"a": 18, "b": 6}
+    with pytest.raises(ValueError, match="36 rows of a step are more than the 30 of the source 'a'"):
+        drawn.train_batch(1, 48)
+
+
+def test_weights_are_the_decimals_that_they_are_written_as():
+    assert whole_weights([0.7, 0.2, 0.1]) == [7, 2, 1]
+    assert whole_weights([2.0, 4]) == [1, 2]
+    assert Shares({"a": 0.1, "b": 0.2}).period == 3

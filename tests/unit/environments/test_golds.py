@@ -9,7 +9,8 @@ import yaml
 from nemo_rl_mcore import launch
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.preflight import preflight
-from nemo_rl_mcore.preflight.saved_run import load_recipe_of, recipe_text
+from nemo_rl_mcore.preflight.given_weights import load_recipe_of
+from nemo_rl_mcore.preflight.saved_run import recipe_text
 
 MATH = importlib.util.find_spec("math_verify") is not None
 needs_math = pytest.mark.skipif(not MATH, reason="the extra math is not installed")

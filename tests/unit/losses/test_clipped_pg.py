@@ -227,6 +227,8 @@ class Textbook:
             values = [f(b, t).item() for b, t in self.tokens]
             metrics[f"{name}_min"] = min(values, default=math.inf)
             metrics[f"{name}_max"] = max(values, default=-math.inf)
+        beyond = lambda b, t: torch.tensor(float(self.ratio(b, t) != self.clipped(b, t)))  # noqa: E731
+        metrics["probs_ratio_clipfrac"] = self.over_tokens(beyond)
         metrics["entropy"] = self.over_tokens(lambda b, t: self.entropy[b, t])
         return loss, {
             name: float(torch.as_tensor(value, dtype=torch.float64).detach())

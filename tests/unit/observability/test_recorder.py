@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from written_samples import sample
 
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.errors import FolderError
-from nemo_rl_mcore.observability import RunRecorder, Sample
+from nemo_rl_mcore.observability import RunRecorder, read_rollouts
 from nemo_rl_mcore.signals import stop_signals
 
 
@@ -42,21 +43,126 @@ def test_an_interrupted_run_keeps_its_finished_steps_and_its_report(
 ) -> None:
     def run() -> None:
         with make(tmp_path) as recorder:
+            recorder.add_samples([sample()])
             recorder.log(1, {"train/reward": 0.5})
-            recorder.add_samples([Sample(1, "1>", "1", "1", 1.0, True)])
+            recorder.add_samples([sample(2)])
             raise error
 
     with pytest.raises(error):
         run()
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png", "samples.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png", "rollouts"}
 
 
-def test_the_newest_samples_are_kept(tmp_path: Path) -> None:
-    with make(tmp_path) as recorder:
+def test_the_answers_of_a_step_are_there_before_its_row_and_outlive_a_row_that_cannot_be_written(
+    tmp_path: Path,
+) -> None:
+    def run() -> None:
+        with make(tmp_path) as recorder:
+            for step in (1, 2):
+                recorder.add_samples([sample(step)])
+                if step == 2:
+                    (tmp_path / "metrics.jsonl").unlink()
+                recorder.log(step, {"train/reward": 0.5})
+
+    with pytest.raises(FolderError):
+        run()
+    assert [next(read_rollouts(tmp_path / f"rollouts/step_{step}.jsonl.gz"))["step"] for step in (1, 2)] == [
+        1,
+        2,
+    ]
+    assert rows_of(tmp_path) == [1, 2], "written anew at the end"
+
+
+def test_answers_that_cannot_be_written_are_an_error_of_the_folder_and_the_row_is_kept(
+    tmp_path: Path,
+) -> None:
+    def run() -> None:
+        with make(tmp_path) as recorder:
+            recorder.add_samples([sample()])
+            (tmp_path / "rollouts").write_text("no folder")
+            recorder.log(1, {"train/reward": 0.5})
+
+    with pytest.raises(FolderError, match=r"^logger\.log_dir: .* cannot be written to: "):
+        run()
+    assert rows_of(tmp_path) == [1]
+
+
+def test_only_the_newest_samples_one_a_prompt_are_shown(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    config = LoggerConfig(log_dir=str(tmp_path), num_val_samples_to_print=2)
+    with RunRecorder(config, 1, console=console) as recorder:
+        recorder.add_samples(
+            sample(1, index, response=f"{prompt}-{index}") for prompt in "abc" for index in range(2)
+        )
         recorder.log(1, {"train/reward": 0.5})
-        recorder.add_samples(Sample(step, "1>", "1", "1", 1.0, True) for step in range(1000))
-    steps = [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert steps == list(range(1000 - 256, 1000))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [answer in shown for answer in ("a-0", "b-0", "c-0", "c-1")] == [False, True, True, False]
+
+
+def test_the_start_is_told_part_by_part_and_is_no_time_of_the_first_step(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+    with recorder.startup("policy", "starting 2 ranks of the policy") as pieces:
+        time.sleep(0.2)
+        pieces["policy_loading_weights"] = 0.125
+    with recorder:
+        with recorder.phase("startup/weights"):
+            with recorder.startup("engines", "starting 1 vLLM engine"):
+                time.sleep(0.2)
+            time.sleep(0.1)
+        for step in (1, 2):
+            with recorder.phase("train"):
+                pass
+            recorder.log(step, {"train/reward": 0.5})
+    told = recorder._console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert told[:3] == [
+        "starting 2 ranks of the policy ... 0.2 s (policy loading weights 0.1 s)",
+        "starting 1 vLLM engine ... 0.2 s",
+        "sending the weights to the engines ... 0.1 s",
+    ]
+    first, second = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    start = {name.removeprefix("timing/startup/"): s for name, s in first.items() if "startup" in name}
+    assert start.keys() == {"policy", "policy_loading_weights", "engines", "weights"}
+    assert start["policy"] >= 0.2
+    assert start["weights"] < 0.2 <= start["engines"], "each second counts once"
+    assert first["timing/total"] < 0.1
+    assert not [name for name in second if "startup" in name]
+    assert "startup" not in "".join(told[3:])
+
+
+def test_a_part_of_the_start_that_fails_ends_its_line(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+    with pytest.raises(RuntimeError), recorder.startup("ray", "starting Ray"):
+        raise RuntimeError
+    assert recorder._console.file.getvalue() == "starting Ray ...\n"  # type: ignore[attr-defined]
+
+
+def test_engines_that_start_anew_are_a_part_of_their_step(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+    with recorder:
+        with recorder.phase("train"), recorder.startup("engines", "starting 1 engine"):
+            time.sleep(0.05)
+        recorder.log(1, {"train/reward": 0.5})
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert row["timing/total"] >= 0.05
+    assert "timing/startup/engines" not in row
+    assert "starting" not in recorder._console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_that_is_saved_is_told_with_its_step(tmp_path: Path) -> None:
+    recorder = make(tmp_path)
+
+    def save(*, fails: bool) -> None:
+        with recorder.phase("checkpoint"):
+            if fails:
+                raise OSError
+
+    with recorder:
+        recorder.log(3, {"train/reward": 0.5})
+        with pytest.raises(OSError):  # noqa: PT011  # what fails is the save, whatever the reason
+            save(fails=True)
+        assert "saved" not in recorder._console.file.getvalue()  # type: ignore[attr-defined]
+        save(fails=False)
+    assert "checkpoint saved: step 3\n" in recorder._console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_report_of_a_resumed_run_is_about_the_whole_run(tmp_path: Path) -> None:
@@ -188,15 +294,15 @@ def test_a_console_that_is_gone_loses_nothing_and_is_no_error_of_the_folder(
 
     def run() -> None:
         with RunRecorder(LoggerConfig(log_dir=str(tmp_path)), 10, console=Console(file=stream)) as recorder:
+            recorder.add_samples([sample()])
             for step in (1, 2):
                 recorder.log(step, {"train/reward": 0.5})
-            recorder.add_samples([Sample(1, "1>", "1", "1", 1.0, True)])
             if error is not None:
                 raise error
 
     with pytest.raises(error) if error else nullcontext():
         run()
     assert rows_of(tmp_path) == [1, 2]
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png", "samples.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png", "rollouts"}
     assert stream.tried == 1
     assert capsys.readouterr().err == ""

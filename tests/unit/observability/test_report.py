@@ -1,23 +1,24 @@
 import io
-import json
 import math
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from written_samples import sample
 
+from nemo_rl_mcore.observability import report
 from nemo_rl_mcore.observability.report import (
     HistorySink,
-    Sample,
     curve_panels,
     read_history,
+    sparse_table,
     summary_table,
     write_curves,
     write_report,
 )
 from nemo_rl_mcore.observability.sinks import JsonlSink
 
-SAMPLE = Sample(step=3, prompt="527>", answer="527", response="5[red]7|\n", reward=0.5, finished=True)
+SAMPLE = sample(3, prompt="527>", response="5[red]7|\n", reward=0.5)
 
 
 def make_rows(count: int) -> list[dict[str, float]]:
@@ -88,17 +89,57 @@ def test_unknown_metrics_are_summarised_when_there_are_no_others() -> None:
     assert "perplexity" in printed(summary_table([{"step": 1, "perplexity": 3.0}]))
 
 
-def test_the_report_leaves_curves_and_samples_on_disk(tmp_path: Path) -> None:
+def test_the_report_leaves_curves_on_disk_and_shows_samples_and_files(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
-    write_report(tmp_path, make_rows(30), [SAMPLE, SAMPLE], console=console, show_samples=1)
+    (tmp_path / "rollouts").mkdir()
+    write_report(tmp_path, make_rows(30), [SAMPLE], console=console)
     image = (tmp_path / "curves.png").read_bytes()
     assert image.startswith(b"\x89PNG")
     assert len(image) > 5000
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert samples == [vars(SAMPLE)] * 2
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("5[red]7|") == 1
-    assert str(tmp_path / "curves.png") in text.replace("\n", "")
+    assert text.replace("\n", "").endswith(f"{tmp_path / 'rollouts'}{tmp_path / 'curves.png'}")
+
+
+def test_what_only_some_steps_have_is_told_by_its_first_best_and_last_value() -> None:
+    rows = make_rows(300)
+    for step, accuracy, loss in ((50, 0.0, 3.0), (250, 1.0, 2.0), (300, 0.75, 2.5)):
+        rows[step - 1] |= {"validation/accuracy": accuracy, "validation/loss": loss, "timing/validation": 1.0}
+    text = printed(sparse_table(rows))
+    assert "of some steps; the first, the best and the last value" in text
+    assert cells(text, "validation/accuracy")[1:] == ["0", "1", "250", "0.75"]
+    assert cells(text, "validation/loss")[1:] == ["3", "2", "250", "2.5"]
+    assert "timing/validation" in text
+    assert "train/reward" not in text
+    assert "validation" not in printed(summary_table(rows))
+
+
+def test_a_validation_of_every_step_is_no_mean_either() -> None:
+    rows = [{"step": step, "validation/reward": step / 10} for step in range(1, 4)]
+    assert cells(printed(sparse_table(rows)), "validation/reward")[1:] == ["0.1", "0.3", "3", "0.3"]
+    assert summary_table(rows).row_count == 0
+
+
+def test_no_axis_is_told_as_an_offset(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes = figure.subplots()
+    rows = [{"step": step, "x": 1.0000001 + step * 1e-9} for step in range(1, 30)]
+    report._draw(axes, rows, "x", ["x"])
+    axes.yaxis.get_major_formatter().set_locs(axes.get_yticks())
+    assert axes.yaxis.get_major_formatter().get_offset() == ""
+
+
+def test_a_validation_is_drawn_with_a_mark_at_each_of_its_points() -> None:
+    from matplotlib.figure import Figure
+
+    rows = [{"step": step, "train/loss": 1.0} for step in range(1, 301)]
+    for row in rows[::10]:
+        row["validation/loss"] = 2.0
+    axes = Figure().subplots()
+    report._draw(axes, rows, "loss", ["train/loss", "validation/loss"])
+    assert [line.get_marker() for line in axes.get_lines()] == ["None", "o"]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +185,7 @@ def test_the_summary_tells_age_idleness_and_correction_and_what_was_lost() -> No
     rows[1]["async/requeued/timeout"] = 2.0
     text = printed(summary_table(rows))
     shares = {"async/age_0", "async/age_1"}
-    for metric in ({*ASYNC_ROW} - shares) | {"async/requeued/timeout"}:
+    for metric in {*ASYNC_ROW} - shares:
         assert f"{metric} " in text
-    assert cells(text, "async/requeued/timeout")[1:] == ["2", "2", "2", "2"]
+    assert cells(printed(sparse_table(rows)), "async/requeued/timeout")[1:] == ["2", "2", "2", "2"]
     assert not any(f"{metric} " in text for metric in shares)

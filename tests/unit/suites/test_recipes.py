@@ -18,7 +18,11 @@ REPO = Path(__file__).parents[3]
 SUITES = REPO / "tests/test_suites"
 RECIPES = sorted((REPO / "examples/configs/recipes/llm").rglob("*.yaml"))
 SCRIPTS = sorted((SUITES / "llm").rglob("*.sh"))
-SHORT_DIFFS = sorted((REPO / "examples/configs/recipes").rglob("*.yaml"))
+SHORT_DIFFS = sorted(
+    path
+    for folder in ("recipes", "quickstart")
+    for path in (REPO / "examples/configs" / folder).rglob("*.yaml")
+)
 EXAMPLES = sorted((REPO / "examples").rglob("*.yaml"))
 LISTS = ("nightly.txt", "nightly_cpu.txt")
 SHORT_LIST = "ci_cpu.txt"

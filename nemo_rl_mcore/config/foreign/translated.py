@@ -1,6 +1,6 @@
-"""NeMo RL keys that are read under another name: the section async_rl, whose runs grpo.async_grpo describes here.
+"""NeMo RL keys that are read under another name: async_rl, which grpo.async_grpo is here, and keys that moved.
 
-What the section asks for besides stands in the table of unsupported keys, or is unknown.
+What async_rl asks for besides stands in the table of unsupported keys, or is unknown.
 """
 
 from collections.abc import Iterator
@@ -8,19 +8,37 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem, join_path
-from nemo_rl_mcore.config.unsupported import Tree
+from nemo_rl_mcore.config.foreign.judgement import Tree, shown, value_at
 
 _FOREIGN = "async_rl"
 _OWN = "grpo.async_grpo"
-_BUFFER = "async_rl.max_buffered_rollouts"
+BUFFER = "async_rl.max_buffered_rollouts"
+"""Compared with what may be under way, and read no further."""
+_MODEL = "policy.model"
 
-TRANSLATED: dict[str, str] = {
+_ASYNC: dict[str, str] = {
     "async_rl.sampler.max_lookahead_versions": "grpo.async_grpo.max_trajectory_age_steps",
     "async_rl.in_flight_weight_updates": "grpo.async_grpo.in_flight_weight_updates",
     "async_rl.recompute_kv_cache_after_weight_updates": "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
     "async_rl.min_groups_for_streaming_train": "grpo.async_grpo.min_groups_for_streaming_train",
     "async_rl.max_inflight_prompts": "grpo.async_grpo.max_inflight_prompts",
     "async_rl.rollout_timeout_s": "grpo.async_grpo.rollout_timeout_s",
+}
+_OF_EXPERTS: dict[str, str] = {
+    f"policy.megatron_cfg.{key}": f"policy.model.{key}"
+    for key in (
+        *("moe_router_dtype", "moe_router_load_balancing_type", "moe_router_bias_update_rate"),
+        "moe_aux_loss_coeff",
+    )
+}
+"""Read where the model has experts; the third, where they are balanced by a bias."""
+_MOVED: dict[str, str] = {"ppo.policy_training_start_step": "ppo.critic_warmup_steps"}
+TRANSLATED: dict[str, str] = {
+    **_ASYNC,
+    **_OF_EXPERTS,
+    **_MOVED,
+    "value.megatron_cfg.optimizer": "value.optimizer",
+    "value.megatron_cfg.scheduler": "value.scheduler",
 }
 """The key that is read for each of NeMo RL's."""
 
@@ -30,20 +48,29 @@ _DEFAULT_LOOKAHEAD = 1
 
 @dataclass
 class Translation:
-    """A recipe in our own keys, what is wrong with the foreign ones, and which of those gave which of ours."""
+    """A recipe in our own keys, what is wrong with the foreign ones, and which of those gave which of ours.
+
+    dropped: foreign keys that say nothing of this recipe.
+    """
 
     tree: Tree
     problems: list[Problem] = field(default_factory=list[Problem])
     origins: dict[str, str] = field(default_factory=dict[str, str])
+    dropped: list[str] = field(default_factory=list[str])
 
     def as_written(self, path: str) -> str:
         """The key of the recipe that one of ours stands in for."""
         return self.origins.get(path, path)
 
 
-def translate(tree: Tree, algorithm: str) -> Translation:
-    """Put what async_rl asks for into grpo.async_grpo; a null section is none, as in NeMo RL."""
+def translate(tree: Tree, algorithm: str, written: Tree) -> Translation:
+    """Move keys to the names they have here; `written` is the recipe before anything was filled in.
+
+    What async_rl asks for goes into grpo.async_grpo; a null section is none, as in NeMo RL.
+    """
     result = Translation({key: value for key, value in tree.items() if key != _FOREIGN})
+    for source, target in {**_OF_EXPERTS, **_MOVED}.items():
+        _move(source, target, written, result)
     loop = result.tree.get("grpo")
     if isinstance(loop, dict):
         inner = cast("Tree", loop)
@@ -61,6 +88,43 @@ def translate(tree: Tree, algorithm: str) -> Translation:
     return result
 
 
+def _move(source: str, target: str, written: Tree, result: Translation) -> None:
+    """Move one key, where there is something to read it; two that contradict each other are told."""
+    parent, _, key = source.rpartition(".")
+    if key not in (cast("Tree", value_at(result.tree, parent) or {})):
+        return
+    value = _section_of(result.tree, source).pop(key)
+    if not _is_read(target, result.tree):
+        result.dropped.append(source)
+        return
+    own = value_at(written, target)
+    if own is not None and own != value:
+        what = f"{shown(value)} contradicts {target}: {shown(own)}"
+        result.problems.append(Problem(source, what, "remove one of the two", (target,)))
+    elif own is None:
+        _section_of(result.tree, target)[target.rpartition(".")[2]] = value
+        result.origins[target] = source
+
+
+def _is_read(target: str, tree: Tree) -> bool:
+    """Whether a key of a model's experts has a model with experts, and one of their bias a bias."""
+    if not target.startswith(_MODEL):
+        return True
+    if not value_at(tree, f"{_MODEL}.num_moe_experts"):
+        return False
+    biased = value_at(tree, f"{_MODEL}.moe_router_enable_expert_bias")
+    return bool(biased) or not target.endswith("bias_update_rate")
+
+
+def _section_of(tree: Tree, path: str) -> Tree:
+    """The section that a key stands in, as a copy, as are those above it."""
+    for key in path.split(".")[:-1]:
+        inner = dict(cast("Tree", tree.get(key) or {}))
+        tree[key] = inner
+        tree = inner
+    return tree
+
+
 def _merge(asked: Tree, result: Translation) -> None:
     """Fill the section of our own; where the two contradict each other, the foreign key is told."""
     loop = dict(cast("Tree", result.tree["grpo"]))
@@ -72,12 +136,13 @@ def _merge(asked: Tree, result: Translation) -> None:
         what = f"asks for an asynchronous run, and {_OWN}.enabled is false"
         result.problems.append(Problem(_FOREIGN, what, "remove one of the two", (f"{_OWN}.enabled",)))
     for path, value in _leaves(asked, _FOREIGN):
-        target = TRANSLATED.get(path)
+        target = _ASYNC.get(path)
         key = (target or "").rpartition(".")[2]
-        if path == _BUFFER:
-            continue  # which is judged by the others
+        if path == BUFFER:
+            result.dropped.append(path)  # which is judged by the others
+            continue
         if target is None:
-            known = ", ".join([*TRANSLATED, _BUFFER])
+            known = ", ".join([*_ASYNC, BUFFER])
             result.problems.append(Problem(path, "unknown key", f"known keys: {known}"))
         elif own.setdefault(key, value) != value:
             what = f"{value} contradicts {target}: {own[key]}"
@@ -90,14 +155,14 @@ def _merge(asked: Tree, result: Translation) -> None:
 
 def _of_the_buffer(asked: Tree, own: Tree, loop: Tree) -> Iterator[Problem]:
     """Yield a buffer without room for all groups that may be under way; a larger one changes nothing."""
-    rollouts, groups = asked.get(_BUFFER.rpartition(".")[2]), loop.get("num_prompts_per_step")
+    rollouts, groups = asked.get(BUFFER.rpartition(".")[2]), loop.get("num_prompts_per_step")
     steps = own.get("max_trajectory_age_steps", _DEFAULT_LOOKAHEAD)
     if rollouts is None or not isinstance(steps, int) or not isinstance(groups, int):
         return  # the other two are told by their own keys
     needed = (steps + 1) * groups
     if not isinstance(rollouts, int) or rollouts < needed:
         yield Problem(
-            _BUFFER,
+            BUFFER,
             f"{rollouts} has no room for the {needed} groups that may be under way: "
             "(async_rl.sampler.max_lookahead_versions + 1) * grpo.num_prompts_per_step",
             "remove it, or lower async_rl.sampler.max_lookahead_versions",

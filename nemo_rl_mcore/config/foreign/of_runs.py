@@ -1,0 +1,159 @@
+"""NeMo RL's keys beside those of a policy that nothing reads here."""
+
+from nemo_rl_mcore.config.foreign.judgement import (
+    OFF,
+    OFF_OR_REMOVED,
+    UNREAD,
+    AnyUnless,
+    Judgement,
+    SameAs,
+    refused,
+    told,
+)
+
+_OTHER_SINKS = "set it to false; use tensorboard_enabled or wandb_enabled"
+_STEPS_END_IT = "remove it; max_num_steps ends the run"
+_IN_ORDER = (
+    "set it to in_order; groups train in the order in which their prompts are drawn, and none becomes too old"
+)
+_NO_WATCH = "remove it; policy.generation has the deadlines and restarts of engines"
+_SAME_BATCHES = "a validation takes batches of policy.train_global_batch_size, cut as those of training are"
+_ONE_LOADER = AnyUnless("data.use_multiple_dataloader")
+_NO_KL = AnyUnless("loss_fn.reference_policy_kl_penalty")
+
+_OF_ROLLOUTS: dict[str, Judgement] = {
+    "max_rollout_turns": refused(1, remedy="set it to 1; a rollout has one turn"),
+    "val_start_at": refused(-1, 0, None, remedy="set it to -1; val_period rules from the first step"),
+    "val_num_generations_per_prompt": refused(1, remedy="set it to 1"),
+    "num_val_generations_per_prompt": refused(1, remedy="set it to 1"),
+    "stop_at_validation_metric": refused(None, remedy=_STEPS_END_IT),
+    "stop_at_validation_threshold": refused(None, remedy=_STEPS_END_IT),
+    "advantage_clip_low": refused(None, remedy=OFF_OR_REMOVED),
+    "advantage_clip_high": refused(None, remedy=OFF_OR_REMOVED),
+    "seq_logprob_error_threshold": refused(
+        None,
+        remedy="set it to null; policy.generation.mismatch: {threshold: ..., action: mask} does this",
+    ),
+    "invalid_tool_call_advantage": refused(None, remedy=OFF_OR_REMOVED),
+    "malformed_thinking_advantage": refused(None, remedy=OFF_OR_REMOVED),
+    "calculate_advantages_on_gpu": told(False, cost="it costs speed; they are computed on CPU"),
+    "skip_reference_policy_logprobs_calculation": refused(
+        False,
+        _NO_KL,
+        remedy="remove it; a reference policy exists only where loss_fn.reference_policy_kl_penalty is not 0",
+    ),
+    "zero_variance_prompt_filtering": refused(
+        False, None, remedy="set it to false; use_dynamic_sampling: true draws others in their place"
+    ),
+    "debug_payload_metrics": UNREAD,
+    "deduplicate_multimodal_data": UNREAD,  # rows are text
+    "reward_shaping.stop_properly_penalty_coef": refused(None, remedy=OFF_OR_REMOVED),
+}
+"""Keys of the loops that sample."""
+
+_SYNCHRONOUS = {
+    "ppo.async_grpo": refused(
+        OFF,
+        remedy="set ppo.async_grpo.enabled: false; a critic and whitened advantages take whole steps",
+    ),
+    "ppo.async_ppo": refused(
+        OFF, remedy="set ppo.async_ppo.enabled: false; a critic and whitened advantages take whole steps"
+    ),
+    "dpo.async_grpo": refused(
+        OFF, remedy="set dpo.async_grpo.enabled: false; pairs are given, or sampled by the weights that train"
+    ),
+    "sft.async_grpo": refused(OFF, remedy="set sft.async_grpo.enabled: false; answers are given"),
+    "distillation.async_grpo": refused(
+        OFF, remedy="set distillation.async_grpo.enabled: false; the teacher reads whole steps"
+    ),
+}
+
+_LOOPS: dict[str, Judgement] = {
+    **{
+        f"{name}.{key}": judgement
+        for name in ("grpo", "ppo", "distillation")
+        for key, judgement in _OF_ROLLOUTS.items()
+    },
+    **{
+        f"{name}.val_{size}_batch_size": told(
+            None, SameAs(f"policy.train_{size}_batch_size"), cost=_SAME_BATCHES
+        )
+        for name in ("sft", "dpo")
+        for size in ("global", "micro")
+    },
+    "sft.only_unmask_final": refused(
+        False, remedy="set it to false; every answer of a conversation is imitated"
+    ),
+    **_SYNCHRONOUS,
+    "reward_penalties": refused(OFF, remedy="remove it"),
+    "loss_fn.positive_example_nll_weight": refused(0.0, 0, remedy="set it to 0"),
+    "loss_fn.zero_outside_topk": refused(False, remedy="set it to false"),
+}
+
+_ASYNC: dict[str, Judgement] = {
+    # other keys of async_rl are read, see translated.py
+    "async_rl.sampler.name": refused("in_order", remedy=_IN_ORDER),
+    "async_rl.generation_timeout_s": refused(
+        None, remedy="remove it and set grpo.async_grpo.rollout_timeout_s; a group has one turn"
+    ),
+    "async_rl.env_timeout_s": refused(None, remedy="remove it; answers are scored at once"),
+    "async_rl.rollout_failure": refused(
+        None, {}, remedy="remove it and set grpo.async_grpo.max_generation_failures"
+    ),
+    "async_rl.watchdog": refused(None, {}, remedy="remove it and set grpo.async_grpo.stall_timeout_s"),
+    "async_rl.stall_watchdog": refused(None, {}, remedy="remove it and set grpo.async_grpo.stall_timeout_s"),
+    "async_rl.fleet_health": refused(OFF, remedy=_NO_WATCH),
+    "async_rl.generation_fleet_health": refused(OFF, remedy=_NO_WATCH),
+    "async_rl.generation_router": refused(OFF, remedy="remove it; engines have no HTTP server"),
+    "async_rl.policy_router": refused(OFF, remedy="remove it; engines have no HTTP server"),
+    "async_rl.diagnostics": refused(False, remedy="set it to false"),
+}
+
+_DATA: dict[str, Judgement] = {
+    **{
+        f"data.{source}.{key}": UNREAD  # a hash of the prompt says which rows are held out; a run has one environment
+        for source in ("default", "train", "validation")
+        for key in ("seed", "env_name")
+    },
+    **{
+        f"data.{source}.repeat": refused(
+            1, None, remedy="remove it; eval.num_tests_per_prompt samples a set of eval.sets several times"
+        )
+        for source in ("train", "validation")
+    },
+    "data.num_prompts_per_dataloader": refused(_ONE_LOADER, remedy="remove it, and give the sources weights"),
+    "data.custom_dataloader": refused(_ONE_LOADER, remedy="remove it, and give the sources weights"),
+    "data.prompt_file": refused(None, remedy="remove it, and set data.default.prompt_file"),
+    "data.system_prompt_file": refused(None, remedy="remove it, and set data.default.system_prompt_file"),
+    "data.add_bos": UNREAD,  # a chat template writes its own; text alone has none
+    "data.add_eos": refused(True, remedy="set it to true; an answer ends with the token that ends it"),
+    "data.add_generation_prompt": refused(
+        True, remedy="set it to true; a chat template opens the answer before it is given"
+    ),
+    "data.shuffle": refused(True, remedy="set it to true; prompts are drawn at random"),
+    "data.num_workers": UNREAD,  # prompts are in memory
+    "data.use_multiple_dataloader": refused(False, remedy="set it to false"),
+    "env.math.num_workers": UNREAD,  # answers are scored where the loop runs
+    "env.math.math_verify_impl": refused("hf_math_verify", remedy="set it to hf_math_verify"),
+}
+
+_BESIDE: dict[str, Judgement] = {
+    "checkpointing.model_save_format": UNREAD,  # of another backend; `nemo-rl-mcore export` writes safetensors
+    "checkpointing.save_consolidated": UNREAD,
+    "checkpointing.save_optimizer": refused(True, remedy="set it to true; a run resumes with its optimizer"),
+    "logger.mlflow_enabled": refused(False, remedy=_OTHER_SINKS),
+    "logger.swanlab_enabled": refused(False, remedy=_OTHER_SINKS),
+    "logger.monitor_gpus": told(False, cost="the load of the GPUs is not recorded"),
+    "logger.mlflow": UNREAD,
+    "logger.swanlab": UNREAD,
+    "logger.gpu_monitoring": UNREAD,
+    "logger.tensorboard": told(None, {}, cost="events go to logger.log_dir"),
+    "logger.wandb.log_nemo_gym_full_result_tables": refused(False, remedy="set it to false"),
+    "cluster.master_port_range_low": UNREAD,  # a free port is asked of the system
+    "cluster.master_port_range_high": UNREAD,
+    "cluster.segment_size": refused(None, remedy=OFF_OR_REMOVED),
+    "data_plane": refused(OFF, remedy="set data_plane.enabled: false"),
+    "on_policy_distillation": refused(OFF, remedy="set it to null"),
+}
+
+OF_RUNS: dict[str, Judgement] = {**_LOOPS, **_ASYNC, **_DATA, **_BESIDE}

@@ -1,0 +1,1 @@
+"""From a recipe of NeMo RL to one of this package: `nemo-rl-mcore migrate`."""

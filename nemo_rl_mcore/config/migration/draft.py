@@ -1,0 +1,98 @@
+"""The recipe in the making, and what is said of each change."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import cast
+
+from nemo_rl_mcore.config.foreign.judgement import Tree, shown, value_at
+
+
+class Kind(Enum):
+    """What became of a key; the report has a group for each, in this order."""
+
+    RENAMED = "under another name here"
+    CHANGED = "changed, as it would mean something else here"
+    WARNED = "left out, which changes speed, memory or what is recorded, and no result"
+    FILES = "files to copy, whose paths start at the recipe or where the command starts"
+    REFUSED = "refused, and in the file as comments"
+    OPEN = "left for you to settle"
+
+
+@dataclass(frozen=True)
+class Note:
+    """One thing to say of a key."""
+
+    kind: Kind
+    path: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what}"
+
+
+@dataclass
+class Draft:
+    """A recipe on its way from NeMo RL's keys to ours.
+
+    tree: the recipe, without interpolations. comments: lines to write above keys of ours.
+    refused: keys that are left out, with their values, as comments. dropped: those that say nothing here.
+    """
+
+    algorithm: str
+    tree: Tree
+    notes: list[Note] = field(default_factory=list[Note])
+    comments: dict[str, str] = field(default_factory=dict[str, str])
+    refused: dict[str, tuple[object, str]] = field(default_factory=dict[str, tuple[object, str]])
+    dropped: list[str] = field(default_factory=list[str])
+
+    def get(self, path: str) -> object:
+        """The value at a path, null where there is none."""
+        return value_at(self.tree, path)
+
+    def number(self, path: str) -> int | None:
+        """The whole number at a path; None for anything else, which is told when the recipe is checked."""
+        value = self.get(path)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def section(self, path: str) -> Tree:
+        """The section at a path; an empty one where there is none."""
+        value = self.get(path)
+        return cast("Tree", value) if isinstance(value, dict) else {}
+
+    def has(self, path: str) -> bool:
+        """Whether a key is written, though it be null."""
+        parent, _, key = path.rpartition(".")
+        return key in (self.section(parent) if parent else self.tree)
+
+    def set(self, path: str, value: object) -> None:
+        """Write a key, and the sections above it."""
+        *above, last = path.split(".")
+        section = self.tree
+        for key in above:
+            inner = section.get(key)
+            below = cast("Tree", inner) if isinstance(inner, dict) else Tree()
+            section[key] = below
+            section = below
+        section[last] = value
+
+    def pop(self, path: str) -> object:
+        """Take a key out."""
+        parent, _, key = path.rpartition(".")
+        return (self.section(parent) if parent else self.tree).pop(key, None)
+
+    def change(self, path: str, value: object, why: str) -> None:
+        """Set a key to what its value, or its absence, means here; the file and the report say why."""
+        before = self.get(path)
+        self.set(path, value)
+        arrow = "" if before is None else f"{shown(before)} -> "
+        self.notes.append(Note(Kind.CHANGED, path, f"{arrow}{shown(value)}; {why}"))
+        self.comments[path] = why if before is None else f"NeMo RL: {shown(before)}. {_sentence(why)}"
+
+    def refuse(self, path: str, value: object, remedy: str) -> None:
+        """Leave a key out that asks for something that is missing here."""
+        self.refused[path] = (value, remedy)
+        self.notes.append(Note(Kind.REFUSED, path, f"{shown(value)}; {remedy}" if remedy else shown(value)))
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + "."

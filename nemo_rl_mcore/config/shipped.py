@@ -1,0 +1,40 @@
+"""The recipes that come with the package: examples/configs, under whose names they are found from anywhere."""
+
+from pathlib import Path
+
+SHIPPED = Path(__file__).parents[1] / "recipes"
+"""In a source tree a link to examples/configs, in an installed package its files."""
+
+
+def shipped_names() -> list[str]:
+    """The names of all recipes, which are their paths in the folder."""
+    return sorted(str(path.relative_to(SHIPPED)) for path in SHIPPED.rglob("*.yaml"))
+
+
+def shipped_recipe(name: str | Path) -> Path | None:
+    """The recipe of that name, with or without its folder and `.yaml`; None where there is none, or several."""
+    wanted = Path(f"{str(name).removesuffix('.yaml')}.yaml")
+    if not _below(wanted):
+        return None
+    if (SHIPPED / wanted).is_file():
+        return SHIPPED / wanted
+    found = [*SHIPPED.rglob(wanted.name)] if len(wanted.parts) == 1 else []
+    return found[0] if len(found) == 1 else None
+
+
+def shipped_folder(name: str) -> Path | None:
+    """The folder of recipes of that name; None where there is none."""
+    folder = SHIPPED / name
+    return folder if _below(Path(name)) and folder.is_dir() else None
+
+
+def _below(name: Path) -> bool:
+    return bool(name.parts) and not name.is_absolute() and ".." not in name.parts
+
+
+def shipped_name(path: Path) -> str | None:
+    """The name of a file, if it is one of these recipes."""
+    resolved = path.resolve()
+    return (
+        str(resolved.relative_to(SHIPPED.resolve())) if resolved.is_relative_to(SHIPPED.resolve()) else None
+    )

@@ -1,0 +1,213 @@
+"""A source of rows: where it lies, its columns, and how its prompts are shown."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, cast
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from nemo_rl_mcore.config.answers import AnswerConfig
+from nemo_rl_mcore.config.base import Float, PositiveFloat, Problem, StrictModel, StrTuple
+from nemo_rl_mcore.config.known_data import (
+    KNOWN,
+    PROCESSORS,
+    REFUSED_PROCESSORS,
+    ROW_FORMATS,
+    known_name,
+    nearest_name,
+)
+
+TEXT_FILES = ("prompt_file", "system_prompt_file")
+"""Keys that name a file of text."""
+_OF_ONE_SPLIT = ("split", "split_validation_size", "weight", "streaming")
+_OF_A_PLACE = ("data_path", "subset")
+"""Keys that validation does not take from data.train; where the rows lie, unless it says so itself."""
+
+
+class SourceAnswerConfig(AnswerConfig):
+    """What of a row's answer is scored against: another column, a part of the text, or a part of that column."""
+
+    key: str | None = None
+    """A column that holds it, where it is another one than output_key (ours)."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a section that says no way to find the answer, or several in one text."""
+        if self.key is None or self.in_text:
+            yield from super().problems()
+
+    @property
+    def in_text(self) -> bool:
+        """Whether it is a part of a text."""
+        return self.after is not None or self.regex is not None or self.boxed
+
+
+class SourceDefaults(StrictModel):
+    """How prompts are shown, in every source that does not say it itself."""
+
+    prompt_file: str | None = None
+    """A text with one {}, the place of the prompt; a path from the recipe, or from where the command is started."""
+    system_prompt_file: str | None = None
+    """A text that stands before the prompt: with data.apply_chat_template the system's message."""
+    processor: str | None = None
+    """NeMo RL's name of how a row is read; null, as each name that is accepted, has the row and the algorithm say."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a processor that is not one of those."""
+        if self.processor is not None and self.processor not in PROCESSORS:
+            why = REFUSED_PROCESSORS.get(self.processor)
+            yield Problem(
+                "processor",
+                f"{self.processor!r} is not supported" + (f": {why}" if why else ""),
+                f"remove it, or give one of {', '.join(PROCESSORS)}",
+            )
+
+
+class SourceConfig(SourceDefaults):
+    """A source of rows: a data set that has a name here, one of the hub, a folder, or files of rows."""
+
+    dataset_name: str | None = None
+    """A data set of the table in docs/data.md, which fills the keys below that are left out; null is any other."""
+    data_path: str | StrTuple | None = None
+    """Files of JSONL, JSON, parquet or CSV (one, several, or a pattern with *), a folder, or a name on the hub."""
+    subset: str | None = None
+    """The configuration of a data set of the hub."""
+    split: str | None = None
+    """Which rows, such as train, test, train[:90%] or train+test; null takes train, and of files all rows."""
+    input_key: str = "input"
+    """Key of the prompt: text, or with data.apply_chat_template also a list of messages. Dots lead into columns."""
+    output_key: str = "output"
+    """Key of the answer: text or a number."""
+    answer: SourceAnswerConfig | None = None
+    """What of the answer is scored against (ours); null takes all of it. What is imitated stays whole."""
+    chat_key: str = "messages"
+    """Key of a whole conversation, which takes the place of prompt and answer where answers are imitated."""
+    prompt_key: str = "prompt"
+    """Of pairs (offline DPO): key of the prompt."""
+    chosen_key: str = "chosen"
+    """Of pairs: key of the better answer."""
+    rejected_key: str = "rejected"
+    """Of pairs: key of the worse answer."""
+    split_validation_size: Annotated[Float, Field(ge=0, lt=1)] = 0.1
+    """Share held out, by a hash of the prompt; read in data.train where data.validation is null."""
+    weight: PositiveFloat | None = None
+    """Share of the prompts, beside the weights of the other sources; null joins the rows of all (ours)."""
+    streaming: bool = False
+    """Read the rows as they are needed instead of all at the start (ours); needs max_num_steps."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: object) -> object:
+        """Fill in what a known name stands for; of files or a folder in its place the columns alone."""
+        if not isinstance(given, Mapping):
+            return given
+        keys = dict(cast("Mapping[str, object]", given))
+        name = keys.get("dataset_name")
+        known = known_name(name) if isinstance(name, str) else None
+        if known is None:
+            return keys
+        left_out = ("subset", "split") if keys.get("data_path") is not None else ()
+        filled = {key: value for key, value in KNOWN[known].items() if key not in left_out}
+        return {**filled, **keys}
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a data set without a place, and names that are not known."""
+        yield from super().problems()
+        name = self.dataset_name
+        if name is not None and known_name(name) is None and name not in ROW_FORMATS:
+            nearest = nearest_name(name)
+            hint = f"did you mean {nearest}? else" if nearest else f"known: {', '.join(KNOWN)}; else"
+            yield Problem(
+                "dataset_name",
+                f"{name!r} is no data set known here",
+                f"{hint} remove it and set data_path to a file, a folder or a name on the hub",
+            )
+        elif not self.data_path:
+            yield Problem(
+                "data_path", "missing", "name files, a folder or a data set of the hub", ("dataset_name",)
+            )
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files, the folder or the name on the hub."""
+        return (self.data_path,) if isinstance(self.data_path, str) else self.data_path or ()
+
+    @property
+    def name(self) -> str:
+        """A short name: that of the data set, or of the first file."""
+        if self.dataset_name is not None and (known := known_name(self.dataset_name)) is not None:
+            return known
+        return self.paths[0].rstrip("/").rpartition("/")[2].partition(".")[0] or "rows"
+
+
+def _kind_of(given: object) -> str | None:
+    if isinstance(given, Mapping | SourceConfig):
+        return "section"
+    if isinstance(given, str):
+        return "name"
+    return "list" if isinstance(given, list | tuple) else None
+
+
+def _as_tuple(given: object) -> object:
+    return tuple(cast("list[object]", given)) if isinstance(given, list) else given
+
+
+_Section = Annotated[SourceConfig, Tag("section")]
+_Name = Annotated[str, Tag("name")]
+_SectionOrName = Annotated[_Section | _Name, Discriminator(_kind_of)]
+
+Sources = Annotated[
+    _Section | Annotated[tuple[SourceConfig, ...], BeforeValidator(_as_tuple), Tag("list")],
+    Discriminator(_kind_of),
+]
+"""One source, or a list of them."""
+SourcesOrNames = Annotated[
+    _Section | _Name | Annotated[tuple[_SectionOrName, ...], BeforeValidator(_as_tuple), Tag("list")],
+    Discriminator(_kind_of),
+]
+"""One source, or a list of them; a text is the name of a set of eval.sets."""
+
+
+def each(given: object) -> dict[str, object]:
+    """One source or each of a list, by what stands behind the key in its path: nothing, or its place."""
+    if isinstance(given, list | tuple):
+        return {str(place): one for place, one in enumerate(cast("list[object]", given))}
+    return {} if given is None else {"": given}
+
+
+def with_defaults(given: object, default: object) -> object:
+    """Sources with the keys that they leave out filled from data.default."""
+    if not isinstance(default, Mapping):
+        return given
+    given_there = cast("Mapping[str, object]", default)
+    shared = {key: value for key, value in given_there.items() if key in SourceDefaults.model_fields}
+
+    def filled(one: object) -> object:
+        return {**shared, **cast("Mapping[str, object]", one)} if isinstance(one, Mapping) else one
+
+    if isinstance(given, list):
+        return [filled(one) for one in cast("list[object]", given)]
+    return filled(given)
+
+
+def as_in_train(validation: Mapping[str, object], train: Mapping[str, object]) -> dict[str, object]:
+    """A section of validation with what it leaves out taken from that of data.train.
+
+    One that names a data set shares no more than the texts around a prompt; one that has files of its own shares the
+    columns, too, and one that has neither is another split of the same data set.
+    """
+    if validation.get("dataset_name") is not None:
+        keys = [*SourceDefaults.model_fields]
+    else:
+        own = validation.get("data_path") is not None
+        left_out = (*_OF_ONE_SPLIT, *(_OF_A_PLACE if own else ()))
+        keys = [key for key in SourceConfig.model_fields if key not in left_out]
+    return {**{key: train[key] for key in keys if key in train}, **validation}
+
+
+def names_of(sources: Mapping[str, SourceConfig]) -> dict[str, str]:
+    """A name for each source by its path: that of a set of eval.sets, or its own, with a number where it is taken."""
+    names = dict[str, str]()
+    for path, source in sources.items():
+        own = path.removeprefix("eval.sets.") if path.startswith("eval.sets.") else source.name
+        taken = sum(name == own or name.startswith(f"{own}_") for name in names.values())
+        names[path] = f"{own}_{taken + 1}" if own in names.values() else own
+    return names

@@ -1,0 +1,125 @@
+"""Rows that the library `datasets` reads: parquet, CSV, folders, data sets of the hub; imported where one is named.
+
+It runs no code of a data set: what releases before 4 did only with trust_remote_code is gone from it.
+"""
+
+# datasets leaves most of its types open.
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.data.row import Row, SourceError
+from nemo_rl_mcore.strict_json import shortened
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+LIBRARY_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
+"""What the library calls the formats of files that it reads, by the end of their names."""
+
+
+def read_library_file(path: str, name: str) -> Iterator[Row]:
+    """The rows of one file in a format of the library."""
+    import datasets
+
+    if not Path(path).is_file():
+        raise SourceError(
+            "data_path", f"{path!r} cannot be read from {Path.cwd()}: no such file", "correct the path"
+        )
+    found = _loaded(path, lambda: datasets.load_dataset(name, data_files=path, split="train"))
+    yield from _rows(found, f"{path}, row")
+
+
+def read_data_set(source: SourceConfig) -> Sequence[Row]:
+    """The rows of a folder or of a data set of the hub."""
+    import datasets
+
+    path, split = source.paths[0], source.split or "train"
+    if _is_saved(Path(path)):
+        whole = _loaded(path, lambda: datasets.load_from_disk(path))
+        parts = dict(whole) if isinstance(whole, datasets.DatasetDict) else {"train": cast("Dataset", whole)}
+        first = next(iter(parts.values()))
+        ranges = named_ranges(split, {str(name): len(part) for name, part in parts.items()})
+        chosen = [parts[name].select(range(start, end)) for name, start, end in ranges]
+        found = datasets.concatenate_datasets(chosen) if chosen else first.select([])
+    else:
+        found = _loaded(path, lambda: datasets.load_dataset(path, source.subset, split=split))
+    rows = [*_rows(found, f"{path}, {split}, row")]
+    if not rows:
+        raise SourceError("split", f"{split!r} of {path!r} holds no row", "name another one")
+    return rows
+
+
+def open_stream(source: SourceConfig) -> IterableDataset:
+    """The rows of a source one after the other, without a copy of them; raises SourceError."""
+    import datasets
+
+    path, split = source.paths[0], source.split or "train"
+    name = LIBRARY_FORMATS.get(Path(path).suffix, "json")
+    if Path(path).is_file() or "*" in path or len(source.paths) > 1:
+        files = list(source.paths)
+        opened = _loaded(
+            path, lambda: datasets.load_dataset(name, data_files=files, split=split, streaming=True)
+        )
+    elif _is_saved(Path(path)):
+        raise SourceError("streaming", f"{path!r} was saved by save_to_disk", "set it to false")
+    else:
+        opened = _loaded(
+            path, lambda: datasets.load_dataset(path, source.subset, split=split, streaming=True)
+        )
+    return cast("IterableDataset", opened)
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
+def _rows(found: Dataset, place: str) -> Iterator[Row]:
+    for number, values in enumerate(cast("Iterator[dict[str, object]]", found), start=1):
+        yield Row(f"{place} {number}", values, of_lines=False)
+
+
+def _loaded(path: str, load: Callable[[], Any]) -> Any:
+    """What the library loads, or why it does not; it raises classes of five other libraries."""
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    datasets.disable_progress_bars()
+    try:
+        return load()
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) else None
+        text = " ".join(str(cause or error).split())
+        if "Unknown split" in text or "split name" in text.lower():
+            raise SourceError("split", f"{path!r}: {shortened(text, 200)}", "name one of those") from error
+        if "BuilderConfig" in text or "Config name is missing" in text:
+            raise SourceError("subset", f"{path!r}: {shortened(text, 300)}", "name one of those") from error
+        what = f"{path!r} cannot be read ({type(cause or error).__name__}: {shortened(text, 200)})"
+        remedy = "name files, a folder, or a data set of the hub; fetch that where there is a network"
+        raise SourceError("data_path", what, remedy) from error
+
+
+def ranges_of(split: str, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
+    """The rows of files that a split such as train[:90%] names, as the library counts them; raises SourceError."""
+    return [(start, end) for _, start, end in named_ranges(split, sizes)]
+
+
+def named_ranges(split: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """The split, the first row and the end of each part of `split`, such as test[10:20]+train[:90%]."""
+    import datasets
+
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(dict(sizes))
+    except (ValueError, AssertionError) as error:
+        known = ", ".join(sizes)
+        what = f"{split!r} is not there: {' '.join(str(error).split())}"
+        raise SourceError(
+            "split", what, f"known: {known}, and parts such as {next(iter(sizes))}[:90%]"
+        ) from error
+    return [(part.splitname, part.from_ or 0, part.to or 0) for part in parts]

@@ -1,0 +1,77 @@
+"""Rows as prompts in the form that the model sees, without those that have too many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.data.answers import answer_row
+from nemo_rl_mcore.data.chat import with_template
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.examples import Example
+from nemo_rl_mcore.data.preference import given_pair, pair_rows
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a run's rows."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+
+    def fitting(self, examples: Iterable[Example], *, sampled: bool) -> Iterator[Prompt]:
+        """Yield the rows that fit; `sampled` says that the policy answers their prompts.
+
+        Raises ValueError for a row that cannot be encoded and, unless `data.overlong` is drop, for one too long.
+        """
+        for example in examples:
+            try:
+                prompt = self._prompt(example)
+                excess = self.excess(prompt, sampled=sampled)
+            except ValueError as error:
+                raise ValueError(f"{example.place}: {error}") from error
+            if excess is None:
+                yield prompt
+            elif self.config.data.overlong == "error":
+                raise ValueError(f"{example.place}: {excess}, shorten the row, or set data.overlong: drop")
+
+    def _prompt(self, example: Example) -> Prompt:
+        text, context = (example.context, ()) if isinstance(example.context, str) else ("", example.context)
+        prompt = Prompt(
+            example.index,
+            text,
+            example.answer,
+            example.rejected,
+            context,
+            example.imitate_all,
+            example.solution,
+            example.source,
+            example.place,
+        )
+        return self.rendered(prompt)
+
+    def rendered(self, prompt: Prompt) -> Prompt:
+        """The prompt in the chat template, where one is asked for."""
+        return with_template(prompt, self.tokenizer) if self.config.data.apply_chat_template else prompt
+
+    def excess(self, prompt: Prompt, *, sampled: bool) -> str | None:
+        """What is too long, and the key to raise; None where the row fits."""
+        longest_prompt, longest = self.config.max_prompt_length, self.config.policy.max_total_sequence_length
+        if sampled and (length := len(self.tokenizer.encode(prompt.text))) > longest_prompt:
+            return (
+                f"the prompt has {length} tokens, and {longest_prompt} are allowed: raise data.max_input_seq_length, "
+                "or policy.max_total_sequence_length where it is null"
+            )
+        if self.config.row_kind is RowKind.PROMPTS:
+            return None
+        if self.config.row_kind is RowKind.PAIRS:
+            rows = pair_rows(given_pair(prompt), self.tokenizer)
+        else:
+            rows = (answer_row(prompt, self.tokenizer),)
+        length = max(len(row.ids) for row in rows)
+        if length > longest:
+            return f"the row has {length} tokens: raise policy.max_total_sequence_length: {longest}"
+        return None

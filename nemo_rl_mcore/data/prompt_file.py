@@ -1,0 +1,63 @@
+"""A file of prompts to answer: a text with a prompt a line, or JSONL with a prompt or messages a line."""
+
+from pathlib import Path
+from typing import cast
+
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
+
+_PROMPT, _MESSAGES = "prompt", "messages"
+
+
+def read_prompts(path: Path, input_key: str | None = None) -> list[Prompt]:
+    """The prompts of a file, in its order, without empty lines; a name that ends in .jsonl says that each is an object.
+
+    input_key: of the text or the messages, before the keys `prompt` and `messages`.
+    Raises ValueError, naming file and line.
+    """
+    try:
+        lines = read_regular(path).decode().split("\n")
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is no text: {error}") from error
+    keys = [key for key in (input_key, _PROMPT, _MESSAGES) if key is not None]
+    prompts: list[Prompt] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        given = _of_object(line, keys, place) if path.suffix == ".jsonl" else line.removesuffix("\r")
+        text, context = (given, ()) if isinstance(given, str) else ("", given)
+        prompts.append(Prompt(len(prompts), text, "", context=context, place=place))
+    if not prompts:
+        raise ValueError(f"{str(path)!r} holds no prompt")
+    return prompts
+
+
+def _of_object(line: str, keys: list[str], place: str) -> str | tuple[Message, ...]:
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: not JSON: {error}") from error
+    values = cast("dict[str, object]", row) if isinstance(row, dict) else {}
+    key = next((key for key in keys if key in values), None)
+    if key is None:
+        raise ValueError(f"{place}: no object with one of the keys {', '.join(dict.fromkeys(keys))}")
+    given = values[key]
+    if isinstance(given, str):
+        return given
+    turns = cast("list[object]", given if isinstance(given, list) else [])
+    messages = [_message(turn) for turn in turns]
+    if not messages or None in messages:
+        raise ValueError(
+            f"{place}: {key} is {shortened(repr(values[key]))}, and must be text or a list of messages"
+        )
+    return tuple(message for message in messages if message is not None)
+
+
+def _message(turn: object) -> Message | None:
+    values = cast("dict[str, object]", turn) if isinstance(turn, dict) else {}
+    role, content = values.get("role"), values.get("content")
+    return Message(role, content) if isinstance(role, str) and isinstance(content, str) else None

@@ -1,0 +1,77 @@
+"""What stands around a prompt: a text with a place for it, and a system prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from string import Formatter
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.data.messages import Context, Message
+
+
+@dataclass(frozen=True)
+class PromptTexts:
+    """The text with a {} in the place of the prompt, and the system prompt; null where there is none."""
+
+    around: str | None = None
+    system: str | None = None
+
+    def shown(self, context: Context, *, chat: bool) -> Context:
+        """The prompt with its texts; of a conversation the first message of the user, as in NeMo RL, gets the text.
+
+        A conversation that begins with a system's message keeps that one.
+        """
+        if isinstance(context, str):
+            text = context if self.around is None else self.around.format(context)
+            if self.system is None:
+                return text
+            return (
+                (Message("system", self.system), Message("user", text)) if chat else f"{self.system}\n{text}"
+            )
+        messages = list(context)
+        asked = [place for place, message in enumerate(messages) if message.role == "user"]
+        if self.around is not None and asked:
+            message = messages[asked[0]]
+            messages[asked[0]] = replace(message, content=self.around.format(message.content))
+        if self.system is not None and messages[0].role != "system":
+            messages.insert(0, Message("system", self.system))
+        return tuple(messages)
+
+
+def read_texts(source: SourceConfig) -> tuple[PromptTexts, list[Problem]]:
+    """The texts of a source; what is wrong with their files comes as problems, with paths relative to the source."""
+    around, of_prompt = _read("prompt_file", source.prompt_file)
+    system, of_system = _read("system_prompt_file", source.system_prompt_file)
+    problems = [*of_prompt, *of_system]
+    if around is not None:
+        problems += _place_problems(str(source.prompt_file), around)
+    return PromptTexts(around, system), problems
+
+
+def _read(key: str, path: str | None) -> tuple[str | None, list[Problem]]:
+    if path is None:
+        return None, []
+    try:
+        return Path(path).read_text(encoding="utf-8"), []
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
+        what = f"{path!r} cannot be read: {reason}"
+        return None, [Problem(key, what, f"name a file beside the recipe or in {Path.cwd()}")]
+
+
+def _place_problems(path: str, text: str) -> Iterator[Problem]:
+    """Yield a text that is not one place for the prompt and words around it: no other field is ever evaluated."""
+    try:
+        fields = [(name, kind, how) for _, name, kind, how in Formatter().parse(text) if name is not None]
+    except ValueError as error:
+        fields, reason = [], f"holds a brace alone ({error})"
+    else:
+        reason = f"has {len(fields)} places for the prompt"
+        if any(field != ("", "", None) for field in fields):
+            reason = "holds braces with something in them"
+    if fields != [("", "", None)]:
+        remedy = r"write {} once, where the prompt stands, and double all other braces, as in \boxed{{}}"
+        yield Problem("prompt_file", f"{path!r} {reason}", remedy)

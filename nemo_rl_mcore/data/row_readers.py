@@ -1,0 +1,183 @@
+"""From the columns of a row to a prompt and its answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.data.messages import Context, Message
+from nemo_rl_mcore.data.row import Row
+from nemo_rl_mcore.data.row_formats import RankedAnswers, ranked_answers
+from nemo_rl_mcore.strict_json import shortened
+
+_ASSISTANT = "assistant"
+
+
+class RowError(ValueError):
+    """What is wrong with a row."""
+
+
+class ColumnError(RowError):
+    """A column that is not there, and the key of the source that names it."""
+
+    def __init__(self, setting: str, what: str) -> None:
+        super().__init__(what)
+        self.setting = setting
+
+
+@dataclass(frozen=True)
+class Read:
+    """What was read of a row, before its prompt gets its texts; `unscored` says why it cannot be scored against."""
+
+    context: Context
+    answer: str
+    rejected: str | None = None
+    imitate_all: bool = False
+    solution: str | None = None
+    unscored: str = ""
+
+
+class RowReader:
+    """Reads the rows of a source for an algorithm; `chat` allows conversations."""
+
+    def __init__(self, source: SourceConfig, kind: RowKind, *, chat: bool) -> None:
+        self._source = source
+        self._kind = kind
+        self._chat = chat
+
+    def read(self, row: Row) -> Read | None:
+        """A row's prompt and answers; None for a pair without a better answer. Raises RowError."""
+        if row.wrong:
+            raise RowError(row.wrong)
+        try:
+            ranked = ranked_answers(row.values)
+        except ValueError as error:
+            raise RowError(str(error)) from error
+        if ranked is not None and self._source.prompt_key not in row.values:
+            return self._ranked(ranked)
+        if self._kind is RowKind.PAIRS:
+            return self._pair(row.values)
+        read = self._answered(row.values)
+        return read if self._source.answer is None else self._with_answer(read, row.values)
+
+    def _answered(self, values: Mapping[str, object]) -> Read:
+        source = self._source
+        if self._kind is RowKind.ANSWERS and source.chat_key in values:
+            turns = self._messages(values[source.chat_key], source.chat_key)
+            if len(turns) < 2 or turns[-1].role != _ASSISTANT:
+                raise RowError(f"{source.chat_key} does not end with an assistant's answer to a message")
+            return Read(turns[:-1], turns[-1].content, imitate_all=True)
+        context = self._context(_value(values, "input_key", source.input_key), source.input_key)
+        return Read(context, _answer(_value(values, "output_key", source.output_key), source.output_key))
+
+    def _with_answer(self, read: Read, values: Mapping[str, object]) -> Read:
+        """The row with what is scored against beside what is imitated."""
+        how = self._source.answer
+        assert how is not None
+        text = read.answer if how.key is None else _answer(_value(values, "answer.key", how.key), how.key)
+        found = how.extract(text) if how.in_text else text.strip() or None
+        if found is None:
+            shown = " ".join(text.split())
+            shown = shown if len(shown) <= 60 else f"...{shown[-57:]}"
+            lacking = how.lacking if how.in_text else "is empty"
+            return Read(
+                read.context, read.answer, None, read.imitate_all, unscored=f"the answer {shown!r} {lacking}"
+            )
+        solution = read.answer if self._kind is RowKind.ANSWERS else None
+        return Read(read.context, found, None, read.imitate_all, solution)
+
+    def _pair(self, values: Mapping[str, object]) -> Read:
+        source = self._source
+        chosen = _value(values, "chosen_key", source.chosen_key)
+        rejected = _value(values, "rejected_key", source.rejected_key)
+        if len(_as_list(chosen)) > 1 and _as_list(rejected):
+            return self._two_conversations(chosen, rejected)
+        context = self._context(_value(values, "prompt_key", source.prompt_key), source.prompt_key)
+        return Read(context, _answer(chosen, source.chosen_key), _answer(rejected, source.rejected_key))
+
+    def _two_conversations(self, chosen: object, rejected: object) -> Read:
+        better = self._messages(chosen, self._source.chosen_key)
+        worse = self._messages(rejected, self._source.rejected_key)
+        if better[:-1] != worse[:-1]:
+            raise RowError("the two conversations differ before their last message")
+        if {better[-1].role, worse[-1].role} != {_ASSISTANT}:
+            raise RowError("a conversation does not end with an assistant's answer")
+        return Read(better[:-1], better[-1].content, worse[-1].content)
+
+    def _ranked(self, ranked: RankedAnswers) -> Read | None:
+        if ranked.tied and self._kind is RowKind.PAIRS:
+            return None
+        context, chosen = (
+            self._context(ranked.context, "context"),
+            _answer(ranked.chosen, "the better answer"),
+        )
+        if self._kind is not RowKind.PAIRS:
+            return Read(context, chosen)
+        return Read(context, chosen, _answer(ranked.rejected, "the worse answer"))
+
+    def _context(self, given: object, key: str) -> Context:
+        if _as_list(given) or given == []:
+            return self._messages(given, key)
+        if not isinstance(given, str) or not given:
+            raise RowError(f"{key} is {_shown(given)}, and must be text")
+        return given
+
+    def _messages(self, given: object, key: str) -> tuple[Message, ...]:
+        if not self._chat:
+            raise RowError(f"{key} is a conversation, which needs data.apply_chat_template: true")
+        messages = _as_list(given)
+        if not messages:
+            raise RowError(f"{key} is {_shown(given)}, and must be a list of messages")
+        turns = tuple(_message(message, key) for message in messages)
+        if turns[0].role == _ASSISTANT:
+            raise RowError(f"{key} begins with an assistant's message, which answers nothing")
+        return turns
+
+
+def _answer(given: object, key: str) -> str:
+    """The text of an answer; a message of the assistant alone is its text."""
+    if len(messages := _as_list(given)) == 1 and (message := _message(messages[0], key)).role == _ASSISTANT:
+        return message.content
+    if isinstance(given, bool) or not isinstance(given, str | int | float):
+        raise RowError(f"{key} is {_shown(given)}, and must be text or a number")
+    return str(given)
+
+
+def _value(values: Mapping[str, object], setting: str, key: str) -> object:
+    """The value of a column; dots lead into columns that hold others."""
+    if key in values:
+        return values[key]
+    inner: object = values
+    for part in key.split("."):
+        there = _as_section(inner)
+        if part not in there:
+            has = shortened(", ".join(map(repr, there or values)), 200) or "none"
+            raise ColumnError(setting, f"no key {key!r}; it has {has}")
+        inner = there[part]
+    return inner
+
+
+def _as_list(value: object) -> Sequence[object]:
+    """A list as it is; nothing else holds elements here."""
+    return cast("list[object]", value) if isinstance(value, list) else ()
+
+
+def _as_section(value: object) -> Mapping[str, object]:
+    """A mapping as it is; nothing else holds keys here."""
+    return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
+
+
+def _message(given: object, key: str) -> Message:
+    values = _as_section(given)
+    role, content = values.get("role"), values.get("content")
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise RowError(f"{key} holds {_shown(given)}, which is no message with a role and a content of text")
+    return Message(role, content)
+
+
+def _shown(value: object) -> str:
+    return shortened(json.dumps(value, ensure_ascii=False, default=str))

@@ -1,0 +1,131 @@
+"""Evaluation of given weights on the sets of a recipe, by the engine that its runs use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import TextIO, cast
+
+from rich.console import Console
+
+from nemo_rl_mcore.algorithms.engine_comparison import rows_to_compare
+from nemo_rl_mcore.algorithms.rollout import Responder
+from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
+from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.sources import open_sets
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.environments import make_environment, require_answers
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.evaluation.evaluator import Evaluator, SetResult
+from nemo_rl_mcore.evaluation.folder import enter
+from nemo_rl_mcore.evaluation.identity import identity_of
+from nemo_rl_mcore.evaluation.metrics import Estimate
+from nemo_rl_mcore.interfaces import EnvironmentInterface
+from nemo_rl_mcore.launch import count_of, exit_status, open_generation, say_aside, start_frozen
+from nemo_rl_mcore.observability.startup import Startup
+from nemo_rl_mcore.output import BestEffortStream, write_line
+from nemo_rl_mcore.parts import tokenizer_of
+from nemo_rl_mcore.run_folders import held_folders
+from nemo_rl_mcore.workers.cluster import RayCluster
+
+_VERSION = 1
+"""Of the weights, which engines apart from the ranks are sent once."""
+
+
+def run_eval(config: RunConfig) -> int:
+    """Evaluate the policy of a configuration that `as_evaluated` has made; see `exit_status`."""
+    return exit_status(lambda: _evaluate(config))
+
+
+def _evaluate(config: RunConfig) -> None:
+    if config.policy.init_checkpoint is not None:
+        require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
+    tokenizer = tokenizer_of(config.policy)
+    environment, sets = _open(config, tokenizer)
+    folder = Path(config.logger.log_dir)
+    with held_folders({"eval.save_path": folder}), ExitStack() as started:
+        enter(folder, identity_of(config, sets), _say)
+        evaluator = _evaluator(config, tokenizer, environment, sets, started)
+        try:
+            results = evaluator.evaluate(sets)
+        except BaseException as error:
+            error.add_note(f"the same command goes on after the samples in {folder}")
+            raise
+    _print_table(results)
+    _say(f"the samples and results.json are in {folder}")
+
+
+def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[EnvironmentInterface, dict[str, list[Prompt]]]:
+    try:
+        environment = make_environment(config.env)
+        sets = open_sets(config, tokenizer)
+        require_answers(config, [prompt for prompts in sets.values() for prompt in prompts])
+    except ValueError as error:
+        raise RunStoppedError(str(error)) from error
+    return environment, sets
+
+
+def _evaluator(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    environment: EnvironmentInterface,
+    sets: Mapping[str, Sequence[Prompt]],
+    started: ExitStack,
+) -> Evaluator:
+    """An evaluator that starts ranks and engine when there is something left to ask; they end with the stack."""
+    section = config.eval
+    assert section is not None
+
+    @cache
+    def start() -> Responder:
+        startup = Startup(_console()).part
+        with startup("ray", "starting Ray"):
+            cluster = started.enter_context(RayCluster(config.cluster))
+        with startup("policy", f"starting {count_of(config.cluster.world_size, 'rank')} of the policy"):
+            policy = started.enter_context(start_frozen(config, cluster))
+        first = next(iter(sets.values()))
+        generation = started.enter_context(
+            open_generation(
+                config, tokenizer, policy, cluster, lambda: rows_to_compare(config, first, tokenizer), startup
+            )
+        )
+        generation.update_weights(_VERSION)
+        return Responder(generation, tokenizer, config.max_prompt_length)
+
+    return Evaluator(
+        folder=Path(config.logger.log_dir),
+        environment=environment,
+        start=start,
+        samples=section.num_tests_per_prompt,
+        batch_size=config.loop.val_batch_size,
+        k_values=section.k_values,
+        greedy=section.temperature == 0,
+        notify=_say,
+    )
+
+
+def _console() -> Console:
+    return Console(highlight=False, file=cast(TextIO, BestEffortStream(sys.stdout)))
+
+
+def _say(line: str) -> None:
+    write_line(sys.stdout, line)
+
+
+def _print_table(results: Mapping[str, SetResult]) -> None:
+    """Each metric of each set, with its standard error."""
+    from rich.table import Table
+
+    table = Table("metric", *results)
+    table.add_row("prompts x samples", *(f"{one.prompts} x {one.samples}" for one in results.values()))
+    for metric in next(iter(results.values())).metrics:
+        table.add_row(metric, *(_shown(one.metrics[metric]) for one in results.values()))
+    _console().print(table)
+
+
+def _shown(estimate: Estimate) -> str:
+    return f"{estimate.mean:.4g}" + ("" if estimate.stderr is None else f" ± {estimate.stderr:.2g}")

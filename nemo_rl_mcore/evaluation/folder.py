@@ -1,0 +1,109 @@
+"""The folder of an evaluation: what it holds is of one identity; files of another one are set aside by number.
+
+save_path/evaluation.json   the identity: weights, sampling, recipe, and the prompts of each set by their digest
+          NAME.jsonl        the samples of a set, see `evaluation.samples`
+          results.json      the metrics, once all sets are answered
+          aside.N/          the same of another identity
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+from nemo_rl_mcore.config.base import join_path
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.errors import folder_error
+from nemo_rl_mcore.strict_json import read_json, shortened
+
+IDENTITY_FILE = "evaluation.json"
+RESULTS_FILE = "results.json"
+ASIDE = "aside"
+_SHOWN = 5
+
+Tree = Mapping[str, object]
+
+
+def digest_of(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of what is asked and what is scored against, in its order."""
+    whole = hashlib.sha256()
+    for prompt in prompts:
+        row = json.dumps([prompt.index, prompt.text, prompt.answer])
+        whole.update(f"{row}\n".encode())
+    return whole.hexdigest()
+
+
+@contextmanager
+def writing_to(folder: Path) -> Generator[None]:
+    """Raise FolderError, naming the folder, for what cannot be written there."""
+    try:
+        yield
+    except OSError as error:
+        raise folder_error("eval.save_path", folder, error, "make room, or name another folder") from error
+
+
+def enter(folder: Path, identity: Tree, notify: Callable[[str], None]) -> None:
+    """Make the folder one of this identity; `notify` is told of files that are set aside. Raises FolderError."""
+    with writing_to(folder):
+        _enter(folder, json.loads(json.dumps(identity)), notify)
+
+
+def _enter(folder: Path, current: object, notify: Callable[[str], None]) -> None:
+    path = folder / IDENTITY_FILE
+    try:
+        saved = read_json(path)
+    except FileNotFoundError:
+        saved = None
+    except ValueError:
+        saved = "broken"
+    if saved == current:
+        return
+    if theirs := _files(folder):
+        aside = _next_free(folder)
+        aside.mkdir()
+        # The identity goes last: until then a command that is killed here begins again.
+        for file in theirs:
+            file.rename(aside / file.name)
+        changes = (
+            list(_changes(cast("Tree", saved), cast("Tree", current))) if isinstance(saved, dict) else []
+        )
+        more = f", and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+        notify(f"set aside: {aside}" + (f", of {', '.join(changes[:_SHOWN])}{more}" if changes else ""))
+    write_json(path, current)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file that is whole or not there; raises OSError."""
+    beside = path.with_name(f"{path.name}.tmp")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(value, indent=1, ensure_ascii=True, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(path)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of an evaluation, the identity last."""
+    found = [*folder.glob("*.jsonl"), folder / RESULTS_FILE, folder / IDENTITY_FILE]
+    return [path for path in found if path.is_file()]
+
+
+def _next_free(folder: Path) -> Path:
+    number = 1
+    while os.path.lexists(path := folder / f"{ASIDE}.{number}"):
+        number += 1
+    return path
+
+
+def _changes(was: Tree, now: Tree, prefix: str = "") -> Iterator[str]:
+    for key in {**now, **was}:
+        before, after, path = was.get(key), now.get(key), join_path(prefix, key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _changes(cast("Tree", before), cast("Tree", after), path)
+        elif before != after:
+            yield f"{path}: {shortened(json.dumps(before), 40)} (now {shortened(json.dumps(after), 40)})"

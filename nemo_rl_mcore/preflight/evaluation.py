@@ -1,0 +1,71 @@
+"""A recipe as an evaluation reads it: its section eval says how answers are drawn, and where they go."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.data.examples import read_set
+from nemo_rl_mcore.data.rows import is_fetched
+from nemo_rl_mcore.preflight.data_files import answer_problems, template_problems
+from nemo_rl_mcore.preflight.packages import import_problems
+
+_ENVIRONMENT = "env.custom.type"
+
+
+def as_evaluated(config: RunConfig) -> RunConfig:
+    """The configuration whose sampling, lengths and folder are those of its section eval.
+
+    A temperature of 0, which asks for greedy answers, leaves that of the recipe. Raises ConfigError.
+    """
+    if problems := [*_problems(config)]:
+        raise ConfigError(problems)
+    section, policy = config.eval, config.policy
+    assert section is not None
+    new_tokens = _max_new_tokens(config)
+    sampling = {
+        "max_new_tokens": new_tokens,
+        "temperature": section.temperature or policy.generation.temperature,
+        "top_p": section.top_p,
+        "top_k": section.top_k,
+    }
+    generation = policy.generation.model_copy(update=sampling)
+    longest = policy.max_total_sequence_length - new_tokens
+    folder = section.save_path or str(Path(config.logger.log_dir) / "eval")
+    changed = {
+        "policy": policy.model_copy(update={"generation": generation}),
+        "data": config.data.model_copy(update={"max_input_seq_length": longest}),
+        "logger": config.logger.model_copy(update={"log_dir": folder}),
+    }
+    return config.model_copy(update=changed)
+
+
+def _max_new_tokens(config: RunConfig) -> int:
+    asked = None if config.eval is None else config.eval.max_new_tokens
+    return asked or config.policy.generation.max_new_tokens
+
+
+def _problems(config: RunConfig) -> Iterator[Problem]:
+    if config.eval is None:
+        yield Problem("eval", "missing", "say what to evaluate on: eval.sets: {NAME: {data_path: FILE}}")
+        return
+    if config.warm_start is not None:
+        yield Problem(
+            "warm_start", "is not run to evaluate", "name the weights: --checkpoint DIR, or --hf DIR"
+        )
+    longest = config.policy.max_total_sequence_length
+    if _max_new_tokens(config) >= longest:
+        yield Problem(
+            "eval.max_new_tokens",
+            f"{_max_new_tokens(config)} leaves no room for a prompt in policy.max_total_sequence_length: {longest}",
+            "lower it, or raise max_total_sequence_length",
+            ("policy.max_total_sequence_length",),
+        )
+    yield from template_problems(config)
+    for name, source in config.eval.sets.items():
+        if not is_fetched(source):
+            rows, wrong = read_set(f"eval.sets.{name}", source, chat=config.data.apply_chat_template)
+            yield from wrong
+            yield from answer_problems(config, rows[: config.eval.max_samples])
+    paths = config.import_paths
+    yield from import_problems({key: path for key, path in paths.items() if key == _ENVIRONMENT})

@@ -1,0 +1,131 @@
+"""`nemo-rl-mcore eval` and `generate` in processes of their own: killed, started again, and over a bare folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processes import ProcessWatch
+
+RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
+FILES = ("digits.jsonl", "results.json")
+
+
+def start(watch, *arguments, folder):
+    command = [sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"]
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, **watch.environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(*arguments, folder, end=None):
+    """Status, output and errors; `end` is called with the process once it runs."""
+    watch = ProcessWatch()
+    with start(watch, *arguments, folder=folder) as process:
+        watch.follow(process.pid)
+        try:
+            if end is not None:
+                end(process)
+            output, errors = process.communicate(timeout=240)
+            assert watch.all_gone(within_s=30)
+        finally:
+            watch.kill_all()
+    return process.returncode, output, errors
+
+
+def ended_by(number, samples):
+    """Signals a process once there are so many samples."""
+
+    def end(process):
+        deadline = time.monotonic() + 200
+        while not (samples.exists() and samples.read_bytes().count(b"\n") >= 2):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(number)
+
+    return end
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)], ids=["kill", "ctrl_c"]
+)
+def test_an_evaluation_that_was_ended_goes_on_to_the_same_files(tmp_path, number, status):
+    rows = [{"input": f"{value}>", "output": str(value)} for value in range(100, 1000)]
+    (tmp_path / "digits.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "recipe.yaml").write_text(
+        f"defaults: {RECIPE}\ngrpo: {{val_batch_size: 4}}\ncluster: {{cpu_workers_per_node: 1}}\n"
+        "eval: {sets: {digits: {data_path: digits.jsonl}}, num_tests_per_prompt: 2, temperature: 1.0}\n"
+    )
+    asked = ("eval", "--config", "recipe.yaml")
+    whole = run(*asked, "eval.save_path=whole", folder=tmp_path)
+    assert whole[0] == 0, whole
+    samples = tmp_path / "ended/digits.jsonl"
+    ended = run(*asked, "eval.save_path=ended", folder=tmp_path, end=ended_by(number, samples))
+    assert ended[0] == status, ended
+    if number == signal.SIGINT:
+        assert "interrupted; the same command goes on after the samples in ended" in ended[2]
+    assert 0 < samples.read_bytes().count(b"\n") < 1800
+    again = run(*asked, "eval.save_path=ended", folder=tmp_path)
+    assert again[0] == 0, again
+    assert "samples are there" in again[1]
+    for name in FILES:
+        assert (tmp_path / "ended" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_generate_answers_a_file_by_a_folder_without_a_recipe(tmp_path):
+    import torch
+    import transformers
+    from chat_tokenizer import save_chat_tokenizer
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=104, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.2, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    model = transformers.Qwen2ForCausalLM(config)
+    model.save_pretrained(tmp_path / "hf")
+    save_chat_tokenizer(tmp_path / "hf")
+    (tmp_path / "prompts.txt").write_text("one\n\ntwo\n")
+
+    asked = (
+        "generate",
+        "--hf",
+        "hf",
+        "--prompt-file",
+        "prompts.txt",
+        "--prompt",
+        "zero",
+        "--output",
+        "answers.jsonl",
+    )
+    length = "policy.generation.max_new_tokens=10"
+    done = run(*asked, "--samples", 2, "--greedy", length, folder=tmp_path)
+    assert done[0] == 0, done
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [(row["index"], row["sample"]) for row in rows] == [(i, s) for i in range(3) for s in range(2)]
+    shown = [f"<turn>user\n{text}<end>\n<turn>assistant\n" for text in ("zero", "one", "two")]
+    assert [row["prompt"] for row in rows[::2]] == shown
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for row in rows:
+        ids = torch.tensor([tokenizer(row["prompt"], add_special_tokens=False).input_ids])
+        whole = model.generate(ids, max_new_tokens=10, do_sample=False, attention_mask=torch.ones_like(ids))
+        expected = tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=False).partition("<end>")[0]
+        assert row["response"] == expected
+    again = run(*asked, folder=tmp_path)
+    assert (again[0], again[2]) == (
+        1,
+        "the run stopped: --output 'answers.jsonl' exists already; name another file\n",
+    )

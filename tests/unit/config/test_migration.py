@@ -1,0 +1,349 @@
+"""Recipes of NeMo RL become ours: what is kept, what is changed, and what is said."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_rl_mcore.cli import main
+from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.config.foreign.judgement import value_at
+from nemo_rl_mcore.config.load import load_with_warnings
+from nemo_rl_mcore.config.migration.draft import Kind
+from nemo_rl_mcore.config.migration.migrate import migrate
+from nemo_rl_mcore.config.migration.writer import recipe_text
+
+FOLDER = Path(__file__).parents[2] / "fixtures/nemo_rl"
+SIX = {
+    "dpo-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs": 0,
+    "grpo-llama3.2-1b-instruct-1n8g-megatron": 0,
+    "grpo-qwen3-30ba3b-2n8g-megatron_fused_linear_logprobs": 2,
+    "grpo_math_1B_megatron": 0,
+    "ppo_math_1B_megatron": 0,
+    "sft-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs": 2,
+}
+"""The exit status of each: 2 where something of theirs is refused."""
+OTHERS = {
+    "grpo_math_1B": 0,
+    "grpo_math_1B_megatron_single_controller": 2,
+    "grpo_multiple_datasets": 2,
+    "distillation_math_megatron": 2,
+}
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        found |= leaves(value, f"{path}.") if isinstance(value, dict) and value else {path: value}
+    return found
+
+
+def run(name: str, tmp_path: Path) -> tuple[int, Path]:
+    ours = tmp_path / "ours.yaml"
+    return main(["migrate", str(FOLDER / f"{name}.yaml"), "--output", str(ours)]), ours
+
+
+@pytest.mark.parametrize(("name", "status"), SIX.items())
+def test_the_result_passes_without_an_edit(name, status, tmp_path):
+    given, ours = run(name, tmp_path)
+    assert given == status
+    config, warnings = load_with_warnings(ours)
+    assert not warnings
+    assert config.data.apply_chat_template
+
+
+@pytest.mark.parametrize("name", [*SIX, *OTHERS])
+def test_what_is_kept_has_its_value_and_nothing_is_lost(name):
+    migrated = migrate(FOLDER / f"{name}.yaml")
+    draft, theirs = migrated.draft, leaves(migrated.computed)
+    ours, said = leaves(yaml.safe_load(recipe_text(migrated, name))), {note.path for note in draft.notes}
+    accounted = (*said, *draft.dropped, *draft.refused)
+    for path, value in theirs.items():
+        if (
+            path in said or value is None or path in ("data.train", "data.validation")
+        ):  # lists, of which a row is below
+            continue
+        if value_at(draft.tree, path) is not None:
+            assert value_at(draft.tree, path) == value, path
+        elif path not in ours:
+            assert any(path == other or path.startswith(f"{other}.") for other in accounted) or value in (
+                {},
+                [],
+            ), path
+
+
+@pytest.mark.parametrize(("name", "status"), OTHERS.items())
+def test_a_file_is_written_even_where_something_is_open(name, status, tmp_path):
+    given, ours = run(name, tmp_path)
+    assert given == status
+    assert value_at(yaml.safe_load(ours.read_text()), "data.apply_chat_template") is True
+
+
+def test_the_file_is_ours_with_their_interpolations(tmp_path):
+    _, ours = run("grpo-qwen3-30ba3b-2n8g-megatron_fused_linear_logprobs", tmp_path)
+    text = ours.read_text()
+    assert "    name: ${policy.model_name}\n" in text
+    assert (
+        "    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}\n"
+        in text
+    )
+    # What was computed of a value that is another one now is a number.
+    assert (
+        "  # NeMo RL: 4096. What a prompt of 1024 tokens leaves of 4096.\n    max_new_tokens: 3072\n" in text
+    )
+    assert (
+        "    # Refused, policy.megatron_cfg.freeze_moe_router: set it to false; routers are trained\n"
+        "    # freeze_moe_router: true\n" in text
+    )
+    sections = [line.rstrip(":") for line in text.splitlines() if line[:1].isalpha()]
+    assert sections == ["grpo", "loss_fn", "policy", "data", "env", "checkpointing", "logger", "cluster"]
+
+
+def test_the_report_has_a_group_for_each_fate(tmp_path, capsys):
+    _, ours = run("ppo_math_1B_megatron", tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{ours}: a recipe of ppo"
+    assert lines[1].startswith("kept as they are: ")
+    for line in (
+        f"{Kind.RENAMED.value}: 4",
+        "  ppo.policy_training_start_step: ppo.critic_warmup_steps",
+        "  value.megatron_cfg.optimizer: value.optimizer",
+        f"{Kind.CHANGED.value}: 5",
+        "  data.apply_chat_template: true; NeMo RL applies the chat template",
+        "  policy.generation.max_new_tokens: 16384 -> 14336; what a prompt of 2048 tokens leaves of 16384",
+        f"{Kind.WARNED.value}: 5",
+        f"next: nemo-rl-mcore check --config {ours}",
+    ):
+        assert line in lines
+    assert not any(Kind.REFUSED.value in line for line in lines)
+
+
+def theirs(tmp_path: Path, changes: str, base: str = "grpo_math_1B_megatron") -> Path:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(f"defaults: {FOLDER / base}.yaml\n{changes}\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "value"),
+    [
+        ("", "data.apply_chat_template", True),
+        ("policy: {tokenizer: {chat_template: null}}", "data.apply_chat_template", False),
+        ("policy: {tokenizer: {chat_template: default}}", "data.apply_chat_template", True),
+        ("", "data.overlong", "drop"),
+        ("", "data.max_input_seq_length", 256),
+        ("policy: {max_total_sequence_length: 8192}", "data.max_input_seq_length", 1024),
+        ("policy: {max_total_sequence_length: 8192}", "policy.generation.max_new_tokens", 7168),
+        ("data: {max_input_seq_length: 100}", "policy.generation.max_new_tokens", 412),
+        ("policy: {generation: {max_new_tokens: 400}}", "data.max_input_seq_length", 112),
+        (
+            "policy: {generation: {max_new_tokens: 400}}\ndata: {max_input_seq_length: 112}",
+            "policy.generation.max_new_tokens",
+            400,
+        ),
+        ("policy: {generation: {backend: megatron}}", "policy.generation.backend", "embedded"),
+        ("policy: {generation: {backend: sglang}}", "policy.generation.backend", "vllm"),
+        (
+            "env: {math: {math_verify_impl: dapo_math_verify}}",
+            "env.math.response.regex",
+            r"(?i)Answer\s*:\s*([^\n]+)",
+        ),
+        ("env: {code: {num_workers: 8}}", "env.code", None),
+        ("checkpointing: {enabled: true, save_period: 15}", "checkpointing.save_period", 20),
+        (
+            "checkpointing: {enabled: true, save_period: 15, metric_name: null}",
+            "checkpointing.save_period",
+            15,
+        ),
+        ("checkpointing: {enabled: true}\ngrpo: {val_period: 0}", "checkpointing.metric_name", None),
+        ("data: {prompt_file: p.txt, default: {_override_: true}}", "data.default", {"prompt_file": "p.txt"}),
+        (
+            "data: {train: [{dataset_name: DAPOMath17K}, {dataset_name: gsm8k, seed: 3}]}",
+            "data.train",
+            [{"dataset_name": "DAPOMath17K"}, {"dataset_name": "gsm8k"}],
+        ),
+        (
+            "grpo: {async_grpo: null}\nasync_rl: {sampler: {max_lookahead_versions: 2}}",
+            "grpo.async_grpo.max_trajectory_age_steps",
+            2,
+        ),
+        (
+            "policy: {dtensor_cfg: {enabled: true, tensor_parallel_size: 2}}",
+            "policy.megatron_cfg.tensor_model_parallel_size",
+            2,
+        ),
+    ],
+)
+def test_what_a_key_becomes(changes, path, value, tmp_path):
+    tree = migrate(theirs(tmp_path, changes)).draft.tree
+    assert value_at(tree, path) == value
+
+
+def test_the_optimizer_of_dtensor_becomes_that_of_megatron():
+    tree = migrate(FOLDER / "grpo_math_1B.yaml").draft.tree
+    megatron = value_at(tree, "policy.megatron_cfg")
+    theirs = yaml.safe_load((FOLDER / "grpo_math_1B.yaml").read_text())["policy"]["optimizer"]["kwargs"]
+    assert megatron["enabled"] is True
+    assert (megatron["optimizer"]["lr"], megatron["optimizer"]["adam_eps"]) == (theirs["lr"], theirs["eps"])
+    assert [megatron["optimizer"]["adam_beta1"], megatron["optimizer"]["adam_beta2"]] == theirs["betas"]
+    assert megatron["scheduler"] == {
+        "lr_decay_style": "constant",
+        "lr_warmup_iters": 50,
+        "lr_warmup_init": 5e-7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "told"),
+    [
+        (
+            "policy: {tokenizer: {chat_template: '{{ x }}'}}",
+            "policy.tokenizer.chat_template",
+            "remove it; the tokenizer's own",
+        ),
+        (
+            "policy: {megatron_cfg: {peft: {enabled: true}}}",
+            "policy.megatron_cfg.peft",
+            "set policy.megatron_cfg.peft.enabled",
+        ),
+        (
+            "grpo: {new_key: 3}",
+            "grpo.new_key",
+            "no key of this package, nor of NeMo RL at 7ea279abf (2026-08-22)",
+        ),
+        (
+            "env: {code: {num_workers: 8}}\ndata: {default: {env_name: code}}",
+            "env.code",
+            "env has math, and custom",
+        ),
+        (
+            "policy: {dtensor_cfg: {enabled: true, lora_cfg: {enabled: true}}}",
+            "policy.dtensor_cfg.lora_cfg",
+            "all weights are trained",
+        ),
+        (
+            "policy: {dtensor_cfg: {enabled: true}, scheduler: {name: StepLR}, optimizer: {name: torch.optim.AdamW}}",
+            "policy.scheduler",
+            "its warm-up is linear",
+        ),
+    ],
+)
+def test_what_is_missing_here_is_refused_and_stays_as_a_comment(changes, path, told, tmp_path):
+    migrated = migrate(theirs(tmp_path, changes))
+    (note,) = [note for note in migrated.draft.notes if note.kind is Kind.REFUSED and note.path == path]
+    assert told in note.what
+    assert not migrated.settled
+    assert f"# Refused, {path}: " in recipe_text(migrated, "theirs.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            "policy: {megatron_cfg: {tensor_model_parallel_size: 4}}\ncluster: {gpus_per_node: 4}",
+            "policy.megatron_cfg.tensor_model_parallel_size: 4 does not divide the num_query_groups: 2 of the weights",
+        ),
+        ("policy: {model_name: some/thing}", "policy.model_name: 'some/thing' is no local folder"),
+        (
+            "data: {train: {dataset_name: DeepScaler}}",
+            "data.train.dataset_name: 'DeepScaler' is no data set known here",
+        ),
+        ("grpo: {num_prompts_per_step: '${gone}'}", "grpo.num_prompts_per_step: ${gone} cannot be computed"),
+    ],
+)
+def test_what_only_the_user_can_settle_is_left_with_what_check_says(changes, told, tmp_path):
+    migrated = migrate(theirs(tmp_path, changes))
+    assert any(note.kind is Kind.OPEN and str(note).startswith(told) for note in migrated.draft.notes)
+    assert not migrated.settled
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        (
+            "model_name: other/model",
+            "value.model_name: 'other/model' differs from policy.model_name: 'Qwen/Qwen2.5-1.5B'; remove it, or",
+        ),
+        (
+            "precision: float32",
+            "value.precision: 'float32' differs from policy.precision: 'bfloat16'; remove it, or give both",
+        ),
+        (
+            "reward_model_cfg: {enabled: true}",
+            "value.reward_model_cfg: enabled: true is not supported; remove it; the critic is the policy's model",
+        ),
+        (
+            "megatron_cfg: {optimizer: {fp16: true}}",
+            "value.megatron_cfg.optimizer.fp16: true is not supported; set it to false; fp16 gradients",
+        ),
+        ("megatron_cfg: {optimizer: {lrr: 1.0}}", "value.megatron_cfg.optimizer.lrr: unknown key"),
+    ],
+)
+def test_a_critic_that_differs_from_the_policy_is_told_where_it_is_written(section, told, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_config(theirs(tmp_path, f"value: {{{section}}}", "ppo_math_1B_megatron"))
+    assert any(str(problem).startswith(told) for problem in caught.value.problems)
+
+
+def test_a_critic_cut_another_way_is_told(tmp_path):
+    changes = "value: {megatron_cfg: {tensor_model_parallel_size: 2}}"
+    notes = migrate(theirs(tmp_path, changes, "ppo_math_1B_megatron")).draft.notes
+    assert [note.what for note in notes if note.path == "value.megatron_cfg.tensor_model_parallel_size"] == [
+        "2 does nothing here; it is cut as the policy is, by policy.megatron_cfg.tensor_model_parallel_size: 1"
+    ]
+
+
+def test_our_own_critic_is_untouched(load_ppo):
+    assert load_ppo("value.optimizer.lr=0.5").value.optimizer.lr == 0.5
+
+
+@pytest.fixture
+def load_ppo():
+    return lambda *overrides: load_config(FOLDER.parents[2] / "examples/configs/ppo_cpu.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is not valid YAML"),
+        ("- a", "holds no keys at its top level"),
+        ("defaults: missing.yaml\ngrpo: {}", "no such file"),
+        ("rm: {}\npolicy: {}", "has none of the sections grpo, ppo, dpo, sft, distillation"),
+        ("grpo: {a: 1}\nsft: {a: 1}", "has the sections grpo and sft"),
+        ("grpo: {a: 1}", "is no whole recipe of NeMo RL"),
+        ("grpo: {a: 1}\npolicy: {model_name: x}", "is no whole recipe of NeMo RL"),
+    ],
+)
+def test_what_is_no_recipe(text, told, tmp_path, capsys):
+    (tmp_path / "theirs.yaml").write_text(text)
+    assert main(["migrate", str(tmp_path / "theirs.yaml"), "--output", str(tmp_path / "ours.yaml")]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "ours.yaml").exists()
+
+
+def test_no_file_is_overwritten(tmp_path, capsys):
+    (tmp_path / "ours.yaml").write_text("mine")
+    assert run("grpo_math_1B_megatron", tmp_path)[0] == 2
+    assert "is there already, and is not overwritten; name another file" in capsys.readouterr().err
+    assert (tmp_path / "ours.yaml").read_text() == "mine"
+
+
+def test_the_name_of_the_file_where_none_is_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["migrate", str(FOLDER / "grpo_math_1B_megatron.yaml")]) == 0
+    assert (tmp_path / "grpo_math_1B_megatron_mcore.yaml").exists()
+
+
+def test_an_unknown_section_is_refused_and_said(tmp_path):
+    migrated = migrate(theirs(tmp_path, "new_section: {a: 1}"))
+    assert [note.path for note in migrated.draft.notes if note.kind is Kind.REFUSED] == ["new_section"]
+    assert "# new_section:\n#   a: 1\n" in recipe_text(migrated, "theirs.yaml")
+
+
+def test_migrate_takes_no_overrides(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["migrate", str(FOLDER / "grpo_math_1B_megatron.yaml"), "a=b"])
+    assert caught.value.code == 2
+    assert "unrecognized arguments: a=b" in capsys.readouterr().err

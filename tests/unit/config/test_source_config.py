@@ -1,0 +1,129 @@
+import pytest
+import yaml
+
+from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.config.schema import is_known
+
+SETS = {"gsm8k": {"dataset_name": "gsm8k", "split": "test"}}
+
+
+@pytest.fixture
+def recipe(tmp_path, exemplar):
+    """Write the exemplar with other sections, and give its path."""
+
+    def writer(**sections):
+        tree = yaml.safe_load(exemplar.read_text()) | sections
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+        return tmp_path / "recipe.yaml"
+
+    return writer
+
+
+def train(*sources, **keys):
+    return {"train": list(sources) if len(sources) > 1 else sources[0], **keys}
+
+
+A, B = {"data_path": "a.jsonl"}, {"data_path": "b.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("data", "evaluation", "message"),
+    [
+        (
+            train({**A, "inptu_key": "q"}),
+            None,
+            "data.train.inptu_key: unknown key; did you mean input_key?",
+        ),
+        (
+            train(A, {**B, "inptu_key": "q"}),
+            None,
+            "data.train.1.inptu_key: unknown key; did you mean input_key?",
+        ),
+        (train(A, {**B, "input_key": 3}), None, "data.train.1.input_key: 3 is not allowed; allowed: text"),
+        (train(A, {**B, "weight": 0}), None, "data.train.1.weight: 0 is not allowed; allowed: a number, above 0"),
+        (train(A, {"split": "test"}), None, "data.train.1.data_path: missing"),
+        (train({"dataset_name": "gsmk8"}), None, "data.train.dataset_name: 'gsmk8' is no data set known here"),
+        (train(A, validation=["gsm"]), {"sets": SETS}, "data.validation.0: 'gsm' is no set of eval.sets; did you"),
+        (train(A, validation="gsm8k"), None, "data.validation: 'gsm8k' is no set of eval.sets; known: none"),
+        ({"train": 3}, None, "data.train: 3 is not allowed; allowed: a section or a list or null"),
+        ({"train": ["a.jsonl", A]}, None, "data.train: 'a.jsonl' is not allowed; allowed: a section or a list"),
+        (
+            train({**A, "processor": "vlm_hf_data_processor"}),
+            None,
+            "data.train.processor: 'vlm_hf_data_processor' is not supported: models see text alone",
+        ),
+        (
+            train(A, B, default={"promt_file": "a"}),
+            None,
+            "data.default.promt_file: unknown key; did you mean prompt_file?",
+        ),
+        (train(A), {"sets": {}}, "eval.sets: holds no set"),
+        (train(A), {"sets": {"a": {**A, "splitt": "x"}}}, "eval.sets.a.splitt: unknown key; did you mean split?"),
+        (train(A), {"sets": {"a": {**A, "split": 3}}}, "eval.sets.a.split: 3 is not allowed; allowed: text or null"),
+        (train(A), {"sets": {"a b": A}}, "eval.sets.a b: is no name of a set"),
+        (train(A), {"sets": {"a": {}}}, "eval.sets.a.data_path: missing"),
+        (train(A), {"sets": SETS, "temprature": 1}, "eval.temprature: unknown key; did you mean temperature?"),
+        (train(A), {"sets": SETS, "num_tests_per_prompt": 4}, "eval.temperature: 0 gives the same answer num_tests"),
+        (train(A), {"sets": SETS, "k_values": [1, 2]}, "eval.k_values: 2 is not from 1 to num_tests_per_prompt: 1"),
+        (train({**A, "answer": {}}), None, "data.train.answer: one way to find an answer is needed"),
+        (train(A, {**B, "answer": {"after": ""}}), None, "data.train.1.answer.after: an empty marker stands"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_once_with_its_path(recipe, data, evaluation, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe(data=data, eval=evaluation))
+    (problem,) = caught.value.problems
+    assert str(problem).startswith(message)
+    said = not message.endswith(("missing", "num_tests"))  # a key that is left out stands nowhere
+    assert ("recipe.yaml:" in problem.where) is said
+
+
+def test_an_override_reaches_into_a_list(recipe):
+    path = recipe(data=train(A, B), eval={"sets": SETS})
+    config = load_config(path, ["data.train.1.input_key=question", "eval.sets.gsm8k.split=train"])
+    assert config.data.train_sources["train.1"].input_key == "question"
+    assert config.eval.sets["gsm8k"].split == "train"
+    assert is_known("data.train.0.split")
+    assert not is_known("data.train.0.spit")
+
+
+def test_a_list_takes_the_place_of_a_section(recipe, tmp_path):
+    recipe(data=train(A))
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: recipe.yaml\ndata: {train: [{data_path: b}, {data_path: c, weigth: 2}]}")
+    with pytest.raises(ConfigError, match=r"data.train.1.weigth: unknown key.*child.yaml:2"):
+        load_config(child)
+
+
+def test_defaults_and_what_validation_takes_from_train(recipe):
+    data = {
+        "default": {"prompt_file": "p.txt", "processor": "math_hf_data_processor", "env_name": "math"},
+        "train": {"dataset_name": "GSM8K", "input_key": "q", "seed": 3},
+        "validation": {"split": "test"},
+    }
+    config = load_config(recipe(data=data, eval={"sets": {"math500": {"dataset_name": "MATH-500"}}}))
+    (one,) = config.validation_sources.values()
+    assert (one.input_key, one.output_key, one.split, one.paths) == ("q", "answer", "test", ("openai/gsm8k",))
+    assert {one.prompt_file, config.eval.sets["math500"].prompt_file} == {"p.txt"}
+    assert config.eval.sets["math500"].answer.key == "answer"
+    data["validation"] = ["math500", {"data_path": "rows.csv"}]
+    config = load_config(recipe(data=data, eval={"sets": {"math500": {"dataset_name": "MATH-500"}}}))
+    assert list(config.validation_sources) == ["eval.sets.math500", "data.validation.1"]
+
+
+def test_files_beside_the_recipe_are_found_from_anywhere(recipe, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"input": "a", "output": "b"}\n')
+    data = load_config(recipe(data=train(A, B))).data.train_sources
+    assert data["train.0"].data_path == str(tmp_path / "a.jsonl")
+    assert data["train.1"].data_path == "b.jsonl"
+
+
+def test_a_recipe_written_out_reads_back_alike(recipe, tmp_path):
+    data = {
+        "default": {"prompt_file": "p.txt"},
+        "train": [{"dataset_name": "gsm8k", "weight": 1}, {**B, "weight": 2}],
+    }
+    data["validation"] = ["math500", {"data_path": ["a.csv", "b.csv"]}]
+    config = load_config(recipe(data=data, eval={"sets": {"math500": {"dataset_name": "MATH-500"}}}))
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert load_config(tmp_path / "again.yaml") == config

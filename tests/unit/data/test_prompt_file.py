@@ -1,0 +1,61 @@
+"""Files of prompts to answer."""
+
+import json
+
+import pytest
+
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.prompt_file import read_prompts
+
+
+def test_a_text_has_a_prompt_a_line(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\n  two \r\nthree")
+    prompts = read_prompts(path)
+    assert [(prompt.index, prompt.text) for prompt in prompts] == [(0, "one"), (1, "  two "), (2, "three")]
+    assert [prompt.place for prompt in prompts] == [f"{path}:{line}" for line in (1, 3, 4)]
+
+
+def test_jsonl_has_a_prompt_or_messages(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    rows = [{"prompt": "p"}, {"messages": turns}, {"question": "q", "prompt": "no"}, {"prompt": turns}]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    prompts = read_prompts(path, "question")
+    messages = (Message("system", "s"), Message("user", "u"))
+    assert [(prompt.text, prompt.context) for prompt in prompts] == [
+        ("p", ()),
+        ("", messages),
+        ("q", ()),
+        ("", messages),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "not JSON"),
+        ("[]", "no object with one of the keys prompt, messages"),
+        ('{"input": "x"}', "no object with one of the keys prompt, messages"),
+        ('{"prompt": 3}', "prompt is 3, and must be text or a list of messages"),
+        ('{"messages": []}', "messages is [], and must be text"),
+        ('{"messages": [{"role": "user"}]}', "and must be text or a list of messages"),
+    ],
+)
+def test_a_line_that_is_none_is_told_by_its_place(tmp_path, line, told):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "p"}}\n{line}\n')
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the message is compared
+        read_prompts(path)
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(("content", "told"), [(b"\n \n", "holds no prompt"), (b"\xff", "is no text")])
+def test_a_file_without_prompts(tmp_path, content, told):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=told):
+        read_prompts(path)
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        read_prompts(tmp_path / "none")

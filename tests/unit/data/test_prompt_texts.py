@@ -1,0 +1,61 @@
+import pytest
+
+from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.prompt_texts import PromptTexts, read_texts
+
+USER, SYSTEM = Message("user", "2+2?"), Message("system", "Be brief.")
+AROUND = "Answer in \\boxed{{}}:\n{}\nThink."
+SHOWN = "Answer in \\boxed{}:\n2+2?\nThink."
+
+
+@pytest.mark.parametrize(
+    ("texts", "context", "chat", "shown"),
+    [
+        (PromptTexts(), "2+2?", False, "2+2?"),
+        (PromptTexts(AROUND), "2+2?", False, SHOWN),
+        (PromptTexts(AROUND, "Be brief."), "2+2?", False, f"Be brief.\n{SHOWN}"),
+        (PromptTexts(AROUND, "Be brief."), "2+2?", True, (SYSTEM, Message("user", SHOWN))),
+        (PromptTexts(AROUND), (USER, Message("assistant", "4"), USER), True, None),
+        (PromptTexts(None, "Other."), (SYSTEM, USER), True, (SYSTEM, USER)),
+        (PromptTexts(None, "Be brief."), (USER,), True, (SYSTEM, USER)),
+        (PromptTexts("Q: {}"), "{0.__class__} {{}}", False, "Q: {0.__class__} {{}}"),
+    ],
+)
+def test_what_is_shown(texts, context, chat, shown):
+    if shown is None:
+        shown = (Message("user", SHOWN), Message("assistant", "4"), USER)
+    assert texts.shown(context, chat=chat) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("no place", "has 0 places for the prompt"),
+        ("{} and {}", "has 2 places for the prompt"),
+        (r"\boxed{} {}", "has 2 places for the prompt"),
+        ("{0}", "holds braces with something in them"),
+        ("{.__class__}", "holds braces with something in them"),
+        ("{!r}", "holds braces with something in them"),
+        ("{:9}", "holds braces with something in them"),
+        ("{} {", "holds a brace alone"),
+        ("} {}", "holds a brace alone"),
+    ],
+)
+def test_a_text_has_one_place_for_the_prompt_and_nothing_that_is_evaluated(tmp_path, text, what):
+    path = tmp_path / "prompt.txt"
+    path.write_text(text)
+    _, (problem,) = read_texts(SourceConfig(data_path="a", prompt_file=str(path)))
+    assert problem.path == "prompt_file"
+    assert problem.what.startswith(f"{str(path)!r} {what}")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    source = SourceConfig(
+        data_path="a", prompt_file="gone.txt", system_prompt_file=str(tmp_path / "latin.txt")
+    )
+    _, problems = read_texts(source)
+    assert [problem.path for problem in problems] == ["prompt_file", "system_prompt_file"]
+    assert "'gone.txt' cannot be read: No such file" in problems[0].what
+    assert "no text in UTF-8" in problems[1].what

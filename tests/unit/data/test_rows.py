@@ -1,0 +1,143 @@
+import json
+import sys
+
+import datasets
+import pytest
+from library_files import write_parquet
+
+from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.data.examples import read_examples
+from nemo_rl_mcore.data.row import SourceError
+from nemo_rl_mcore.data.rows import is_fetched, read_rows
+
+ROWS = [{"input": f"question {number}", "output": str(number)} for number in range(10)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where the tests' data lie, and the command is started."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    (tmp_path / "rows.csv").write_text(
+        "input,output\n" + "".join(f"{r['input']},{r['output']}\n" for r in ROWS)
+    )
+    write_parquet(tmp_path / "rows.parquet", ROWS)
+    (tmp_path / "data").mkdir()
+    write_parquet(tmp_path / "data/train-0.parquet", ROWS)
+    write_parquet(tmp_path / "data/test-0.parquet", ROWS[:2])
+    parts = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved_alone")
+    return tmp_path
+
+
+def answers(**keys):
+    rows = read_rows(SourceConfig.model_validate(keys))
+    return [int(row.values["output"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "path", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "data", "saved", "saved_alone"]
+)
+def test_all_formats_hold_the_same_rows(folder, path):
+    assert answers(data_path=path) == list(range(10))
+    assert answers(data_path=path, split="train[20%:50%]") == [2, 3, 4]
+    assert answers(data_path=path, split="train[-1:]+train[:2]") == [9, 0, 1]
+
+
+@pytest.mark.parametrize("path", ["data", "saved"])
+def test_another_split(folder, path):
+    assert answers(data_path=path, split="test") == [0, 1]
+
+
+def test_several_files_and_patterns(folder):
+    assert answers(data_path=["rows.csv", "rows.jsonl"]) == [*range(10), *range(10)]
+    assert answers(data_path="rows.j*") == [*range(10), *range(10)]
+
+
+def test_places_are_lines_or_numbers_of_rows(folder):
+    rows = [
+        read_rows(SourceConfig(data_path=path))[2].place for path in ("rows.jsonl", "rows.parquet", "data")
+    ]
+    assert rows == ["rows.jsonl:3", "rows.parquet, row 3", "data, train, row 3"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"data_path": "rows.jsonl", "split": "test"}, "split: 'test' is not there: Unknown split"),
+        ({"data_path": "rows.jsonl", "split": "train[:x]"}, "split: 'train[:x]' is not there"),
+        (
+            {"data_path": "data", "split": "dev"},
+            "split: 'data': Unknown split \"dev\". Should be one of ['train', 'te",
+        ),
+        ({"data_path": "saved", "split": "dev"}, "split: 'dev' is not there"),
+        (
+            {"data_path": "data", "subset": "main"},
+            "subset: 'data': BuilderConfig 'main' not found. Available: ['def",
+        ),
+        ({"data_path": "rows.csv", "subset": "main"}, "subset: 'main' does nothing with files"),
+        ({"data_path": "gone/*.csv"}, "data_path: no file matches 'gone/*.csv' in "),
+        ({"data_path": "gone.parquet"}, "data_path: 'gone.parquet' cannot be read from "),
+        ({"data_path": ["data", "rows.csv"]}, "data_path: 'data' is no file, and not alone"),
+        ({"data_path": "bad.parquet"}, "data_path: 'bad.parquet' cannot be read (ArrowInvalid: "),
+        ({"data_path": "bad.csv"}, "data_path: 'bad.csv' cannot be read (EmptyDataError: "),
+        ({"data_path": "bad.json"}, "data_path: 'bad.json' is not JSON: "),
+    ],
+)
+def test_sources_that_cannot_be_read(folder, keys, message):
+    for name, text in (("bad.parquet", "x"), ("bad.csv", ""), ("bad.json", "[1,")):
+        (folder / name).write_text(text)
+    with pytest.raises(SourceError) as caught:
+        read_rows(SourceConfig.model_validate(keys))
+    assert str(caught.value).startswith(message)
+
+
+def test_a_data_set_of_the_hub_that_cannot_be_reached(folder, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    source = SourceConfig(dataset_name="gsm8k")
+    assert is_fetched(source)
+    assert not is_fetched(SourceConfig(data_path="data/gone.parquet"))
+    with pytest.raises(
+        SourceError, match=r"^data_path: 'openai/gsm8k' cannot be read .*fetch that where there is"
+    ):
+        read_rows(source)
+
+
+@pytest.mark.parametrize("path", ["rows.parquet", "data"])
+def test_a_column_that_is_not_there_is_told_once(folder, path):
+    source = SourceConfig(data_path=path, input_key="a.b")
+    _, problems = read_examples({"data.train.1": source}, {}, RowKind.PROMPTS, chat=False)
+    assert [str(problem) for problem in problems] == [
+        "data.train.1.input_key: no key 'a.b'; it has 'input', 'output'; name one of those"
+    ]
+
+
+def test_a_bad_row_is_named_by_its_number(folder):
+    write_parquet(folder / "bad.parquet", [*ROWS, {"input": None, "output": "1"}])
+    _, problems = read_examples(
+        {"data.train": SourceConfig(data_path="bad.parquet")}, {}, RowKind.PROMPTS, chat=False
+    )
+    assert [str(problem) for problem in problems] == [
+        "data.train.data_path: bad.parquet, row 11: input is null, and must be text"
+    ]
+
+
+def test_an_answer_that_a_scored_row_does_not_state(folder):
+    source = SourceConfig.model_validate(
+        {"data_path": "rows.jsonl", "answer": {"after": "####"}, "split_validation_size": 0}
+    )
+    _, problems = read_examples({"data.train": source}, {}, RowKind.PROMPTS, chat=False)
+    assert problems[0].path == "data.train.answer"
+    assert problems[0].what == "rows.jsonl:1: the answer '0' has no answer behind '####'"
+    assert len(problems) == 6
+    assert read_examples({"data.train": source}, {}, RowKind.ANSWERS, chat=False)[1] == []
+
+
+def test_own_formats_are_read_without_the_library(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert answers(data_path=["rows.jsonl", "rows.json"], split="train") == [*range(10), *range(10)]
