@@ -140,7 +140,6 @@ def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentPar
 def _add_recipes(commands: Any) -> None:
     purpose = "list the recipes that come with the package, or copy one or a folder of them"
     command: argparse.ArgumentParser = commands.add_parser("recipes", help=purpose, description=purpose)
-    command.set_defaults(overrides=[])
     actions = command.add_subparsers(dest="action", metavar="ACTION")
     actions.add_parser("list", help="the names, as `defaults:` and --config take them")
     copy = actions.add_parser(

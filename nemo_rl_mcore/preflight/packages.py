@@ -54,6 +54,17 @@ def transformer_impl(config: RunConfig) -> str:
     return "local" if config.cluster.on_cpu or not installed("transformer_engine") else "transformer_engine"
 
 
+def layer_warnings(config: RunConfig) -> Iterator[Problem]:
+    """Yield a run on GPUs whose layers will be Megatron's own, because Transformer Engine is not on this machine."""
+    given = config.policy.megatron_cfg.transformer_impl
+    if given == "auto" and not config.cluster.on_cpu and not installed("transformer_engine"):
+        yield Problem(
+            "policy.megatron_cfg.transformer_impl",
+            "auto takes local layers where Transformer Engine is not installed, as here: their attention is not fused",
+            "install the extra te on the machines of the run, or write local",
+        )
+
+
 def installed(package: str) -> bool:
     """Whether a package can be imported, found out without importing it."""
     return importlib.util.find_spec(package) is not None

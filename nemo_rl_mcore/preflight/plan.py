@@ -15,7 +15,12 @@ from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
 from nemo_rl_mcore.preflight.folders import folder_problems
 from nemo_rl_mcore.preflight.memory import RunMemory, estimate_memory
-from nemo_rl_mcore.preflight.packages import import_problems, missing_packages, transformer_impl
+from nemo_rl_mcore.preflight.packages import (
+    import_problems,
+    layer_warnings,
+    missing_packages,
+    transformer_impl,
+)
 from nemo_rl_mcore.preflight.saved_run import init_checkpoint_problems
 from nemo_rl_mcore.preflight.tokenizer_folder import tokenizer_problems
 from nemo_rl_mcore.preflight.warm_start import warm_start_problems
@@ -114,7 +119,7 @@ def preflight(
         reference_policy=config.needs_reference,
         log_dir=config.logger.log_dir,
         missing=missing,
-        warnings=warnings,
+        warnings=(*warnings, *layer_warnings(config)),
         fetched=tuple(fetched(config)) if of_a_run else (),
     )
 

@@ -69,12 +69,12 @@ def _series(path: Path) -> dict[str, list[float]]:
     return series
 
 
-# Six seeds had the values that stand behind; the limits leave room for other machines' rounding.
+# One seed: 0, 0.45, 0.71 and 0.81. The limits wait for more of them.
 LIMITS = {
     "before any training no answer is right": lambda seen: seen["before"] <= 0.02,
     "SFT raises the score": lambda seen: seen["sft"] >= 0.1,
     "GRPO raises it further": lambda seen: seen["grpo"] >= seen["sft"] + 0.1,
-    "DPO prefers the better answers": lambda seen: seen["preference"] >= 0.7,
+    "DPO prefers the better answers": lambda seen: seen["preference"] >= 0.6,
 }
 
 

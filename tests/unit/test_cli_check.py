@@ -155,3 +155,14 @@ def test_the_installed_command_exits_with_status_2():
     )
     assert done.returncode == 2
     assert done.stderr.startswith("seeed: unknown key; did you mean seed?")
+
+
+def test_gpus_without_transformer_engine_are_warned_of(capsys):
+    recipe = str(REPOSITORY / "examples/configs/recipes/llm/grpo-qwen2.5-math-7b-1n8g-megatron-fused.yaml")
+    assert cli.main(["check", "--config", recipe]) == 0
+    warned = "auto takes local layers where Transformer Engine is not installed"
+    assert warned in capsys.readouterr().out
+    assert cli.main(["check", "--config", recipe, "policy.megatron_cfg.transformer_impl=local"]) == 0
+    assert warned not in capsys.readouterr().out
+    assert cli.main(["check", "--config", EXEMPLAR]) == 0
+    assert warned not in capsys.readouterr().out

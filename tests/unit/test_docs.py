@@ -17,6 +17,7 @@ from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.reference import reference_page
 from nemo_rl_mcore.config.schema import is_known
 from nemo_rl_mcore.controllers.start import EVENTS_FILE
+from nemo_rl_mcore.evaluation.folder import IDENTITY_FILE, RESULTS_FILE
 from nemo_rl_mcore.observability.report import CURVES_FILE
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
@@ -36,6 +37,9 @@ NOT_IN_REPOSITORY = {
     "rollouts/",
     EVENTS_FILE,
     "tensorboard/",
+    IDENTITY_FILE,
+    RESULTS_FILE,
+    "NAME.jsonl",  # of a set of an evaluation
     "results/grpo_copy_cpu/",
     "results/gpu/",
     "worker.py",

@@ -96,7 +96,6 @@ KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
     "Qwen/Qwen2.5-1.5B": _QWEN2_SMALL | {"max_position_embeddings": 131072},
     "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2_SMALL | {"max_position_embeddings": 32768},
     "Qwen/Qwen2.5-7B": _QWEN2_LARGE | {"max_position_embeddings": 131072},
-    "Qwen/Qwen2.5-1.5B-Instruct": _QWEN2_SMALL | {"max_position_embeddings": 32768},
     "Qwen/Qwen2.5-7B-Instruct": _QWEN2_LARGE | {"max_position_embeddings": 32768},
     "Qwen/Qwen2.5-Math-1.5B": _QWEN2_SMALL | _QWEN_MATH,
     "Qwen/Qwen2.5-Math-7B": _QWEN2_LARGE | _QWEN_MATH,
