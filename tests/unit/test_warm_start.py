@@ -84,7 +84,7 @@ def test_the_session_of_a_command_serves_all_its_runs(tmp_path, monkeypatch):
         def shared_with(self, config):
             return Session(config)
 
-    def train(parts, cluster, checkpoints, _stack):
+    def train(parts, cluster, checkpoints, *_others):
         ran.append((parts.config.algorithm, cluster.config))
         checkpoints.save(parts.config.loop.max_num_steps, {}, {}, {})
 
