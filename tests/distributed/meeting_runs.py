@@ -19,7 +19,7 @@ from rank_pool import RankPool
 
 from nemo_rl_mcore import launch
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
-from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.config import ClusterConfig, RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
@@ -72,8 +72,11 @@ class PoolGroup:
             self.run(meeting_ranks.drop)
 
 
+@dataclass(frozen=True)
 class NoCluster:
     """The machines, as far as a second model asks for them."""
+
+    config: ClusterConfig
 
     def place_colocated(self, *_args: Any) -> None: ...
 
@@ -91,6 +94,9 @@ class Observer:
 
     def phase(self, _name: str) -> nullcontext[None]:
         return nullcontext()
+
+    def startup(self, _part: str, _told_as: str = "") -> nullcontext[dict[str, float]]:
+        return nullcontext({})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics[step] = dict(metrics)
@@ -178,9 +184,8 @@ def run(config: RunConfig, pool: RankPool, ask: Callable[[int, PoolGroup], Any])
     groups, observer = _Groups(pool), Observer()
     with ExitStack() as stack:
         stack.enter_context(patch.object(launch, "Policy", partial(Policy, group=groups)))
-        stack.enter_context(patch.object(launch, "RunRecorder", lambda *_args, **_options: observer))
         stack.enter_context(patch.object(launch, "open_generation", _recorded))
-        launch._train(parts, NoCluster(), checkpoints, stack)  # type: ignore[arg-type]
+        launch._train(parts, NoCluster(config.cluster), checkpoints, observer, stack)  # type: ignore[arg-type]
         asked = [ask(number, group) for number, group in enumerate(groups.made)]
     return Outcome(observer.metrics, asked)
 

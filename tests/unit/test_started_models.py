@@ -8,6 +8,7 @@ import pytest
 from nemo_rl_mcore import export, generate, launch
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.config import Role, load_config
+from nemo_rl_mcore.observability import RunRecorder
 from nemo_rl_mcore.preflight.saved_run import recipe_text
 
 EXEMPLARS = Path(__file__).parents[2] / "examples/configs"
@@ -27,6 +28,9 @@ class Started:
     def __exit__(self, *_):
         pass
 
+    def loading_s(self):
+        return 0.0
+
     def export_hf(self, *_, **__):
         pass
 
@@ -39,7 +43,7 @@ built: list[Started] = []
 
 class NoCluster:
     def __init__(self, config):
-        pass
+        self.config = config
 
     def __enter__(self):
         return self
@@ -73,8 +77,9 @@ def test_a_run_starts_its_models(exemplar, overrides, models, tmp_path, monkeypa
     monkeypatch.setattr(launch.TrainingLoop, "run", lambda _loop, _algorithm: None)
     quiet = [f"logger.log_dir={tmp_path}", "logger.tensorboard_enabled=false"]
     config = load_config(EXEMPLARS / f"{exemplar}.yaml", [*overrides, *quiet])
+    recorder = RunRecorder(config.logger, 1)
     with ExitStack() as stack:
-        launch._train(launch.open_parts(config), None, RunCheckpoints(), stack)
+        launch._train(launch.open_parts(config), NoCluster(config.cluster), RunCheckpoints(), recorder, stack)
     options = [one.options for one in built]
     assert [(o["role"], o["trained"], o["init_reference_model"]) for o in options] == models
     assert [o["colocated_with"] for o in options] == [None, *[built[0]] * (len(models) - 1)]
