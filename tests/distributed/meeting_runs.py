@@ -82,7 +82,7 @@ class NoCluster:
 
 
 class Observer:
-    """Keeps what is logged of each step."""
+    """Keeps what is logged of each step, but for what is the machine's, such as the memory that it uses."""
 
     def __init__(self, *_args: Any, **_options: Any) -> None:
         self.metrics: dict[int, dict[str, float]] = {}
@@ -99,7 +99,8 @@ class Observer:
         return nullcontext({})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.metrics[step] = dict(metrics)
+        kept = {name: value for name, value in metrics.items() if not name.startswith("performance/")}
+        self.metrics[step] = kept
 
     def add_samples(self, _samples: Iterable[Sample]) -> None: ...
 
