@@ -175,7 +175,7 @@ def _compare(found: Outcome, plain: Outcome, config: RunConfig) -> Verdict:
             verdict.failures.append(f"step {step} updates nothing")
         if unequal := metrics.keys() ^ wanted.keys():
             verdict.failures.append(f"step {step}: one of the two has no {sorted(unequal)}")
-        for name in (metrics.keys() & wanted.keys()) - {tolerances.TIES.get((config.algorithm, step))}:
+        for name in (metrics.keys() & wanted.keys()) - tolerances.TIES.get((config.algorithm, step), set()):
             difference = _relative(metrics[name], wanted[name])
             verdict.metric = max(verdict.metric, difference)
             if not difference <= tolerances.METRICS["rel"]:

@@ -18,4 +18,4 @@ SPLIT_STEP = 1e-6
 LEARNING_RATE = 1e-9
 # Metrics that count which of two numbers is the larger, where both are equal but for rounding, by algorithm and step:
 # they are not compared. DPO begins with the weights of its reference.
-TIES = {("dpo", 1): "train/accuracy"}
+TIES = {("dpo", 1): {"train/accuracy", "train/preference_accuracy"}}
