@@ -34,7 +34,11 @@ def full_check(config: RunConfig, plan: Plan) -> Iterator[Row]:
     yield from _left_out(plan, parts.prompts)
     first = (trained or held_out)[0]
     yield "first prompt", shortened(first.text, _SHOWN)
-    yield from _scored(parts, first)
+    # Given answers are imitated, not scored: those held out alone are answered in a validation.
+    if config.row_kind is RowKind.PROMPTS:
+        yield from _scored("its answer", parts, first)
+    elif held_out:
+        yield from _scored("first held out", parts, held_out[0])
     for key, path in config.import_paths.items():
         yield "imported", f"{key}: {path}"
 
@@ -76,11 +80,11 @@ def _left_out(plan: Plan, source: PromptSource) -> Iterator[Row]:
     yield "left out", f"{left_out} rows with too many tokens (data.overlong)"
 
 
-def _scored(parts: Parts, prompt: Prompt) -> Iterator[Row]:
+def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Row]:
     """What the environment gives for the answer that the data has, and for none."""
     given, none = parts.environment.score([prompt, prompt], [prompt.imitated, ""], [True, True])
     yield (
-        "its answer",
+        name,
         f"{shortened(prompt.imitated)} earns {float(given):g}, an empty response {float(none):g}",
     )
     if float(given) <= float(none):

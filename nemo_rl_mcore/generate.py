@@ -25,6 +25,7 @@ from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.parts import stop_ids_of, tokenizer_of
+from nemo_rl_mcore.strict_json import shortened
 from nemo_rl_mcore.workers.cluster import RayCluster
 
 _HELD_OUT_PROMPTS = 8
@@ -113,7 +114,7 @@ def _rows(answered: Rollout) -> Iterator[dict[str, object]]:
 
 def _prompts(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> list[Prompt]:
     """Prompts that the responder will take; one that it would refuse is refused before the ranks start."""
-    given = [Prompt(0, text, "", place=f"--prompt {text!r}") for text in asked.texts]
+    given = [Prompt(0, text, "", place=f"--prompt {shortened(repr(text))}") for text in asked.texts]
     if asked.file is not None:
         try:
             given += read_prompts(Path(asked.file), _input_key(config))

@@ -103,6 +103,6 @@ def known_name(name: str) -> str | None:
 
 def nearest_name(name: str) -> str | None:
     """The known name that an unknown one was most likely meant to be."""
-    by_case = {known.lower(): known for known in (*KNOWN, *OTHER_NAMES, *ROW_FORMATS)}
+    by_case = {known.lower(): known for known in (*ROW_FORMATS, *OTHER_NAMES, *KNOWN)}
     near = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=0.6)
     return by_case[near[0]] if near else None

@@ -148,7 +148,7 @@ def _read(name: str, path: str, source: SourceConfig, kind: RowKind, *, chat: bo
     except SourceError as error:
         found.problems.append(error.problem.below(path))
         return found
-    bad, reader = list[str](), RowReader(source, kind, chat=chat)
+    bad, missing, reader = list[str](), list[ColumnError](), RowReader(source, kind, chat=chat)
     for row in rows:
         try:
             read = reader.read(row)
@@ -156,13 +156,19 @@ def _read(name: str, path: str, source: SourceConfig, kind: RowKind, *, chat: bo
             if not row.of_lines:  # a column is missing in all rows alike
                 found.problems.append(Problem(f"{path}.{error.setting}", str(error), "name one of those"))
                 return found
+            missing.append(error)
             bad.append(f"{row.place}: {error}")
         except RowError as error:
             bad.append(f"{row.place}: {error}")
         else:
             if read is not None:
                 _keep(found, read, row, texts, name, first, chat=chat)
-    found.problems += _first(f"{path}.data_path", bad)
+    if (
+        1 < len(missing) == len(bad) and not found.rows
+    ):  # no line has the column: the key is wrong, not the lines
+        found.problems.append(Problem(f"{path}.{missing[0].setting}", bad[0], "name one of those"))
+    else:
+        found.problems += _first(f"{path}.data_path", bad)
     return found
 
 

@@ -42,12 +42,15 @@ class PromptTexts:
 
 
 def read_texts(source: SourceConfig) -> tuple[PromptTexts, list[Problem]]:
-    """The texts of a source; what is wrong with their files comes as problems, with paths relative to the source."""
+    """The texts of a source; what is wrong with their files comes as problems, with paths relative to the source.
+
+    A text with a problem is left out: rows can be read without it, and nothing in it is evaluated.
+    """
     around, of_prompt = _read("prompt_file", source.prompt_file)
     system, of_system = _read("system_prompt_file", source.system_prompt_file)
     problems = [*of_prompt, *of_system]
-    if around is not None:
-        problems += _place_problems(str(source.prompt_file), around)
+    if around is not None and (wrong := list(_place_problems(str(source.prompt_file), around))):
+        around, problems = None, [*problems, *wrong]
     return PromptTexts(around, system), problems
 
 

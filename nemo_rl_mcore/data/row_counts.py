@@ -51,13 +51,24 @@ def _rows_of_a_step(config: RunConfig) -> tuple[str, int, str]:
 def _held_out_problems(config: RunConfig, examples: Examples) -> Iterator[Problem]:
     if not config.loop.validates:
         return
-    needed = {f"{config.algorithm}.max_val_samples": config.loop.max_val_samples}
-    if config.val_batches:
-        needed[f"{config.algorithm}.val_batches"] = config.val_batches * config.policy.train_global_batch_size
-    for key, rows in needed.items():
-        if rows > len(examples.held_out):
+    batch, batches, held_out = (
+        config.policy.train_global_batch_size,
+        config.val_batches,
+        len(examples.held_out),
+    )
+    needed = (
+        ("max_val_samples", config.loop.max_val_samples, "", "lower it"),
+        (
+            "val_batches",
+            batches * batch,
+            f" ({batches} times policy.train_global_batch_size)",
+            "lower one of the two",
+        ),
+    )
+    for key, rows, product, lower in needed:
+        if rows > held_out:
             yield Problem(
-                key,
-                f"a validation takes {rows} rows, and {len(examples.held_out)} are held out",
-                "lower it, give data.validation or a larger data.train.split_validation_size, or turn validation off",
+                f"{config.algorithm}.{key}",
+                f"a validation takes {rows} rows{product}, and {held_out} are held out",
+                f"{lower}, give data.validation or a larger data.train.split_validation_size, or turn validation off",
             )

@@ -111,7 +111,9 @@ def write_report(
 
 def summary_table(rows: Sequence[Row]) -> Table:
     """One line a metric of every step: its mean over the first and the last steps, and its range, of finite values."""
-    title = f"{len(rows)} steps; means of the first {_FIRST} and the last {_LAST}"
+    # A validation before the first step has a row of its own, step 0.
+    steps = sum(row["step"] > 0 for row in rows)
+    title = f"{steps} steps; means of the first {_FIRST} and the last {_LAST}"
     table = _table(title, "first", "last", "min", "max")
     for name, points in _summarised(rows).items():
         values = [point.value for point in points]

@@ -98,7 +98,10 @@ def gold_answer(answer: str, how: AnswerConfig | None) -> tuple[str, str | None]
 
 _SHOWN_ANSWERS = 5
 """Bad answers of a data set that are told one by one."""
-_REMEDY = 'take it from the answer with env.math.gold ({after: "####"}, {boxed: true} or {regex: ...}), or mend the row'
+_REMEDY = (
+    "take it from the answer with env.math.gold or, for one source, with its key answer "
+    '({after: "####"}, {boxed: true} or {regex: ...}), or mend the row'
+)
 
 
 def gold_problems(wrong: Sequence[str]) -> Iterator[Problem]:

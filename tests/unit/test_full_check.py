@@ -108,3 +108,12 @@ def test_a_task_without_files_tells_of_its_first_step(capsys):
     out = capsys.readouterr().out
     assert "16 rows; prompts of 4 tokens" in out
     assert "127 earns 1, an empty response 0" in out
+
+
+def test_the_conversations_of_the_quick_start_are_not_scored(capsys):
+    """They are imitated as they are; what a validation answers is scored."""
+    pytest.importorskip("math_verify")
+    assert full("examples/configs/quickstart/sft_cpu.yaml") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "first held out 5 - 1 = 4 #### 4 earns 1, an empty response 0" in out
+    assert "no more than none" not in out

@@ -114,7 +114,7 @@ def test_too_few_held_out_rows(plan):
     assert problem.startswith("grpo.max_val_samples: a validation takes 64 rows, and ")
     sft = {"max_num_steps": 5, "val_at_end": True, "max_val_samples": 2, "val_batches": 1}
     (problem,) = problems(plan, rows(400), grpo=None, loss_fn=None, sft=sft)
-    assert problem.startswith("sft.val_batches: a validation takes 256 rows")
+    assert problem.startswith("sft.val_batches: a validation takes 256 rows (")
 
 
 def test_bad_lines_and_missing_files_are_problems_of_the_recipe(plan, tmp_path):

@@ -122,6 +122,14 @@ def test_of_many_bad_lines_the_first_are_told(read):
     assert problems[-1].what == "3 more rows are wrong"
 
 
+def test_a_column_that_no_line_has_is_one_mistake(read, tmp_path):
+    _, (problem,) = read(rows(8), input_key="question")
+    assert problem.path == "train.input_key"
+    assert problem.what == f"{tmp_path / 'train.jsonl'}:1: no key 'question'; it has 'input', 'output'"
+    _, problems = read([{"output": 1}, {"output": 2}, *rows(1)])
+    assert [problem.path for problem in problems] == ["train.data_path"] * 2
+
+
 def test_bytes_that_are_no_text_are_a_bad_line(read, tmp_path):
     (tmp_path / "latin.jsonl").write_bytes(b'{"input": "a", "output": "\xe9"}\n')
     _, problems = read_data({"train": {"data_path": str(tmp_path / "latin.jsonl")}})

@@ -45,7 +45,8 @@ def test_what_is_shown(texts, context, chat, shown):
 def test_a_text_has_one_place_for_the_prompt_and_nothing_that_is_evaluated(tmp_path, text, what):
     path = tmp_path / "prompt.txt"
     path.write_text(text)
-    _, (problem,) = read_texts(SourceConfig(data_path="a", prompt_file=str(path)))
+    texts, (problem,) = read_texts(SourceConfig(data_path="a", prompt_file=str(path)))
+    assert texts.shown("2+2?", chat=False) == "2+2?"
     assert problem.path == "prompt_file"
     assert problem.what.startswith(f"{str(path)!r} {what}")
 

@@ -99,7 +99,8 @@ def test_an_algorithm_has_the_answers_checked_that_it_scores_against(
     path = f"{tmp_path}/recipe.yaml.train.jsonl"
     assert told(silent) == [
         f"env.math.gold: {path}:{line}: the answer '{line - 1}' has no answer behind '####'; take it from the answer "
-        'with env.math.gold ({after: "####"}, {boxed: true} or {regex: ...}), or mend the row'
+        "with env.math.gold or, for one source, with its key answer "
+        '({after: "####"}, {boxed: true} or {regex: ...}), or mend the row'
         for line in (21, 31)
         if trains_on_scores
     ]

@@ -77,6 +77,11 @@ def test_the_summary_has_the_means_of_the_first_and_last_steps_and_the_range() -
     assert "timing/train" in text
 
 
+def test_a_validation_before_the_first_step_is_no_step() -> None:
+    rows = [{"step": 0.0, "validation/reward": 0.5}, *make_rows(3)]
+    assert "3 steps; means of" in printed(summary_table(rows))
+
+
 def test_cpu_times_and_metrics_without_a_finite_value_have_no_line() -> None:
     row = {"step": 1, "train/reward": math.nan, "timing/train": 1.0, "timing/train_cpu": 1.0}
     text = printed(summary_table([row]))
