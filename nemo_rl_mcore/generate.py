@@ -19,6 +19,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.prompt_file import read_prompts
 from nemo_rl_mcore.data.sources import open_prompts
+from nemo_rl_mcore.data.streams import StreamSource
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
@@ -152,7 +153,9 @@ def _held_out(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
         source = open_prompts(config, tokenizer)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error
-    if isinstance(source, EpochSource):
+    if isinstance(source, EpochSource | StreamSource):
+        if not source.held_out:
+            raise RunStoppedError("the recipe holds no prompts out; name some: --prompt or --prompt-file")
         return list(source.held_out[:_HELD_OUT_PROMPTS])
     there = config.data.validation_prompts if config.data.embedded else _HELD_OUT_PROMPTS
     return source.validation(min(_HELD_OUT_PROMPTS, there))

@@ -45,10 +45,9 @@ def read_texts(source: SourceConfig) -> tuple[PromptTexts, list[Problem]]:
     """The texts of a source; what is wrong with their files comes as problems, with paths relative to the source."""
     around, of_prompt = _read("prompt_file", source.prompt_file)
     system, of_system = _read("system_prompt_file", source.system_prompt_file)
-    problems = [*of_prompt, *of_system]
-    if around is not None:
-        problems += _place_problems(str(source.prompt_file), around)
-    return PromptTexts(around, system), problems
+    misplaced = [] if around is None else [*_place_problems(str(source.prompt_file), around)]
+    # A text with other fields is told, and never formatted.
+    return PromptTexts(None if misplaced else around, system), [*of_prompt, *of_system, *misplaced]
 
 
 def _read(key: str, path: str | None) -> tuple[str | None, list[Problem]]:
