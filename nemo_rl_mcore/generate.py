@@ -56,7 +56,7 @@ def _generate(config: RunConfig, asked: Asked) -> None:
     if config.policy.init_checkpoint is not None:
         require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
     tokenizer = tokenizer_of(config.policy)
-    prompts = _prompts(config, asked, tokenizer)
+    prompts = prompts_to_answer(config, asked, tokenizer)
     stop_ids = stop_ids_of(config, tokenizer)
     with (
         _written_to(asked.output) as write,
@@ -112,7 +112,7 @@ def _rows(answered: Rollout) -> Iterator[dict[str, object]]:
         }
 
 
-def _prompts(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> list[Prompt]:
+def prompts_to_answer(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> list[Prompt]:
     """Prompts that the responder will take; one that it would refuse is refused before the ranks start."""
     given = [Prompt(0, text, "", place=f"--prompt {text!r}") for text in asked.texts]
     if asked.file is not None:

@@ -19,6 +19,7 @@ from nemo_rl_mcore.data.library_rows import open_stream
 from nemo_rl_mcore.data.limits import Limits
 from nemo_rl_mcore.data.prompt_texts import read_texts
 from nemo_rl_mcore.data.row import Row, SourceError
+from nemo_rl_mcore.data.row_counts import held_out_problems
 from nemo_rl_mcore.data.row_readers import RowError, RowReader
 
 BUFFER = 10_000
@@ -36,6 +37,8 @@ def open_streamed(limits: Limits) -> StreamSource:
     if problems:
         raise ConfigError(problems)
     held_out = [*limits.fitting(shares, sampled=config.loop.validates)]
+    if problems := [*held_out_problems(config, held_out)]:
+        raise ConfigError(problems)
     ((path, source),) = config.train_sources.items()
     stream = StreamSource(limits, path, source, held_out)
     stream.train_batch(

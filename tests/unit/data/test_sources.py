@@ -117,10 +117,26 @@ def test_rows_that_are_too_long_are_dropped_where_that_is_asked_for(recipe):
 
 
 def test_too_few_rows_that_fit(recipe):
-    with pytest.raises(
-        ValueError, match=r"data\.overlong: drop leaves \d rows to train on, and a step takes 16"
-    ):
+    told = r"grpo\.num_prompts_per_step: data\.overlong: drop leaves too few rows: the 16 rows of a step are more"
+    with pytest.raises(ValueError, match=told):
         open_prompts(recipe(rows(40, "1111{}>") + rows(9), data={"overlong": "drop"}), CHAR)
+
+
+def test_too_few_rows_that_fit_for_what_dynamic_sampling_may_take(recipe):
+    section = {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 3}
+    config = recipe(rows(40, "1111{}>") + rows(40), section=section, data={"overlong": "drop"})
+    with pytest.raises(ValueError, match=r"the 48 rows that dynamic sampling may take in a step are more"):
+        open_prompts(config, CHAR)
+
+
+def test_too_few_held_out_rows_that_fit(recipe, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows(8, "1111{}>") + rows(3))
+    )
+    data = {"overlong": "drop", "validation": {"data_path": str(tmp_path / "held_out.jsonl")}}
+    config = recipe(rows(50), section={"val_at_end": True, "max_val_samples": 8}, data=data)
+    with pytest.raises(ValueError, match=r"grpo\.max_val_samples: .* a validation takes 8 rows, and 3 are held"):
+        open_prompts(config, CHAR)
 
 
 def test_a_row_that_cannot_be_encoded_is_named(recipe):
