@@ -144,4 +144,4 @@ def open_set(config: RunConfig, name: str, tokenizer: Tokenizer) -> list[Prompt]
     examples, problems = read_set(f"eval.sets.{name}", config.eval.sets[name], chat=chat)
     if problems:
         raise ConfigError(problems)
-    return [*Limits(config, tokenizer).fitting(examples, sampled=True)]
+    return [*Limits(config, tokenizer, RowKind.PROMPTS).fitting(examples, sampled=True)]

@@ -6,9 +6,11 @@ import yaml
 from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 
 from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.config.evaluation import EvalConfig
+from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
 from nemo_rl_mcore.data.preference import GivenPairs, WrongAnswerPairs
-from nemo_rl_mcore.data.sources import open_pairs, open_prompts
+from nemo_rl_mcore.data.sources import open_pairs, open_prompts, open_set
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
@@ -114,6 +116,15 @@ def test_rows_that_are_too_long_are_dropped_where_that_is_asked_for(recipe):
     source = open_prompts(config, CHAR)
     assert len(source.train) + len(source.held_out) == 50
     assert 0 not in {prompt.index for prompt in [*source.train, *source.held_out]}
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
+def test_sets_are_prompts_whatever_is_trained_on(recipe, tmp_path, algorithm):
+    path = tmp_path / "set.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in [{"input": "1>", "output": "1" * 40}, *rows(3)]))
+    config = recipe(algorithm=algorithm, data={"overlong": "drop"})
+    config = config.model_copy(update={"eval": EvalConfig(sets={"one": SourceConfig(data_path=str(path))})})
+    assert [len(prompt.answer) for prompt in open_set(config, "one", CHAR)] == [40, 1, 1, 1]
 
 
 def test_too_few_rows_that_fit(recipe):
