@@ -10,6 +10,7 @@ It runs no code of a data set: what releases before 4 did only with trust_remote
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,7 +33,9 @@ def read_library_file(path: str, name: str) -> Iterator[Row]:
         raise SourceError(
             "data_path", f"{path!r} cannot be read from {Path.cwd()}: no such file", "correct the path"
         )
-    found = _loaded(path, lambda: datasets.load_dataset(name, data_files=path, split="train"))
+    found = _loaded(
+        path, lambda: datasets.load_dataset(name, data_files=path, split="train", **_as_written(name, path))
+    )
     yield from _rows(found, f"{path}, row")
 
 
@@ -63,9 +66,12 @@ def open_stream(source: SourceConfig) -> IterableDataset:
     path, split = source.paths[0], source.split or "train"
     name = LIBRARY_FORMATS.get(Path(path).suffix, "json")
     if Path(path).is_file() or "*" in path or len(source.paths) > 1:
-        files = list(source.paths)
+        files, first = list(source.paths), next(iter(sorted(glob(path))), path)
         opened = _loaded(
-            path, lambda: datasets.load_dataset(name, data_files=files, split=split, streaming=True)
+            path,
+            lambda: datasets.load_dataset(
+                name, data_files=files, split=split, streaming=True, **_as_written(name, first)
+            ),
         )
     elif _is_saved(Path(path)):
         raise SourceError("streaming", f"{path!r} was saved by save_to_disk", "set it to false")
@@ -74,6 +80,19 @@ def open_stream(source: SourceConfig) -> IterableDataset:
             path, lambda: datasets.load_dataset(path, source.subset, split=split, streaming=True)
         )
     return cast("IterableDataset", opened)
+
+
+def _as_written(name: str, path: str) -> dict[str, Any]:
+    """What has cells of CSV be text: else 007 is 7, a 72 beside a 1.5 is 72.0, and the word None is no text."""
+    import datasets
+
+    if name != "csv":
+        return {}
+    import pandas
+
+    columns = pandas.read_csv(path, nrows=0).columns
+    features = datasets.Features({str(column): datasets.Value("string") for column in columns})
+    return {"features": features, "keep_default_na": False}
 
 
 def _is_saved(folder: Path) -> bool:

@@ -69,9 +69,7 @@ def _enter(folder: Path, current: Tree, notify: Callable[[str], None]) -> None:
         # The identity goes last: until then a command that is killed here begins again.
         for file in theirs:
             file.rename(aside / file.name)
-        changes = (
-            list(_changes(cast("Tree", saved), current)) if isinstance(saved, dict) else []
-        )
+        changes = list(_changes(cast("Tree", saved), current)) if isinstance(saved, dict) else []
         more = f", and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
         notify(f"set aside: {aside}" + (f", of {', '.join(changes[:_SHOWN])}{more}" if changes else ""))
     write_json(path, current)

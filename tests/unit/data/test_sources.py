@@ -121,7 +121,9 @@ def test_rows_that_are_too_long_are_dropped_where_that_is_asked_for(recipe):
 @pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
 def test_sets_are_prompts_whatever_is_trained_on(recipe, tmp_path, algorithm):
     path = tmp_path / "set.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in [{"input": "1>", "output": "1" * 40}, *rows(3)]))
+    path.write_text(
+        "".join(f"{json.dumps(row)}\n" for row in [{"input": "1>", "output": "1" * 40}, *rows(3)])
+    )
     config = recipe(algorithm=algorithm, data={"overlong": "drop"})
     config = config.model_copy(update={"eval": EvalConfig(sets={"one": SourceConfig(data_path=str(path))})})
     assert [len(prompt.answer) for prompt in open_set(config, "one", CHAR)] == [40, 1, 1, 1]
@@ -146,7 +148,9 @@ def test_too_few_held_out_rows_that_fit(recipe, tmp_path):
     )
     data = {"overlong": "drop", "validation": {"data_path": str(tmp_path / "held_out.jsonl")}}
     config = recipe(rows(50), section={"val_at_end": True, "max_val_samples": 8}, data=data)
-    with pytest.raises(ValueError, match=r"grpo\.max_val_samples: .* a validation takes 8 rows, and 3 are held"):
+    with pytest.raises(
+        ValueError, match=r"grpo\.max_val_samples: .* a validation takes 8 rows, and 3 are held"
+    ):
         open_prompts(config, CHAR)
 
 

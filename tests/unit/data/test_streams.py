@@ -90,7 +90,9 @@ def test_a_validation_that_takes_more_rows_than_there_are_is_told_before_the_run
     (tmp_path / "held_out.jsonl").write_text('{"input": "7>", "output": 7}\n' * 3)
     validation = {"data_path": str(tmp_path / "held_out.jsonl")}
     config = recipe(grpo={"val_at_end": True, "max_val_samples": 8}, validation=validation)
-    with pytest.raises(ConfigError, match=r"grpo.max_val_samples: a validation takes 8 rows, and 3 are held out"):
+    with pytest.raises(
+        ConfigError, match=r"grpo.max_val_samples: a validation takes 8 rows, and 3 are held out"
+    ):
         open_prompts(config, CHAR)
 
 

@@ -165,7 +165,12 @@ def test_files_that_are_of_no_set_stay_where_they_are(tmp_path):
     evaluate(tmp_path, Engine())
     enter(tmp_path, {"weights": "b", "sets": {"one": "b"}}, lambda _line: None)
     assert files(tmp_path).keys() == {"evaluation.json", "metrics.jsonl", "train.jsonl"}
-    assert files(tmp_path / "aside.1").keys() == {"evaluation.json", "one.jsonl", "other.jsonl", "results.json"}
+    assert files(tmp_path / "aside.1").keys() == {
+        "evaluation.json",
+        "one.jsonl",
+        "other.jsonl",
+        "results.json",
+    }
 
 
 def test_the_digest_is_of_what_is_asked_and_scored():
