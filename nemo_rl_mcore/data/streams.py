@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched, count, islice
 from typing import cast
@@ -132,10 +132,24 @@ class StreamSource:
             raise ConfigError([error.problem.below(self.path)]) from error
         seed = self.limits.config.seed + (epoch << 31)
         placed = stream.map(_with_place, with_indices=True).shuffle(seed=seed, buffer_size=BUFFER)
-        for values in cast("Iterator[dict[str, object]]", placed):
+        for values in _read(cast("Iterable[dict[str, object]]", placed), f"{self.path}.data_path"):
             place = cast("int", values.pop(_PLACE))
             yield Row(f"{self.source.paths[0]}, row {place + 1}", values), place
 
 
 def _with_place(row: dict[str, object], place: int) -> dict[str, object]:
     return {**row, _PLACE: place}
+
+
+def _read(rows: Iterable[dict[str, object]], key: str) -> Iterator[dict[str, object]]:
+    """The rows; ConfigError for what cannot be read any more, of which libraries of several formats have classes."""
+    rest = iter(rows)
+    while True:
+        try:
+            row = next(rest)
+        except StopIteration:
+            return
+        except Exception as error:
+            what = f"a row cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
+            raise ConfigError([Problem(key, what, "mend it")]) from error
+        yield row

@@ -144,6 +144,19 @@ def test_cells_of_csv_are_text_as_it_is_written(folder, streaming):
     ]
 
 
+def test_a_null_is_no_conversation(folder):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [
+        {"input": None, "output": None, "messages": turns},
+        {"input": "c", "output": "d", "messages": None},
+    ]
+    write_parquet(folder / "mixed.parquet", rows)
+    source = SourceConfig(data_path="mixed.parquet", split_validation_size=0)
+    found, problems = read_examples({"data.train": source}, {}, RowKind.ANSWERS, chat=True)
+    assert problems == []
+    assert [example.answer for example in found.train] == ["b", "d"]
+
+
 def test_an_answer_that_a_scored_row_does_not_state(folder):
     source = SourceConfig.model_validate(
         {"data_path": "rows.jsonl", "answer": {"after": "####"}, "split_validation_size": 0}

@@ -108,6 +108,10 @@ def test_generate_takes_the_held_out_prompts_that_there_are(recipe, tmp_path):
     ("rows", "message"),
     [
         ([{"input": "1>"}] * 20, r"data.train.data_path: .*row \d+: no key 'output'; it has 'input'"),
+        (
+            [{"input": "1>", "output": 1}] * 20 + [3],
+            r"data.train.data_path: .*rows.jsonl:21: not an object but int",
+        ),
         (ROWS[:10], "data.train: a pass over the stream has fewer rows than the 16 of a step"),
     ],
 )
@@ -134,3 +138,10 @@ def test_what_a_stream_does_not_serve(recipe, grpo, data, path):
     with pytest.raises(ConfigError) as caught:
         recipe(grpo=grpo, **data)
     assert path in [problem.path for problem in caught.value.problems]
+
+
+def test_values_are_those_of_the_lines(recipe):
+    answers = [1, 1.5, "007", "2020-01-02", "x"] * 4
+    rows = [{"input": f"{number}>", "output": answer} for number, answer in enumerate(answers)]
+    source = open_prompts(recipe(rows), CHAR)
+    assert {prompt.answer for prompt in source.train_batch(1, 16)} == {*map(str, answers)}
