@@ -33,9 +33,11 @@ def read_library_file(path: str, name: str) -> Iterator[Row]:
         raise SourceError(
             "data_path", f"{path!r} cannot be read from {Path.cwd()}: no such file", "correct the path"
         )
-    found = _loaded(
-        path, lambda: datasets.load_dataset(name, data_files=path, split="train", **_as_written(name, path))
-    )
+
+    def load() -> Any:
+        return datasets.load_dataset(name, data_files=path, split="train", **_as_written(name, path))
+
+    found = _loaded(path, load)
     yield from _rows(found, f"{path}, row")
 
 

@@ -42,5 +42,5 @@ def _by_rank(row: Mapping[str, object]) -> RankedAnswers:
 
 def _as_answer(given: object) -> Mapping[str, object] | None:
     """A completion with its rank; None for anything else."""
-    one = cast("Mapping[str, object]", given) if isinstance(given, Mapping) else {}
+    one = cast("Mapping[str, object]", given if isinstance(given, Mapping) else {})
     return one if "completion" in one and isinstance(one.get("rank"), int | float) else None
