@@ -19,6 +19,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.prompt_file import read_prompts
 from nemo_rl_mcore.data.sources import open_prompts
+from nemo_rl_mcore.data.streams import StreamSource
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
@@ -56,7 +57,7 @@ def _generate(config: RunConfig, asked: Asked) -> None:
     if config.policy.init_checkpoint is not None:
         require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
     tokenizer = tokenizer_of(config.policy)
-    prompts = _prompts(config, asked, tokenizer)
+    prompts = prompts_to_answer(config, asked, tokenizer)
     stop_ids = stop_ids_of(config, tokenizer)
     with (
         _written_to(asked.output) as write,
@@ -112,7 +113,7 @@ def _rows(answered: Rollout) -> Iterator[dict[str, object]]:
         }
 
 
-def _prompts(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> list[Prompt]:
+def prompts_to_answer(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> list[Prompt]:
     """Prompts that the responder will take; one that it would refuse is refused before the ranks start."""
     given = [Prompt(0, text, "", place=f"--prompt {shortened(repr(text))}") for text in asked.texts]
     if asked.file is not None:
@@ -153,7 +154,9 @@ def _held_out(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
         source = open_prompts(config, tokenizer)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error
-    if isinstance(source, EpochSource):
+    if isinstance(source, EpochSource | StreamSource):
+        if not source.held_out:
+            raise RunStoppedError("the recipe holds no prompts out; name some: --prompt or --prompt-file")
         return list(source.held_out[:_HELD_OUT_PROMPTS])
     there = config.data.validation_prompts if config.data.embedded else _HELD_OUT_PROMPTS
     return source.validation(min(_HELD_OUT_PROMPTS, there))

@@ -208,6 +208,6 @@ def names_of(sources: Mapping[str, SourceConfig]) -> dict[str, str]:
     names = dict[str, str]()
     for path, source in sources.items():
         own = path.removeprefix("eval.sets.") if path.startswith("eval.sets.") else source.name
-        taken = sum(name == own or name.startswith(f"{own}_") for name in names.values())
-        names[path] = f"{own}_{taken + 1}" if own in names.values() else own
+        numbered = (own, *(f"{own}_{number}" for number in range(2, len(sources) + 2)))
+        names[path] = next(name for name in numbered if name not in names.values())
     return names

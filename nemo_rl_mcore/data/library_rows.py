@@ -10,12 +10,13 @@ It runs no code of a data set: what releases before 4 did only with trust_remote
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.row import Row, SourceError
-from nemo_rl_mcore.strict_json import shortened
+from nemo_rl_mcore.strict_json import parse_json, shortened
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -32,7 +33,11 @@ def read_library_file(path: str, name: str) -> Iterator[Row]:
         raise SourceError(
             "data_path", f"{path!r} cannot be read from {Path.cwd()}: no such file", "correct the path"
         )
-    found = _loaded(path, lambda: datasets.load_dataset(name, data_files=path, split="train"))
+
+    def load() -> Any:
+        return datasets.load_dataset(name, data_files=path, split="train", **_as_written(name, path))
+
+    found = _loaded(path, load)
     yield from _rows(found, f"{path}, row")
 
 
@@ -61,12 +66,9 @@ def open_stream(source: SourceConfig) -> IterableDataset:
     import datasets
 
     path, split = source.paths[0], source.split or "train"
-    name = LIBRARY_FORMATS.get(Path(path).suffix, "json")
     if Path(path).is_file() or "*" in path or len(source.paths) > 1:
-        files = list(source.paths)
-        opened = _loaded(
-            path, lambda: datasets.load_dataset(name, data_files=files, split=split, streaming=True)
-        )
+        files = [file for one in source.paths for file in sorted(glob(one)) or [one]]
+        opened = _loaded(path, lambda: _stream_of_files(files, split))
     elif _is_saved(Path(path)):
         raise SourceError("streaming", f"{path!r} was saved by save_to_disk", "set it to false")
     else:
@@ -74,6 +76,46 @@ def open_stream(source: SourceConfig) -> IterableDataset:
             path, lambda: datasets.load_dataset(path, source.subset, split=split, streaming=True)
         )
     return cast("IterableDataset", opened)
+
+
+def _stream_of_files(files: list[str], split: str) -> Any:
+    import datasets
+
+    suffix = Path(files[0]).suffix
+    name = LIBRARY_FORMATS.get(suffix)
+    if suffix == ".jsonl" and split == "train":
+        return datasets.IterableDataset.from_generator(_objects, gen_kwargs={"files": files})
+    options = _as_written(name, files[0]) if name else {}
+    return datasets.load_dataset(name or "json", data_files=files, split=split, streaming=True, **options)
+
+
+def _objects(files: list[str]) -> Iterator[object]:
+    """The objects of files of JSONL, one after the other; the library would guess a type for each column."""
+    for path in files:
+        with Path(path).open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    value = parse_json(line)
+                except ValueError as error:
+                    raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+                if not isinstance(value, dict):
+                    raise ValueError(f"{path}:{number}: not an object but {type(value).__name__}")
+                yield value
+
+
+def _as_written(name: str, path: str) -> dict[str, Any]:
+    """What has cells of CSV be text: else 007 is 7, a 72 beside a 1.5 is 72.0, and the word None is no text."""
+    import datasets
+
+    if name != "csv":
+        return {}
+    import pandas
+
+    columns = pandas.read_csv(path, nrows=0).columns
+    features = datasets.Features({str(column): datasets.Value("string") for column in columns})
+    return {"features": features, "keep_default_na": False}
 
 
 def _is_saved(folder: Path) -> bool:

@@ -17,10 +17,11 @@ from nemo_rl_mcore.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a run's rows."""
+    """The limits of a run's rows; `kind` is that of other rows than those that are trained on."""
 
     config: RunConfig
     tokenizer: Tokenizer
+    kind: RowKind | None = None
 
     def fitting(self, examples: Iterable[Example], *, sampled: bool) -> Iterator[Prompt]:
         """Yield the rows that fit; `sampled` says that the policy answers their prompts.
@@ -65,9 +66,10 @@ class Limits:
                 f"the prompt has {length} tokens, and {longest_prompt} are allowed: raise data.max_input_seq_length, "
                 "or policy.max_total_sequence_length where it is null"
             )
-        if self.config.row_kind is RowKind.PROMPTS:
+        kind = self.kind or self.config.row_kind
+        if kind is RowKind.PROMPTS:
             return None
-        if self.config.row_kind is RowKind.PAIRS:
+        if kind is RowKind.PAIRS:
             rows = pair_rows(given_pair(prompt), self.tokenizer)
         else:
             rows = (answer_row(prompt, self.tokenizer),)

@@ -48,10 +48,8 @@ def read_texts(source: SourceConfig) -> tuple[PromptTexts, list[Problem]]:
     """
     around, of_prompt = _read("prompt_file", source.prompt_file)
     system, of_system = _read("system_prompt_file", source.system_prompt_file)
-    problems = [*of_prompt, *of_system]
-    if around is not None and (wrong := list(_place_problems(str(source.prompt_file), around))):
-        around, problems = None, [*problems, *wrong]
-    return PromptTexts(around, system), problems
+    misplaced = [] if around is None else [*_place_problems(str(source.prompt_file), around)]
+    return PromptTexts(None if misplaced else around, system), [*of_prompt, *of_system, *misplaced]
 
 
 def _read(key: str, path: str | None) -> tuple[str | None, list[Problem]]:

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.shares import Shares
 from nemo_rl_mcore.config.source import names_of
-from nemo_rl_mcore.data.examples import Examples
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.examples import Example
+
+Rows = Sequence[Example] | Sequence[Prompt]
 
 
-def count_problems(config: RunConfig, examples: Examples) -> Iterator[Problem]:
+def require_enough_left(config: RunConfig, train: Rows, held_out: Rows) -> None:
+    """Raise ConfigError where rows that are dropped for their length leave fewer than a run takes."""
+    if problems := [*count_problems(config, train, held_out)]:
+        raise ConfigError(
+            Problem(problem.path, f"data.overlong: drop leaves too few rows: {problem.what}", problem.remedy)
+            for problem in problems
+        )
+
+
+def count_problems(config: RunConfig, train: Rows, held_out: Rows) -> Iterator[Problem]:
     """Yield steps and validations that take more rows than there are, of all sources or of one with its weight."""
     key, needed, how = _rows_of_a_step(config)
-    if needed > len(examples.train):
+    if needed > len(train):
         yield Problem(
             key,
-            f"the {needed} {how} are more than the {len(examples.train)} of data.train "
-            f"({len(examples.held_out)} are for validation)",
+            f"the {needed} {how} are more than the {len(train)} of data.train "
+            f"({len(held_out)} are for validation)",
             "lower it, or add rows",
         )
     elif (weights := config.source_weights) is not None:
-        shares, rows = Shares(weights), Counter(example.source for example in examples.train)
+        shares, rows = Shares(weights), Counter(row.source for row in train)
         for source, path in enumerate(names_of(config.train_sources)):
             name = shares.names[source]
             share = shares.most(source, needed, config.prompts_per_step)
@@ -34,7 +46,7 @@ def count_problems(config: RunConfig, examples: Examples) -> Iterator[Problem]:
                     f"its share of the {needed} {how} is {share}, more than the {rows[name]} rows of {name!r}",
                     f"lower it, lower {key}, or add rows",
                 )
-    yield from _held_out_problems(config, examples)
+    yield from held_out_problems(config, held_out)
 
 
 def _rows_of_a_step(config: RunConfig) -> tuple[str, int, str]:
@@ -48,27 +60,20 @@ def _rows_of_a_step(config: RunConfig) -> tuple[str, int, str]:
     return key, config.prompts_per_step * rounds, "rows that dynamic sampling may take in a step"
 
 
-def _held_out_problems(config: RunConfig, examples: Examples) -> Iterator[Problem]:
+def held_out_problems(config: RunConfig, held_out: Rows) -> Iterator[Problem]:
+    """Yield validations that take more rows than there are."""
     if not config.loop.validates:
         return
-    batch, batches, held_out = (
-        config.policy.train_global_batch_size,
-        config.val_batches,
-        len(examples.held_out),
-    )
+    batch, batches = config.policy.train_global_batch_size, config.val_batches
+    product = f" ({batches} times policy.train_global_batch_size)"
     needed = (
         ("max_val_samples", config.loop.max_val_samples, "", "lower it"),
-        (
-            "val_batches",
-            batches * batch,
-            f" ({batches} times policy.train_global_batch_size)",
-            "lower one of the two",
-        ),
+        ("val_batches", batches * batch, product, "lower one of the two"),
     )
-    for key, rows, product, lower in needed:
-        if rows > held_out:
+    for key, rows, of, lower in needed:
+        if rows > len(held_out):
             yield Problem(
                 f"{config.algorithm}.{key}",
-                f"a validation takes {rows} rows{product}, and {held_out} are held out",
+                f"a validation takes {rows} rows{of}, and {len(held_out)} are held out",
                 f"{lower}, give data.validation or a larger data.train.split_validation_size, or turn validation off",
             )

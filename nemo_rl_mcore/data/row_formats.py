@@ -32,9 +32,15 @@ def ranked_answers(row: Mapping[str, object]) -> RankedAnswers | None:
 
 def _by_rank(row: Mapping[str, object]) -> RankedAnswers:
     given = row["completions"]
-    answers = cast("list[Mapping[str, object]]", given) if isinstance(given, list) else []
-    if len(answers) != 2 or any({"rank", "completion"} - set(one) for one in answers):
-        raise ValueError("completions are not two of a rank and a completion")
-    first, second = sorted(answers, key=lambda one: cast("int", one["rank"]))
+    answers = [_as_answer(one) for one in cast("list[object]", given)] if isinstance(given, list) else []
+    if len(answers) != 2 or None in answers:
+        raise ValueError("completions are not two of a rank, which is a number, and a completion")
+    first, second = sorted(filter(None, answers), key=lambda one: cast("int", one["rank"]))
     tied = first["rank"] == second["rank"]
     return RankedAnswers(row["context"], first["completion"], second["completion"], tied)
+
+
+def _as_answer(given: object) -> Mapping[str, object] | None:
+    """A completion with its rank; None for anything else."""
+    one = cast("Mapping[str, object]", given if isinstance(given, Mapping) else {})
+    return one if "completion" in one and isinstance(one.get("rank"), int | float) else None

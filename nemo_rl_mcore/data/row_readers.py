@@ -66,7 +66,11 @@ class RowReader:
 
     def _answered(self, values: Mapping[str, object]) -> Read:
         source = self._source
-        if self._kind is RowKind.ANSWERS and source.chat_key in values:
+        # A library that knows columns has a null where a row of this one has none.
+        if self._kind is RowKind.ANSWERS and (
+            values.get(source.chat_key) is not None
+            or (source.chat_key in values and values.get(source.input_key) is None)
+        ):
             turns = self._messages(values[source.chat_key], source.chat_key)
             if len(turns) < 2 or turns[-1].role != _ASSISTANT:
                 raise RowError(f"{source.chat_key} does not end with an assistant's answer to a message")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -12,14 +11,13 @@ from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.config.shares import Shares
 from nemo_rl_mcore.custom_code import build, custom_code
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt, PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.examples import read_run_examples, read_set
 from nemo_rl_mcore.data.limits import Limits
 from nemo_rl_mcore.data.preference import GivenPairs, PreferenceSource, WrongAnswerPairs
-from nemo_rl_mcore.data.row_counts import count_problems
+from nemo_rl_mcore.data.row_counts import count_problems, require_enough_left
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import CustomCodeError
 
@@ -120,29 +118,13 @@ def _open_files(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
         return open_streamed(limits)
     examples, problems = read_run_examples(config)
     if not problems:
-        problems = [*count_problems(config, examples)]
+        problems = [*count_problems(config, examples.train, examples.held_out)]
     if problems:
         raise ConfigError(problems)
     train = [*limits.fitting(examples.train, sampled=config.row_kind is RowKind.PROMPTS)]
     held_out = [*limits.fitting(examples.held_out, sampled=config.loop.validates)]
-    _require_rows(config, train)
+    require_enough_left(config, train, held_out)
     return EpochSource(train, held_out, config.seed, config.prompts_per_step, config.source_weights)
-
-
-def _require_rows(config: RunConfig, train: Sequence[Prompt]) -> None:
-    """Raise ValueError where dropped rows leave too few for a step."""
-    needed = dict.fromkeys([""], config.prompts_per_step)
-    left = Counter("" for _ in train)
-    if (weights := config.source_weights) is not None:
-        shares, per_step = Shares(weights), config.prompts_per_step
-        needed = {name: shares.most(source, per_step, per_step) for source, name in enumerate(weights)}
-        left = Counter(prompt.source for prompt in train)
-    for name, rows in needed.items():
-        if left[name] < rows:
-            of = f" of {name!r}" if name else ""
-            raise ValueError(
-                f"data.overlong: drop leaves {left[name]} rows{of} to train on, and a step takes {rows}"
-            )
 
 
 def open_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]]:
@@ -162,4 +144,4 @@ def open_set(config: RunConfig, name: str, tokenizer: Tokenizer) -> list[Prompt]
     examples, problems = read_set(f"eval.sets.{name}", config.eval.sets[name], chat=chat)
     if problems:
         raise ConfigError(problems)
-    return [*Limits(config, tokenizer).fitting(examples, sampled=True)]
+    return [*Limits(config, tokenizer, RowKind.PROMPTS).fitting(examples, sampled=True)]

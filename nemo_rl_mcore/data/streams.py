@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched, count, islice
 from typing import cast
@@ -19,6 +19,7 @@ from nemo_rl_mcore.data.library_rows import open_stream
 from nemo_rl_mcore.data.limits import Limits
 from nemo_rl_mcore.data.prompt_texts import read_texts
 from nemo_rl_mcore.data.row import Row, SourceError
+from nemo_rl_mcore.data.row_counts import held_out_problems
 from nemo_rl_mcore.data.row_readers import RowError, RowReader
 
 BUFFER = 10_000
@@ -36,6 +37,8 @@ def open_streamed(limits: Limits) -> StreamSource:
     if problems:
         raise ConfigError(problems)
     held_out = [*limits.fitting(shares, sampled=config.loop.validates)]
+    if problems := [*held_out_problems(config, held_out)]:
+        raise ConfigError(problems)
     ((path, source),) = config.train_sources.items()
     stream = StreamSource(limits, path, source, held_out)
     stream.train_batch(
@@ -129,10 +132,24 @@ class StreamSource:
             raise ConfigError([error.problem.below(self.path)]) from error
         seed = self.limits.config.seed + (epoch << 31)
         placed = stream.map(_with_place, with_indices=True).shuffle(seed=seed, buffer_size=BUFFER)
-        for values in cast("Iterator[dict[str, object]]", placed):
+        for values in _read(cast("Iterable[dict[str, object]]", placed), f"{self.path}.data_path"):
             place = cast("int", values.pop(_PLACE))
             yield Row(f"{self.source.paths[0]}, row {place + 1}", values), place
 
 
 def _with_place(row: dict[str, object], place: int) -> dict[str, object]:
     return {**row, _PLACE: place}
+
+
+def _read(rows: Iterable[dict[str, object]], key: str) -> Iterator[dict[str, object]]:
+    """The rows; ConfigError for what cannot be read any more, of which libraries of several formats have classes."""
+    rest = iter(rows)
+    while True:
+        try:
+            row = next(rest)
+        except StopIteration:
+            return
+        except Exception as error:
+            what = f"a row cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
+            raise ConfigError([Problem(key, what, "mend it")]) from error
+        yield row

@@ -53,7 +53,7 @@ def enter(folder: Path, identity: Tree, notify: Callable[[str], None]) -> None:
         _enter(folder, json.loads(json.dumps(identity)), notify)
 
 
-def _enter(folder: Path, current: object, notify: Callable[[str], None]) -> None:
+def _enter(folder: Path, current: Tree, notify: Callable[[str], None]) -> None:
     path = folder / IDENTITY_FILE
     try:
         saved = read_json(path)
@@ -63,15 +63,13 @@ def _enter(folder: Path, current: object, notify: Callable[[str], None]) -> None
         saved = "broken"
     if saved == current:
         return
-    if theirs := _files(folder):
+    if theirs := _files(folder, saved, current):
         aside = _next_free(folder)
         aside.mkdir()
         # The identity goes last: until then a command that is killed here begins again.
         for file in theirs:
             file.rename(aside / file.name)
-        changes = (
-            list(_changes(cast("Tree", saved), cast("Tree", current))) if isinstance(saved, dict) else []
-        )
+        changes = list(_changes(cast("Tree", saved), current)) if isinstance(saved, dict) else []
         more = f", and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
         notify(f"set aside: {aside}" + (f", of {', '.join(changes[:_SHOWN])}{more}" if changes else ""))
     write_json(path, current)
@@ -87,10 +85,12 @@ def write_json(path: Path, value: object) -> None:
     beside.rename(path)
 
 
-def _files(folder: Path) -> list[Path]:
-    """The files of an evaluation, the identity last."""
-    found = [*folder.glob("*.jsonl"), folder / RESULTS_FILE, folder / IDENTITY_FILE]
-    return [path for path in found if path.is_file()]
+def _files(folder: Path, *identities: object) -> list[Path]:
+    """The files of evaluations, the identity last; others, such as data or metrics, are no concern of theirs."""
+    sets = [cast("Tree", one).get("sets") for one in identities if isinstance(one, dict)]
+    names = dict.fromkeys(name for one in sets if isinstance(one, dict) for name in cast("Tree", one))
+    found = [*(f"{name}.jsonl" for name in names), RESULTS_FILE, IDENTITY_FILE]
+    return [folder / name for name in found if (folder / name).is_file()]
 
 
 def _next_free(folder: Path) -> Path:

@@ -44,7 +44,7 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
     examples, wrong = read_run_examples(config)
     problems += wrong
     if not wrong:
-        problems += count_problems(config, examples)
+        problems += count_problems(config, examples.train, examples.held_out)
         problems += answer_problems(config, _scored(config, examples))
     per_step, rows = config.prompts_per_step, len(examples.train)
     steps = steps_of_epochs(config, rows)

@@ -57,6 +57,7 @@ def _use_schedule(draft: Draft, lr: float) -> None:
     given = draft.get("policy.scheduler")
     single = draft.section("policy.scheduler")
     steps = cast("list[Tree]", [single] if single else given or [])
+    # What is left out has torch's defaults.
     for step in steps:
         name = str(step.get("name", "")).rpartition(".")[2]
         kwargs = cast("Tree", step.get("kwargs") or {})
@@ -64,9 +65,9 @@ def _use_schedule(draft: Draft, lr: float) -> None:
             case "LinearLR" if kwargs.get("end_factor", 1.0) == 1.0:
                 start = cast("float", kwargs.get("start_factor", 1 / 3))
                 place = f"{_MEGATRON}.scheduler"
-                _take(draft, f"{place}.lr_warmup_iters", kwargs.get("total_iters"), "policy.scheduler")
+                _take(draft, f"{place}.lr_warmup_iters", kwargs.get("total_iters", 5), "policy.scheduler")
                 _take(draft, f"{place}.lr_warmup_init", float(f"{start * lr:.6g}"), "policy.scheduler")
-            case "ConstantLR" if kwargs.get("factor", 1.0) == 1.0:
+            case "ConstantLR" if kwargs.get("factor", 1 / 3) == 1.0:
                 continue
             case "" if "milestones" in step:
                 continue

@@ -40,6 +40,15 @@ def use_engine(draft: Draft) -> None:
         draft.change(backend, "vllm", f"the engine {given} is none of this package")
 
 
+def validate_greedily(draft: Draft) -> None:
+    """Say that a validation samples nothing, where it samples in NeMo RL."""
+    path = f"{draft.algorithm}.val_period"
+    if draft.algorithm in _SAMPLING and draft.number(path):
+        why = "a validation takes the likeliest tokens; NeMo RL's samples as training does"
+        draft.notes.append(Note(Kind.CHANGED, path, why))
+        draft.comments[path] = why[:1].upper() + why[1:] + "."
+
+
 def fit_lengths(draft: Draft) -> None:
     """Give prompt and response a bound each: together they fill a sequence, and neither is cut to fit.
 
@@ -157,6 +166,7 @@ def distill(draft: Draft) -> None:
 STEPS = (
     use_chat_template,
     use_engine,
+    validate_greedily,
     fit_lengths,
     name_sources,
     use_environment,

@@ -110,7 +110,8 @@ def test_the_report_has_a_group_for_each_fate(tmp_path, capsys):
         f"{Kind.RENAMED.value}: 4",
         "  ppo.policy_training_start_step: ppo.critic_warmup_steps",
         "  value.megatron_cfg.optimizer: value.optimizer",
-        f"{Kind.CHANGED.value}: 5",
+        f"{Kind.CHANGED.value}: 6",
+        "  ppo.val_period: a validation takes the likeliest tokens; NeMo RL's samples as training does",
         "  data.apply_chat_template: true; NeMo RL applies the chat template",
         "  policy.generation.max_new_tokens: 16384 -> 14336; what a prompt of 2048 tokens leaves of 16384",
         f"{Kind.WARNED.value}: 5",
@@ -174,6 +175,12 @@ def theirs(tmp_path: Path, changes: str, base: str = "grpo_math_1B_megatron") ->
             "policy.megatron_cfg.tensor_model_parallel_size",
             2,
         ),
+        (  # total_iters is 5 in torch
+            "policy: {dtensor_cfg: {enabled: true}, scheduler: [{name: LinearLR, kwargs: {start_factor: 0.1}}], "
+            "optimizer: {name: torch.optim.AdamW, kwargs: {lr: 1.0e-6}}}",
+            "policy.megatron_cfg.scheduler",
+            {"lr_decay_style": "constant", "lr_warmup_iters": 5, "lr_warmup_init": 1e-7},
+        ),
     ],
 )
 def test_what_a_key_becomes(changes, path, value, tmp_path):
@@ -225,6 +232,12 @@ def test_the_optimizer_of_dtensor_becomes_that_of_megatron():
         ),
         (
             "policy: {dtensor_cfg: {enabled: true}, scheduler: {name: StepLR}, optimizer: {name: torch.optim.AdamW}}",
+            "policy.scheduler",
+            "its warm-up is linear",
+        ),
+        (  # factor is 1/3 in torch
+            "policy: {dtensor_cfg: {enabled: true}, scheduler: [{name: ConstantLR, kwargs: {}}], "
+            "optimizer: {name: torch.optim.AdamW}}",
             "policy.scheduler",
             "its warm-up is linear",
         ),

@@ -3,6 +3,7 @@ import yaml
 
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.schema import is_known
+from nemo_rl_mcore.config.source import SourceConfig, names_of
 
 SETS = {"gsm8k": {"dataset_name": "gsm8k", "split": "test"}}
 
@@ -127,3 +128,16 @@ def test_a_recipe_written_out_reads_back_alike(recipe, tmp_path):
     config = load_config(recipe(data=data, eval={"sets": {"math500": {"dataset_name": "MATH-500"}}}))
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a.jsonl", "b/a.jsonl", "c/a.jsonl"], ["a", "a_2", "a_3"]),
+        (["a_3.jsonl", "a.jsonl", "b/a.jsonl"], ["a_3", "a", "a_2"]),
+        (["a.jsonl", "b/a.jsonl", "a_2.jsonl"], ["a", "a_2", "a_2_2"]),
+    ],
+)
+def test_each_source_has_a_name_of_its_own(paths, names):
+    sources = {path: SourceConfig(data_path=path) for path in paths}
+    assert [*names_of(sources).values()] == names

@@ -1,6 +1,7 @@
 import pytest
 
 from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.data.examples import read_set
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.prompt_texts import PromptTexts, read_texts
 
@@ -45,9 +46,11 @@ def test_what_is_shown(texts, context, chat, shown):
 def test_a_text_has_one_place_for_the_prompt_and_nothing_that_is_evaluated(tmp_path, text, what):
     path = tmp_path / "prompt.txt"
     path.write_text(text)
-    texts, (problem,) = read_texts(SourceConfig(data_path="a", prompt_file=str(path)))
-    assert texts.shown("2+2?", chat=False) == "2+2?"
-    assert problem.path == "prompt_file"
+    source = SourceConfig(data_path=str(tmp_path / "rows.jsonl"), prompt_file=str(path))
+    (tmp_path / "rows.jsonl").write_text('{"input": "2+2?", "output": "4"}\n')
+    (example,), (problem,) = read_set("train", source, chat=False)
+    assert example.context == "2+2?"
+    assert problem.path == "train.prompt_file"
     assert problem.what.startswith(f"{str(path)!r} {what}")
 
 

@@ -8,6 +8,7 @@ from library_files import write_parquet
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.examples import read_examples
+from nemo_rl_mcore.data.library_rows import open_stream
 from nemo_rl_mcore.data.row import SourceError
 from nemo_rl_mcore.data.rows import is_fetched, read_rows
 
@@ -125,6 +126,35 @@ def test_a_bad_row_is_named_by_its_number(folder):
     assert [str(problem) for problem in problems] == [
         "data.train.data_path: bad.parquet, row 11: input is null, and must be text"
     ]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_cells_of_csv_are_text_as_it_is_written(folder, streaming):
+    (folder / "cells.csv").write_text(
+        ",input,output\n0,None,007\n1,NA,72\n2,true,1.5\n3,False,\n4,1e400,True\n"
+    )
+    source = SourceConfig(data_path="cells.csv")
+    rows = open_stream(source) if streaming else [row.values for row in read_rows(source)]
+    assert [(row["input"], row["output"]) for row in rows] == [
+        ("None", "007"),
+        ("NA", "72"),
+        ("true", "1.5"),
+        ("False", ""),
+        ("1e400", "True"),
+    ]
+
+
+def test_a_null_is_no_conversation(folder):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [
+        {"input": None, "output": None, "messages": turns},
+        {"input": "c", "output": "d", "messages": None},
+    ]
+    write_parquet(folder / "mixed.parquet", rows)
+    source = SourceConfig(data_path="mixed.parquet", split_validation_size=0)
+    found, problems = read_examples({"data.train": source}, {}, RowKind.ANSWERS, chat=True)
+    assert problems == []
+    assert [example.answer for example in found.train] == ["b", "d"]
 
 
 def test_an_answer_that_a_scored_row_does_not_state(folder):

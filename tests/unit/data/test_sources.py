@@ -6,9 +6,11 @@ import yaml
 from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 
 from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.config.evaluation import EvalConfig
+from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
 from nemo_rl_mcore.data.preference import GivenPairs, WrongAnswerPairs
-from nemo_rl_mcore.data.sources import open_pairs, open_prompts
+from nemo_rl_mcore.data.sources import open_pairs, open_prompts, open_set
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
@@ -116,11 +118,40 @@ def test_rows_that_are_too_long_are_dropped_where_that_is_asked_for(recipe):
     assert 0 not in {prompt.index for prompt in [*source.train, *source.held_out]}
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
+def test_sets_are_prompts_whatever_is_trained_on(recipe, tmp_path, algorithm):
+    path = tmp_path / "set.jsonl"
+    path.write_text(
+        "".join(f"{json.dumps(row)}\n" for row in [{"input": "1>", "output": "1" * 40}, *rows(3)])
+    )
+    config = recipe(algorithm=algorithm, data={"overlong": "drop"})
+    config = config.model_copy(update={"eval": EvalConfig(sets={"one": SourceConfig(data_path=str(path))})})
+    assert [len(prompt.answer) for prompt in open_set(config, "one", CHAR)] == [40, 1, 1, 1]
+
+
 def test_too_few_rows_that_fit(recipe):
-    with pytest.raises(
-        ValueError, match=r"data\.overlong: drop leaves \d rows to train on, and a step takes 16"
-    ):
+    told = r"grpo\.num_prompts_per_step: data\.overlong: drop leaves too few rows: the 16 rows of a step are more"
+    with pytest.raises(ValueError, match=told):
         open_prompts(recipe(rows(40, "1111{}>") + rows(9), data={"overlong": "drop"}), CHAR)
+
+
+def test_too_few_rows_that_fit_for_what_dynamic_sampling_may_take(recipe):
+    section = {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 3}
+    config = recipe(rows(40, "1111{}>") + rows(40), section=section, data={"overlong": "drop"})
+    with pytest.raises(ValueError, match=r"the 48 rows that dynamic sampling may take in a step are more"):
+        open_prompts(config, CHAR)
+
+
+def test_too_few_held_out_rows_that_fit(recipe, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows(8, "1111{}>") + rows(3))
+    )
+    data = {"overlong": "drop", "validation": {"data_path": str(tmp_path / "held_out.jsonl")}}
+    config = recipe(rows(50), section={"val_at_end": True, "max_val_samples": 8}, data=data)
+    with pytest.raises(
+        ValueError, match=r"grpo\.max_val_samples: .* a validation takes 8 rows, and 3 are held"
+    ):
+        open_prompts(config, CHAR)
 
 
 def test_a_row_that_cannot_be_encoded_is_named(recipe):

@@ -10,6 +10,8 @@ from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.streams import StreamSource
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.generate import Asked, prompts_to_answer
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
 CHAR = load_tokenizer("char")
@@ -84,10 +86,32 @@ def test_validation_is_read_whole(recipe, tmp_path):
     assert [prompt.answer for prompt in source.validation(8)] == ["7"] * 8
 
 
+def test_a_validation_that_takes_more_rows_than_there_are_is_told_before_the_run(recipe, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text('{"input": "7>", "output": 7}\n' * 3)
+    validation = {"data_path": str(tmp_path / "held_out.jsonl")}
+    config = recipe(grpo={"val_at_end": True, "max_val_samples": 8}, validation=validation)
+    with pytest.raises(
+        ConfigError, match=r"grpo.max_val_samples: a validation takes 8 rows, and 3 are held out"
+    ):
+        open_prompts(config, CHAR)
+
+
+def test_generate_takes_the_held_out_prompts_that_there_are(recipe, tmp_path):
+    (tmp_path / "held_out.jsonl").write_text('{"input": "7>", "output": 7}\n' * 3)
+    config = recipe(validation={"data_path": str(tmp_path / "held_out.jsonl")})
+    assert len(prompts_to_answer(config, Asked(), CHAR)) == 3
+    with pytest.raises(RunStoppedError, match="holds no prompts out"):
+        prompts_to_answer(recipe(), Asked(), CHAR)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([{"input": "1>"}] * 20, r"data.train.data_path: .*row \d+: no key 'output'; it has 'input'"),
+        (
+            [{"input": "1>", "output": 1}] * 20 + [3],
+            r"data.train.data_path: .*rows.jsonl:21: not an object but int",
+        ),
         (ROWS[:10], "data.train: a pass over the stream has fewer rows than the 16 of a step"),
     ],
 )
@@ -114,3 +138,10 @@ def test_what_a_stream_does_not_serve(recipe, grpo, data, path):
     with pytest.raises(ConfigError) as caught:
         recipe(grpo=grpo, **data)
     assert path in [problem.path for problem in caught.value.problems]
+
+
+def test_values_are_those_of_the_lines(recipe):
+    answers = [1, 1.5, "007", "2020-01-02", "x"] * 4
+    rows = [{"input": f"{number}>", "output": answer} for number, answer in enumerate(answers)]
+    source = open_prompts(recipe(rows), CHAR)
+    assert {prompt.answer for prompt in source.train_batch(1, 16)} == {*map(str, answers)}

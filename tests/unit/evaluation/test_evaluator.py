@@ -127,7 +127,7 @@ def test_a_lone_surrogate_survives(tmp_path):
     assert json.loads((tmp_path / "one.jsonl").read_text().splitlines()[0])["gold"] == "\udc80"
 
 
-IDENTITY = {"weights": "a", "eval": {"temperature": 0.0, "top_p": 1.0}}
+IDENTITY = {"weights": "a", "sets": {"one": "b", "other": "c"}, "eval": {"temperature": 0.0, "top_p": 1.0}}
 
 
 def test_files_of_another_identity_are_set_aside_by_number(tmp_path):
@@ -139,7 +139,7 @@ def test_files_of_another_identity_are_set_aside_by_number(tmp_path):
     assert files(tmp_path) == first
     assert told == []
 
-    other = {"weights": "a", "eval": {"temperature": 0.5, "top_p": 1.0}}
+    other = IDENTITY | {"eval": {"temperature": 0.5, "top_p": 1.0}}
     enter(tmp_path, other, told.append)
     assert files(tmp_path / "aside.1") == first
     assert files(tmp_path).keys() == {"evaluation.json"}
@@ -156,6 +156,21 @@ def test_samples_without_a_readable_identity_are_set_aside(tmp_path, content):
     (tmp_path / "evaluation.json").write_text(content)
     enter(tmp_path, IDENTITY, lambda _line: None)
     assert (tmp_path / "aside.1/one.jsonl").read_text() == "{}\n"
+
+
+def test_files_that_are_of_no_set_stay_where_they_are(tmp_path):
+    for name in ("metrics.jsonl", "train.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    enter(tmp_path, IDENTITY, lambda _line: None)
+    evaluate(tmp_path, Engine())
+    enter(tmp_path, {"weights": "b", "sets": {"one": "b"}}, lambda _line: None)
+    assert files(tmp_path).keys() == {"evaluation.json", "metrics.jsonl", "train.jsonl"}
+    assert files(tmp_path / "aside.1").keys() == {
+        "evaluation.json",
+        "one.jsonl",
+        "other.jsonl",
+        "results.json",
+    }
 
 
 def test_the_digest_is_of_what_is_asked_and_scored():
