@@ -182,7 +182,12 @@ def test_the_teacher_has_its_own_weights_and_maybe_architecture():
             ["+loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
             "loss_fn.force_on_policy_ratio: true needs one optimizer step per rollout, and ppo.ppo_epochs: 2",
         ),
-        ("ppo", ["+value.model={}"], "value.model: unknown key"),
+        ("ppo", ["+value.modle={}"], "value.modle: unknown key"),
+        (
+            "ppo",
+            ["+value.model.num_layers=4"],
+            "value.model.num_layers: 4 differs from policy.model.num_layers: 2",
+        ),
         (
             "dpo",
             ["~dpo.num_generations_per_prompt"],
