@@ -124,6 +124,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in options]
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command == "generate" and options.greedy and options.samples > 1:
+        parser.error(f"--greedy gives the same answer {options.samples} times: leave out it or --samples")
     return options, [*getattr(options, "overrides", ()), *rest]
 
 

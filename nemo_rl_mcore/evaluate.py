@@ -30,6 +30,7 @@ from nemo_rl_mcore.observability.startup import Startup
 from nemo_rl_mcore.output import BestEffortStream, write_line
 from nemo_rl_mcore.parts import tokenizer_of
 from nemo_rl_mcore.run_folders import held_folders
+from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.workers.cluster import RayCluster
 
 _VERSION = 1
@@ -47,6 +48,7 @@ def _evaluate(config: RunConfig) -> None:
     tokenizer = tokenizer_of(config.policy)
     environment, sets = _open(config, tokenizer)
     folder = Path(config.logger.log_dir)
+    _say(f"weights: {_weights(config)}")
     with held_folders({"eval.save_path": folder}), ExitStack() as started:
         enter(folder, identity_of(config, sets), _say)
         evaluator = _evaluator(config, tokenizer, environment, sets, started)
@@ -57,6 +59,16 @@ def _evaluate(config: RunConfig) -> None:
             raise
     _print_table(results)
     _say(f"the samples and results.json are in {folder}")
+
+
+def _weights(config: RunConfig) -> str:
+    """Which weights are evaluated; where the recipe names none, also how to take those that its run has saved."""
+    given = config.policy.init_checkpoint or config.policy.model_name
+    if given is not None:
+        return given
+    saved = CheckpointStore(Path(config.checkpointing.checkpoint_dir)).latest()
+    hint = "" if saved is None else f"; --checkpoint {saved.folder} takes those of the recipe's last run"
+    return f"drawn at random by the seed, as the recipe says{hint}"
 
 
 def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[EnvironmentInterface, dict[str, list[Prompt]]]:

@@ -90,5 +90,6 @@ def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Row]:
     if float(given) <= float(none):
         yield (
             "",
-            "the answer as the data states it earns no more than none: look at env and data.train.answer",
+            "the answer as the data states it earns no more than none: look at env (env.math.response says where a "
+            "response has to state its own) and at the answer of the source",
         )

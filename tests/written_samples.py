@@ -4,7 +4,7 @@ from nemo_rl_mcore.observability import Sample
 
 
 def sample(step=1, sample_index=0, *, prompt="1>", response="1", of_validation=False, **changes):
-    texts = {"prompt": prompt, "answer": "1", "response": response}
+    texts = {"prompt": prompt, "answer": "1", "response": response, "source": ""}
     numbers = {"reward": 1.0, "shaped_reward": 1.0, "prompt_tokens": 2, "response_tokens": 1}
     versions = {"weight_version_min": step - 1, "weight_version_max": step - 1}
     trained = {} if of_validation else {"sample_mask": 1.0}

@@ -70,6 +70,7 @@ class Rollout:
                 prompt=self.prompts[row].text,
                 answer=self.prompts[row].answer,
                 response=self.responses[row],
+                source=self.prompts[row].source,
                 **{name: column[row] for name, column in values.items()},
             )
             for row in range(batch.size)

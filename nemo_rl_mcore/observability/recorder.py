@@ -16,6 +16,7 @@ from rich.console import Console
 
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.errors import FolderError, folder_error
+from nemo_rl_mcore.observability.equal_rewards import EqualRewardsSink
 from nemo_rl_mcore.observability.progress import ProgressDisplay
 from nemo_rl_mcore.observability.report import HistorySink, read_history, write_report
 from nemo_rl_mcore.observability.rollouts import RolloutSink, Sample
@@ -81,7 +82,7 @@ class RunRecorder:
                 self._history.rows += read_history(self._log_dir)
                 self._progress.recall(self._history.rows)
         # The answers of a step are there before its row tells of it.
-        self._sinks = [self._history, self._rollouts, *files, self._progress]
+        self._sinks = [self._history, self._rollouts, *files, self._progress, EqualRewardsSink(self._say)]
         with ExitStack() as opened:
             for sink in self._sinks:
                 opened.callback(sink.close)

@@ -28,10 +28,10 @@ _COMPRESSION = 1
 class Sample:
     """One response, and what became of it.
 
-    reward: of the environment. shaped_reward: what the advantages are made of. advantage: the mean over the response's
-    tokens, and advantage_first that of its first one; None where the algorithm has none. sample_mask: 0 for a response
-    that taught nothing, None for one of a validation. The weight versions are the steps after which the weights were
-    that drew the oldest and the newest token.
+    source: the name of the prompt's source, where there are several. reward: of the environment. shaped_reward: what
+    the advantages are made of. advantage: the mean over the response's tokens, and advantage_first that of its first
+    one; None where the algorithm has none. sample_mask: 0 for a response that taught nothing, None for one of a
+    validation. The weight versions are the steps after which the weights were that drew the oldest and the newest token.
     """
 
     step: int
@@ -40,6 +40,7 @@ class Sample:
     prompt: str
     answer: str
     response: str
+    source: str
     reward: float
     shaped_reward: float
     prompt_tokens: int

@@ -144,3 +144,10 @@ def test_the_command_line_names_one_kind_of_weights(arguments):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments.split())
     assert ended.value.code == 2
+
+
+def test_a_greedy_answer_is_asked_for_once(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["generate", "--hf", "folder", "--prompt", "1", "--samples", "2", "--greedy"])
+    assert ended.value.code == 2
+    assert "--greedy gives the same answer 2 times" in capsys.readouterr().err
