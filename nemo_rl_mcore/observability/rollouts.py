@@ -31,7 +31,7 @@ class Sample:
     source: the name of the prompt's source, where there are several. reward: of the environment. shaped_reward: what
     the advantages are made of. advantage: the mean over the response's tokens, and advantage_first that of its first
     one; None where the algorithm has none. sample_mask: 0 for a response that taught nothing, None for one of a
-    validation. The weight versions are the steps after which the weights were that drew the oldest and the newest token.
+    validation. Weight versions: the steps after which the weights were that drew the oldest and the newest token.
     """
 
     step: int
