@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 INSTRUCTION = (FOLDER / "prompts/gsm8k.txt").read_text("utf-8")
 NAMES = ("Ann", "Ben", "Eva", "Ian", "Kim", "Leo", "Mia", "Tom")
 THINGS = ("apples", "books", "cards", "eggs", "nuts", "pens", "shells", "stamps")
-ROWS = {"chat": 320, "train": 320, "test": 128, "pairs": 160}
+ROWS = {"chat": 320, "train": 320, "test": 128, "pairs": 320}
 VOCABULARY = 384
 SPECIAL = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 # No end behind a user's turn: all that the model has to learn of the form is its own end.
