@@ -112,12 +112,12 @@ def test_generate_answers_a_file_by_a_folder_without_a_recipe(tmp_path):
         "answers.jsonl",
     )
     length = "policy.generation.max_new_tokens=10"
-    done = run(*asked, "--samples", 2, "--greedy", length, folder=tmp_path)
+    done = run(*asked, "--greedy", length, folder=tmp_path)
     assert done[0] == 0, done
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert [(row["index"], row["sample"]) for row in rows] == [(i, s) for i in range(3) for s in range(2)]
+    assert [(row["index"], row["sample"]) for row in rows] == [(0, 0), (1, 0), (2, 0)]
     shown = [f"<turn>user\n{text}<end>\n<turn>assistant\n" for text in ("zero", "one", "two")]
-    assert [row["prompt"] for row in rows[::2]] == shown
+    assert [row["prompt"] for row in rows] == shown
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     for row in rows:
         ids = torch.tensor([tokenizer(row["prompt"], add_special_tokens=False).input_ids])
