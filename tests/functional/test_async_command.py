@@ -54,7 +54,7 @@ def events(run: Run) -> list[dict]:
     ("steps", "ranks", "correction"),
     [
         (5, 1, TIS),
-        pytest.param(20, 1, TIS, marks=pytest.mark.exhaustive),
+        pytest.param(20, 1, TIS, marks=pytest.mark.nightly),
         pytest.param(20, 2, (), marks=pytest.mark.exhaustive),
     ],
     ids=["short", "one-rank-tis", "two-ranks"],
@@ -144,7 +144,8 @@ def test_a_stop_does_not_wait_for_a_rank_that_hangs_and_says_what_is_lost(start:
     run.process.send_signal(signal.SIGTERM)
     stopped_at = time.monotonic()
     code, _, errors = run.end(within_s=30)
-    assert time.monotonic() - stopped_at < 10
+    # 3 s until the rank is given up; then the others end, and the report is written. All deadlines are minutes.
+    assert time.monotonic() - stopped_at < 20
     assert code == 143, errors
     told = " ".join(errors.split())
     assert told.startswith("terminated; ")

@@ -119,7 +119,7 @@ def test_what_was_logged_behind_the_checkpoint_is_set_aside(resumed):
     assert "aside_step_4" in groups
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("True-0")
 @pytest.mark.parametrize(("kept", "after"), [(True, 0), (False, 0), (False, PERIOD)])
 def test_a_replay_goes_over_the_seam_and_begins_at_it(resumed, kept, after, tmp_path):
     """At the seam the groups that the checkpoint holds are read from there: older weights have drawn them."""
@@ -142,7 +142,7 @@ def test_a_replay_goes_over_the_seam_and_begins_at_it(resumed, kept, after, tmp_
     assert all(line.endswith(f" equal, {GROUPS} groups equal") for line in lines)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_at_age_0_the_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path):
     keys = ("grpo.async_grpo.max_trajectory_age_steps=0", "loss_fn.reference_policy_kl_penalty=0.05")
     run_until_killed(tmp_path / "killed", KILLED_AFTER, *keys)

@@ -65,7 +65,7 @@ def greedy(folder: Path, prompt: str) -> str:
     return tokenizer.decode(answer[: answer.index(15)] if 15 in answer else answer)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_trained_weights_go_out_as_they_came_in_and_from_any_directory(tmp_path):
     start, output, elsewhere = tmp_path / "start", tmp_path / "exported", tmp_path / "elsewhere"
     elsewhere.mkdir()
