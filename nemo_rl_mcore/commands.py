@@ -107,17 +107,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
         metavar="A:B",
         help="the steps after A, which is 0 or has a checkpoint, up to B; left out, all of them",
     )
-    migrate = commands.add_parser(
-        "migrate",
-        help="write a recipe from one of NeMo RL, and say what became of each key",
-        allow_abbrev=False,
-    )
-    migrate.add_argument(
-        "recipe", metavar="THEIR.yaml", help="the recipe of NeMo RL, its `defaults:` beside it"
-    )
-    migrate.add_argument(
-        "--output", metavar="OURS.yaml", help="the file to write; left out, the same name in this folder"
-    )
+    _add_migrate(commands)
     _add_recipes(commands)
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
@@ -137,6 +127,20 @@ def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentPar
         "overrides", nargs="*", metavar="KEY=VALUE", help="Hydra's grammar: a.b=c, +new=1, ~gone"
     )
     return command
+
+
+def _add_migrate(commands: Any) -> None:
+    migrate = commands.add_parser(
+        "migrate",
+        help="write a recipe from one of NeMo RL, and say what became of each key",
+        allow_abbrev=False,
+    )
+    migrate.add_argument(
+        "recipe", metavar="THEIR.yaml", help="the recipe of NeMo RL, its `defaults:` beside it"
+    )
+    migrate.add_argument(
+        "--output", metavar="OURS.yaml", help="the file to write; left out, the same name in this folder"
+    )
 
 
 def _add_recipes(commands: Any) -> None:
