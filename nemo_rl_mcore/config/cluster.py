@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
@@ -41,6 +41,12 @@ class ClusterConfig(StrictModel):
     """Ranks per machine, one on each GPU; 0 runs on CPU with gloo."""
     cpu_workers_per_node: PositiveInt = 1
     """Ranks per machine when gpus_per_node is 0; not read otherwise."""
+    max_trainer_restarts: NonNegativeInt = 0
+    """Times in a run that ranks which died or hang are started anew, and do again what no checkpoint holds (ours)."""
+    elastic: Literal["none", "shrink"] = "none"
+    """What a run does without a machine that stays gone: `none` ends, `shrink` goes on with fewer copies (ours)."""
+    node_wait_s: PositiveFloat = 300.0
+    """Time in which a machine that is gone may come back, or another one in its place (ours)."""
 
     @property
     def on_cpu(self) -> bool:

@@ -10,6 +10,8 @@ class EmbeddedConfig(StrictModel):
     """Processes, each with the whole model, on a GPU of its own where there are some; each answers a share."""
     max_restarts: NonNegativeInt = 0
     """Times in a run that engines which died are started anew, given their weights, and asked again."""
+    restart_backoff_s: PositiveFloat = 1.0
+    """Time before an engine that died is started anew; it doubles with each restart, up to a minute (ours)."""
     start_timeout_s: PositiveFloat = 600.0
     """Deadline of an engine's start."""
     call_timeout_s: PositiveFloat = 1800.0
