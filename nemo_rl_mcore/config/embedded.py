@@ -11,7 +11,7 @@ class EmbeddedConfig(StrictModel):
     max_restarts: NonNegativeInt = 0
     """Times in a run that engines which died are started anew, given their weights, and asked again."""
     restart_backoff_s: PositiveFloat = 1.0
-    """Time before an engine that died is started anew; it doubles with each restart, up to a minute (ours)."""
+    """Time before an engine that died is started anew; it doubles with each restart, up to a minute."""
     start_timeout_s: PositiveFloat = 600.0
     """Deadline of an engine's start."""
     call_timeout_s: PositiveFloat = 1800.0

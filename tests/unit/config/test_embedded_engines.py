@@ -24,7 +24,7 @@ def test_the_ranks_answer_unless_a_recipe_asks_for_engines(load):
 
 def test_its_keys_are_those_of_vllm():
     shared = EmbeddedConfig.model_fields.keys() - {"engines"}
-    assert shared == {"start_timeout_s", "call_timeout_s", "max_restarts"}
+    assert shared == {"start_timeout_s", "call_timeout_s", "max_restarts", "restart_backoff_s"}
     for name in shared:
         own, other = EmbeddedConfig.model_fields[name], VllmConfig.model_fields[name]
         assert (own.annotation, own.default, own.metadata) == (
