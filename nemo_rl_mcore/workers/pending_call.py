@@ -109,10 +109,13 @@ class PendingCall:
             return [answer for _, answer in sorted(self._calls.results.items(), key=lambda item: item[0])]
 
     def _at(self) -> str:
-        """The call, and what each rank said last, as far as any has."""
-        noun = self._ranks.noun
-        told = [f"{noun} {rank} at {one.doing!r}" for rank, one in sorted(self.progress.items())]
-        return ": ".join([str(self), ", ".join(told)]) if told else str(self)
+        """The call, and what each rank that is waited for said last."""
+        said = self.progress
+        told = [
+            f"{rank} at {said[rank].doing!r}" if rank in said else f"{rank} silent"
+            for rank in self._calls.waiting
+        ]
+        return f"{self}: {self._ranks.noun} {', '.join(told) or 'none'}"
 
     @contextmanager
     def _one_thread(self) -> Iterator[None]:
