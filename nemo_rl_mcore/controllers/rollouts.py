@@ -160,11 +160,14 @@ class Rollouts:
     def chunks(self, at_least: int) -> Iterator[Sequence[int]]:
         """The positions of the open step's groups, as soon as so many more are answered, until it is full."""
         while room := self.ledger.room():
-            yield self._lease(min(at_least, room))
+            wanted = min(at_least, room)
+            with activity.at(f"taking {wanted} groups at least"):
+                positions = self._lease(wanted)
+            yield positions
 
     def _lease(self, at_least: int) -> list[int]:
         with self._changed:
-            self._wait(lambda: max(0, at_least - len(self.ledger.leasable())), "more groups to train on")
+            self._wait(lambda: len(self.ledger.leasable()) >= at_least, "groups to train on")
             positions = self.ledger.leasable()
             self.ledger.lease(positions)
             return positions
@@ -258,27 +261,27 @@ class Rollouts:
             self._put_away(self.ledger.version)
         self._watch.raise_in_place_of(error)
 
-    def _wait(self, missing: Callable[[], int], what: str) -> None:
-        """Wait, with the condition, until nothing is missing, and count the time; a signal is heard meanwhile.
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait, with the condition, until something is so, and count the time; a signal is heard meanwhile.
 
         Raises what ended the thread that asks. A wait that does not end is a stall, which the watch tells.
         """
-        began_at, left = time.monotonic(), missing()
-        with activity.at(lambda: f"waiting for {left} {what}"):
-            while left:
+        began_at, answered = time.monotonic(), 0
+        with activity.at(lambda: f"waiting for {what}, {answered} ready"):
+            while not ready():
                 if self._error is not None:
                     raise self._error
                 if self._draw_ahead():  # a group was dropped, and the next one takes its place
                     self._dispatch()
+                answered = self.ledger.count(GroupState.READY)
                 self._changed.wait()
-                left = missing()
         self._pace.trainer_idle_s += time.monotonic() - began_at
 
     def _drain(self) -> None:
         """Wait until no group is in flight; the next ones are asked for with the new weights."""
         with self._changed:
             self._paused = True
-            self._wait(lambda: self.ledger.count(GroupState.INFLIGHT), "groups in flight to end")
+            self._wait(lambda: not self.ledger.count(GroupState.INFLIGHT), "groups in flight to end")
 
     def _draw_ahead(self) -> bool:
         """Draw the prompts of all steps that may be asked for now, and forget those behind; says whether any was new.

@@ -105,7 +105,7 @@ class StallWatch:
     def _flights(self) -> str:
         now, flights = time.monotonic(), [*self._in_flight.items()]
         if not flights:
-            return "no group is in flight; those that may be asked for are answered"
+            return "no group is in flight: none may be asked for before a step ends, or no engine has weights"
         told = [
             f"{ticket} ({now - since:.1f} s)" + (where and f" at {where}")
             for ticket, since in flights[:_GROUPS_SHOWN]

@@ -1,7 +1,9 @@
 """Asynchronous runs of which a part never ends: real commands, ended in time, with a line for each side."""
 
+import os
 import re
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -63,6 +65,27 @@ def test_a_reward_that_never_returns_is_told_and_the_last_step_is_saved(folder: 
     assert re.search(r"^training: scoring \d+ responses \(\d+\.\d s\)$", said, re.MULTILINE)
     assert re.search(r"^engines: no group is in flight", said, re.MULTILINE)
     assert "time.sleep(EVER)" in said
+    assert max(steps_saved(run)) == len(run.steps()) > 0
+
+
+@pytest.mark.nightly
+def test_an_engine_that_is_stopped_is_told_with_the_groups_that_it_has(folder: Path) -> None:
+    run = ChaosRun(folder, *BESIDE, "policy.generation.embedded_cfg.call_timeout_s=600")
+    try:
+        run.wait_for_step(6)
+        [engine] = [pid for pid, title in run.watch.alive().items() if "EmbeddedEngine" in title]
+        os.kill(engine, signal.SIGSTOP)
+        run.marker.touch()
+    except BaseException:
+        run.close()
+        raise
+    said = ended(run)
+    waits = (
+        r"generation \(.* s\), taking \d+ groups at least \(.* s\), waiting for groups to train on, \d+ ready"
+    )
+    assert re.search(rf"^training: {waits}", said, re.MULTILINE)
+    flight = rf"group \d+, attempt 0\.1 \(\d+\.\d s\) at embedded engine 0 \(host .*pid {engine}\), at '.*'"
+    assert re.search(rf"^engines: groups in flight: {flight}", said, re.MULTILINE)
     assert max(steps_saved(run)) == len(run.steps()) > 0
 
 

@@ -204,7 +204,7 @@ def test_a_stall_is_told_with_its_key():
         began = time.monotonic()
         with pytest.raises(
             RunStoppedError,
-            match=r"for 0.2 s \(grpo.async_grpo.stall_timeout_s\)\n.*3 more groups to train on",
+            match=r"for 0.2 s \(grpo.async_grpo.stall_timeout_s\)\n.*taking 3 groups at least .*, 0 ready",
         ):
             next(rollouts.chunks(N))
         assert time.monotonic() - began < 2

@@ -90,15 +90,19 @@ def test_code_that_never_returns_is_ended_and_both_sides_are_told():
 
 @pytest.mark.parametrize("listening", [True, False])
 def test_a_wait_for_groups_is_ended_whether_or_not_signals_reach_it(listening):
-    with stalls_within(5) as stalled, started(FakeEngines(hold=lambda _: NEVER_S)) as rollouts:
+    engines = FakeEngines(hold=lambda ticket: NEVER_S if "group 0" in ticket else 0.0)
+    with stalls_within(5) as stalled, started(engines) as rollouts:
         rollouts.begin()
         if listening:
             with stop_signals():
                 next(rollouts.chunks(N))
         next(rollouts.chunks(N))
     training, engines = lines_of(stalled.error)
-    assert training.startswith("training: waiting for 2 more groups to train on (0.")
-    assert engines.startswith("engines: groups in flight: group 0")
+    wanted = (
+        r"training: taking 2 groups at least \(0\.\d s\), waiting for groups to train on, 1 ready \(0\.\d s\)"
+    )
+    assert re.fullmatch(wanted, training)
+    assert re.fullmatch(r"engines: groups in flight: group 0, attempt 0\.1 \(0\.\d s\) at engine 0", engines)
 
 
 def test_a_thread_other_than_the_main_one_hears_of_it_when_it_waits():
@@ -126,7 +130,7 @@ def test_a_block_that_lets_a_signal_wait_is_ended_and_the_groups_that_are_there_
         time.sleep(NEVER_S)
     training, engines = lines_of(stalled.error)
     assert training.startswith("training: finish_train_step")
-    assert engines == "engines: no group is in flight; those that may be asked for are answered"
+    assert engines.startswith("engines: no group is in flight: none may be asked for before a step ends")
 
 
 def test_a_block_that_is_never_cut_comes_to_its_end():
