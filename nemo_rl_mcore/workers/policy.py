@@ -83,6 +83,8 @@ class Policy:
             "data_parallel_rank", context="start of the workers"
         )
         self._shards = max(self._shard_of_rank) + 1
+        self.incarnation = 0
+        """How often the ranks have started anew."""
         self._calls: dict[str, int] = {}
         self._open_loss: LossFunction | None = None  # of the step that was begun last
 
