@@ -53,7 +53,7 @@ def start_engines(
     )
     try:
         settings = RefitSettings(
-            transport_of(cluster.config, config.generation),
+            transport_of(cluster, config.generation),
             kind.bucket_bytes,
             kind.call_timeout_s,
             receivers=engines.world_size * kind.gpus,
