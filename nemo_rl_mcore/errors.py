@@ -17,12 +17,13 @@ class RanksFailedError(RunStoppedError):
     """Ranks of a model, or engines, raised, died or hang.
 
     group: their name, such as "policy". usable: every one of them has answered, if only by raising, and can be called
-    again. final: there is nothing left to start others with.
+    again. final: there is nothing left to start others with. lost_node: the machine that is gone, if that is why.
     """
 
     group: str = ""
     usable: bool = False
     final: bool = False
+    lost_node: str | None = None
 
 
 class CustomCodeError(RunStoppedError, ValueError):

@@ -22,6 +22,7 @@ from nemo_rl_mcore.algorithms.rollout import KeptRollouts, RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
 from nemo_rl_mcore.algorithms.sft import SFT
 from nemo_rl_mcore.config import (
+    ClusterConfig,
     DistillationMasterConfig,
     DPOMasterConfig,
     GRPOMasterConfig,
@@ -31,6 +32,7 @@ from nemo_rl_mcore.config import (
     RunConfig,
     SFTMasterConfig,
 )
+from nemo_rl_mcore.config.elastic import shrunk
 from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
 from nemo_rl_mcore.controllers.rollouts import Rollouts
 from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
@@ -129,14 +131,24 @@ def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | Non
     with ExitStack() as session:
         if outer is None:
             with recorder.startup("ray", "starting Ray"):
-                cluster = session.enter_context(RayCluster(config.cluster))
+                cluster = session.enter_context(RayCluster(config.cluster, fewer=fewer_machines(config)))
         else:  # one for all runs of a command: only who has started it knows its servers and its processes
-            cluster = outer.shared_with(config.cluster)
+            cluster = outer.shared_with(config.cluster, fewer=fewer_machines(config))
         if config.warm_start is not None and checkpoints.resumed_step is None:
             weights = _weights_of(config.warm_start, config, "warm_start", cluster)
             config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
         with ExitStack() as stack:
             _train(replace(parts, config=config), cluster, checkpoints, recorder, stack, saved)
+
+
+def fewer_machines(config: RunConfig) -> Callable[[int], ClusterConfig | None]:
+    """Which machines, out of at most so many, a run goes on with when others stay gone; None where it does not."""
+
+    def fewer(nodes: int) -> ClusterConfig | None:
+        smaller = shrunk(config, nodes) if config.cluster.elastic == "shrink" else None
+        return smaller and smaller.cluster
+
+    return fewer
 
 
 def _weights_of(recipe: str, config: RunConfig, name: str, cluster: RayCluster) -> str:

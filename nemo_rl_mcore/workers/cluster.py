@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +17,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.signals import deferred_stop_signals, kept_stop_handlers
 from nemo_rl_mcore.workers.environment import rank_environment
 from nemo_rl_mcore.workers.failures import RankIdentity
 from nemo_rl_mcore.workers.gcs_probe import GcsProbe, probe
 from nemo_rl_mcore.workers.local_session import LOOPBACK, LocalSession
+from nemo_rl_mcore.workers.nodes import await_nodes, lost_nodes
 from nemo_rl_mcore.workers.session_processes import state_of
 
 _CPU_SHARE_OF_A_RANK = 0.1
@@ -44,7 +47,7 @@ class Placement:
     group: PlacementGroup | None = None
 
     def release(self) -> None:
-        """Free the reserved resources; nothing to do for CPU ranks."""
+        """Free the reserved resources; nothing to do for CPU ranks of this machine alone."""
         if self.group is not None and ray.is_initialized():
             remove_placement_group(self.group)
 
@@ -55,20 +58,29 @@ class RayCluster:
     With RAY_ADDRESS in the environment it joins a cluster that runs; a session that the process already has
     is used and left alone; otherwise it starts a local one, which only this machine can reach, and ends it.
 
+    fewer: the machines that the recipe allows out of at most so many, when others stay gone; None where it allows none.
+
     Raises:
         RunStoppedError: the machines have fewer GPUs or nodes than `cluster.*` asks for, nothing answers at
             RAY_ADDRESS, or the local session does not come up.
 
     """
 
-    def __init__(self, config: ClusterConfig, *, ready_timeout_s: float = 120) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        ready_timeout_s: float = 120,
+        fewer: Callable[[int], ClusterConfig | None] | None = None,
+    ) -> None:
         self.config = config
-        """The machines."""
+        """The machines that ranks are placed on; fewer than at first, where some stayed gone."""
+        self._fewer = fewer
         self._address = os.environ.get("RAY_ADDRESS")
         self._ready_timeout_s = ready_timeout_s
         self._session: LocalSession | None = None  # if it was started here
         self._joined = False
-        self._is_local = self._address is None
+        self._is_local = self._address is None and config.num_nodes == 1
         self._gcs: GcsProbe | None = None
         self.log_dir: Path | None = None
         """Folder of the workers' standard error, when they run on this machine."""
@@ -89,12 +101,14 @@ class RayCluster:
         """Stop what `__enter__` started."""
         self.stop(keep_logs=isinstance(error, Exception))
 
-    def shared_with(self, config: ClusterConfig) -> RayCluster:
+    def shared_with(
+        self, config: ClusterConfig, *, fewer: Callable[[int], ClusterConfig | None] | None = None
+    ) -> RayCluster:
         """The same session, with places for the ranks of another recipe; it is this one that ends it.
 
         Raises RunStoppedError as the class does.
         """
-        other = RayCluster(config, ready_timeout_s=self._ready_timeout_s)
+        other = RayCluster(config, ready_timeout_s=self._ready_timeout_s, fewer=fewer)
         other._session, other._gcs, other._is_local = self._session, self._gcs, self._is_local
         other.log_dir = self.log_dir
         other._check_resources()
@@ -123,6 +137,38 @@ class RayCluster:
         state = state_of(identity.pid)
         return ": its process is gone" if state == "gone" else f": its process is {state}"
 
+    def lost_node(self, identity: RankIdentity | None) -> str | None:
+        """The machine of a rank, if it is gone; of a local session that is never all that is."""
+        if identity is None or not identity.node_id or self._session is not None:
+            return None
+        return lost_nodes([identity.node_id]).get(identity.node_id)
+
+    def await_machines(self) -> None:
+        """Wait until there is room for all ranks, `cluster.node_wait_s` at most; then make do with fewer machines.
+
+        Raises RunStoppedError where that time passes and the recipe allows no fewer.
+        """
+        wanted, waited_s = self.config.num_nodes, self.config.node_wait_s
+        if self._is_local or (found := await_nodes(wanted, self._share_of_a_node, waited_s)) == wanted:
+            return
+        told = (
+            f"{found} of {wanted} machines (cluster.num_nodes) have room for {self.config.workers_per_node} rank(s) "
+            f"each, {waited_s:g} s after they were asked for (cluster.node_wait_s)"
+        )
+        fewer = self._fewer(found) if self._fewer is not None and found else None
+        if fewer is None:
+            shrinks = self.config.elastic == "shrink"
+            why = "the recipe allows no fewer" if shrinks else "cluster.elastic: none needs all of them"
+            raise RunStoppedError(
+                f"{told}; {why}. With these machines back, or others in their place, it can go on"
+            )
+        write_line(
+            sys.stderr,
+            f"{told}; going on with {fewer.num_nodes} (cluster.elastic: shrink): with fewer copies of the model, "
+            "results are no longer equal to the bit",
+        )
+        self.config = fewer
+
     def kill(self, actor: Any, identity: RankIdentity | None) -> None:
         """End a rank at once."""
         if self._session is not None and identity is not None:
@@ -132,24 +178,22 @@ class RayCluster:
 
     def place_ranks(self) -> Placement:
         """Choose the rendezvous of one worker group and a slot for each of its ranks."""
-        config = self.config
-        group = None if config.on_cpu else self.reserve_gpus(config.gpus_per_node, config.num_nodes)
+        group = self._reserve(self._share_of_a_node, self.config.num_nodes) if self._spreads else None
         return Placement(self._slots(group), group)
 
     def place_colocated(self, ranks: Placement, gpus: Sequence[str]) -> Placement:
         """A further worker group on the machines of another one and, where these have some, on its GPUs, by rank."""
-        if self.config.on_cpu:
-            return self.place_ranks()
         slots = self._slots(ranks.group)
-        shared = {"num_cpus": 0, "num_gpus": 0}  # Ray has given the GPUs to the other group
+        if ranks.group is None:
+            return Placement(slots)
+        shared = {"num_cpus": 0, "num_gpus": 0}  # Ray has given them to the other group
+        seen = [
+            {} if self.config.on_cpu else {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus or [""] * len(slots)
+        ]
         return Placement(
             tuple(
-                RankSlot(
-                    slot.rank,
-                    {**slot.environment, "CUDA_VISIBLE_DEVICES": gpu},
-                    {**slot.options, **shared},
-                )
-                for slot, gpu in zip(slots, gpus, strict=True)
+                RankSlot(slot.rank, {**slot.environment, **gpu}, {**slot.options, **shared})
+                for slot, gpu in zip(slots, seen, strict=True)
             )
         )
 
@@ -163,12 +207,31 @@ class RayCluster:
         # A laptop's host name need not resolve; gloo would ask for it.
         return {"GLOO_SOCKET_IFNAME": "lo"} if self._is_local else {}
 
+    @property
+    def one_machine(self) -> bool:
+        """Whether all processes of the session are on this machine."""
+        return self._is_local
+
+    @property
+    def _spreads(self) -> bool:
+        """Whether ranks are given their machines by name; one machine has CPUs for all of them."""
+        return not (self.config.on_cpu and self._is_local)
+
+    @property
+    def _share_of_a_node(self) -> dict[str, float]:
+        """What the ranks of one machine take of it."""
+        ranks = self.config.workers_per_node
+        if self.config.on_cpu:
+            return {"CPU": round(ranks * _CPU_SHARE_OF_A_RANK, 4)}
+        return {"GPU": ranks, "CPU": ranks}
+
     def _start(self) -> None:
         if ray.is_initialized():
             address = ray.get_runtime_context().gcs_address
-            self._is_local, self._gcs = address.startswith(LOOPBACK), GcsProbe(address)
+            self._is_local = address.startswith(LOOPBACK) and self.config.num_nodes == 1
+            self._gcs = GcsProbe(address)
             return
-        if self._is_local and self.config.num_nodes > 1:
+        if not self._address and self.config.num_nodes > 1:
             raise RunStoppedError(
                 f"cluster.num_nodes={self.config.num_nodes} needs a Ray cluster that runs: start one with "
                 "`ray start` on every machine and set RAY_ADDRESS, or set cluster.num_nodes to 1"
@@ -198,6 +261,9 @@ class RayCluster:
 
     def _check_resources(self) -> None:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if self.config.on_cpu:
+            self._check_machines(nodes)
+            return
         fitting = sum(node.get("GPU", 0) >= self.config.gpus_per_node for node in nodes)
         if fitting < self.config.num_nodes:
             found = ", ".join(f"{node.get('GPU', 0):.0f}" for node in nodes)
@@ -207,15 +273,27 @@ class RayCluster:
                 "lower one of the two keys, or add machines"
             )
 
+    def _check_machines(self, nodes: Sequence[Mapping[str, float]]) -> None:
+        cpus = self._share_of_a_node["CPU"]
+        fitting = sum(node.get("CPU", 0) >= cpus for node in nodes)
+        if fitting < self.config.num_nodes:
+            raise RunStoppedError(
+                f"cluster.num_nodes={self.config.num_nodes} does not fit: Ray sees {fitting} machines with "
+                f"{cpus:g} CPUs, which the ranks of one take; lower it, or add machines"
+            )
+
     def reserve_gpus(self, per_node: int, nodes: int) -> PlacementGroup:
         """GPUs, with a CPU each, on so many machines; raises RunStoppedError when they do not become free."""
-        bundles: list[dict[str, float]] = [{"GPU": per_node, "CPU": per_node}] * nodes
-        group = placement_group(bundles, strategy="STRICT_SPREAD")
+        return self._reserve({"GPU": per_node, "CPU": per_node}, nodes)
+
+    def _reserve(self, of_each: Mapping[str, float], nodes: int) -> PlacementGroup:
+        group = placement_group([dict(of_each)] * nodes, strategy="STRICT_SPREAD")
         if not group.wait(self._ready_timeout_s):
             remove_placement_group(group)
+            asked = " and ".join(f"{amount:g} {name}s" for name, amount in of_each.items())
+            keys = ("" if self.config.on_cpu else "cluster.gpus_per_node, ") + "cluster.num_nodes"
             raise RunStoppedError(
-                f"Ray did not free {per_node} GPUs and {per_node} CPUs on each of {nodes} machines within "
-                f"{self._ready_timeout_s:g} s (cluster.gpus_per_node, cluster.num_nodes, "
+                f"Ray did not free {asked} on each of {nodes} machines within {self._ready_timeout_s:g} s ({keys}, "
                 "policy.generation.colocated.resources); does another job use them?"
             )
         return group
@@ -226,13 +304,14 @@ class RayCluster:
         identity = {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.config.world_size),
-            "LOCAL_RANK": str(local_rank if group is None else 0),
+            "LOCAL_RANK": str(local_rank if self.config.on_cpu else 0),
         }
         options: dict[str, Any] = {"num_cpus": _CPU_SHARE_OF_A_RANK, "num_gpus": 0}
         if group is not None:
             bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
-            options = {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": bundle}
-        inherited = rank_environment(os.environ, on_cpu=group is None)
+            resources = options if self.config.on_cpu else {"num_cpus": 1, "num_gpus": 1}
+            options = {**resources, "scheduling_strategy": bundle}
+        inherited = rank_environment(os.environ, on_cpu=self.config.on_cpu)
         return RankSlot(rank, {**rendezvous, **inherited, **identity}, options)
 
 

@@ -29,23 +29,25 @@ def place_engines(
     on_cpu = cluster.config.on_cpu
     environment = {**rank_environment(os.environ, on_cpu=on_cpu), **kind.environment}
     if on_cpu:
-        return _on_cpu(environment | cluster.local_network(), kind.engines)
+        return _on_cpu(cluster, environment | cluster.local_network(), kind.engines)
     if colocated.enabled:
         return _beside_ranks(cluster.config, environment, kind.gpus, ranks, rank_gpus)
     return _apart(cluster, environment, kind, colocated)
 
 
-def transport_of(cluster: ClusterConfig, generation: GenerationConfig) -> str:
+def transport_of(cluster: RayCluster, generation: GenerationConfig) -> str:
     """The transport that is asked for, or the fastest one there is."""
     if generation.refit_transport is not None:
         return generation.refit_transport
-    if cluster.on_cpu:
-        return "shared_memory" if cluster.num_nodes == 1 else "ray"
+    if cluster.config.on_cpu:
+        return "shared_memory" if cluster.one_machine else "ray"
     return "cuda_ipc" if generation.colocated.enabled else "nccl"
 
 
-def _on_cpu(environment: Mapping[str, str], engines: int) -> Placement:
+def _on_cpu(cluster: RayCluster, environment: Mapping[str, str], engines: int) -> Placement:
     options: dict[str, Any] = {"num_cpus": _CPU_SHARE_OF_AN_ENGINE, "num_gpus": 0}
+    if not cluster.one_machine:
+        options["scheduling_strategy"] = "SPREAD"  # one that starts anew may find its machine gone
     return Placement(tuple(RankSlot(engine, environment, options) for engine in range(engines)))
 
 

@@ -57,7 +57,7 @@ class EngineRefits:
         """Of what was sent last, where refits are verified; see `refit.verification.of_all`."""
         self._fleet, self._kind, self._source = fleet, kind, source
         self._transport, self._verify = (
-            transport_of(cluster.config, config.generation),
+            transport_of(cluster, config.generation),
             config.generation.verify_refit,
         )
         self._connected: tuple[int, list[StartedEngine]] | None = None

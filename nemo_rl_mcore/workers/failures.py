@@ -15,6 +15,7 @@ _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _CARETS_ONLY = re.compile(r"^\s*[\^~]+\s*\n", re.MULTILINE)
 _HOST = re.compile(r"\bip[=:]\s*([\w.:]+\w)")
 _PID = re.compile(r"\bpid[=:]\s*(\d+)")
+_NODE = re.compile(r"\bnode has died[\s\S]*?Node I[dD]: (\w+)")
 _RAY_ADVICE = " Some common causes include"
 _STDERR_TAIL_LINES = 30
 _AT_A_MEETING = "raise_together"
@@ -24,11 +25,12 @@ _OF_A_PEER = re.compile(r"['\"]?rank \d+: ")
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Which process a rank is."""
+    """Which process a rank is. node_id: Ray's, of its machine; several on one host are machines in name."""
 
     host: str
     pid: int
     ray_worker_id: str
+    node_id: str = ""
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}"
@@ -36,8 +38,13 @@ class RankIdentity:
 
 def identity_in(report: str) -> RankIdentity:
     """Read host and process from the text of Ray's error, for a rank that never introduced itself."""
-    host, pid = _HOST.search(report), _PID.search(report)
-    return RankIdentity(host[1] if host else "unknown", int(pid[1]) if pid else 0, ray_worker_id="")
+    host, pid, node = (pattern.search(report) for pattern in (_HOST, _PID, _NODE))
+    return RankIdentity(
+        host[1] if host else "unknown",
+        int(pid[1]) if pid else 0,
+        ray_worker_id="",
+        node_id=node[1] if node else "",
+    )
 
 
 class WorkerError(RanksFailedError):
@@ -52,6 +59,7 @@ class WorkerError(RanksFailedError):
         group: the name of the group, such as "policy"; empty for one that was given none.
         usable: whether the group can still be called, since every rank has answered; if not, only its end is left.
         final: whether Ray itself is gone.
+        lost_node: the machine of a rank, by Ray's id and its address, where it is gone, as opposed to the rank alone.
 
     """
 
@@ -65,6 +73,7 @@ class WorkerError(RanksFailedError):
         group: str = "",
         usable: bool = False,
         final: bool = False,
+        lost_node: str | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = -1 if failure is None else failure.rank
@@ -72,15 +81,17 @@ class WorkerError(RanksFailedError):
         self.cause = None if failure is None else failure.cause
         self.method, self.context = method, context
         self.group, self.usable, self.final = group, usable, final
+        self.lost_node = lost_node or (None if failure is None else failure.lost_node)
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What one rank reported: an exception that it raised, or its death."""
+    """What one rank reported: an exception that it raised, or its death; lost_node: its machine, if that is gone."""
 
     rank: int
     identity: RankIdentity
     error: BaseException
+    lost_node: str | None = None
 
     @property
     def died(self) -> bool:
@@ -102,6 +113,8 @@ class RankFailure:
         if self.cause is not None:
             lines = str(self.cause).strip().splitlines() or [""]
             return f"{type(self.cause).__name__}: {lines[0]}"
+        if self.lost_node is not None:
+            return f"node {self.lost_node} is gone"
         return self.details().splitlines()[-1].strip()
 
     def details(self) -> str:
@@ -154,6 +167,7 @@ class Call:
         *,
         usable: bool = False,
         final: bool = False,
+        lost_node: str | None = None,
     ) -> WorkerError:
         """The failure of this call."""
         return WorkerError(
@@ -164,6 +178,7 @@ class Call:
             group=self.group,
             usable=usable,
             final=final,
+            lost_node=lost_node,
         )
 
     def end_of_session(self, lost: str) -> WorkerError:
@@ -177,7 +192,7 @@ class Stall:
     """A rank that did not return, and was stopped for it.
 
     doing: what it began last. stack: where it stood in its Python code. silent: what is known of the process, if
-    it did not even say that; None if it did.
+    it did not even say that; None if it did. lost_node: its machine, if that is gone.
     """
 
     rank: int
@@ -185,8 +200,11 @@ class Stall:
     doing: str = ""
     stack: str = ""
     silent: str | None = None
+    lost_node: str | None = None
 
     def __str__(self) -> str:
+        if self.lost_node is not None:
+            return f"does not answer: node {self.lost_node} is gone"
         if self.silent is not None:
             return f"does not answer{self.silent}"
         return f"last began {self.doing!r}" if self.doing else "has not begun"
@@ -236,7 +254,7 @@ def describe(
         parts = [f"{noun} {hung.rank} ({hung.identity or 'starting'}) did not return from {where}: it {hung}"]
     else:
         lines.pop(root)
-        kind = "died" if root.died else "failed"
+        kind = "was lost" if root.lost_node else "died" if root.died else "failed"
         parts = [f"{noun} {root.rank} ({root.identity}) {kind} in {where}: {root.headline()}"]
     others = [*lines.values(), *waiting.values()]
     if others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl_mcore import activity
@@ -159,14 +159,19 @@ class PendingCall:
         usable = not calls.waiting and not any(failure.died for failure in failures)
         if not usable and (lost := ranks.lost()) is not None:
             return call.end_of_session(lost)
+        failures = [
+            replace(failure, lost_node=ranks.cluster.lost_node(failure.identity)) if failure.died else failure
+            for failure in failures
+        ]
         stalls = self._stalls()
         ranks.kill(calls.waiting)
         calls.wait_at_most(_KILL_WAIT_S if stalls else 0)  # else Ray logs the answers of the dead
         if self._ended in (Ended.STALLED, Ended.SILENT):
             stopping = self._ended is Ended.SILENT
-            return call.error(describe_stall(stalls, len(ranks.actors), call, ranks.noun, stopping=stopping))
+            message = describe_stall(stalls, len(ranks.actors), call, ranks.noun, stopping=stopping)
+            return call.error(message, lost_node=_lost_node(stalls))
         message = describe(failures, stalls, str(call), ranks.cluster.log_dir, ranks.noun)
-        return call.error(message, root_cause(failures), usable=usable)
+        return call.error(message, root_cause(failures), usable=usable, lost_node=_lost_node(stalls))
 
     def _stalls(self) -> list[Stall]:
         """What is known of the ranks that have not answered; it is asked for before they are killed."""
@@ -175,13 +180,18 @@ class PendingCall:
         return [
             Stall(
                 ranks.first + rank,
-                ranks.identities.get(rank),
+                identity := ranks.identities.get(rank),
                 doing=calls.watch.doing(rank),
                 stack=stacks.get(rank, ""),
-                silent=None if rank in stacks else ranks.cluster.process_state(ranks.identities.get(rank)),
+                silent=None if rank in stacks else ranks.cluster.process_state(identity),
+                lost_node=None if rank in stacks else ranks.cluster.lost_node(identity),
             )
             for rank in calls.waiting
         ]
 
     def _identity(self, rank: int, error: BaseException) -> RankIdentity:
         return self._ranks.identities.get(rank) or identity_in(str(error))
+
+
+def _lost_node(stalls: Iterable[Stall]) -> str | None:
+    return next((stall.lost_node for stall in stalls if stall.lost_node is not None), None)

@@ -96,8 +96,13 @@ class Policy:
         self._open_loss: LossFunction | None = None  # of the step that was begun last
 
     def restart(self) -> None:
-        """See `interfaces.TrainedModel.restart`; engines are to be connected anew."""
+        """See `interfaces.TrainedModel.restart`; engines are to be connected anew.
+
+        Waits for machines that are gone, see `RayCluster.await_machines`; one beside another model goes where that is.
+        """
         self._workers.shutdown()
+        if self._colocated_with is None:
+            self._cluster.await_machines()
         self.incarnation += 1
         self._start()
 

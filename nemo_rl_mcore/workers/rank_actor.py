@@ -59,7 +59,8 @@ def actor_class(worker_class: type) -> Any:
         def _identify(self) -> RankIdentity:
             use_arrays_for_tensors()
             context = ray.get_runtime_context()
-            return RankIdentity(ray.util.get_node_ip_address(), os.getpid(), context.get_worker_id())
+            host = ray.util.get_node_ip_address()
+            return RankIdentity(host, os.getpid(), context.get_worker_id(), context.get_node_id())
 
         def _listen(self, address: str) -> int:
             # The port is free because this process, which is to listen there, has it already.

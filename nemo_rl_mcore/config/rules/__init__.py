@@ -23,6 +23,7 @@ from nemo_rl_mcore.config.rules import (
     parallelism,
     prompts,
     second_models,
+    survival,
     weights,
 )
 from nemo_rl_mcore.config.rules.feature import Rules
@@ -42,6 +43,7 @@ FEATURES: tuple[Rules, ...] = (
     copies.RULES,
     losses.RULES,
     asynchronous.RULES,
+    survival.RULES,
 )
 
 

@@ -4,6 +4,13 @@ from pydantic import ValidationError
 from nemo_rl_mcore.config import GRPOMasterConfig
 from nemo_rl_mcore.data.datasets import is_held_out
 
+SHRINKING = (
+    "cluster.elastic=shrink",
+    "cluster.num_nodes=2",
+    "cluster.max_trainer_restarts=1",
+    "checkpointing.enabled=true",
+)
+
 
 def held_out(digits: int) -> int:
     return sum(is_held_out(f"{number:0{digits}d}>") for number in range(10**digits))
@@ -118,6 +125,40 @@ def test_the_prompts_that_the_config_promises_exist(load, digits):
                 "policy.megatron_cfg.optimizer.use_distributed_optimizer=true",
             ],
             "use_distributed_optimizer: true with optimizer: sgd cannot be saved",
+        ),
+        (
+            ["cluster.max_trainer_restarts=2"],
+            "cluster.max_trainer_restarts: 2 has new ranks begin at the last checkpoint, and checkpointing.enabled is "
+            "false; set checkpointing.enabled: true",
+        ),
+        (
+            ["cluster.elastic=shrink", "cluster.max_trainer_restarts=2"],
+            "cluster.max_trainer_restarts: 2 has new ranks begin at the last checkpoint",
+        ),
+        ([*SHRINKING, "cluster.num_nodes=1"], "shrink has no machine to do without: cluster.num_nodes is 1"),
+        (
+            [*SHRINKING, "cluster.max_trainer_restarts=0"],
+            "cluster.elastic: shrink starts ranks anew on the machines that are left, and cluster.max_trainer_restarts "
+            "is 0; set cluster.max_trainer_restarts to 1 or more, or cluster.elastic: none",
+        ),
+        (
+            [
+                *SHRINKING,
+                "cluster.cpu_workers_per_node=1",
+                "policy.megatron_cfg.tensor_model_parallel_size=2",
+            ],
+            "cluster.elastic: shrink finds no number of machines below cluster.num_nodes: 2 whose ranks make whole "
+            "copies of the model, among which the batch divides; set cluster.elastic: none",
+        ),
+        (
+            [
+                *SHRINKING,
+                "cluster.gpus_per_node=2",
+                "policy.train_micro_batch_size=64",
+                "policy.logprob_batch_size=64",
+                "policy.generation.backend=vllm",
+            ],
+            "cluster.elastic: shrink does not go with engines on the GPUs of the ranks",
         ),
     ],
 )

@@ -38,7 +38,7 @@ APART = {"colocated": {"enabled": False, "resources": {"gpus_per_node": 2}}}
     ],
 )
 def test_the_transport_follows_the_machines(cluster, keys, transport):
-    assert transport_of(ClusterConfig.model_validate(cluster), generation(**keys)) == transport
+    assert transport_of(RayCluster(ClusterConfig.model_validate(cluster)), generation(**keys)) == transport
 
 
 def test_engines_on_cpu_are_processes_of_their_own(monkeypatch):
