@@ -13,6 +13,18 @@ class PeerLostError(RunStoppedError):
     """A rank hangs, or has ended, while the others wait for it."""
 
 
+class RanksFailedError(RunStoppedError):
+    """Ranks of a model, or engines, raised, died or hang.
+
+    group: their name, such as "policy". usable: every one of them has answered, if only by raising, and can be called
+    again. final: there is nothing left to start others with.
+    """
+
+    group: str = ""
+    usable: bool = False
+    final: bool = False
+
+
 class CustomCodeError(RunStoppedError, ValueError):
     """Code of the user's own, named in a recipe, raised or gave what it must not; the message names its key."""
 

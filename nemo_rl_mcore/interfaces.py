@@ -71,6 +71,14 @@ class TrainedModel(Protocol):
         """
         ...
 
+    def serves(self) -> bool:
+        """Whether all ranks answer."""
+        ...
+
+    def restart(self) -> None:
+        """Put new ranks in place of those there are, with the weights that the run began with."""
+        ...
+
 
 class ValueInterface(TrainedModel, Protocol):
     """A critic."""

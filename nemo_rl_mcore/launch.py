@@ -18,7 +18,7 @@ from nemo_rl_mcore.algorithms.engine_comparison import compare_at_start, prompts
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.algorithms.ppo import PPO
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.rollout import KeptRollouts, RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
 from nemo_rl_mcore.algorithms.sft import SFT
 from nemo_rl_mcore.config import (
@@ -193,13 +193,15 @@ def _train(
         rollouts = generation = stack.enter_context(
             open_rollouts(config, generation, parts.prompts, tokenizer, checkpoints, saved)
         )
-    collector = RolloutCollector(generation, tokenizer, config.max_prompt_length, parts.environment)
+    kept = KeptRollouts(until_checkpoint=config.redoes_steps)
+    collector = RolloutCollector(generation, tokenizer, config.max_prompt_length, parts.environment, kept)
     models = {of_policy.name: policy} | {
         plan.name: _start(plan, config, cluster, recorder, stack, colocated_with=policy) for plan in others
     }
     algorithm = _algorithm(parts, models, collector, recorder, rollouts)
     trained = {name: model for name, model in models.items() if config.models[name].trained}
-    TrainingLoop(config, trained, generation, recorder, checkpoints).run(algorithm)
+    frozen = {name: model for name, model in models.items() if name not in trained}
+    TrainingLoop(config, trained, generation, recorder, checkpoints, frozen).run(algorithm)
 
 
 def _algorithm(

@@ -54,6 +54,12 @@ class _Quiet:
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def attempt(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def redoing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def add_samples(self, samples: Iterable[Sample]) -> None: ...

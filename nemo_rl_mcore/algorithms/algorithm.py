@@ -23,6 +23,14 @@ class StepObserver(Protocol):
         """Time a phase of the step."""
         ...
 
+    def attempt(self) -> AbstractContextManager[None]:
+        """Take the samples that are added in a block only where it does not raise."""
+        ...
+
+    def redoing(self) -> AbstractContextManager[None]:
+        """Time a block as one phase, `recovery`: steps that it trains again were recorded before."""
+        ...
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a finished step."""
         ...
@@ -67,8 +75,13 @@ class Algorithm[Config: RunConfig](ABC):
         then on a stop waits until it is finished and recorded. The engine sleeps when its answers are there.
         """
 
-    def checkpointed(self, step: int) -> None:  # noqa: B027  # most keep nothing for it
-        """Hear that the checkpoint of a finished step is whole."""
+    def redo(self, step: int) -> StepOutcome:
+        """Train a finished step again, from the same answers, on models that are as they were before it."""
+        return self.step(step, lambda: None)
+
+    def checkpointed(self, step: int) -> None:
+        """Hear that the checkpoint of a finished step is whole: none up to it will be trained again."""
+        self.collector.kept.forget(step)
 
     def validate(self, step: int) -> dict[str, float]:
         """The greedy answers to the held-out prompts: mean reward and share of full marks; the engine then sleeps.

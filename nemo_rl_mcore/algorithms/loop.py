@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepObserver, StepOutcome
+from nemo_rl_mcore.algorithms.recovery import Recovery
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.algorithms.skip_guard import SkipGuard, TooManySkippedStepsError
 from nemo_rl_mcore.algorithms.time_limit import TimeLimit
@@ -24,7 +26,7 @@ class TrainingLoop:
     """The loop over its parts.
 
     models: what it saves and restores, by the name of their folder. engine: what samples with the policy's weights; it
-    is given them, and woken, before a step that samples and before a validation.
+    is given them, and woken, before a step that samples and before a validation. frozen: models that are only asked.
     """
 
     config: RunConfig
@@ -32,6 +34,7 @@ class TrainingLoop:
     engine: GenerationInterface
     observer: StepObserver
     checkpoints: RunCheckpoints = field(default_factory=RunCheckpoints)
+    frozen: Mapping[str, TrainedModel] = field(default_factory=dict[str, TrainedModel])
 
     def run(self, algorithm: Algorithm[Any]) -> None:
         """Train up to the loop's `max_num_steps`, from the first step or from where the checkpoints say.
@@ -58,23 +61,37 @@ class TrainingLoop:
         behind = self.checkpoints.resumed_step
         with self._startup("restore", needed=behind is not None):
             guard = SkipGuard(self.config.max_consecutive_skips, **self.checkpoints.restore(self.models))
+        survive = partial(self._recovery.surviving, algorithm)
         with TimeLimit(self.config.checkpointing.must_save_by_s) as limit:
             with self._startup("weights", needed=not self.config.policy.generation.decodes_on_ranks):
-                self.engine.update_weights(behind or 0)
+                survive(lambda: self.engine.update_weights(behind or 0))
             awake = True
             if self.config.loop.val_at_start and behind is None:
-                self.observer.log(0, algorithm.validate(0))
+                self.observer.log(0, survive(lambda: algorithm.validate(0)))
                 awake = False
             for step in range((behind or 0) + 1, self.config.loop.max_num_steps + 1):
                 current_stop_signals().stop_if_asked()
                 with limit.step():
-                    self._wake_for(step, awake=awake)
-                    outcome = self._step(algorithm, step, guard)
+                    outcome = self._step(algorithm, step, guard, awake=awake)
                 awake = False
                 guard.stop_if_too_many(step, outcome.batch)
                 if self.config.asynchronous:
-                    self._wake(step)  # engines at work are not to wait for what comes next here
+                    survive(
+                        partial(self._wake, step)
+                    )  # engines at work are not to wait for what comes next here
                 self._save_if_due(algorithm, step, limit)
+
+    @cached_property
+    def _recovery(self) -> Recovery:
+        one_step = self.config.samples_per_step == self.config.policy.train_global_batch_size
+        return Recovery(
+            self.models,
+            self.frozen,
+            self.checkpoints,
+            self.observer,
+            self.config.cluster.max_trainer_restarts,
+            undone_by_abort=one_step and len(self.models) == 1,
+        )
 
     def _startup(self, part: str, *, needed: bool) -> AbstractContextManager[None]:
         """A part of the start, which is no time of the first step."""
@@ -82,9 +99,14 @@ class TrainingLoop:
 
     def _save_if_due(self, algorithm: Algorithm[Any], step: int, limit: TimeLimit) -> None:
         if self.checkpoints.due(step):
-            with deferred_stop_signals(), limit.save(), self.observer.phase("checkpoint"):
-                self.checkpoints.save_finished(self.models)  # counted in the step that follows
+            with (
+                deferred_stop_signals(),
+                limit.save(),
+                self.observer.phase("checkpoint"),
+            ):  # of the step that follows
+                self._recovery.surviving(algorithm, lambda: self.checkpoints.save_finished(self.models))
             algorithm.checkpointed(step)
+            self._recovery.checkpointed(step)
         if step < self.config.loop.max_num_steps:
             limit.stop_if_the_next_step_does_not_fit()
 
@@ -100,8 +122,8 @@ class TrainingLoop:
         with self.observer.phase("weight_sync"):
             self.engine.update_weights(version)
 
-    def _step(self, algorithm: Algorithm[Any], step: int, guard: SkipGuard) -> StepOutcome:
-        loop = self.config.loop
+    def _step(self, algorithm: Algorithm[Any], step: int, guard: SkipGuard, *, awake: bool) -> StepOutcome:
+        loop, recovery = self.config.loop, self._recovery
         with self._row_of(step) as row:
             with ExitStack() as until_recorded:
 
@@ -109,17 +131,26 @@ class TrainingLoop:
                     until_recorded.enter_context(deferred_stop_signals())
                     self.checkpoints.begin_update()
 
-                outcome = algorithm.step(step, begin_update)
+                def train() -> StepOutcome:
+                    self._wake_for(step, awake=awake)
+                    return algorithm.step(step, begin_update)
+
+                outcome = recovery.surviving(algorithm, train)
                 guard.record(outcome.skip_reasons)
                 row |= outcome.metrics
                 row |= {"train/skipped_steps": guard.total, "train/empty_steps": guard.empty}
                 self.checkpoints.finish(step, row, guard.counters())
+                recovery.finished(step, row)
             last = step == loop.max_num_steps
             if (loop.val_period and step % loop.val_period == 0) or (last and loop.val_at_end):
-                self._wake(step)
-                with self.observer.phase("validation"):
-                    row |= algorithm.validate(step)
+                row |= recovery.surviving(algorithm, partial(self._validate, algorithm, step))
+            row |= recovery.metrics()
         return outcome
+
+    def _validate(self, algorithm: Algorithm[Any], step: int) -> dict[str, float]:
+        self._wake(step)
+        with self.observer.phase("validation"):
+            return algorithm.validate(step)
 
     @contextmanager
     def _row_of(self, step: int) -> Generator[dict[str, float]]:
@@ -143,7 +174,7 @@ class TrainingLoop:
         checkpoints.note_failure("a second signal came before they were saved")
         if current_stop_signals().insisted:
             return None
-        if checkpoints.updating and not self._update_is_undone:
+        if checkpoints.updating and not self._recovery.undone_by_abort:
             checkpoints.note_failure("the step after them had begun to change the weights")
             return None
         reason = run_stopped_by(stop)  # also why the ranks no longer serve, if they do not
@@ -157,9 +188,3 @@ class TrainingLoop:
                 checkpoints.note_failure(str(reason or error).partition("\n")[0])
                 return error
         return None
-
-    @property
-    def _update_is_undone(self) -> bool:
-        """Whether to abort an update that failed takes all of it back: it is one optimizer step of one model."""
-        one_step = self.config.samples_per_step == self.config.policy.train_global_batch_size
-        return one_step and len(self.models) == 1

@@ -5,8 +5,8 @@ Shapes: B rows (prompts x samples), P longest prompt, T new tokens, S = longest 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,14 @@ class Rollout:
             [self.prompts[i] for i in rows],
             [self.responses[i] for i in rows],
         )
+
+    def copy(self) -> Rollout:
+        """The same, whose tensors may be changed."""
+        columns = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in self.batch.items()
+        }
+        return Rollout(BatchedDataDict(columns), [*self.prompts], [*self.responses])
 
     @property
     def environment_rewards(self) -> torch.Tensor:
@@ -188,17 +196,55 @@ class Responder:
         return joined
 
 
+type _Asked = tuple[int, int, tuple[tuple[str, int], ...]]
+"""Step, samples, and the source and index of each prompt: with the seed they settle the noise."""
+
+
+@dataclass
+class KeptRollouts:
+    """Scored answers, for steps that are trained again when ranks have failed.
+
+    until_checkpoint: they are kept until a checkpoint holds what they taught; else no longer than their step.
+    """
+
+    until_checkpoint: bool = False
+    _kept: dict[_Asked, Rollout] = field(default_factory=dict[_Asked, Rollout])
+
+    def get(
+        self, prompts: Sequence[Prompt], samples: int, step: int, collect: Callable[[], Rollout]
+    ) -> Rollout:
+        """What was collected for the same before, else what `collect` gives; the caller may change it."""
+        asked = (step, samples, tuple((prompt.source, prompt.index) for prompt in prompts))
+        if not self.until_checkpoint:
+            self.forget(step - 1)
+        if asked not in self._kept:
+            self._kept[asked] = collect()
+        return self._kept[asked].copy()
+
+    def forget(self, step: int) -> None:
+        """Forget the steps up to this one, which are not trained again."""
+        self._kept = {asked: rollout for asked, rollout in self._kept.items() if asked[0] > step}
+
+
 @dataclass(frozen=True)
 class RolloutCollector(Responder):
-    """Asks a generation engine for responses and an environment for rewards."""
+    """Asks a generation engine for responses and an environment for rewards.
+
+    What is trained on is asked for once: a step that is tried or done again gets the same answers and rewards.
+    """
 
     environment: EnvironmentInterface
+    kept: KeptRollouts = field(default_factory=KeptRollouts)
 
     def collect(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
-        """Answer each prompt `samples` times, as `respond` does, and score the answers."""
-        rollout = self.respond(prompts, samples, step=step, greedy=greedy)
-        self.score(rollout)
-        return rollout
+        """Answer each prompt `samples` times, as `respond` does, and score the answers; greedy ones are for judging."""
+
+        def collect() -> Rollout:
+            rollout = self.respond(prompts, samples, step=step, greedy=greedy)
+            self.score(rollout)
+            return rollout
+
+        return collect() if greedy else self.kept.get(prompts, samples, step, collect)
 
     def score(self, rollout: Rollout) -> None:
         """Add the rewards of the environment to the batch."""

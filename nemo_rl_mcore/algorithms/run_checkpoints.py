@@ -101,13 +101,28 @@ class RunCheckpoints:
         """Whether there is a finished step whose save was not tried yet, and a place for it."""
         return self.store is not None and self._finished is not None and self._finished.step != self._tried
 
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the checkpoint that `restore` goes back to: the last one of this run, else where it began."""
+        return self._saved if self._saved is not None else self.resumed_step
+
+    @property
+    def finished_step(self) -> int:
+        """The last step whose update is done, be it before the run began."""
+        return self._finished.step if self._finished is not None else self.resumed_step or 0
+
     def restore(self, models: Mapping[str, TrainedModel]) -> Mapping[str, Any]:
-        """Set the models back to where the run goes on, and return the counters that were saved with them."""
-        if self.start is None:
-            return {}
-        for name, model in models.items():
-            model.load_checkpoint(str((self.start.folder / name).absolute()))
-        return self.start.counters
+        """Set the models back to the last checkpoint; returns the counters that the run began with."""
+        if (folder := self._last_folder) is not None:
+            for name, model in models.items():
+                model.load_checkpoint(str((folder / name).absolute()))
+        return self.start.counters if self.start is not None else {}
+
+    @property
+    def _last_folder(self) -> Path | None:
+        if self.store is not None and self._saved is not None:
+            return self.store.root / f"step_{self._saved}"
+        return self.start.folder if self.start is not None else None
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to follow this step."""
@@ -170,7 +185,7 @@ class RunCheckpoints:
 
     def standing(self) -> str:
         """What is kept of the weights, what is lost, and how the run goes on: for how it ended."""
-        saved = self._saved if self._saved is not None else self.resumed_step
+        saved = self.saved_step
         parts: list[str] = []
         if self._finished is None:
             parts.append("no step was finished")
@@ -180,11 +195,10 @@ class RunCheckpoints:
             why = "checkpointing.enabled is false" if self.store is None else self._failure
             parts.append(f"the weights of {steps} are lost" + (f" ({why})" if why else ""))
         if self.store is not None and saved is not None:
-            folder = (
-                self.start.folder if self.start and self._saved is None else self.store.root / f"step_{saved}"
-            )
             how = "" if self.resume == "auto" else " with checkpointing.resume=auto"
-            parts.append(f"step {saved} is saved in {folder}, and the same command{how} goes on from there")
+            parts.append(
+                f"step {saved} is saved in {self._last_folder}, and the same command{how} goes on from there"
+            )
         return "; ".join(parts)
 
 

@@ -123,6 +123,11 @@ class RunConfig(StrictModel):
         return False
 
     @property
+    def redoes_steps(self) -> bool:
+        """Whether steps that no checkpoint holds are trained again when ranks are lost."""
+        return self.checkpointing.enabled and self.cluster.max_trainer_restarts > 0
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the log-probabilities of the weights at the start are needed."""
         return False

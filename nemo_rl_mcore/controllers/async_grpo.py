@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from nemo_rl_mcore.algorithms.algorithm import StepOutcome
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.mismatch import measure_mismatch
@@ -51,11 +53,6 @@ class StepGroups(Protocol):
 
     groups: GroupStore
 
-    @property
-    def trained_version(self) -> int:
-        """That of the weights that train."""
-        ...
-
     def begin(self) -> int:
         """Open the next step; returns its number."""
         ...
@@ -64,8 +61,12 @@ class StepGroups(Protocol):
         """The positions of the open step's groups, as soon as so many more are answered, until it is full."""
         ...
 
+    def chunks_of(self, step: int) -> Sequence[Sequence[int]]:
+        """The positions of each chunk that a finished step was trained on, if they are kept."""
+        ...
+
     def prompt_of(self, position: int) -> Prompt:
-        """The prompt of a group that has not been trained."""
+        """The prompt of a group."""
         ...
 
     def finishing(self) -> None:
@@ -107,11 +108,19 @@ class AsyncGRPO(GRPO):
             pace = self.rollouts.finish()
         whole = Rollout.concatenate([chunk for chunk, _ in chunks], self.collector.tokenizer.pad_token_id)
         self.observer.add_samples(whole.samples(step))
-        metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(whole.batch)
+        metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(step, whole.batch)
         metrics |= rollout_metrics(whole) | train_metrics(result)
         metrics |= age_metrics(whole.batch, step - 1, self.config.grpo.async_grpo.max_trajectory_age_steps)
         metrics |= correction_metrics(whole.batch) | pace_metrics(pace, time.monotonic())
         return StepOutcome(metrics, result["skip_reasons"], whole.batch)
+
+    def redo(self, step: int) -> StepOutcome:
+        """See `Algorithm.redo`: the same chunks; for the ledger nothing has happened."""
+        self.policy.begin_train_step(self._loss_fn, step_id=_id_of(step))
+        chunks = [self._train_chunk(step, positions)[0] for positions in self.rollouts.chunks_of(step)]
+        result = self.policy.finish_train_step()
+        whole = Rollout.concatenate(chunks, self.collector.tokenizer.pad_token_id)
+        return StepOutcome(train_metrics(result), result["skip_reasons"], whole.batch)
 
     def checkpointed(self, step: int) -> None:
         """See `Algorithm.checkpointed`: what the step was trained on is not kept any longer."""
@@ -122,7 +131,7 @@ class AsyncGRPO(GRPO):
         """The ledger's and the ranks' step together: both leave no trace when the block fails."""
         self.rollouts.begin()
         try:
-            self.policy.begin_train_step(self._loss_fn, step_id=f"step {step}")
+            self.policy.begin_train_step(self._loss_fn, step_id=_id_of(step))
             yield
         except BaseException as error:
             try:
@@ -141,42 +150,62 @@ class AsyncGRPO(GRPO):
     def _train_chunks(self, step: int) -> Iterator[tuple[Rollout, dict[str, float]]]:
         chunks = self.rollouts.chunks(self.config.grpo.min_groups_per_chunk)
         while (positions := self._wait_for(chunks)) is not None:
-            rollout = self._rollout_of(positions)
-            metrics = self._judge(step, rollout)
-            batch = BatchedDataDict({k: v for k, v in rollout.batch.items() if k != WEIGHT_VERSIONS})
-            with self.observer.phase("train"):
-                self.policy.train_microbatch(batch, chunk_id=f"groups from {positions[0]}")
-            yield rollout, metrics
+            yield self._train_chunk(step, positions)
+
+    def _train_chunk(self, step: int, positions: Sequence[int]) -> tuple[Rollout, dict[str, float]]:
+        rollout = self._rollout_of(positions)
+        metrics = self._judge(step, rollout)
+        batch = BatchedDataDict({k: v for k, v in rollout.batch.items() if k != WEIGHT_VERSIONS})
+        with self.observer.phase("train"):
+            self.policy.train_microbatch(batch, chunk_id=f"groups from {positions[0]}")
+        return rollout, metrics
 
     def _wait_for(self, chunks: Iterator[Sequence[int]]) -> Sequence[int] | None:
         with self.observer.phase("generation"):
             return next(chunks, None)
 
     def _rollout_of(self, positions: Sequence[int]) -> Rollout:
-        """The groups, scored."""
+        """The groups, with shaped rewards."""
         groups = [self.rollouts.groups.get(position) for position in positions]
         batch = concatenate_batches(groups, self.collector.tokenizer.pad_token_id)
         prompts = [self.rollouts.prompt_of(position) for position in positions]
         rollout = self.collector.as_rollout(prompts, batch)
-        self.collector.score(rollout)
+        self._score(rollout, positions)
         Sampling(self, self.config.grpo).shape(rollout)
         return rollout
 
+    def _score(self, rollout: Rollout, positions: Sequence[int]) -> None:
+        """Add the rewards; a group is scored once, however often it is trained."""
+        scored, size = self.rollouts.groups.rewards, rollout.batch.size // len(positions)
+        new = [place for place, position in enumerate(positions) if position not in scored]
+        if new:
+            part = rollout.select([place * size + row for place in new for row in range(size)])
+            self.collector.score(part)
+            for place, rewards in zip(new, part.batch["rewards"].split(size), strict=True):
+                scored[positions[place]] = rewards
+        rollout.batch["rewards"] = torch.cat([scored[position] for position in positions])
+
     def _check_mismatch(self, step: int, batch: BatchedDataDict) -> dict[str, float]:
         """Of what the weights that train have drawn: what older ones drew differs by its age."""
-        young = self._drawn_by_these_weights(batch)
+        young = _drawn_by(step - 1, batch)
         return super()._check_mismatch(step, young) if young.size else {}
 
-    def _measure_mismatch(self, batch: BatchedDataDict) -> dict[str, float]:
+    def _measure_mismatch(self, step: int, batch: BatchedDataDict) -> dict[str, float]:
         """Of a whole step, whose chunks have been checked."""
-        young, config = self._drawn_by_these_weights(batch), self.config
+        young, config = _drawn_by(step - 1, batch), self.config
         if not young.size:
             return {}
         found = measure_mismatch(young, config.loss_fn.reference_policy_kl_type)
         return found.metrics(config.policy.generation.mismatch.threshold)
 
-    def _drawn_by_these_weights(self, batch: BatchedDataDict) -> BatchedDataDict:
-        versions, version = batch[WEIGHT_VERSIONS], self.rollouts.trained_version
-        young = ((versions < 0) | (versions == version)).all(1)
-        # Not a copy where it is the whole: the mismatch's action may mask rows.
-        return batch if bool(young.all()) else batch.select_indices(young.nonzero().flatten())
+
+def _drawn_by(version: int, batch: BatchedDataDict) -> BatchedDataDict:
+    """The responses of which no token was drawn by other weights."""
+    versions = batch[WEIGHT_VERSIONS]
+    young = ((versions < 0) | (versions == version)).all(1)
+    # Not a copy where it is the whole: the mismatch's action may mask rows.
+    return batch if bool(young.all()) else batch.select_indices(young.nonzero().flatten())
+
+
+def _id_of(step: int) -> str:
+    return f"step {step}"

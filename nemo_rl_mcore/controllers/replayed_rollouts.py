@@ -52,11 +52,6 @@ class ReplayedRollouts:
         self._error: BaseException | None = None
         self._thread = LoopThread("replay", self._stop)
 
-    @property
-    def trained_version(self) -> int:
-        """That of the weights that train."""
-        return self._step
-
     def update_weights(self, version: int) -> None:
         """Give the engine the weights, and ask for the groups that began with them."""
         if self._engines is None:
@@ -82,6 +77,10 @@ class ReplayedRollouts:
             if self._error is not None:
                 raise self._error
             yield chunk
+
+    def chunks_of(self, step: int) -> Sequence[Sequence[int]]:
+        """Those of the log."""
+        return self._timeline.chunks[step]
 
     def prompt_of(self, position: int) -> Prompt:
         """The prompt of a group."""

@@ -165,14 +165,17 @@ class Rollouts:
             self.ledger.lease(positions)
             return positions
 
-    @property
-    def trained_version(self) -> int:
-        """That of the weights that train."""
-        return self.ledger.version
+    def chunks_of(self, step: int) -> Sequence[Sequence[int]]:
+        """The positions of each chunk that a finished step was trained on; LedgerError once it is forgotten."""
+        with self._changed:
+            return self.ledger.chunks_of(step)
 
     def prompt_of(self, position: int) -> Prompt:
-        """The prompt of a group that has not been trained."""
-        return self._group(position).prompt
+        """The prompt of a group."""
+        step, place = divmod(position, self.ledger.limits.groups_per_step)
+        with self._changed:
+            drawn = self._drawn.get(step + 1)
+        return (drawn or self._draw.groups_of(step + 1))[place].prompt
 
     def finishing(self) -> None:
         """Take note that the optimizer is about to step."""

@@ -81,7 +81,7 @@ def open_rollouts(
         if step:
             _tell_where_answers_begin(ledger, len(groups))
         retention = Retention(
-            until_checkpoint=config.checkpointing.enabled,
+            until_checkpoint=config.redoes_steps,
             archive=folder / KEPT_GROUPS if config.keeps_groups else None,
         )
         with Rollouts(grpo.async_grpo, ledger, groups, engines, draw, retention) as rollouts:

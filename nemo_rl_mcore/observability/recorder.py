@@ -68,6 +68,8 @@ class RunRecorder:
         self._shown: deque[Sample] = deque(maxlen=config.num_val_samples_to_print)
         self._rollouts: RolloutSink | None = None
         self._sinks: list[MetricSink] = []
+        self._attempted: list[Sample] | None = None
+        self._redoing = False
         self._opened = ExitStack()
         self._step_began = time.perf_counter()
         self.timer = PhaseTimer()
@@ -162,11 +164,36 @@ class RunRecorder:
             with self.startup(name.removeprefix(STARTUP_PREFIX)):
                 yield
             return
+        if self._redoing:
+            yield
+            return
         self._progress.begin()
         with self.timer.phase(name):
             yield
         if name == _CHECKPOINT:
             self._progress.saved()
+
+    @contextmanager
+    def attempt(self) -> Generator[None]:
+        """Take the samples that are added in the block only where it does not raise."""
+        outer, self._attempted = self._attempted, []
+        try:
+            yield
+            added = self._attempted
+        finally:
+            self._attempted = outer
+        self.add_samples(added)
+
+    @contextmanager
+    def redoing(self) -> Generator[None]:
+        """Time the block as the phase `recovery`: what it trains again was timed and recorded before."""
+        with self.phase("recovery"), self.attempt():
+            self._redoing = True
+            try:
+                yield
+            finally:
+                self._redoing = False
+                self._attempted = []
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a finished step everywhere."""
@@ -183,6 +210,9 @@ class RunRecorder:
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """Take the answers of the step at hand, which are written when it is logged."""
+        if self._attempted is not None:
+            self._attempted += samples
+            return
         assert self._rollouts is not None
         samples = list(samples)
         self._rollouts.add(samples)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ray.exceptions import RayTaskError
 
-from nemo_rl_mcore.errors import PeerLostError, RunStoppedError
+from nemo_rl_mcore.errors import PeerLostError, RanksFailedError
 
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _CARETS_ONLY = re.compile(r"^\s*[\^~]+\s*\n", re.MULTILINE)
@@ -40,7 +40,7 @@ def identity_in(report: str) -> RankIdentity:
     return RankIdentity(host[1] if host else "unknown", int(pid[1]) if pid else 0, ray_worker_id="")
 
 
-class WorkerError(RunStoppedError):
+class WorkerError(RanksFailedError):
     """One rank of a worker group failed; the message is complete, with the traceback of that rank.
 
     Attributes:
@@ -51,6 +51,7 @@ class WorkerError(RunStoppedError):
         cause: the exception that the rank raised, when it raised one that could be sent back.
         group: the name of the group, such as "policy"; empty for one that was given none.
         usable: whether the group can still be called, since every rank has answered; if not, only its end is left.
+        final: whether Ray itself is gone.
 
     """
 
@@ -63,13 +64,14 @@ class WorkerError(RunStoppedError):
         context: str = "",
         group: str = "",
         usable: bool = False,
+        final: bool = False,
     ) -> None:
         super().__init__(message)
         self.rank = -1 if failure is None else failure.rank
         self.host = "" if failure is None else failure.identity.host
         self.cause = None if failure is None else failure.cause
         self.method, self.context = method, context
-        self.group, self.usable = group, usable
+        self.group, self.usable, self.final = group, usable, final
 
 
 @dataclass(frozen=True)
@@ -145,15 +147,29 @@ class Call:
     def __str__(self) -> str:
         return f"{self.method} ({self.context})" if self.context else self.method
 
-    def error(self, message: str, failure: RankFailure | None = None, *, usable: bool = False) -> WorkerError:
+    def error(
+        self,
+        message: str,
+        failure: RankFailure | None = None,
+        *,
+        usable: bool = False,
+        final: bool = False,
+    ) -> WorkerError:
         """The failure of this call."""
         return WorkerError(
-            message, failure, method=self.method, context=self.context, group=self.group, usable=usable
+            message,
+            failure,
+            method=self.method,
+            context=self.context,
+            group=self.group,
+            usable=usable,
+            final=final,
         )
 
     def end_of_session(self, lost: str) -> WorkerError:
         """The failure of this call where Ray itself is gone; lost: what of it."""
-        return self.error(f"{self} did not end: {lost}, and the Ray session with it; its ranks are stopped")
+        told = f"{self} did not end: {lost}, and the Ray session with it; its ranks are stopped"
+        return self.error(told, final=True)
 
 
 @dataclass(frozen=True)

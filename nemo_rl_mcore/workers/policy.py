@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,9 +21,11 @@ from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.train_step import TrainStepError
 from nemo_rl_mcore.workers.cluster import Placement, RayCluster
 from nemo_rl_mcore.workers.environment import hub_token
+from nemo_rl_mcore.workers.failures import WorkerError
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup, WorkerGroup
 
+_ANSWERS_S = 10.0
 _NOBODY: Collection[int] = ()
 _FIRST: Collection[int] = (0,)
 
@@ -55,9 +58,10 @@ class Policy:
         group: Callable[..., WorkerGroup] = RayWorkerGroup,
     ) -> None:
         config = _with_absolute_paths(config)
-        self._config = config
+        self._config, self._cluster, self._colocated_with = config, cluster, colocated_with
         self._check = BatchCheck.of(config)
-        self._workers = group(
+        self._start_workers = partial(
+            group,
             MegatronPolicyWorker,
             cluster,
             (config,),
@@ -74,10 +78,15 @@ class Policy:
             deadline_keys="policy",
             name=name,
             secrets=hub_token(os.environ) if config.model_name is not None else {},
-            placement=None
-            if colocated_with is None
-            else cluster.place_colocated(colocated_with.placement, colocated_with.gpus()),
         )
+        self.incarnation = 0
+        """How often its ranks were started anew."""
+        self._start()
+
+    def _start(self) -> None:
+        beside = self._colocated_with
+        placement = beside and self._cluster.place_colocated(beside.placement, beside.gpus())
+        self._workers = self._start_workers(placement=placement)
         # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
         self._shard_of_rank: list[int] = self._workers.run_all(
             "data_parallel_rank", context="start of the workers"
@@ -85,6 +94,22 @@ class Policy:
         self._shards = max(self._shard_of_rank) + 1
         self._calls: dict[str, int] = {}
         self._open_loss: LossFunction | None = None  # of the step that was begun last
+
+    def restart(self) -> None:
+        """See `interfaces.TrainedModel.restart`; engines are to be connected anew."""
+        self._workers.shutdown()
+        self.incarnation += 1
+        self._start()
+
+    def serves(self) -> bool:
+        """See `interfaces.TrainedModel.serves`; one that hangs for some seconds does not."""
+        try:
+            self._workers.run_all(
+                "data_parallel_rank", context="after a failure", timeout_s=_ANSWERS_S, key=""
+            )
+        except WorkerError as error:
+            return error.usable
+        return True
 
     def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_logprobs`."""

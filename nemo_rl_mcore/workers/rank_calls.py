@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from nemo_rl_mcore.progress import Progress
 from nemo_rl_mcore.signals import current_stop_signals
@@ -17,6 +17,7 @@ from nemo_rl_mcore.workers.rank_actor import Health
 
 _LOOK_EVERY_S = 1.0
 _GRACE_S = 5.0
+_GRACE_AFTER_A_DEATH_S = 1.0  # what died is the cause, whatever the others report
 _STACKS_WITHIN_S = 2.0
 _ANSWERS_WITHIN_S = 3.0
 
@@ -129,7 +130,7 @@ class RankCalls:
         if not self._refs:
             return Ended.FAILED if self.errors else Ended.ANSWERED
         if self.errors:
-            return Ended.FAILED if time.monotonic() - self._failed_at >= _GRACE_S else None
+            return Ended.FAILED if time.monotonic() - self._failed_at >= self._grace_s else None
         if self.watch.due(min(_LOOK_EVERY_S, self._timeout_s / 4)):
             if self._lost() is not None:
                 return Ended.LOST
@@ -140,6 +141,11 @@ class RankCalls:
             if current_stop_signals().asked and self.watch.silent(self.waiting, _ANSWERS_WITHIN_S):
                 return Ended.SILENT
         return None
+
+    @property
+    def _grace_s(self) -> float:
+        died = any(not isinstance(error, RayTaskError) for _, error in self.errors)
+        return _GRACE_AFTER_A_DEATH_S if died else _GRACE_S
 
     def take(self, wait_s: float) -> None:
         """Take the answers that are there, if need be wait so long for one."""

@@ -241,7 +241,8 @@ class RayWorkerGroup:
         if self._last is not None and self._last.error is not None and not self._last.error.usable:
             headline, _, details = str(self._last.error).partition("\n")
             raise call.error(
-                f"{call} was not started: the worker group ended with an earlier failure: {headline}\n{details}"
+                f"{call} was not started: the worker group ended with an earlier failure: {headline}\n{details}",
+                final=self._last.error.final,
             )
         if (lost := self._cluster.lost()) is not None:
             raise call.end_of_session(lost)

@@ -95,6 +95,12 @@ class Observer:
     def phase(self, _name: str) -> nullcontext[None]:
         return nullcontext()
 
+    def attempt(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def redoing(self) -> nullcontext[None]:
+        return nullcontext()
+
     def startup(self, _part: str, _told_as: str = "") -> nullcontext[dict[str, float]]:
         return nullcontext({})
 

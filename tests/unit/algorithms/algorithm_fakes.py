@@ -173,6 +173,22 @@ class Notes:
         self.phases.append(name)
         yield
 
+    @contextmanager
+    def attempt(self):
+        before = len(self.sampled)
+        try:
+            yield
+        except BaseException:
+            del self.sampled[before:]
+            raise
+
+    @contextmanager
+    def redoing(self):
+        before = len(self.sampled), len(self.phases)
+        with self.phase("recovery"):
+            yield
+        del self.sampled[before[0] :], self.phases[before[1] + 1 :]
+
     def log(self, step, metrics):
         self.steps[step] = dict(metrics)
 
