@@ -20,7 +20,8 @@ Entry = Mapping
 class Expected:
     """What the run is to train: the prompts of each step, in order, with so many answers each, over so many ranks.
 
-    asynchronous: whether engines answer. exact: whether the same rows give the same weights to the bit.
+    asynchronous: whether engines answer. exact: whether the same rows give the same weights to the bit. repeats: whether
+    a command that goes on after another one's end gives the rows that this one had after its checkpoint, too.
     finished: whether the run came to its end.
     """
 
@@ -29,6 +30,7 @@ class Expected:
     ranks: int
     asynchronous: bool
     exact: bool = True
+    repeats: bool = True
     finished: bool = True
 
     @property
@@ -43,6 +45,7 @@ class Finished:
     step: int
     rows: tuple[tuple[int, int, str], ...]
     weights: str
+    time: float
 
 
 @dataclass
@@ -94,21 +97,21 @@ class RankReplay:
         if self._open is None or self._failed:
             self._say("a step is finished that was not begun, or had failed, and was not aborted")
             return
-        self._finish(self._open, self._rows, entry["weights"])
+        self._finish(self._open, self._rows, entry)
 
     def _finish_train_step_raised(self, entry: Entry) -> None:
         self._failed = True
 
     def _train_end(self, entry: Entry) -> None:
-        self._finish(len(self.history) + 1, entry["rows"], entry["weights"])
+        self._finish(len(self.history) + 1, entry["rows"], entry)
 
-    def _finish(self, step: int, rows: Sequence, weights: str) -> None:
+    def _finish(self, step: int, rows: Sequence, entry: Entry) -> None:
         if step != len(self.history) + 1:
             self._say(f"step {step} is trained after step {len(self.history)}")
-        one = Finished(step, tuple(tuple(row) for row in rows), weights)
+        one = Finished(step, tuple(tuple(row) for row in rows), entry["weights"], entry["time"])
         self.history.append(one)
         self.ever[step].append(one)
-        self._weights, self._open = weights, None
+        self._weights, self._open = one.weights, None
 
     def _abort_train_step_end(self, entry: Entry) -> None:
         self._open, self._failed = None, False
@@ -137,6 +140,7 @@ class Journals:
     ranks: dict[str, list[list[Entry]]]
     engines: list[list[Entry]]
     struck: list[Entry]
+    starts: list[float]
 
     @classmethod
     def read(cls, folder: Path) -> "Journals":
@@ -149,11 +153,12 @@ class Journals:
             of_one.sort(key=lambda entries: entries[0]["time"])
         engines = lives.pop("engine", [])
         struck = [json.loads(path.read_text()) for path in folder.glob("struck_*")]
-        return cls(dict(sorted(lives.items())), engines, sorted(struck, key=lambda one: one["time"]))
+        starts = sorted(float(path.read_text()) for path in folder.glob("started_*"))
+        return cls(dict(sorted(lives.items())), engines, struck, starts)
 
-    @property
-    def driver_deaths(self) -> list[float]:
-        return [one["time"] for one in self.struck if one["who"] in ("driver", "raylet")]
+    def session(self, time: float) -> int:
+        """Which start of the command something belongs to, from 1 on."""
+        return sum(start <= time for start in self.starts)
 
     @property
     def struck_pids(self) -> set[int]:
@@ -166,7 +171,7 @@ def broken(folder: Path, expected: Expected) -> list[str]:
     found = [problem for one in replays for problem in one.problems]
     if len(replays) != expected.ranks:
         return [*found, f"{len(replays)} ranks kept journals, not {expected.ranks}"]
-    found += [*_histories(replays, expected), *_redone(replays, expected)]
+    found += [*_histories(replays, expected), *_redone(journals, replays, expected)]
     if expected.asynchronous:
         found += [
             *_answers(journals, expected),
@@ -205,9 +210,12 @@ def _histories(replays: Sequence[RankReplay], expected: Expected) -> Iterator[st
             yield f"step {step} trained {more} rows that are not its own, or twice, and left out {less}"
 
 
-def _redone(replays: Sequence[RankReplay], expected: Expected) -> Iterator[str]:
+def _redone(journals: Journals, replays: Sequence[RankReplay], expected: Expected) -> Iterator[str]:
     for rank in replays:
-        for step, times in rank.ever.items():
+        sessions: dict[tuple[int, int], list[Finished]] = defaultdict(list)
+        for one in (one for times in rank.ever.values() for one in times):
+            sessions[0 if expected.repeats else journals.session(one.time), one.step].append(one)
+        for (_, step), times in sessions.items():
             if len({one.rows for one in times}) > 1:
                 yield f"{rank.who}: step {step} was done again with other rows"
             elif expected.exact and len({one.weights for one in times}) > 1:
@@ -253,41 +261,38 @@ def position_of(ticket: str) -> int:
 
 def _answers(journals: Journals, expected: Expected) -> Iterator[str]:
     """Every group is answered; twice only where the first answer, or who waited for it, was lost."""
-    tickets = Counter(entry["ticket"] for life in journals.engines for entry in _begun(life))
-    yield from (f"{ticket} was asked {times} times" for ticket, times in tickets.items() if times > 1)
-    deaths, struck = journals.driver_deaths, journals.struck_pids
-    ends: Counter[tuple[int, int]] = Counter()
+    last_session, asked = len(journals.starts), Counter[tuple[int, str]]()
+    ends, answered = Counter[tuple[int, int]](), set[int]()
     for life in journals.engines:
-        last = [entry for entry in life if entry["call"] == "generate" and entry["at"] == "end"][-1:]
-        for entry in life:
-            if entry["call"] != "generate" or entry["at"] != "end":
-                continue
-            undelivered = entry["pid"] in struck and entry in last
-            session = sum(death < entry["time"] for death in deaths)
-            ends[session, position_of(entry["ticket"])] += not undelivered
+        struck = life[0]["pid"] in journals.struck_pids
+        last = [entry for entry in life if _is_answer(entry)][-1:]
         for entry in _begun(life):
-            ends_with_driver = any(death > entry["time"] for death in deaths)
-            if _outcome(life, entry) == "none" and entry["pid"] not in struck and not ends_with_driver:
-                yield f"{entry['ticket']} was given up on an engine that nothing had happened to"
+            session, ticket = journals.session(entry["time"]), entry["ticket"]
+            asked[session, ticket] += 1
+            if _outcome(life, entry) == "none" and not struck and session == last_session:
+                yield f"{ticket} was given up on an engine that nothing had happened to"
+        for entry in filter(_is_answer, life):
+            undelivered = struck and entry in last
+            ends[journals.session(entry["time"]), position_of(entry["ticket"])] += not undelivered
+            answered.add(position_of(entry["ticket"]))
+    yield from (f"{one[1]} was asked {times} times" for one, times in asked.items() if times > 1)
     yield from (f"group {one[1]} was answered {times} times" for one, times in ends.items() if times > 1)
-    wanted = {*range(expected.groups * max(expected.prompts))} if expected.finished else set()
-    answered = {
-        position_of(entry["ticket"]) for life in journals.engines for entry in life if _is_answer(entry)
-    }
+    wanted = {*range(expected.groups * max(expected.prompts))}
     if answered != wanted and expected.finished:
         yield f"groups were answered that do not exist, or never: {sorted(answered ^ wanted)[:8]}"
-    yield from _equal_answers(journals)
+    yield from _equal_answers(journals, expected)
 
 
 def _is_answer(entry: Entry) -> bool:
     return entry["call"] == "generate" and entry["at"] == "end"
 
 
-def _equal_answers(journals: Journals) -> Iterator[str]:
+def _equal_answers(journals: Journals, expected: Expected) -> Iterator[str]:
     """The same request under the same weights, token by token, has one answer."""
-    rows: dict[tuple[str, str], set[tuple[str, ...]]] = defaultdict(set)
+    rows: dict[tuple[int, str, str], set[tuple[str, ...]]] = defaultdict(set)
     for entry in (entry for life in journals.engines for entry in life if _is_answer(entry)):
-        rows[entry["asked"], entry["versions"]].add(tuple(entry["rows"]))
+        session = 0 if expected.repeats else journals.session(entry["time"])
+        rows[session, entry["asked"], entry["versions"]].add(tuple(entry["rows"]))
     for different in rows.values():
         if len(different) > 1:
             yield "a request was answered twice, differently, by the same weights"
@@ -295,17 +300,16 @@ def _equal_answers(journals: Journals) -> Iterator[str]:
 
 def _refits(journals: Journals, expected: Expected) -> Iterator[str]:
     """Weights of a version are the same whenever they are sent, and versions of an engine rise."""
-    sent: dict[int, set[str]] = defaultdict(set)
+    sent: dict[tuple[int, int], set[str]] = defaultdict(set)
     for life in journals.engines:
-        versions = [
-            entry["version"] for entry in life if (entry["call"], entry["at"]) == ("finish_refit", "end")
-        ]
+        ended = [entry for entry in life if (entry["call"], entry["at"]) == ("finish_refit", "end")]
+        versions = [entry["version"] for entry in ended]
         if versions != sorted(versions):
             yield f"an engine went back to older weights: {versions}"
-        for entry in life:
-            if entry["call"] == "finish_refit" and entry["at"] == "end":
-                sent[entry["version"]].add(entry["sent"])
-    for version, digests in sent.items():
+        for entry in ended:
+            session = 0 if expected.repeats else journals.session(entry["time"])
+            sent[session, entry["version"]].add(entry["sent"])
+    for (_, version), digests in sent.items():
         if expected.exact and len(digests) > 1:
             yield f"version {version} names {len(digests)} different weights"
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ class Recipe:
     engines: int = 2
     period: int = 4
     restarts: int = 2
-    engine_restarts: int = 2
+    engine_restarts: int = 0
     more: tuple[str, ...] = ()
 
     @property
@@ -55,6 +56,7 @@ class Recipe:
                 f"++policy.megatron_cfg.process_group_timeout_s={CALL_S - 2}",
             ),
             *("checkpointing.enabled=true", f"checkpointing.save_period={self.period}"),
+            "loss_fn.reference_policy_kl_penalty=0.05",
         )
         if self.age is None:
             return (*common, *self.more)
@@ -82,6 +84,11 @@ class Recipe:
         }
 
 
+def note_start(journals: Path) -> None:
+    """Of a command, for those who read the journals."""
+    (journals / f"started_{len([*journals.glob('started_*')])}").write_text(str(time.time()))
+
+
 class JournaledRun:
     """Starts when it is made; `close` ends whatever is left of it."""
 
@@ -90,6 +97,7 @@ class JournaledRun:
         self.journals, self.saved = folder / "journals", folder / "saved"
         self.journals.mkdir(parents=True, exist_ok=True)
         (self.journals / "plan.json").write_text(json.dumps([asdict(fault) for fault in faults]))
+        note_start(self.journals)
         paths = (str(HERE), str(ROOT), str(ROOT / "tests"))
         environment = {FOLDER: str(self.journals), "PYTHONPATH": os.pathsep.join(paths)}
         command = (
@@ -148,12 +156,11 @@ class JournaledRun:
         path = self.folder / "log" / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def strike_driver(self) -> None:
-        """Kill it, and note when."""
-        self.process.kill()
-        (self.journals / "struck_999").write_text(
-            json.dumps({"time": time.time(), "pid": self.process.pid, "who": "driver"})
-        )
+    def strike(self, who: str, pid: int) -> None:
+        """Kill a process that keeps no journal, and note when."""
+        marker = json.dumps({"time": time.time(), "pid": pid, "who": who})
+        os.kill(pid, signal.SIGKILL)
+        (self.journals / f"struck_{who}").write_text(marker)
 
     def wait_for_step(self, step: int, within_s: float = 120) -> None:
         deadline = time.monotonic() + within_s

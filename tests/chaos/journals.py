@@ -65,20 +65,24 @@ class Fault:
 
 
 class Journal:
-    def __init__(self, who: str) -> None:
-        self.folder, self.who = Path(os.environ[FOLDER]), who
+    """folder: that of the environment, unless one is given. pid: of whom it is, where that is not this process."""
+
+    def __init__(self, who: str, folder: Path | None = None, pid: int | None = None) -> None:
+        self.folder, self.who = folder or Path(os.environ[FOLDER]), who
+        self.pid = pid or os.getpid()
         plan = self.folder / "plan.json"
         faults = [Fault(**one) for one in json.loads(plan.read_text())] if plan.exists() else []
         self._faults = [(number, fault) for number, fault in enumerate(faults) if fault.who == who]
         self._passed: Counter[str] = Counter()
-        self._file = os.open(
-            self.folder / f"{who}.{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        )
+        self._file = os.open(self.folder / f"{who}.{self.pid}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, call: str, at: str, **facts) -> None:
-        line = {"time": time.time(), "pid": os.getpid(), "call": call, "at": at, **facts}
+        line = {"time": time.time(), "pid": self.pid, "call": call, "at": at, **facts}
         os.write(self._file, f"{json.dumps(line)}\n".encode())
         os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
 
     @contextmanager
     def call(self, name: str, **facts) -> Iterator[dict]:

@@ -16,6 +16,12 @@ class Script:
         self.folder, self.asynchronous, self.clock = folder, asynchronous, 0
         self.pids = {"rank_0": 100, "rank_1": 101, "engine": 200}
 
+        self.start_command()
+
+    def start_command(self):
+        self.clock += 1
+        (self.folder / f"started_{self.clock}").write_text(str(self.clock))
+
     def write(self, who, call, at="end", **facts):
         self.clock += 1
         pid = self.pids[who]
@@ -265,6 +271,23 @@ def test_wrong_answers_are_told(beside, name):
     go(beside)
     train_all(beside)
     assert any(told in one for one in beside.problems()), beside.problems()
+
+
+def test_a_command_that_goes_on_has_other_tickets_and_may_answer_again(beside):
+    train_all(beside, (1,))
+    beside.save(1)
+    beside.train(2)
+    beside.start_command()
+    beside.pids["engine"] += 1000
+    beside.new_ranks(load=1)
+    for position in range(2, 6):
+        beside.answer(position, rows=["again"] * SAMPLES)
+    beside.rows = lambda step, samples: [[p, s, "again"] for p, s, _ in Script.rows(beside, step, samples)]
+    beside.train(2)
+    beside.train(3)
+    assert beside.problems(repeats=False, exact=False) == []
+    assert any("done again with other rows" in one for one in beside.problems())
+    assert any("answered twice, differently" in one for one in beside.problems())
 
 
 def test_a_group_without_an_answer_and_rows_from_nowhere_are_told(tmp_path):
