@@ -1,4 +1,4 @@
-"""`nemo-rl-mcore grpo` in a process of its own, on the copy task."""
+"""`nemo-rl-mcore grpo` in a process of its own, on the copy task; or another algorithm, on its recipe."""
 
 import json
 import os
@@ -13,17 +13,19 @@ RECIPE = Path(__file__).parents[1] / "examples/configs/grpo_copy_cpu.yaml"
 
 
 class Run:
-    def __init__(self, log_dir: Path, *overrides: str) -> None:
+    def __init__(
+        self, log_dir: Path, *overrides: str, algorithm: str = "grpo", recipe: Path = RECIPE
+    ) -> None:
         self.log_dir, self.watch = log_dir, ProcessWatch()
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"),
                 *(
-                    "grpo",
+                    algorithm,
                     "--config",
-                    str(RECIPE),
+                    str(recipe),
                     f"logger.log_dir={log_dir}",
-                    "grpo.val_period=0",
+                    f"{algorithm}.val_period=0",
                     *overrides,
                 ),
             ],

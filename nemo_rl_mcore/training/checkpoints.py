@@ -165,6 +165,8 @@ class CheckpointStore:
         If the block raises, or the process dies, the checkpoints before this one stay as they were.
         """
         folder = self.root / f"tmp_step_{step}"
+        if folder.exists():  # of a first attempt, whose ranks have died
+            _remove(folder)
         folder.mkdir(parents=True)
         yield folder
         files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}

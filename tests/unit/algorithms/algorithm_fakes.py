@@ -84,6 +84,14 @@ class FakeModel:
         self.calls = [] if calls is None else calls
         self.name, self.reasons = f" {name}" if name else "", reasons
         self.trained, self.evaluated, self.loaded = [], [], None
+        self.alive = True
+
+    def serves(self):
+        return self.alive
+
+    def restart(self):
+        self.calls.append(f"restart{self.name}")
+        self.alive = True
 
     @property
     def batches(self):

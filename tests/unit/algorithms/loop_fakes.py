@@ -31,7 +31,14 @@ class FakeAlgorithm:
         self._meet("prepare", step)
         begin_update()
         self._meet("update", step)
-        return StepOutcome({"train/number": float(step)}, self.reasons.get(step, [None]), BATCH)
+        return StepOutcome(
+            {"train/number": float(step), "train/loss": float(step)}, self.reasons.get(step, [None]), BATCH
+        )
+
+    def redo(self, step):
+        self.calls.append(f"redo {step}")
+        self._meet("redo", step)
+        return StepOutcome({"train/loss": float(step)}, [None], BATCH)
 
     def checkpointed(self, step): ...
 

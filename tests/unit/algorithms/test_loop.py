@@ -23,7 +23,12 @@ def test_the_engine_has_the_weights_before_every_step_that_samples():
     calls, notes, _, _ = run()
     assert calls == ["weights 0", "step 1", "weights 1", "step 2", "weights 2", "step 3"]
     assert notes.phases == ["weight_sync"] * 2
-    assert notes.steps[2] == {"train/number": 2.0, "train/skipped_steps": 0, "train/empty_steps": 0}
+    assert notes.steps[2] == {
+        "train/number": 2.0,
+        "train/loss": 2.0,
+        "train/skipped_steps": 0,
+        "train/empty_steps": 0,
+    }
 
 
 def test_the_engine_sleeps_through_steps_that_are_given_their_answers():

@@ -1,0 +1,278 @@
+"""What a run does when ranks raise or are gone, part by part, over fakes that are told when to fail."""
+
+import pytest
+from algorithm_fakes import FakePolicy, Notes, collector, recipe, source
+from loop_fakes import loop_run
+
+from nemo_rl_mcore.algorithms.grpo import GRPO
+from nemo_rl_mcore.algorithms.loop import TrainingLoop
+from nemo_rl_mcore.algorithms.rollout import KeptRollouts
+from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.errors import RanksFailedError
+from nemo_rl_mcore.signals import current_stop_signals, stop_signals
+from nemo_rl_mcore.training.checkpoints import CheckpointStore
+
+LAST = 5
+
+
+class Strikes:
+    """Fails each time that it is called, until it has done so often enough."""
+
+    def __init__(self, times=1, *, usable=False, final=False, group="policy", first=lambda: None):
+        self.left, self.usable, self.final, self.group, self.first = times, usable, final, group, first
+
+    def __call__(self):
+        if not self.left:
+            return
+        self.left -= 1
+        self.first()
+        error = RanksFailedError("policy rank 1 went wrong\nmore of it")
+        error.group, error.usable, error.final = self.group, self.usable, self.final
+        raise error
+
+
+def run_with(folder, events, *, restarts=3, period=2, loop=None, one_model=False, **top):
+    store = None if folder is None else CheckpointStore(folder)
+    checkpoints = RunCheckpoints(store, period, last_step=LAST, recipe="seed: 1\n")
+    top |= {"cluster": {"max_trainer_restarts": restarts}}
+    if one_model:  # and one optimizer step: an abort takes all of it back
+        top["policy"] = {"train_global_batch_size": 12}
+    run = loop_run({"max_num_steps": LAST} | (loop or {}), checkpoints, events=events, **top)
+    if one_model:
+        del run.models["value"]
+    return run
+
+
+def strike(run, model="policy"):
+    """The model has lost ranks."""
+
+    def lose():
+        run.models[model].alive = False
+
+    return lose
+
+
+def steps_of(calls):
+    return [call for call in calls if call.split()[0] in ("step", "redo") and "goes on" not in call]
+
+
+def test_ranks_that_raise_have_the_step_undone_and_are_asked_again(tmp_path, capsys):
+    run = run_with(tmp_path, {("update", 3): Strikes(2, usable=True)}, one_model=True, restarts=0)
+    run.go()
+    assert steps_of(run.calls) == ["step 1", "step 2", "step 3", "step 3", "step 3", "step 4", "step 5"]
+    assert run.calls.count("abort policy") == 2
+    assert not any(call.startswith(("restart", "load")) for call in run.calls)
+    told = capsys.readouterr().err.splitlines()
+    assert told == [f"policy rank 1 went wrong; it is tried again ({number} of 2)" for number in (1, 2)]
+    assert run.notes.steps[LAST]["recovery/retries"] == 2
+
+
+def test_what_is_raised_three_times_in_a_row_ends_the_run(tmp_path):
+    run = run_with(tmp_path, {("update", 3): Strikes(3, usable=True)}, one_model=True)
+    with pytest.raises(RanksFailedError):
+        run.go()
+    assert steps_of(run.calls)[-3:] == ["step 3"] * 3
+    assert not any(call.startswith("restart") for call in run.calls)
+
+
+def test_another_part_may_raise_as_often(tmp_path):
+    events = {(part, 3): Strikes(2, usable=True) for part in ("update", "validate")}
+    run = run_with(tmp_path, events, one_model=True, loop={"val_period": 3})
+    run.go()
+    assert run.calls.count("step 3") == 3
+    assert run.calls.count("validate 3") == 3
+
+
+def test_an_update_that_an_abort_does_not_undo_goes_back_to_the_checkpoint_on_the_same_ranks(tmp_path):
+    run = run_with(tmp_path, {("update", 4): Strikes(usable=True)})
+    run.go()
+    at = run.calls.index("load policy")
+    assert run.calls[at : at + 4] == ["load policy", "load value", "redo 3", "weights 3"]
+    assert steps_of(run.calls) == ["step 1", "step 2", "step 3", "step 4", "redo 3", "step 4", "step 5"]
+    assert not any(call.startswith("restart") for call in run.calls)
+
+
+def test_before_its_update_a_step_of_two_models_is_only_tried_again(tmp_path):
+    run = run_with(tmp_path, {("prepare", 4): Strikes(usable=True)}, restarts=0)
+    run.go()
+    assert steps_of(run.calls)[3:] == ["step 4", "step 4", "step 5"]
+
+
+@pytest.mark.parametrize(("model", "other"), [("policy", "value"), ("value", "policy")])
+def test_only_the_model_that_lost_ranks_gets_new_ones_and_both_go_back(tmp_path, model, other):
+    dies = Strikes(group=model)
+    run = run_with(tmp_path, {("update", 4): dies})
+    dies.first = strike(run, model)
+    run.go()
+    assert run.calls.count(f"restart {model}") == 1
+    assert f"restart {other}" not in run.calls
+    assert run.calls.count("load policy") == run.calls.count("load value") == 1
+    assert run.calls.index(f"restart {model}") < run.calls.index("load policy") < run.calls.index("redo 3")
+    assert run.notes.steps[LAST]["recovery/redone_steps"] == 1
+
+
+def test_a_frozen_model_that_lost_ranks_gets_new_ones(tmp_path):
+    dies = Strikes(group="teacher")
+    run = run_with(tmp_path, {("prepare", 4): dies})
+    teacher = type(run.models["policy"])(run.calls, "teacher")
+    dies.first = lambda: setattr(teacher, "alive", False)
+    loop = TrainingLoop(run.config, run.models, NoEngine(), run.notes, run.checkpoints, {"teacher": teacher})
+    loop.run(run.algorithm)
+    assert run.calls.count("restart teacher") == 1
+    assert "load teacher" not in run.calls
+
+
+class NoEngine:
+    def update_weights(self, version): ...
+
+    def offload(self): ...
+
+
+def test_before_the_first_checkpoint_all_trained_models_start_anew(tmp_path):
+    dies = Strikes()
+    run = run_with(tmp_path, {("update", 3): dies}, period=99)
+    dies.first = strike(run)
+    run.go()
+    assert {"restart policy", "restart value"} <= {*run.calls}
+    assert not any(call.startswith("load") for call in run.calls)
+    assert steps_of(run.calls)[3:] == ["redo 1", "redo 2", "step 3", "step 4", "step 5"]
+
+
+def test_a_resumed_run_goes_back_to_where_it_began(tmp_path):
+    run_with(tmp_path, {}).go()
+    start = next(one for one in CheckpointStore(tmp_path).checkpoints() if one.step == 2)
+    CheckpointStore(tmp_path).begin_after(2)
+    dies = Strikes()
+    run = run_with(tmp_path, {("update", 4): dies}, period=99)
+    run.checkpoints.start = start
+    dies.first = strike(run)
+    run.go()
+    assert steps_of(run.calls) == ["step 3", "step 4", "redo 3", "step 4", "step 5"]
+    assert run.calls.count("load policy") == 2
+
+
+def test_a_death_while_steps_are_done_again_takes_another_restart(tmp_path):
+    dies, again = Strikes(), Strikes()
+    run = run_with(tmp_path, {("update", 4): dies, ("redo", 3): again}, restarts=2)
+    dies.first = again.first = strike(run)
+    run.go()
+    assert steps_of(run.calls)[3:] == ["step 4", "redo 3", "redo 3", "step 4", "step 5"]
+    assert run.notes.steps[LAST]["recovery/restarts"] == 2
+
+
+@pytest.mark.parametrize("part", ["validate", "save"])
+def test_ranks_that_die_after_a_step_do_not_have_it_recorded_twice(tmp_path, part):
+    dies = Strikes()
+    run = run_with(tmp_path, {("validate", 4): dies} if part == "validate" else {}, loop={"val_period": 2})
+    dies.first = strike(run)
+    if part == "save":
+        policy = run.models["policy"]
+        save = policy.save_checkpoint
+
+        def save_or_die(folder):
+            if folder.endswith("step_4/policy") or run.notes.steps.keys() >= {4}:
+                dies()
+            save(folder)
+
+        policy.save_checkpoint = save_or_die
+    run.go()
+    assert steps_of(run.calls) == ["step 1", "step 2", "step 3", "step 4", "redo 3", "redo 4", "step 5"]
+    assert [*run.notes.steps] == [1, 2, 3, 4, 5]
+    assert [one.step for one in CheckpointStore(tmp_path).checkpoints()] == [2, 4, 5]
+
+
+def test_a_budget_that_is_spent_ends_the_run_and_says_so(tmp_path):
+    dies = Strikes(3)
+    run = run_with(tmp_path, {("update", 4): dies}, restarts=1)
+    dies.first = strike(run)
+    with pytest.raises(RanksFailedError) as told:
+        run.go()
+    assert told.value.__notes__ == ["cluster.max_trainer_restarts: 1 were used up"]
+
+
+@pytest.mark.parametrize(
+    "strikes",
+    [Strikes(group="vllm"), Strikes(final=True), Strikes(group="vllm", usable=True)],
+    ids=["an engine", "the session", "an engine that raised"],
+)
+def test_what_no_rank_can_mend_ends_the_run(tmp_path, strikes):
+    run = run_with(tmp_path, {("update", 4): strikes})
+    with pytest.raises(RanksFailedError):
+        run.go()
+    assert steps_of(run.calls)[-1] == "step 4"
+    assert not any(call.startswith(("restart", "redo")) for call in run.calls)
+
+
+def test_a_run_that_is_to_stop_is_not_kept_alive(tmp_path):
+    with stop_signals():
+        dies = Strikes(first=lambda: current_stop_signals()._asked.append(15))
+        run = run_with(tmp_path, {("update", 4): dies})
+        with pytest.raises((RanksFailedError, KeyboardInterrupt)):
+            run.go()
+    assert not any(call.startswith("restart") for call in run.calls)
+
+
+def test_a_step_that_comes_out_differently_is_told(tmp_path, capsys):
+    dies = Strikes()
+    run = run_with(tmp_path, {("update", 4): dies})
+    dies.first = strike(run)
+    redo = run.algorithm.redo
+
+    def redo_otherwise(step):
+        outcome = redo(step)
+        outcome.metrics["train/loss"] += 1
+        return outcome
+
+    run.algorithm.redo = redo_otherwise
+    run.go()
+    assert "step 3 trained again from the same rows, not to the bit: [3] differ" in capsys.readouterr().err
+
+
+# What is trained on is asked for once
+
+
+def grpo_of(policy, notes, *, until_checkpoint=True, **overrides):
+    config = recipe("grpo", **overrides)
+    asked = collector(config, policy)
+    asked.kept.until_checkpoint = until_checkpoint
+    return GRPO(config, policy, asked, source(config), notes)
+
+
+def test_a_step_that_is_done_again_has_the_same_rows_and_asks_nobody():
+    policy, notes = FakePolicy(), Notes()
+    algorithm = grpo_of(policy, notes)
+    algorithm.step(1, lambda: None)
+    algorithm.step(2, lambda: None)
+    asked = policy.calls.count("generate")
+    with notes.redoing():
+        algorithm.redo(1)
+    assert policy.calls.count("generate") == asked
+    first, _, again = policy.batches
+    assert first.keys() == again.keys()
+    assert all(first[name].equal(again[name]) for name in first)
+    assert len({id(first[name]) for name in first} & {id(again[name]) for name in again}) == 0
+
+
+def test_rows_are_kept_until_a_checkpoint_or_for_the_step_alone():
+    algorithm = grpo_of(FakePolicy(), Notes())
+    for step in (1, 2, 3):
+        algorithm.step(step, lambda: None)
+    algorithm.checkpointed(2)
+    assert {asked[0] for asked in algorithm.collector.kept._kept} == {3}
+    brief = grpo_of(FakePolicy(), Notes(), until_checkpoint=False)
+    for step in (1, 2, 3):
+        brief.step(step, lambda: None)
+    assert {asked[0] for asked in brief.collector.kept._kept} == {3}
+
+
+def test_what_a_caller_does_to_rows_is_not_kept():
+    config = recipe("grpo")
+    kept, policy = KeptRollouts(), FakePolicy()
+    asked = collector(config, policy)
+    prompts = source(config).train_batch(1, 2)
+    first = kept.get(prompts, 2, 1, lambda: asked.collect(prompts, 2, step=1, greedy=True))
+    first.batch["rewards"] += 1
+    first.batch["new"] = first.batch["rewards"]
+    again = kept.get(prompts, 2, 1, lambda: pytest.fail("asked twice"))
+    assert "new" not in again.batch
+    assert not again.batch["rewards"].equal(first.batch["rewards"])
