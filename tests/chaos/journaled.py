@@ -144,9 +144,7 @@ class JournaledRun:
         """Where and when the faults were, in the order of their times."""
         found = []
         for marker in self.journals.glob("struck_*"):
-            found.append(
-                json.loads(marker.read_text()) | {"number": int(marker.name.removeprefix("struck_"))}
-            )
+            found.append(json.loads(marker.read_text()))
         return sorted(found, key=lambda one: one["time"])
 
     def text(self) -> str:

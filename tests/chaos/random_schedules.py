@@ -59,7 +59,7 @@ def fake_schedule(seed: int, folder: Path) -> tuple[list[str], str]:
         SAMPLES,
         ranks=1,
         asynchronous=age is not None,
-        repeats=age in (None, 0),
+        repeats=age is None or (age == 0 and chunk is None),
     )
     how = "synchronous" if age is None else f"K = {age}, chunks of {chunk or GROUPS}"
     redone = redone_steps(folder / "journals")
