@@ -141,6 +141,10 @@ class RolloutEngines(GenerationInterface, Protocol):
         """Of the weights that were given last, equal for equal bits; empty where none is taken."""
         ...
 
+    def whereabouts(self, ticket: str) -> str:
+        """Who answers a group, and what it was at last; empty where nobody does. Any thread may ask."""
+        ...
+
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
         """As `generate`, with weight_versions int64 [B, T] of the weights that drew each token, -1 behind the end.
 

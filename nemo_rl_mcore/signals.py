@@ -1,7 +1,8 @@
-"""What asks a process to stop, and when it does: SIGINT, SIGTERM, SIGHUP, and a limit of time.
+"""What asks a process to stop, and when it does: SIGINT, SIGTERM, SIGHUP, a limit of time, and a thread that watches.
 
 The first one lets a block that defers come to its end, the second one does not wait, later ones change nothing: the
-process is ending already. Only short blocks that must never be cut, such as the end of a Ray session, hold off both.
+process is ending already. What a thread says has failed does not wait either. Only short blocks that must never be cut,
+such as the end of a Ray session, hold off all of them.
 """
 
 from __future__ import annotations
@@ -16,14 +17,21 @@ from types import FrameType
 EXIT_STATUS_OF_A_SIGNAL = 128
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
-# Of a timer that nothing else uses: math-verify sets SIGALRM to its own ends.
-_TIME_IS_UP = signal.SIGVTALRM
+# What a thread wakes the main thread by; of a timer that nothing else uses: math-verify sets SIGALRM to its own ends.
+_FROM_A_THREAD = signal.SIGVTALRM
 _ONE_STOP_S = 1.0
 """A terminal that closes, or a scheduler, may send SIGHUP or SIGTERM to a process twice."""
 
 
 class TimeLimitReachedError(KeyboardInterrupt):
     """The time that the process was given is over; as little an error of what runs as Ctrl-C is."""
+
+
+class FailedFromOutsideError(KeyboardInterrupt):
+    """What runs here was ended for an error that another thread has seen, its cause; no error of what runs, either.
+
+    Code that handles errors lets it through. Whoever has called `StopSignals.fail` raises the error in its place.
+    """
 
 
 class StopSignals:
@@ -35,6 +43,8 @@ class StopSignals:
         self._asked_at = 0.0
         self.time_is_up = False
         self._due = False
+        self._failure: BaseException | None = None
+        self._cuts = False  # what defers, for the failure
         self._deferring, self._holding = int(deferring), int(holding)
         self._timer: threading.Timer | None = None
 
@@ -63,10 +73,12 @@ class StopSignals:
     def arrive(self, number: int, _frame: FrameType | None = None) -> None:
         """The handler of the signals."""
         now = time.monotonic()
-        if number == _TIME_IS_UP:
-            if self._asked or self.time_is_up:
+        if number == _FROM_A_THREAD:
+            if self._failure is not None and not self._cuts:
+                return
+            if self._failure is None and (self._asked or self.time_is_up):
                 return  # the process is ending already
-            self.time_is_up = True
+            self.time_is_up |= self._failure is None
         else:
             again = self.asked and number != signal.SIGINT and now - self._asked_at < _ONE_STOP_S
             if again or self.insisted:
@@ -78,10 +90,14 @@ class StopSignals:
 
     def stop_if_due(self) -> None:
         """Raise KeyboardInterrupt for a signal that has come, unless it is to wait."""
-        if not self._due or self._holding or (self._deferring and not self.insisted):
+        if not self._due or self._holding or (self._deferring and not (self.insisted or self._cuts)):
             return
-        self._due = False
-        raise KeyboardInterrupt if self._asked else TimeLimitReachedError
+        self._due = self._cuts = False
+        if self._asked:
+            raise KeyboardInterrupt from self._failure
+        if self._failure is not None:
+            raise FailedFromOutsideError from self._failure
+        raise TimeLimitReachedError
 
     def stop_if_asked(self) -> None:
         """Raise it also where code that is not ours has swallowed it before."""
@@ -113,10 +129,21 @@ class StopSignals:
         if seconds is not None:
             # A thread: an alarm of the process is math-verify's. The signal wakes the main thread from a wait.
             left = max(0.0, self.began + seconds - time.monotonic())
-            main = threading.main_thread().ident
-            self._timer = threading.Timer(left, lambda: signal.pthread_kill(main or 0, _TIME_IS_UP))
+            self._timer = threading.Timer(left, _wake_main_thread)
             self._timer.daemon = True
             self._timer.start()
+
+    def fail(self, error: BaseException) -> bool:
+        """Have the main thread end what it does with FailedFromOutsideError, also in a block that defers; called once.
+
+        Where a signal has come it ends with that signal's KeyboardInterrupt, whose cause is the error. Returns whether
+        anybody listens.
+        """
+        if self is not _current:
+            return False
+        self._failure, self._cuts = error, True
+        _wake_main_thread()
+        return True
 
     @property
     def due(self) -> bool:
@@ -177,7 +204,7 @@ def _listening(signals: StopSignals) -> Generator[StopSignals]:
         return
     outer = _current
     with kept_stop_handlers():
-        for number in (*_STOP_SIGNALS, _TIME_IS_UP):
+        for number in (*_STOP_SIGNALS, _FROM_A_THREAD):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signals.arrive)
         _current = signals
@@ -195,13 +222,18 @@ def kept_stop_handlers() -> Generator[None]:
     if not _in_main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, _TIME_IS_UP)}
+    handlers = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, _FROM_A_THREAD)}
     try:
         yield
     finally:
         for number, handler in handlers.items():
             if handler is not None:  # None: not installed by Python, which cannot put it back
                 signal.signal(number, handler)
+
+
+def _wake_main_thread() -> None:
+    """From a wait, too."""
+    signal.pthread_kill(threading.main_thread().ident or 0, _FROM_A_THREAD)
 
 
 def _in_main_thread() -> bool:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -93,7 +94,8 @@ class Algorithm[Config: RunConfig](ABC):
         samples: list[Sample] = []
         for start in range(0, len(prompts), loop.val_batch_size):
             asked = prompts[start : start + loop.val_batch_size]
-            rollout = self.collector.collect(asked, 1, step=step, greedy=True)
+            with activity.at(f"prompt {start} of {len(prompts)} of a validation", timed=False):
+                rollout = self.collector.collect(asked, 1, step=step, greedy=True)
             samples += rollout.samples(step, of_validation=True)
         self.collector.generation.offload()
         self.observer.add_samples(samples)  # of a validation that is whole

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepObserver, StepOutcome
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.errors import RanksFailedError
@@ -108,7 +109,7 @@ class Recovery:
             self.restarts += 1
             _tell(error, f"the run goes back to {self._saved_as}, {self.restarts_left} left ({RESTARTS_KEY})")
             try:
-                with self.observer.redoing():
+                with activity.at("going back to the last checkpoint", timed=False), self.observer.redoing():
                     self._bring_back(algorithm)
                 return
             except RanksFailedError as again:

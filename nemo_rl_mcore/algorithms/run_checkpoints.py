@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
 from nemo_rl_mcore.config import CheckpointingConfig, RunConfig
 from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, Tokenizer
@@ -143,7 +144,8 @@ class RunCheckpoints:
         """Save the step that was finished last; see `save`."""
         assert self._finished is not None
         finished = self._finished
-        self.save(finished.step, models, finished.metrics, finished.counters)
+        with activity.at(f"saving step {finished.step}", timed=False):
+            self.save(finished.step, models, finished.metrics, finished.counters)
 
     def save(
         self,

@@ -19,6 +19,7 @@ from typing import Protocol, Self
 
 import torch
 
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.controllers.event_log import LogMark
@@ -28,6 +29,7 @@ from nemo_rl_mcore.controllers.ledger import Ledger
 from nemo_rl_mcore.controllers.loop_thread import LoopThread
 from nemo_rl_mcore.controllers.saved_ledger import SavedLedger
 from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
+from nemo_rl_mcore.controllers.stall_watch import StallWatch
 from nemo_rl_mcore.controllers.states import GroupState, StepState
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
@@ -116,7 +118,9 @@ class Rollouts:
         self._failures = 0  # in a row
         self._pace = Pace()
         self._idle_since: float | None = None
-        self._moved_at = time.monotonic()
+        self._watch = StallWatch(
+            section.stall_timeout_s, f"{_SECTION}.stall_timeout_s", engines.whereabouts, self._stop_trainer
+        )
         self._paused = self._ended = False
         self._thread = LoopThread("rollouts", self._stop_trainer)
 
@@ -136,7 +140,7 @@ class Rollouts:
                 self.ledger.publish(self._engines.weights_digest)
                 self._put_away(version)
             self._draw_ahead()
-            self._moved_at = time.monotonic()  # engines may have had to start
+            self._watch.start()  # engines may have had to start
         self._dispatch()
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
@@ -156,7 +160,10 @@ class Rollouts:
     def chunks(self, at_least: int) -> Iterator[Sequence[int]]:
         """The positions of the open step's groups, as soon as so many more are answered, until it is full."""
         while room := self.ledger.room():
-            yield self._lease(min(at_least, room))
+            wanted = min(at_least, room)
+            with activity.at(f"taking {wanted} groups at least"):
+                positions = self._lease(wanted)
+            yield positions
 
     def _lease(self, at_least: int) -> list[int]:
         with self._changed:
@@ -186,7 +193,7 @@ class Rollouts:
         """Take note that it has; returns what happened since the last step."""
         with self._changed:
             self.ledger.finish()
-            self._moved_at = time.monotonic()
+            self._watch.moved()
             self._count_idle()
             pace, self._pace = self._pace, Pace()
             pace.ready = self.ledger.count(GroupState.READY)
@@ -242,31 +249,32 @@ class Rollouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give up what is in flight, end the thread, and put away a step whose weights no engine was given any more."""
+        """Give up what is in flight, end the threads, and put away a step whose weights no engine was given any more.
+
+        Raises the RunStoppedError of a stall by which the block has ended.
+        """
+        self._watch.close()
         with self._changed:
             self._ended = True
         self._thread.close()
         if self.ledger.step is StepState.COMMITTED:
             self._put_away(self.ledger.version)
+        self._watch.raise_in_place_of(error)
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait, with the condition, until something is so, and count the time; a signal is heard meanwhile.
 
-        Raises what ended the thread that asks, and RunStoppedError when nothing happens for `stall_timeout_s`.
+        Raises what ended the thread that asks. A wait that does not end is a stall, which the watch tells.
         """
-        began_at, limit_s = time.monotonic(), self._section.stall_timeout_s
-        while not ready():
-            if self._error is not None:
-                raise self._error
-            if self._draw_ahead():  # a group was dropped, and the next one takes its place
-                self._dispatch()
-            left_s = None if limit_s is None else self._moved_at + limit_s - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                raise RunStoppedError(
-                    f"no group was answered for {limit_s:g} s ({_SECTION}.stall_timeout_s) while training waited for "
-                    f"{what}; {self.ledger.count(GroupState.INFLIGHT)} groups are in flight"
-                )
-            self._changed.wait(left_s)
+        began_at, answered = time.monotonic(), 0
+        with activity.at(lambda: f"waiting for {what}, {answered} ready"):
+            while not ready():
+                if self._error is not None:
+                    raise self._error
+                if self._draw_ahead():  # a group was dropped, and the next one takes its place
+                    self._dispatch()
+                answered = self.ledger.count(GroupState.READY)
+                self._changed.wait()
         self._pace.trainer_idle_s += time.monotonic() - began_at
 
     def _drain(self) -> None:
@@ -317,8 +325,9 @@ class Rollouts:
     async def _answer(self, token: Token, group: DrawnGroup) -> None:
         ticket = f"group {token.position}, attempt {token.incarnation}.{token.attempt}"
         try:
-            async with asyncio.timeout(self._section.rollout_timeout_s):
-                answered = await self._engines.respond(group.asked, step=group.step, ticket=ticket)
+            with self._watch.asking(ticket):
+                async with asyncio.timeout(self._section.rollout_timeout_s):
+                    answered = await self._engines.respond(group.asked, step=group.step, ticket=ticket)
         except TimeoutError:
             limit = f"{self._section.rollout_timeout_s:g} s ({_SECTION}.rollout_timeout_s)"
             self._fail(token, "timeout", RunStoppedError(f"{ticket}: not answered within {limit}"))
@@ -341,7 +350,7 @@ class Rollouts:
             if self.ledger.commit(token, segments, digest_of_group(batch)):
                 self.groups.put(token.position, batch)
             self._failures = 0
-            self._moved_at = time.monotonic()
+            self._watch.moved()
             self._changed.notify_all()
 
     def _fail(self, token: Token, reason: str, error: Exception) -> None:

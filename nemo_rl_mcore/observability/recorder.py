@@ -14,6 +14,7 @@ from typing import Self, TextIO, cast
 
 from rich.console import Console
 
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.errors import FolderError, folder_error
 from nemo_rl_mcore.observability.equal_rewards import EqualRewardsSink
@@ -150,11 +151,12 @@ class RunRecorder:
 
         Once steps have begun, as when engines start anew, it is a part of the step at hand.
         """
-        if self._progress.begun:
-            yield {}
-            return
-        with self._startup.part(part, told_as) as pieces:
-            yield pieces
+        with activity.at(told_as or part, timed=False):
+            if self._progress.begun:
+                yield {}
+                return
+            with self._startup.part(part, told_as) as pieces:
+                yield pieces
         self._step_began = time.perf_counter()
 
     @contextmanager
@@ -168,7 +170,7 @@ class RunRecorder:
             yield
             return
         self._progress.begin()
-        with self.timer.phase(name):
+        with self.timer.phase(name), activity.at(name):
             yield
         if name == _CHECKPOINT:
             self._progress.saved()

@@ -126,6 +126,10 @@ class EngineGeneration:
         responses = await self._requests.respond(as_requests(self._keyed(data, step)), sampling, ticket)
         return as_batch(responses, sampling.max_new_tokens)
 
+    def whereabouts(self, ticket: str) -> str:
+        """See `interfaces.RolloutEngines.whereabouts`."""
+        return self._requests.whereabouts(ticket) if self._requests is not None else ""
+
     def offload(self) -> None:
         """See `interfaces.GenerationInterface.offload`: engines that share the ranks' GPUs give their memory back."""
         if self._group is not None and self._kind.sleeps and not self._asleep:

@@ -57,6 +57,14 @@ class EngineRequests:
         finally:
             del self._asked[ticket]
 
+    def whereabouts(self, ticket: str) -> str:
+        """The engine that a group was sent to, and what it said last; empty where it is with none."""
+        engine = self._asked.get(ticket)
+        if engine is None:
+            return ""
+        doing = self._watches[engine].doing(0) or "nothing"
+        return f"{self._kind.noun} {engine} ({self._engines.identities[engine]}), at {doing!r}"
+
     def _least_busy(self) -> int:
         """Of the engines that live; of all, so that one of them says what it died of, when none does."""
         busy, engines = [*self._asked.values()], range(len(self._watches))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.progress import Progress
 from nemo_rl_mcore.signals import deferred_stop_signals
 from nemo_rl_mcore.workers.cluster import RayCluster
@@ -100,12 +101,21 @@ class PendingCall:
 
     def interruptible_result(self) -> list[Any]:
         """As `result`, but no signal has to wait: for workers that nobody else has heard of yet."""
-        with self._one_thread():
+        with self._one_thread(), activity.at(self._at):
             if not self.over:
                 self._finish()
             if self.error is not None:
                 raise self.error
             return [answer for _, answer in sorted(self._calls.results.items(), key=lambda item: item[0])]
+
+    def _at(self) -> str:
+        """The call, and what each rank that is waited for said last."""
+        said = self.progress
+        told = [
+            f"{rank} at {said[rank].doing!r}" if rank in said else f"{rank} silent"
+            for rank in self._calls.waiting
+        ]
+        return f"{self}: {self._ranks.noun} {', '.join(told) or 'none'}"
 
     @contextmanager
     def _one_thread(self) -> Iterator[None]:

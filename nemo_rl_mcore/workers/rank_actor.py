@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +12,12 @@ from typing import Any
 import ray
 
 from nemo_rl_mcore import progress
+from nemo_rl_mcore.activity import stack_of
 from nemo_rl_mcore.rendezvous import LISTENING_SOCKET, listen_at
 from nemo_rl_mcore.workers.failures import RankIdentity
 from nemo_rl_mcore.workers.tensor_transport import use_arrays_for_tensors
 
 _HEALTH = "health"
-_FRAMES_SHOWN = 12
 _RAY_FOLDER = str(Path(ray.__file__).parent)
 
 
@@ -86,16 +84,8 @@ def actor_class(worker_class: type) -> Any:
         @ray.method(concurrency_group=_HEALTH)
         def _health(self, with_stack: bool) -> Health:
             thread = vars(self).get("_worker_thread")
-            return Health(progress.current(), _stack_of(thread) if with_stack and thread else "")
+            return Health(progress.current(), stack_of(thread, _RAY_FOLDER) if with_stack and thread else "")
 
     Rank.__name__ = Rank.__qualname__ = worker_class.__name__
     as_actor: Any = ray.remote(concurrency_groups={_HEALTH: 1})  # type: ignore[reportCallIssue]
     return as_actor(Rank)
-
-
-def _stack_of(thread: int) -> str:
-    """The innermost frames of a thread, without Ray's."""
-    frame = sys._current_frames().get(thread)
-    frames = traceback.extract_stack(frame) if frame is not None else []
-    own = [entry for entry in frames if not entry.filename.startswith(_RAY_FOLDER)]
-    return "".join(traceback.format_list(own[-_FRAMES_SHOWN:])).rstrip()

@@ -1,4 +1,4 @@
-"""A loss that goes wrong on one rank, as faults.py asks; recipes name it `chaos_parts:FaultyPG`."""
+"""What goes wrong as faults.py and test_stalls.py ask; recipes name it, such as `chaos_parts:FaultyPG`."""
 
 import os
 import signal
@@ -40,3 +40,20 @@ class FaultyPG(ClippedPGLossFn):
                 raise ValueError("a planted fault")
             case "sleep":
                 time.sleep(EVER)
+
+
+class SleepyReward:
+    """Scores every response 0.5, and from its call number `at` on never comes to an end."""
+
+    def __init__(self, *, marker, at=3):
+        self.marker, self.at, self.calls = marker, at, 0
+
+    def score(self, prompts, responses, finished):
+        self.calls += 1
+        if self.calls >= self.at:
+            Path(self.marker).touch()
+            try:
+                time.sleep(EVER)
+            except Exception:  # noqa: BLE001  # as custom code likes to
+                return [0.0] * len(responses)
+        return [0.5] * len(responses)

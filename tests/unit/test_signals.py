@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 
 from nemo_rl_mcore.signals import (
+    FailedFromOutsideError,
     StopSignals,
     TimeLimitReachedError,
     current_stop_signals,
@@ -297,3 +298,63 @@ def test_a_signal_while_the_command_loads_ends_it_with_a_line(number: int, word:
     os.kill(process.pid, number)
     _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors) == (128 + number, f"{word} before the run began\n")
+
+
+def fails_soon(signals: StopSignals, error: Exception) -> threading.Thread:
+    """Another thread says so in a moment."""
+    thread = threading.Timer(0.1, lambda: signals.fail(error))
+    thread.start()
+    return thread
+
+
+def test_what_another_thread_says_has_failed_ends_a_wait_inside_a_block_that_defers() -> None:
+    error = RuntimeError("nothing moves")
+    with stop_signals() as signals:
+        thread = fails_soon(signals, error)
+        with pytest.raises(FailedFromOutsideError) as caught, deferred_stop_signals():
+            time.sleep(60)
+        assert caught.value.__cause__ is error
+        assert (signals.asked, signals.time_is_up) == (False, False)
+        thread.join()
+        signals.limit_time(0.0)  # which comes too late to change how it ends
+        time.sleep(0.2)
+        with deferred_stop_signals():
+            pass
+
+
+def test_a_failure_waits_for_a_block_that_must_not_be_cut() -> None:
+    reached: list[str] = []
+    with stop_signals() as signals:
+        thread = fails_soon(signals, RuntimeError("nothing moves"))
+
+        def block() -> None:
+            with deferred_stop_signals(hold=True):
+                time.sleep(0.3)
+                reached.append("held")
+
+        with pytest.raises(FailedFromOutsideError):
+            block()
+        thread.join()
+    assert reached == ["held"]
+
+
+def test_a_failure_while_a_signal_waits_ends_the_wait_and_is_told_as_its_cause() -> None:
+    error = RuntimeError("nothing moves")
+    with stop_signals() as signals:
+        thread = fails_soon(signals, error)
+
+        def block() -> None:
+            with deferred_stop_signals():
+                signal.raise_signal(signal.SIGTERM)
+                time.sleep(60)
+
+        with pytest.raises(KeyboardInterrupt) as caught:
+            block()
+        assert caught.type is KeyboardInterrupt
+        assert caught.value.__cause__ is error
+        assert signals.exit_status == 143
+        thread.join()
+
+
+def test_nobody_hears_of_a_failure_where_nobody_listens() -> None:
+    assert not current_stop_signals().fail(RuntimeError("nothing moves"))

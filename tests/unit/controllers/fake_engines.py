@@ -28,6 +28,9 @@ class FakeEngines:
         self.version = version
         self.updates.append(version)
 
+    def whereabouts(self, ticket):
+        return "engine 0"
+
     def generate(self, data, *, step, greedy=False):
         raise NotImplementedError
 

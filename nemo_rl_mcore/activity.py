@@ -1,0 +1,63 @@
+"""What the threads of this process are at, and since when, for whoever watches them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_FRAMES_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Activity:
+    """what: says it, as it is now, to any thread that asks. timed: see `at`. since: by the monotonic clock."""
+
+    what: Callable[[], str]
+    timed: bool | None
+    since: float
+
+
+_of_threads: dict[int, list[Activity]] = {}
+"""By thread, the outermost block first."""
+
+
+@contextmanager
+def at(what: str | Callable[[], str], *, timed: bool | None = None) -> Generator[None]:
+    """Say that this thread is at something for as long as the block takes.
+
+    timed: whether a watch counts the time; not what rightly takes long, or ends by a deadline of its own. None: as the
+    block around this one; without any, it counts.
+    """
+    stack = _of_threads.setdefault(threading.get_ident(), [])
+    stack.append(Activity((lambda: what) if isinstance(what, str) else what, timed, time.monotonic()))
+    try:
+        yield
+    finally:
+        stack.pop()
+        if not stack:
+            del _of_threads[threading.get_ident()]
+
+
+def is_timed(thread: int) -> bool:
+    """Whether the time of what a thread is at counts."""
+    said = [one.timed for one in (*_of_threads.get(thread, ()),) if one.timed is not None]
+    return said[-1] if said else True
+
+
+def describe(thread: int) -> str:
+    """What a thread is at, each block with the seconds since it began, the outermost first."""
+    now = time.monotonic()
+    return ", ".join(f"{one.what()} ({now - one.since:.1f} s)" for one in (*_of_threads.get(thread, ()),))
+
+
+def stack_of(thread: int, without: str = "\0") -> str:
+    """The innermost frames of a thread, without those of files below a folder."""
+    frame = sys._current_frames().get(thread)
+    frames = traceback.extract_stack(frame) if frame is not None else []
+    own = [entry for entry in frames if not entry.filename.startswith(without)]
+    return "".join(traceback.format_list(own[-_FRAMES_SHOWN:])).rstrip()
