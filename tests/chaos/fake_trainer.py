@@ -228,13 +228,16 @@ def answers_to(data, versions) -> BatchedDataDict:
 
 @dataclass
 class FakeEngines:
-    """`RolloutEngines` that hold the weights of a `FakeTrainer`; raise: a group is not answered."""
+    """`RolloutEngines` that hold the weights of a `FakeTrainer`; raise: a group is not answered. None of them dies."""
 
     folder: Path
     trainer: FakeTrainer
     chance: Chance
     pid: int
     weights_digest: str = ""
+    answering: bool = True
+    joining: bool = False
+    restarts: int = 0
     _version: int = -1
 
     def __post_init__(self) -> None:
@@ -251,6 +254,13 @@ class FakeEngines:
         raise NotImplementedError
 
     def offload(self): ...
+
+    def listen(self, changed): ...
+
+    def rejoin(self): ...
+
+    def whereabouts(self):
+        return "the engines: nowhere"
 
     async def respond(self, data, *, step, ticket):
         asked = digest(step, data["prompt_index"].tolist(), data["sample_index"].tolist())
