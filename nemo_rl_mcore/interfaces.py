@@ -5,7 +5,7 @@ B rows, P prompt length, S sequence length, T new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl_mcore.data import BatchedDataDict
@@ -145,12 +145,40 @@ class RolloutEngines(GenerationInterface, Protocol):
         """Who answers a group, and what it was at last; empty where nobody does. Any thread may ask."""
         ...
 
+    @property
+    def answering(self) -> bool:
+        """Whether any of them has weights; while none has, no group is asked for."""
+        ...
+
+    @property
+    def joining(self) -> bool:
+        """Whether `rejoin` is to be called: one that started anew has no weights, or the run is to end."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How often one of them was started anew, since the run began."""
+        ...
+
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
         """As `generate`, with weight_versions int64 [B, T] of the weights that drew each token, -1 behind the end.
 
-        ticket: what messages and the engine call this group of rows. A task that is cancelled gives it up. Raises when
-        the group is not answered.
+        ticket: what messages and the engine call this group of rows. A task that is cancelled gives it up. Raises
+        EngineFailedError when the group is not answered, and EngineDiedError when that is no fault of its own; any
+        other RunStoppedError ends the run.
         """
+        ...
+
+    def rejoin(self) -> None:
+        """Give the weights of the last version to engines that started anew, while the others go on answering.
+
+        Called by the thread that trains, between two calls to the ranks, whose weights are still of that version. Raises
+        what ends the run, when an engine was lost and is not started again.
+        """
+        ...
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Have this called, from any thread, whenever `answering` or `joining` may have changed."""
         ...
 
 

@@ -27,6 +27,7 @@ class FakeEngine:
         self._relay, self._receiver = MessageRelay(), SharedMemoryReceiver()
         self._tensors, self._received, self._scale = {}, set(), 0.0
         self._may_generate, self._asked, self._awake = asyncio.Event(), set(), True
+        self._refits = 0
 
     async def generate(self, requests, sampling, version=None, ticket=""):
         if version is not None:
@@ -63,6 +64,7 @@ class FakeEngine:
     async def begin_refit(self, version):
         assert self._awake
         self.weights.begin(version)
+        self._refits += 1
         self._may_generate.clear()
         self._received = set()
 
@@ -94,5 +96,8 @@ class FakeEngine:
         self._awake = self._awake or "weights" in tags
 
     async def health(self): ...
+
+    async def refits_begun(self):
+        return self._refits
 
     async def shutdown(self): ...

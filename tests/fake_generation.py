@@ -1,6 +1,9 @@
 """The driver's handle over fake engines in Ray, whose weights come from one process."""
 
+import os
+import signal
 import sys
+import time
 
 import fake_engine
 import ray
@@ -22,23 +25,28 @@ STOP = (0, 1, 2, 3, 4, 5)
 
 
 class Weights:
-    """A `WeightSource` of one process; `fail` breaks the next refit off."""
+    """A `WeightSource` of one process; `fail` breaks the next refit off, `before_sending` is called in it."""
 
-    placement = Placement(())
+    placement, incarnation = Placement(()), 0
 
     def __init__(self):
-        self.scale, self.fail, self.sent = 1.0, False, 0
+        self.scale, self.fail, self.sent, self.connected = 1.0, False, 0, []
+        self.before_sending = None
 
     def gpus(self):
         return ()
 
     def connect_engines(self, engines, settings):
+        self.connected.append(engines._numbers)
         self._sender = open_sender(settings, engines, torch.device("cpu"))
 
     def send_weights(self):
         if self.fail:
             self.fail = False
             raise RuntimeError("broke off")
+        if self.before_sending is not None:
+            before, self.before_sending = self.before_sending, None
+            before()
         self.sent += 1
         return self._sender.send((f"weight.{i}", torch.full((50,), self.scale)) for i in range(10))
 
@@ -48,7 +56,7 @@ def kind(**changes):
         **{
             "name": "fake", "engine": FakeEngine, "settings": 0.0, "environment": {}, "engines": 2, "gpus": 1,
             "sleeps": False, "bucket_bytes": 1024, "section": "policy.generation.fake", "start_timeout_s": 60.0,
-            "call_timeout_s": 60.0, "max_restarts": 0, **changes,
+            "call_timeout_s": 60.0, "max_restarts": 0, "restart_backoff_s": 0.1, **changes,
         }
     )  # fmt: skip
 
@@ -71,6 +79,27 @@ def generation(cluster, source, transport=None, keys=None, check=None, **changes
         }
     )
     return EngineGeneration(kind(**changes), config, cluster, source, stop_ids=STOP, seed=3, check=check)
+
+
+def engine_of(engines, number):
+    """The engine of this number, once it runs."""
+    return until(lambda: {one.number: one for one in engines._fleet.live}.get(number))
+
+
+def kill(engines, number, how=signal.SIGKILL):
+    """Kill or stop the process of an engine; returns the engine."""
+    engine = engine_of(engines, number)
+    os.kill(engine.identity.pid, how)
+    return engine
+
+
+def until(condition, within_s=60.0):
+    """What the condition gives, once that is true."""
+    deadline = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.05)
+    return found
 
 
 def prompts(*lengths):

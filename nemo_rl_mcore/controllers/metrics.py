@@ -56,6 +56,7 @@ def pace_metrics(pace: Pace, now: float) -> dict[str, float]:
         "async/engine_idle": pace.engine_idle_s / step_s,
         "async/buffer_ready": float(pace.ready),
         "async/inflight": float(pace.in_flight),
+        **({"async/engine_restarts": float(pace.engine_restarts)} if pace.engine_restarts else {}),
         **{f"async/requeued/{reason}": float(count) for reason, count in pace.requeued.items()},
         **{f"async/dropped/{reason}": float(count) for reason, count in pace.dropped.items()},
     }

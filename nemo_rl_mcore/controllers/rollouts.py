@@ -34,6 +34,7 @@ from nemo_rl_mcore.controllers.states import GroupState, StepState
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.errors import RunStoppedError, folder_error
+from nemo_rl_mcore.generation.engine import EngineDiedError, EngineFailedError
 from nemo_rl_mcore.interfaces import RolloutEngines
 
 _SECTION = "grpo.async_grpo"
@@ -79,7 +80,8 @@ class Pace:
 
     began_at: when that one ended, by the monotonic clock. requeued, dropped: groups whose attempt ended without
     answers, by reason. trainer_idle_s: training waited for groups, to train on them or for them to end before an
-    update. engine_idle_s: no group was in flight. ready, in_flight: groups at the end of the step.
+    update. engine_idle_s: no group was in flight. ready, in_flight: groups at the end of the step. engine_restarts:
+    since the run began.
     """
 
     began_at: float = field(default_factory=time.monotonic)
@@ -89,6 +91,7 @@ class Pace:
     engine_idle_s: float = 0.0
     ready: int = 0
     in_flight: int = 0
+    engine_restarts: int = 0
 
 
 class Rollouts:
@@ -123,6 +126,7 @@ class Rollouts:
         )
         self._paused = self._ended = False
         self._thread = LoopThread("rollouts", self._stop_trainer)
+        engines.listen(self._engines_changed)
 
     # What the training loop asks of its engine
 
@@ -166,11 +170,24 @@ class Rollouts:
             yield positions
 
     def _lease(self, at_least: int) -> list[int]:
+        while True:
+            with self._changed:
+                self._wait(lambda: self._are_ready(at_least) or self._engines.joining, "groups to train on")
+                if self._are_ready(at_least):
+                    positions = self.ledger.leasable()
+                    self.ledger.lease(positions)
+                    return positions
+            self._rejoin()
+
+    def _are_ready(self, groups: int) -> bool:
+        return len(self.ledger.leasable()) >= groups
+
+    def _rejoin(self) -> None:
+        """Have engines that started anew answer; the open step has not changed the published weights yet."""
+        self._engines.rejoin()
         with self._changed:
-            self._wait(lambda: len(self.ledger.leasable()) >= at_least, "groups to train on")
-            positions = self.ledger.leasable()
-            self.ledger.lease(positions)
-            return positions
+            self._moved_at = time.monotonic()
+        self._dispatch()
 
     def chunks_of(self, step: int) -> Sequence[Sequence[int]]:
         """The positions of each chunk that a finished step was trained on; LedgerError once it is forgotten."""
@@ -196,6 +213,7 @@ class Rollouts:
             self._watch.moved()
             self._count_idle()
             pace, self._pace = self._pace, Pace()
+            pace.engine_restarts = self._engines.restarts
             pace.ready = self.ledger.count(GroupState.READY)
             pace.in_flight = self.ledger.count(GroupState.INFLIGHT)
             return pace
@@ -315,6 +333,7 @@ class Rollouts:
         return (
             not (self._paused or self._ended)
             and self._error is None
+            and self._engines.answering
             and ledger.may_dispatch()
             and ledger.count(GroupState.INFLIGHT) < self._limit
             and ledger.next_position // ledger.limits.groups_per_step + 1 in self._drawn
@@ -331,13 +350,21 @@ class Rollouts:
         except TimeoutError:
             limit = f"{self._section.rollout_timeout_s:g} s ({_SECTION}.rollout_timeout_s)"
             self._fail(token, "timeout", RunStoppedError(f"{ticket}: not answered within {limit}"))
+        except EngineDiedError as error:
+            self._cancel(token, type(error).__name__)
         except Exception as error:  # noqa: BLE001  # raised by the thread that trains, once it is one too many
+            if isinstance(error, RunStoppedError) and not isinstance(error, EngineFailedError):
+                self._stop_trainer(error)
             self._fail(token, type(error).__name__, error)
         else:
             batch = self._draw.join(group.asked, answered)
             self._commit(token, batch, segments_of(answered[WEIGHT_VERSIONS]))
         finally:
             self._dispatch()
+
+    def _engines_changed(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _stop_trainer(self, error: BaseException) -> None:
         """Have the thread that trains raise this when it next waits."""
@@ -351,6 +378,13 @@ class Rollouts:
                 self.groups.put(token.position, batch)
             self._failures = 0
             self._watch.moved()
+            self._changed.notify_all()
+
+    def _cancel(self, token: Token, reason: str) -> None:
+        """Have the group answered again, which does not count against it: its engine is gone."""
+        with self._changed:
+            self.ledger.cancel(token, reason)
+            self._pace.requeued[reason] += 1
             self._changed.notify_all()
 
     def _fail(self, token: Token, reason: str, error: Exception) -> None:

@@ -31,6 +31,10 @@ class EngineFailedError(RunStoppedError):
     """A group of requests was not answered: the engine raised, died, or stood still; the message says which."""
 
 
+class EngineDiedError(EngineFailedError):
+    """The engine died or hung, for no fault of the group's: another one can answer it."""
+
+
 class GenerationCancelledError(RuntimeError):
     """The answer was cancelled before it was there."""
 
@@ -171,8 +175,8 @@ class EngineKind:
     name: of the kind, for messages. engine: the class of an actor, an `Engine` that is built from `settings`.
     environment: variables of its processes besides those of a rank. engines: how many there are, unless the GPUs that
     they share or are given say so; gpus: of each one, where there are some. sleeps: whether training gets its memory.
-    section: of the recipe, which has the keys start_timeout_s, call_timeout_s and max_restarts. precision: number
-    format that the engines hold weights in; None is the one they are sent in.
+    section: of the recipe, which has the keys start_timeout_s, call_timeout_s, max_restarts and restart_backoff_s.
+    precision: number format that the engines hold weights in; None is the one they are sent in.
     """
 
     name: str
@@ -187,6 +191,7 @@ class EngineKind:
     start_timeout_s: float
     call_timeout_s: float
     max_restarts: int
+    restart_backoff_s: float
     precision: str | None = None
 
     @property

@@ -1,12 +1,12 @@
-"""The driver's handle of engines of any kind: starts them, sends them weights, asks them, and starts them again."""
+"""The driver's handle of engines of any kind: gives them weights and asks them, whichever of them live."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -21,26 +21,20 @@ from nemo_rl_mcore.generation.engine import (
     as_requests,
 )
 from nemo_rl_mcore.generation.lengths import check_lengths
-from nemo_rl_mcore.generation.refit.verification import of_all
 from nemo_rl_mcore.ops.sampling import sample_keys
-from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.engine_fleet import EngineFleet, StartedEngine
+from nemo_rl_mcore.workers.engine_placement import place_engines
+from nemo_rl_mcore.workers.engine_refits import EngineRefits, WeightSource
 from nemo_rl_mcore.workers.engine_requests import EngineRequests
-from nemo_rl_mcore.workers.failures import WorkerError
-from nemo_rl_mcore.workers.started_engines import WeightSource, start_engines
-from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
-
-Answer = TypeVar("Answer")
-
-_HEALTH_S = 10.0
 
 
 class EngineGeneration:
-    """Implements `interfaces.GenerationInterface` over engines that hold a copy of a policy's weights.
+    """Implements `interfaces.RolloutEngines` over engines that hold a copy of a policy's weights.
 
-    Engines start when they are first given weights. One that dies ends the run with a WorkerError, unless one of the
-    kind's restarts is left: then all start anew, get the weights, and are asked again. The noise of a row does not
-    depend on who answers it, nor on when.
+    Engines start when they are first given weights. One that dies, hangs or does not hold what it was sent starts anew
+    beside the others, as often as the kind's restarts allow; then the run ends with a WorkerError. It gets the weights
+    with the next update, or in `rejoin`. The noise of a row does not depend on who answers it, nor on when.
 
     Args:
         kind: what the engines are.
@@ -49,7 +43,7 @@ class EngineGeneration:
         source: where the weights come from.
         stop_ids: token ids that end a response and belong to it.
         seed: of the noise.
-        starting: entered around each start of the engines.
+        starting: entered around the first start of the engines.
         check: called once, when the engines first have weights, before anybody is answered; what it raises ends that
             first `update_weights`.
 
@@ -67,22 +61,31 @@ class EngineGeneration:
         starting: Callable[[], AbstractContextManager[object]] = nullcontext,
         check: Callable[[EngineGeneration], None] | None = None,
     ) -> None:
-        self._kind, self._config, self._cluster, self._source = kind, config, cluster, source
+        self._kind, self._config = kind, config
         self._stop_ids, self._seed = tuple(stop_ids), seed
-        self._group: RayWorkerGroup | None = None
-        self._requests: EngineRequests | None = None
-        self._held: int | None = None
+        self._fleet = EngineFleet(
+            kind,
+            cluster,
+            lambda: place_engines(
+                cluster, kind, config.generation.colocated, source.placement, source.gpus()
+            ),
+            lambda: self._changed(),
+        )
+        self._refits = EngineRefits(self._fleet, kind, config, cluster, source)
+        self._requests = EngineRequests(self._fleet, kind, cluster.lost)
         self._version: int | None = None
-        self.weights_digest = ""
-        """Of the weights that the engines hold, where refits are verified; see `refit.verification.of_all`."""
-        self._asleep = False
-        self._restarts_left = kind.max_restarts
         self._starting, self._check = starting, check
+        self._changed: Callable[[], None] = lambda: None
+
+    @property
+    def weights_digest(self) -> str:
+        """Of the weights that the engines were given last, where refits are verified; see `refit.verification.of_all`."""
+        return self._refits.digest
 
     def update_weights(self, version: int) -> None:
         """See `interfaces.GenerationInterface.update_weights`."""
         self._version = version
-        self._with_engines(lambda engines: None)
+        self._ready()
         if self._check is not None:
             self._check(self)
             self._check = None
@@ -90,58 +93,84 @@ class EngineGeneration:
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """See `interfaces.GenerationInterface.generate`.
 
-        Besides, weight_versions int64 [B, T]: of the weights that drew each token, -1 behind the end.
+        Besides, weight_versions int64 [B, T]: of the weights that drew each token, -1 behind the end. What was asked of
+        an engine that is lost is asked again, of those that live then.
         """
-        BatchCheck.of(self._config).prompts(data)
-        check_lengths(data["input_lengths"], self._config)
-        keys = sample_keys(self._seed, step, data["prompt_index"], data["sample_index"])
-        asked = BatchedDataDict(input_ids=data["input_ids"], input_lengths=data["input_lengths"], seeds=keys)
+        asked = self._keyed(data, step)
         sampling = Sampling.of(self._config.generation, self._stop_ids, greedy=greedy)
-
-        def ask(engines: RayWorkerGroup) -> list[list[Response]]:
-            shards = [{"requests": as_requests(shard)} for shard in asked.split(engines.world_size)]
-            return engines.run_all(
+        answered: dict[int, Response] = {}
+        while missing := [row for row in range(asked.size) if row not in answered]:
+            rows = _dealt(missing, self._ready())
+            answers = self._fleet.run(
+                rows,
                 "generate",
-                per_rank_kwargs=shards,
+                own={
+                    engine: {"requests": as_requests(asked.select_indices(share))}
+                    for engine, share in rows.items()
+                },
                 sampling=sampling,
-                version=self._held,
+                version=self._version,
                 context=f"step {step}",
             )
-
-        responses = [response for answers in self._with_engines(ask) for response in answers]
-        return as_batch(responses, sampling.max_new_tokens)
+            for engine, responses in answers.items():
+                answered.update(zip(rows[engine], responses, strict=True))
+        return as_batch([answered[row] for row in range(asked.size)], sampling.max_new_tokens)
 
     def next_logprobs(
         self, prompts: Sequence[Sequence[int]], temperature: float
     ) -> list[Sequence[NextLogprobs]]:
-        """Of each engine; see `Engine.next_logprobs`."""
-        return self._with_engines(
-            lambda engines: engines.run_all("next_logprobs", prompts=prompts, temperature=temperature)
-        )
+        """Of each engine that lives; see `Engine.next_logprobs`."""
+        answers: dict[StartedEngine, Sequence[NextLogprobs]] = {}
+        while not answers:
+            engines = self._ready()
+            answers = self._fleet.run(engines, "next_logprobs", prompts=prompts, temperature=temperature)
+        return [*answers.values()]
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
-        """See `interfaces.RolloutEngines.respond`; raises EngineFailedError."""
-        assert self._requests is not None  # the engines have been given weights
+        """See `interfaces.RolloutEngines.respond`; raises EngineFailedError, or what ends the run."""
         sampling = Sampling.of(self._config.generation, self._stop_ids, greedy=False)
         responses = await self._requests.respond(as_requests(self._keyed(data, step)), sampling, ticket)
         return as_batch(responses, sampling.max_new_tokens)
 
     def whereabouts(self, ticket: str) -> str:
         """See `interfaces.RolloutEngines.whereabouts`."""
-        return self._requests.whereabouts(ticket) if self._requests is not None else ""
+        return self._requests.whereabouts(ticket)
+
+    @property
+    def answering(self) -> bool:
+        """See `interfaces.RolloutEngines.answering`."""
+        return any(engine.joined for engine in self._fleet.live)
+
+    @property
+    def joining(self) -> bool:
+        """See `interfaces.RolloutEngines.joining`."""
+        return self._fleet.failure is not None or not all(engine.joined for engine in self._fleet.live)
+
+    @property
+    def restarts(self) -> int:
+        """See `interfaces.RolloutEngines.restarts`."""
+        return self._fleet.restarts
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """See `interfaces.RolloutEngines.listen`."""
+        self._changed = changed
+
+    def rejoin(self) -> None:
+        """See `interfaces.RolloutEngines.rejoin`."""
+        while behind := self._behind(self._fleet.live):
+            self._refits.send(behind, self._held_version())
+        self._fleet.raise_failure()
 
     def offload(self) -> None:
         """See `interfaces.GenerationInterface.offload`: engines that share the ranks' GPUs give their memory back."""
-        if self._group is not None and self._kind.sleeps and not self._asleep:
-            self._group.run_all("sleep")
-            self._asleep, self._held = True, None
+        if self._kind.sleeps:
+            awake = [engine for engine in self._fleet.live if not engine.asleep]
+            for engine in self._fleet.run(awake, "sleep"):
+                engine.asleep, engine.version = True, None
 
     def shutdown(self) -> None:
         """End the engines; idempotent."""
-        if self._group is not None:
-            self._group.shutdown()
-        self._group = self._requests = self._held = None
-        self._asleep = False
+        self._fleet.shutdown()
 
     def __enter__(self) -> Self:
         """Return the handle."""
@@ -160,60 +189,27 @@ class EngineGeneration:
         keys = sample_keys(self._seed, step, data["prompt_index"], data["sample_index"])
         return BatchedDataDict(input_ids=data["input_ids"], input_lengths=data["input_lengths"], seeds=keys)
 
-    def _with_engines(self, ask: Callable[[RayWorkerGroup], Answer]) -> Answer:
-        """Ask engines that hold the current weights; if one is lost, all start anew as often as the config allows."""
-        while True:
-            try:
-                return ask(self._ready())
-            except WorkerError as error:
-                lost = self._loss_of_an_engine(error)
-                if lost is None:
-                    raise
-                if not self._restarts_left:
-                    raise lost from None
-                self._restarts_left -= 1
-                write_line(
-                    sys.stderr,
-                    f"{self._kind.noun}s start anew, {self._restarts_left} restarts left "
-                    f"({self._kind.section}.max_restarts): {str(lost).splitlines()[0]}",
-                )
-                self.shutdown()
-
-    def _loss_of_an_engine(self, error: WorkerError) -> WorkerError | None:
-        """The failure that says so if an engine is gone; the error may be of ranks that were sending to it."""
-        if self._group is None:
-            return None
-        if error.group == self._kind.name and not error.usable:
-            return error
-        try:
-            self._group.run_all(
-                "health", context=f"after a failure of {error.method}", timeout_s=_HEALTH_S, key=""
-            )
-        except WorkerError as lost:
-            return lost
-        return None
-
-    def _ready(self) -> RayWorkerGroup:
+    def _held_version(self) -> int:
         if self._version is None:
             raise WrongWeightsError("the engines have not been given weights: call update_weights first")
-        if self._group is None:
-            with self._starting():
-                self._group = start_engines(self._kind, self._config, self._cluster, self._source)
-            self._requests = EngineRequests(self._group, self._kind, self._cluster.lost)
-        if self._held != self._version:
-            self._refit(self._group, self._version)
-        return self._group
+        return self._version
 
-    def _refit(self, engines: RayWorkerGroup, version: int) -> None:
-        context = f"weights of version {version}"
-        self._held = None
-        if self._asleep:
-            engines.run_all("wake_up", ["weights"], context=context)
-        engines.run_all("begin_refit", version, context=context)
-        sent = self._source.send_weights()
-        acknowledged = engines.run_all("finish_refit", version, sent, context=context)
-        assert acknowledged == [version] * engines.world_size
-        if self._asleep:
-            engines.run_all("wake_up", ["kv_cache"], context=context)
-            self._asleep = False
-        self._held, self.weights_digest = version, of_all(sent)
+    def _behind(self, engines: Sequence[StartedEngine]) -> list[StartedEngine]:
+        return [engine for engine in engines if engine.version != self._version]
+
+    def _ready(self) -> Sequence[StartedEngine]:
+        """The engines that live, at least one, all with the current weights."""
+        version = self._held_version()
+        if not self._fleet.started:
+            with self._starting():
+                self._fleet.start()
+        while behind := self._behind(engines := self._fleet.wait()):
+            self._refits.send(behind, version)
+        return engines
+
+
+def _dealt(rows: Sequence[int], engines: Sequence[StartedEngine]) -> dict[StartedEngine, Sequence[int]]:
+    """A share of the rows, in order, for each engine that gets any."""
+    bounds = [len(rows) * place // len(engines) for place in range(len(engines) + 1)]
+    shares = (rows[first:end] for first, end in pairwise(bounds))
+    return {engine: share for engine, share in zip(engines, shares, strict=True) if share}

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from nemo_rl_mcore.generation.engine import (
+    EngineDiedError,
     EngineFailedError,
     EngineKind,
     Request,
     Response,
     Sampling,
 )
-from nemo_rl_mcore.workers.failures import RankFailure
-from nemo_rl_mcore.workers.rank_calls import HealthWatch
-from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
+from nemo_rl_mcore.workers.engine_fleet import HEALTH_S, EngineFleet, StartedEngine
+from nemo_rl_mcore.workers.failures import Call, RankFailure
 
 _LOOK_EVERY_S = 1.0
 
@@ -25,35 +25,32 @@ _LOOK_EVERY_S = 1.0
 class EngineRequests:
     """Each group goes to the engine that answers the fewest; one loop at a time asks.
 
-    An engine that makes no progress for `call_timeout_s` of its kind fails what it was asked, as one that dies does;
-    one that has died is not asked again. A task that is cancelled gives its group up.
+    An engine that dies, or makes no progress for `call_timeout_s` of its kind, is lost to the fleet. A task that is
+    cancelled gives its group up.
     lost: says what of Ray itself has died.
     """
 
-    def __init__(self, engines: RayWorkerGroup, kind: EngineKind, lost: Callable[[], str | None]) -> None:
-        self._engines, self._kind, self._lost = engines, kind, lost
-        self._watches = [HealthWatch([actor]) for actor in engines.actors]
-        self._asked: dict[str, int] = {}
-        self._dead: set[int] = set()
+    def __init__(self, fleet: EngineFleet, kind: EngineKind, lost: Callable[[], str | None]) -> None:
+        self._fleet, self._kind, self._lost = fleet, kind, lost
+        self._asked: dict[str, StartedEngine] = {}
 
     async def respond(self, requests: Sequence[Request], sampling: Sampling, ticket: str) -> list[Response]:
         """Answer a group with whatever weights the engine holds while it draws.
 
-        Raises EngineFailedError, naming the engine.
+        Raises EngineFailedError, naming the engine: EngineDiedError where that one is gone or none is there, but others
+        start; what ends the run where none does.
         """
         engine = self._least_busy()
         self._asked[ticket] = engine
         try:
-            answer = self._engines.actors[engine].generate.remote(requests, sampling, None, ticket)
+            answer = engine.actor.generate.remote(requests, sampling, None, ticket)
             return await self._answered(engine, answer)
         except asyncio.CancelledError:
-            self._engines.actors[engine].cancel.remote(ticket)
+            engine.actor.cancel.remote(ticket)
             raise
         except RayError as error:
-            if not isinstance(error, RayTaskError):
-                self._dead.add(engine)
-            failure = RankFailure(engine, self._engines.identities[engine], error)
-            raise self._failed(engine, failure.headline(), failure.details()) from None
+            failure = RankFailure(engine.number, engine.identity, error)
+            raise await self._failed(engine, failure) from None
         finally:
             del self._asked[ticket]
 
@@ -62,17 +59,21 @@ class EngineRequests:
         engine = self._asked.get(ticket)
         if engine is None:
             return ""
-        doing = self._watches[engine].doing(0) or "nothing"
-        return f"{self._kind.noun} {engine} ({self._engines.identities[engine]}), at {doing!r}"
+        doing = engine.watch.doing(0) or "nothing"
+        return f"{self._kind.noun} {engine.number} ({engine.identity}), at {doing!r}"
 
-    def _least_busy(self) -> int:
-        """Of the engines that live; of all, so that one of them says what it died of, when none does."""
-        busy, engines = [*self._asked.values()], range(len(self._watches))
-        return min([engine for engine in engines if engine not in self._dead] or engines, key=busy.count)
+    def _least_busy(self) -> StartedEngine:
+        """Of the engines that have weights."""
+        busy = [*self._asked.values()]
+        if engines := [engine for engine in self._fleet.live if engine.joined]:
+            return min(engines, key=busy.count)
+        raise self._fleet.failure or EngineDiedError(
+            f"no {self._kind.noun} has weights: all of them start anew"
+        )
 
-    async def _answered(self, engine: int, answer: Any) -> list[Response]:
+    async def _answered(self, engine: StartedEngine, answer: Any) -> list[Response]:
         """What the engine gives, as long as it gets on."""
-        watch, limit_s = self._watches[engine], self._kind.call_timeout_s
+        watch, limit_s = engine.watch, self._kind.call_timeout_s
         future = asyncio.wrap_future(answer.future())
         watch.tick()
         watch.moved()
@@ -81,15 +82,33 @@ class EngineRequests:
             if watch.due(_LOOK_EVERY_S / 2):
                 watch.look([0])
                 if (lost := self._lost()) is not None:
-                    raise self._failed(engine, lost)
+                    raise self._gone(engine, lost)
             if watch.stalled([0], limit_s):
                 key = f"{self._kind.section}.call_timeout_s"
                 doing = watch.doing(0) or "nothing"
-                raise self._failed(engine, f"made no progress for {limit_s:g} s ({key}), at {doing!r}")
+                raise self._gone(engine, f"made no progress for {limit_s:g} s ({key}), at {doing!r}")
         return future.result()
 
-    def _failed(self, engine: int, what: str, details: str = "") -> EngineFailedError:
-        identity = self._engines.identities[engine]
-        return EngineFailedError(
-            "\n".join(filter(None, [f"{self._kind.noun} {engine} ({identity}): {what}", details]))
-        )
+    async def _failed(self, engine: StartedEngine, failure: RankFailure) -> Exception:
+        """What a failed answer means: an engine that is gone, or one that has raised."""
+        if failure.died or not await _is_well(engine):
+            return self._gone(engine, failure.headline(), failure.details())
+        return EngineFailedError(self._told(engine, failure.headline(), failure.details()))
+
+    def _gone(self, engine: StartedEngine, what: str, details: str = "") -> Exception:
+        message = self._told(engine, what, details)
+        self._fleet.lose(engine, Call("generate", group=self._kind.name).error(message))
+        return self._fleet.failure or EngineDiedError(message)
+
+    def _told(self, engine: StartedEngine, what: str, details: str) -> str:
+        head = f"{self._kind.noun} {engine.number} ({engine.identity}): {what}"
+        return "\n".join(filter(None, [head, details]))
+
+
+async def _is_well(engine: StartedEngine) -> bool:
+    try:
+        async with asyncio.timeout(HEALTH_S):
+            await asyncio.wrap_future(engine.actor.health.remote().future())
+    except (RayError, TimeoutError):
+        return False
+    return True

@@ -139,7 +139,7 @@ class Call:
     """
 
     method: str
-    context: str
+    context: str = ""
     timeout_s: float = 0.0
     key: str = ""
     group: str = ""

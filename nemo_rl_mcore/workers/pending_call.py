@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +36,18 @@ class GroupInUseError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a group. noun: what messages call one of them. identities: of those that have said theirs."""
+    """The processes of a group.
+
+    noun: what messages call one of them. identities: of those that have said theirs. first: the number of the first one
+    in messages. lost: says what has ended without which none can be reached.
+    """
 
     cluster: RayCluster
     noun: str
     actors: Sequence[Any]
     identities: Mapping[int, RankIdentity]
+    first: int
+    lost: Callable[[], str | None]
 
     def kill(self, ranks: Iterable[int]) -> None:
         """Kill ranks, stopped processes too, which do not hear Ray."""
@@ -65,7 +71,7 @@ class PendingCall:
         self.error: WorkerError | None = None
         """What `result` has raised."""
         self._call, self._ranks = call, ranks
-        self._calls = RankCalls(refs, ranks.actors, call.timeout_s, ranks.cluster.lost)
+        self._calls = RankCalls(refs, ranks.actors, call.timeout_s, ranks.lost)
         self._ended: Ended | None = None
         self._asking = threading.Lock()
 
@@ -145,13 +151,16 @@ class PendingCall:
     def _failure(self) -> WorkerError:
         """What went wrong; ranks that do not return are killed."""
         calls, ranks, call = self._calls, self._ranks, self._call
-        failures = [RankFailure(rank, self._identity(rank, error), error) for rank, error in calls.errors]
+        failures = [
+            RankFailure(ranks.first + rank, self._identity(rank, error), error)
+            for rank, error in calls.errors
+        ]
         # Ranks that all answered, if only by raising, still serve: an open train step can be aborted.
         usable = not calls.waiting and not any(failure.died for failure in failures)
-        if not usable and (lost := ranks.cluster.lost()) is not None:
+        if not usable and (lost := ranks.lost()) is not None:
             return call.end_of_session(lost)
         stalls = self._stalls()
-        ranks.kill([stall.rank for stall in stalls])
+        ranks.kill(calls.waiting)
         calls.wait_at_most(_KILL_WAIT_S if stalls else 0)  # else Ray logs the answers of the dead
         if self._ended in (Ended.STALLED, Ended.SILENT):
             stopping = self._ended is Ended.SILENT
@@ -165,7 +174,7 @@ class PendingCall:
         stacks = calls.stacks() if calls.waiting else {}
         return [
             Stall(
-                rank,
+                ranks.first + rank,
                 ranks.identities.get(rank),
                 doing=calls.watch.doing(rank),
                 stack=stacks.get(rank, ""),

@@ -18,11 +18,19 @@ _LOOK_EVERY_S = 1.0
 class RayEngines:
     """`refit.sender.Engines` over actors with a method `load_bucket`.
 
-    noun: what messages call one of them. deadline_key: of the recipe, that has the deadline of `wait`.
+    noun: what messages call one of them. deadline_key: of the recipe, that has the deadline of `wait`. numbers: of the
+    engines in messages; left out, they count from 0.
     """
 
-    def __init__(self, actors: Sequence[Any], noun: str = "engine", deadline_key: str = "") -> None:
+    def __init__(
+        self,
+        actors: Sequence[Any],
+        noun: str = "engine",
+        deadline_key: str = "",
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         self._actors = [*actors]
+        self._numbers = [*range(len(self._actors))] if numbers is None else [*numbers]
         self._noun, self._deadline_key = noun, deadline_key
 
     def load_bucket(self, message: dict[str, Any]) -> list[Any]:
@@ -32,10 +40,11 @@ class RayEngines:
 
     def wait(self, loading: list[Any], timeout_s: float) -> None:
         """See `Engines.wait`."""
-        for engine, acknowledgement in enumerate(loading):
-            self._wait(acknowledgement, f"{self._noun} {engine}", timeout_s)
+        for engine, acknowledgement in zip(self._numbers, loading, strict=True):
+            self._wait(acknowledgement, engine, timeout_s)
 
-    def _wait(self, acknowledgement: Any, engine: str, timeout_s: float) -> None:
+    def _wait(self, acknowledgement: Any, number: int, timeout_s: float) -> None:
+        engine = f"{self._noun} {number}"
         deadline = time.monotonic() + timeout_s
         while not ray.wait([acknowledgement], timeout=min(_LOOK_EVERY_S, timeout_s))[0]:
             # This wait has a deadline of its own: the engine is late, not this rank.
@@ -43,9 +52,9 @@ class RayEngines:
             if time.monotonic() >= deadline:
                 key = self._deadline_key and f" ({self._deadline_key})"
                 raise EngineLostError(
-                    f"{engine} did not acknowledge a bucket of weights within {timeout_s:g} s{key}"
+                    f"{engine} did not acknowledge a bucket of weights within {timeout_s:g} s{key}", number
                 )
         try:
             ray.get(acknowledgement)
         except RayActorError as error:
-            raise EngineLostError(f"{engine} died during a refit") from error
+            raise EngineLostError(f"{engine} died during a refit", number) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -80,6 +80,8 @@ class RayWorkerGroup:
         name: of the group, such as "policy", for messages and `WorkerError.group`.
         noun: what messages call a worker, behind the name.
         secrets: environment variables that constructors need and nobody else is to see.
+        lost: says what has ended without which no worker can be reached, None while nothing has; left out, it is the
+            cluster's.
 
     Raises:
         WorkerError: a constructor failed, or not all finished in time.
@@ -100,6 +102,7 @@ class RayWorkerGroup:
         name: str = "",
         noun: str = "rank",
         secrets: Mapping[str, str] | None = None,
+        lost: Callable[[], str | None] | None = None,
     ) -> None:
         self._name = name
         self._cluster = cluster
@@ -109,7 +112,8 @@ class RayWorkerGroup:
         self._starting = threading.Lock()
         use_arrays_for_tensors()
         self._placement = placement or cluster.place_ranks()
-        self._ranks = Ranks(cluster, f"{name} {noun}".strip(), (), {})
+        first, lost = self._placement.slots[0].rank, lost or cluster.lost
+        self._ranks = Ranks(cluster, f"{name} {noun}".strip(), (), {}, first, lost)
         try:
             remote_class = actor_class(worker_class)
             actors = [_start(remote_class, slot) for slot in self._placement.slots]
@@ -244,7 +248,7 @@ class RayWorkerGroup:
                 f"{call} was not started: the worker group ended with an earlier failure: {headline}\n{details}",
                 final=self._last.error.final,
             )
-        if (lost := self._cluster.lost()) is not None:
+        if (lost := self._ranks.lost()) is not None:
             raise call.end_of_session(lost)
 
 

@@ -80,19 +80,6 @@ def _engines(config: GRPOMasterConfig) -> Iterator[Problem]:
             f"set it to false with {_COLOCATED}.resources.gpus_per_node, {_SYNCHRONOUS}",
             related,
         )
-    name, engines = (
-        ("vllm_cfg", generation.vllm_cfg)
-        if generation.backend == "vllm"
-        else ("embedded_cfg", generation.embedded_cfg)
-    )
-    if engines.max_restarts:
-        yield Problem(
-            f"policy.generation.{name}.max_restarts",
-            f"{engines.max_restarts} has all engines start anew together, which with {_ENABLED}: true would end what "
-            "the others answer",
-            f"set it to 0, {_SYNCHRONOUS}",
-            (_ENABLED, "policy.generation.backend"),
-        )
     if generation.backend == "vllm" and not generation.vllm_cfg.async_engine:
         yield Problem(
             "policy.generation.vllm_cfg.async_engine",

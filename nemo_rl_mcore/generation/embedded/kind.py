@@ -24,4 +24,5 @@ def embedded_kind(config: PolicyConfig, *, reread_after_refit: bool = False) -> 
         start_timeout_s=embedded.start_timeout_s,
         call_timeout_s=embedded.call_timeout_s,
         max_restarts=embedded.max_restarts,
+        restart_backoff_s=embedded.restart_backoff_s,
     )

@@ -28,7 +28,9 @@ class Receivers:
         self._group: dist.ProcessGroup | None = None
 
     def join_broadcast(self, address: str, port: int, rank: int, world_size: int, timeout_s: float) -> None:
-        """Join the group in which the trainer's rank 0 broadcasts."""
+        """Join the group in which the trainer's rank 0 broadcasts, in place of the one before."""
+        if (end := self._open.pop("broadcast", None)) is not None:
+            end.close()
         timeout = timedelta(seconds=timeout_s)
         self._group = join_broadcast_group(address, port, rank, world_size, timeout, self._device.type)
 

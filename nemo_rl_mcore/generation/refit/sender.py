@@ -35,7 +35,11 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class EngineLostError(RunStoppedError):
-    """An engine died, or did not acknowledge a bucket in time."""
+    """An engine died, or did not acknowledge a bucket in time; `engine` is its number, where it is known."""
+
+    def __init__(self, message: str, engine: int | None = None) -> None:
+        super().__init__(message)
+        self.engine = engine
 
 
 class Engines(Protocol):

@@ -52,6 +52,7 @@ def vllm_kind(config: PolicyConfig, folder: Path, environ: Mapping[str, str], *,
         start_timeout_s=vllm.start_timeout_s,
         call_timeout_s=vllm.call_timeout_s,
         max_restarts=vllm.max_restarts,
+        restart_backoff_s=vllm.restart_backoff_s,
         precision=settings.precision,
     )
 

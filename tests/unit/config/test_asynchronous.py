@@ -51,6 +51,13 @@ def test_what_is_under_way(load, overrides, live, inflight, chunk, streams):
     assert (loop.min_groups_per_chunk, loop.streams) == (chunk, streams)
 
 
+@pytest.mark.parametrize("section", ["embedded_cfg", "vllm_cfg"])
+def test_engines_may_start_anew(load, section):
+    vllm = [*VLLM, f"{GENERATION}.vllm_cfg.async_engine=true"] if section == "vllm_cfg" else []
+    config = load(*RUN, *vllm, f"{GENERATION}.{section}.max_restarts=2")
+    assert getattr(config.policy.generation, section).max_restarts == 2
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -95,18 +102,6 @@ def test_what_is_under_way(load, overrides, live, inflight, chunk, streams):
             list(VLLM),
             f"{GENERATION}.vllm_cfg.async_engine: false answers whole batches, and grpo.async_grpo.enabled: true asks "
             "group by group; set it to true, or grpo.async_grpo.enabled: false",
-        ),
-        *(
-            (
-                [*engines, f"{GENERATION}.{section}.max_restarts=2"],
-                f"{GENERATION}.{section}.max_restarts: 2 has all engines start anew together, which with "
-                "grpo.async_grpo.enabled: true would end what the others answer; set it to 0, or "
-                "grpo.async_grpo.enabled: false",
-            )
-            for section, engines in {
-                "embedded_cfg": [],
-                "vllm_cfg": [*VLLM, f"{GENERATION}.vllm_cfg.async_engine=true"],
-            }.items()
         ),
         (
             [WHITENED, f"{ASYNC}.min_groups_for_streaming_train=4"],

@@ -18,6 +18,13 @@ class FakeEngines:
         self.in_flight, self.most_in_flight, self.in_flight_at_updates = 0, 0, []
         self.fail, self.hold = fail, hold
         self.threads = set()
+        self.answering, self.joining, self.restarts = True, False, 0
+
+    def listen(self, changed):
+        self.changed = changed
+
+    def rejoin(self):
+        raise NotImplementedError
 
     @property
     def weights_digest(self):

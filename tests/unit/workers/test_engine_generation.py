@@ -1,15 +1,18 @@
 """The driver's handle over a fake engine in real Ray actors: what it asks, when it refits, whom it starts again."""
 
-import os
+import re
 import signal
 import sys
+import threading
+import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import ray
 import torch
 from fake_engine import VOCABULARY, FakeEngine, next_logprobs
-from fake_generation import STOP, Weights, generation, prompts
+from fake_generation import STOP, Weights, engine_of, generation, kill, prompts, until
 
 from nemo_rl_mcore.generation.engine import WrongWeightsError
 from nemo_rl_mcore.workers.failures import WorkerError
@@ -117,25 +120,170 @@ def test_an_engine_that_fails_but_lives_is_not_started_again(cluster):
         engines.generate(prompts(3), step=1)
 
 
-def test_lost_engines_start_anew_as_often_as_the_kind_allows_then_end_the_run(cluster, capsys):
+def test_a_lost_engine_starts_anew_alone_as_often_as_the_kind_allows_then_the_run_ends(cluster, capsys):
     source, asked = Weights(), prompts(3, 5, 1)
-
-    def kill():
-        os.kill(engines._group.identities[1].pid, signal.SIGKILL)
-
     with generation(cluster, source, max_restarts=1) as engines:
         engines.update_weights(4)
-        expected = engines.generate(asked, step=4)
-        kill()
-        again = engines.generate(asked, step=4)
-        assert {key: again[key].tolist() for key in again} == {
-            key: expected[key].tolist() for key in expected
-        }
+        other, expected = engine_of(engines, 0), engines.generate(asked, step=4)
+        lost = kill(engines, 1)
+        assert equal(engines.generate(asked, step=4), expected)
         said = capsys.readouterr().err
-        assert (
-            "fake engines start anew, 0 restarts left (policy.generation.fake.max_restarts): fake eng" in said
+        assert re.match(
+            r"fake engine 1 starts anew in 0.1 s, 0 restarts left \(policy.generation.fake.max_restarts\): "
+            rf"fake engine 1 \(host .*, pid {lost.identity.pid}\) died in generate \(step 4\)",
+            said,
         )
-        kill()
+        again = engine_of(engines, 1)
+        assert again.version is None
+        assert engines.joining
+        assert equal(engines.generate(asked, step=4), expected)
+        assert (again.version, engine_of(engines, 0), engines.restarts) == (4, other, 1)
+        kill(engines, 1)
         with pytest.raises(WorkerError, match=r"^fake engine 1 .* died in generate \(step 4\)") as caught:
             engines.generate(asked, step=4)
-        assert (caught.value.group, caught.value.usable) == ("fake", False)
+        assert (caught.value.group, caught.value.usable, caught.value.rank) == ("fake", False, 1)
+        assert caught.value.__notes__ == [
+            "policy.generation.fake.max_restarts: 1 in a run, of which none is left"
+        ]
+
+
+def test_with_nobody_left_the_answer_comes_from_the_one_that_starts(cluster):
+    asked = prompts(3, 5, 1)
+    with generation(cluster, Weights(), engines=1, max_restarts=1) as engines:
+        engines.update_weights(0)
+        expected = engines.generate(asked, step=4)
+        kill(engines, 0)
+        assert equal(engines.generate(asked, step=4), expected)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "ray"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_refit_in_which_an_engine_is_lost_is_done_again_with_the_others(cluster, transport, how):
+    source, asked = Weights(), prompts(3, 2)
+    with generation(cluster, source, transport, max_restarts=1, call_timeout_s=3.0) as engines:
+        engines.update_weights(0)
+        lost = engine_of(engines, 1)
+        source.before_sending = lambda: kill(engines, 1, how)
+        engines.update_weights(1)
+        assert engines.generate(asked, step=1)["weight_versions"].max() == 1
+        again = until(lambda: engines.joining and engine_of(engines, 1))
+        assert again is not lost
+        assert gone(lost.identity.pid)
+        engines.rejoin()
+        assert (again.version, again.joined, engines.joining) == (1, True, False)
+        digest = engines.weights_digest
+        source.scale = 2.0
+        engines.update_weights(2)
+        assert {engine.version for engine in engines._fleet.live} == {2}
+        assert engines.weights_digest != digest
+
+
+def test_who_starts_anew_is_given_the_weights_alone(cluster):
+    source = Weights()
+    with generation(cluster, source, max_restarts=1) as engines:
+        engines.update_weights(0)
+        begun = counted(engine_of(engines, 0))
+        engine_of(engines, 1)
+        kill(engines, 1)
+        engines.generate(prompts(3, 2), step=1)
+        until(lambda: engines.joining)
+        engines.rejoin()
+        assert counted(engine_of(engines, 0)) == begun, "the other one goes on answering"
+        assert source.connected == [[0, 1], [1]]
+        engines.update_weights(1)
+        assert source.connected == [[0, 1], [1], [0, 1]]
+
+
+def test_ranks_that_started_anew_are_connected_again(cluster):
+    source = Weights()
+    with generation(cluster, source, engines=1) as engines:
+        engines.update_weights(0)
+        engines.update_weights(1)
+        source.incarnation = 1
+        engines.update_weights(2)
+        assert source.connected == [[0], [0]]
+
+
+class NeverStartsAgain(FakeEngine):
+    def __init__(self, pause_s):
+        super().__init__(0.0)
+        first = Path(pause_s)
+        if first.exists():
+            raise RuntimeError("no room for another one")
+        first.touch()
+
+
+def test_a_start_that_fails_is_tried_again_later_and_later_until_no_restart_is_left(
+    cluster, tmp_path, capsys
+):
+    settings = str(tmp_path / "first")
+    with generation(
+        cluster, Weights(), engine=NeverStartsAgain, settings=settings, engines=1, max_restarts=3
+    ) as engines:
+        engines.update_weights(0)
+        kill(engines, 0)
+        with pytest.raises(WorkerError, match=r"^fake engine 0 .*no room for another one") as caught:
+            engines.generate(prompts(3), step=1)
+        assert "max_restarts: 3 in a run, of which none is left" in caught.value.__notes__[0]
+        delays = re.findall(r"starts anew in ([\d.]+) s, (\d) restarts left", capsys.readouterr().err)
+        assert delays == [("0.1", "2"), ("0.2", "1"), ("0.4", "0")]
+
+
+def test_the_first_start_of_a_run_is_not_tried_again(cluster, tmp_path):
+    (tmp_path / "first").touch()
+    with (
+        generation(
+            cluster, Weights(), engine=NeverStartsAgain, settings=str(tmp_path / "first"), max_restarts=9
+        ) as engines,
+        pytest.raises(WorkerError, match="no room for another one"),
+    ):
+        engines.update_weights(0)
+    assert engines.restarts == 0
+
+
+class StartsSlowly(FakeEngine):
+    def __init__(self, pause_s):
+        super().__init__(0.0)
+        first = Path(pause_s)
+        if first.exists():
+            time.sleep(60)
+        first.touch()
+
+
+def test_the_end_of_a_run_does_not_wait_for_an_engine_that_starts(cluster, tmp_path):
+    settings = {"engine": StartsSlowly, "settings": str(tmp_path / "first"), "engines": 1}
+    with generation(cluster, Weights(), max_restarts=1, restart_backoff_s=0.01, **settings) as engines:
+        engines.update_weights(0)
+        engines._fleet.lose(engine_of(engines, 0), WorkerError("gone", method="generate"))
+        time.sleep(1.0)
+        began = time.monotonic()
+    assert time.monotonic() - began < 10
+    assert not [thread for thread in threading.enumerate() if "fake engine" in thread.name]
+
+
+def test_engines_that_share_the_ranks_memory_start_anew_when_it_is_theirs(cluster):
+    source, asked = Weights(), prompts(3, 2)
+    with generation(cluster, source, sleeps=True, max_restarts=1) as engines:
+        engines.update_weights(0)
+        expected = engines.generate(asked, step=1)
+        engines.offload()
+        kill(engines, 1)
+        engines.offload()
+        time.sleep(0.5)
+        engines.update_weights(0)
+        assert equal(engines.generate(asked, step=1), expected)
+        assert engines.restarts == 1
+        assert not any(engine.asleep for engine in engines._fleet.live)
+
+
+def equal(one, other):
+    return {key: one[key].tolist() for key in one} == {key: other[key].tolist() for key in other}
+
+
+def counted(engine):
+    """Refits that an engine has begun."""
+    return ray.get(engine.actor.refits_begun.remote(), timeout=30)
+
+
+def gone(pid):
+    return until(lambda: not Path(f"/proc/{pid}").exists())

@@ -18,6 +18,7 @@ def kind(engines=1, gpus=1):
     return EngineKind(
         name="tiny", engine=object, settings=None, environment={"ENGINES_OWN": "1"}, engines=engines,
         gpus=gpus, sleeps=False, bucket_bytes=64, section="", start_timeout_s=1, call_timeout_s=1, max_restarts=0,
+        restart_backoff_s=1,
     )  # fmt: skip
 
 

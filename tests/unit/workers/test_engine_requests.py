@@ -5,14 +5,16 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import fake_generation
 import pytest
 import ray
 from fake_engine import FakeEngine
-from fake_generation import Weights, generation, prompts
+from fake_generation import Weights, engine_of, generation, kill, prompts, until
 
-from nemo_rl_mcore.generation.engine import EngineFailedError
+from nemo_rl_mcore.generation.engine import EngineDiedError, EngineFailedError
+from nemo_rl_mcore.workers.failures import WorkerError
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 assert fake_generation  # registers its own
@@ -104,36 +106,116 @@ def test_a_task_that_is_cancelled_gives_its_group_up_at_the_engine(cluster):
         with pytest.raises(TimeoutError):
             asked(gives_up())
         deadline = time.monotonic() + 5  # nobody waits for what the engine does with it
-        while engines._group.run_all("told") != [("late",)]:
+        while ray.get(engine_of(engines, 0).actor.told.remote(), timeout=5) != ("late",):
             assert time.monotonic() < deadline
 
 
-def test_an_engine_that_has_died_is_not_asked_again(cluster):
-    with generation(cluster, Weights(), settings=0.02) as engines:
+def test_what_a_dead_engine_was_asked_is_answered_by_another_with_the_same_noise(cluster):
+    """Both are asked by then; the one that starts anew gets weights beside the other's answers."""
+    data = prompts(3, 5)
+    with generation(cluster, Weights(), settings=0.2, max_restarts=1) as engines:
         engines.update_weights(0)
-        os.kill(engines._group.identities[0].pid, signal.SIGKILL)
-        with pytest.raises(EngineFailedError, match="fake engine 0"):
+        whole = engines.generate(data, step=2)
+        found = {}
+
+        async def ask(row):
+            return await engines.respond(data.select_indices([row]), step=2, ticket=f"row {row}")
+
+        async def groups():
+            tasks = [asyncio.create_task(ask(row)) for row in range(2)]
+            await asyncio.sleep(0.3)
+            killed_at = time.monotonic()
+            lost = kill(engines, 0)
+            with pytest.raises(EngineDiedError, match=r"fake engine 0 \(host .*died"):
+                await tasks[0]
+            found["seconds"] = time.monotonic() - killed_at
+            again = await ask(0)
+            assert until(lambda: engines.joining), "it has started"
+            waits = asyncio.create_task(ask(1))
+            await asyncio.to_thread(engines.rejoin)
+            assert engine_of(engines, 0) is not lost
+            return [again, await tasks[1], await waits]
+
+        answers = asked(groups())
+        assert [one["tokens"][0].tolist() for one in answers] == [
+            whole["tokens"][r].tolist() for r in (0, 1, 1)
+        ]
+        assert found["seconds"] < 2, "until the group can be asked elsewhere"
+
+
+def test_while_no_engine_has_weights_nobody_is_asked(cluster):
+    with generation(cluster, Weights(), engines=1, max_restarts=1) as engines:
+        told = []
+        engines.listen(lambda: told.append((engines.answering, engines.joining)))
+        engines.update_weights(0)
+        assert (engines.answering, engines.joining) == (True, False)
+        kill(engines, 0)
+        for _ in range(2):
+            with pytest.raises(EngineDiedError, match="fake engine"):
+                asked(engines.respond(prompts(3), step=1, ticket="lost"))
+        until(lambda: told[-2:] == [(False, False), (False, True)])
+        engines.rejoin()
+        assert (engines.answering, engines.joining) == (True, False)
+        assert asked(engines.respond(prompts(3), step=1, ticket="found"))["lengths"].shape == (1,)
+
+
+@pytest.mark.parametrize("engine", [FakeEngine, StandsStill])
+def test_an_engine_that_stops_or_stands_still_is_killed_at_its_deadline(cluster, engine):
+    with generation(
+        cluster, Weights(), engine=engine, settings=0.5, max_restarts=2, call_timeout_s=3.0
+    ) as engines:
+        engines.update_weights(0)
+
+        async def stops():
+            group = asyncio.create_task(engines.respond(prompts(3), step=1, ticket="late"))
+            await asyncio.sleep(0.3)
+            lost = kill(engines, 0, signal.SIGSTOP) if engine is FakeEngine else engine_of(engines, 0)
+            began = time.monotonic()
+            message = r"fake engine 0 .*made no progress for 3 s \(policy.generation.fake.call_timeout_s\)"
+            with pytest.raises(EngineDiedError, match=message):
+                await group
+            assert time.monotonic() - began < 6
+            until(lambda: not Path(f"/proc/{lost.identity.pid}").exists())
+
+        asked(stops())
+
+
+class LosesItsCore(FakeEngine):
+    """As an engine with processes of its own: calls raise, and so does its health, once they are gone."""
+
+    async def generate(self, requests, sampling, version=None, ticket=""):
+        self._gone = True
+        raise RuntimeError("the core is gone")
+
+    async def health(self):
+        if vars(self).get("_gone"):
+            raise RuntimeError("the core is gone")
+
+
+def test_an_engine_whose_own_processes_died_is_lost(cluster):
+    with generation(cluster, Weights(), engine=LosesItsCore, max_restarts=1) as engines:
+        engines.update_weights(0)
+        with pytest.raises(EngineDiedError, match=r"fake engine 0 .*the core is gone"):
             asked(engines.respond(prompts(3), step=1, ticket="lost"))
-        for ticket in ("next", "last"):
-            assert asked(engines.respond(prompts(3), step=1, ticket=ticket))["lengths"].shape == (1,)
+        assert engines.restarts == 1
 
 
-def test_an_engine_that_dies_or_stands_still_is_named_with_its_deadline(cluster):
-    with generation(cluster, Weights(), settings=0.5, engines=1) as engines:
+def test_with_no_restart_left_a_death_ends_the_run(cluster):
+    with generation(cluster, Weights(), settings=0.5) as engines:
         engines.update_weights(0)
 
         async def dies():
             group = asyncio.create_task(engines.respond(prompts(3), step=1, ticket="lost"))
             await asyncio.sleep(0.3)
-            os.kill(engines._group.identities[0].pid, signal.SIGKILL)
+            kill(engines, 0)
             await group
 
-        with pytest.raises(EngineFailedError, match=r"fake engine 0 \(host .*died"):
+        with pytest.raises(WorkerError, match=r"fake engine 0 \(host .*died") as caught:
             asked(dies())
-    with generation(cluster, Weights(), engine=StandsStill, engines=1, call_timeout_s=3.0) as engines:
-        engines.update_weights(0)
-        with pytest.raises(
-            EngineFailedError,
-            match=r"fake engine 0 .*made no progress for 3 s \(policy.generation.fake.call_timeout_s\)",
-        ):
-            asked(engines.respond(prompts(3), step=1, ticket="late"))
+        assert caught.value.group == "fake"
+        assert caught.value.__notes__ == [
+            "policy.generation.fake.max_restarts: 0 in a run, of which none is left"
+        ]
+        assert engines.joining, "whoever waits hears of it"
+        with pytest.raises(WorkerError, match="fake engine 0"):
+            engines.rejoin()
