@@ -44,26 +44,40 @@ class DriverDiedError(BaseException):
 class Chance:
     """Draws what goes wrong next, at most `most` times.
 
-    At the n-th passage of any point it is decided by the seed alone whether a fault strikes; so a schedule that failed
-    can be tried again, up to the order of its two threads.
+    The trainer and the engines draw apart, so that what one meets does not hang on how far the other has come.
     """
 
     seed: int
     rate: float
     most: int
     struck: list[str] = field(default_factory=list)
-    _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
+        self._random = {beside: random.Random(f"{self.seed} {beside}") for beside in (False, True)}
 
     def draw(self, point: str, actions: tuple[str, ...]) -> str:
         """One of the actions, or empty."""
-        if len(self.struck) >= self.most or self._random.random() >= self.rate:
+        drawn = self._random[point == "respond"]
+        happens, action = drawn.random() < self.rate, drawn.choice(actions)
+        if not happens or len(self.struck) >= self.most:
             return ""
-        action = self._random.choice(actions)
         self.struck.append(f"{point}: {action}")
         return action
+
+
+@dataclass
+class OneDeath(Chance):
+    """The trainer dies once, at the n-th passage of a point."""
+
+    def __init__(self, point: str, nth: int) -> None:
+        self.struck, self._point, self._left = [], point, nth
+
+    def draw(self, point: str, actions: tuple[str, ...]) -> str:
+        self._left -= point == self._point
+        if self._left or self.struck:
+            return ""
+        self.struck.append(point)
+        return "die"
 
 
 @dataclass
@@ -80,6 +94,7 @@ class FakeTrainer:
 
     def __post_init__(self) -> None:
         self._journal: Journal | None = None
+        self.loads = 0
         self._begin_life()
 
     def _begin_life(self) -> None:
@@ -189,7 +204,7 @@ class FakeTrainer:
 
     def load_checkpoint(self, folder, *, weights_only=False):
         def work() -> dict:
-            self.weights = (Path(folder) / "weights").read_text()
+            self.weights, self.loads = (Path(folder) / "weights").read_text(), self.loads + 1
             self._step, self._rows, self._failed, self.committed = None, [], False, []
             return {"weights": self.weights}
 
@@ -259,8 +274,8 @@ class FakeEngines:
 
     def rejoin(self): ...
 
-    def whereabouts(self):
-        return "the engines: nowhere"
+    def whereabouts(self, ticket):
+        return ""
 
     async def respond(self, data, *, step, ticket):
         asked = digest(step, data["prompt_index"].tolist(), data["sample_index"].tolist())

@@ -20,8 +20,8 @@ Entry = Mapping
 class Expected:
     """What the run is to train: the prompts of each step, in order, with so many answers each, over so many ranks.
 
-    asynchronous: whether engines answer. exact: whether the same rows give the same weights to the bit. repeats: whether
-    a command that goes on gives the rows, too, that the one before it had after the checkpoint.
+    asynchronous: whether engines answer. exact: whether the same rows give the same weights to the bit.
+    repeats: whether a command that goes on gives the rows, too, that the one before it had after the checkpoint.
     finished: whether the run came to its end.
     """
 

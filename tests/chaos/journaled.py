@@ -39,7 +39,7 @@ class Recipe:
     engines: int = 2
     period: int = 4
     restarts: int = 2
-    engine_restarts: int = 0
+    engine_restarts: int = 2
     more: tuple[str, ...] = ()
 
     @property

@@ -1,8 +1,14 @@
 """Random schedules of faults: some on the fake trainer each time, two on real ranks with `-m exhaustive`."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
-from fake_trainer import FakeTrainer
-from random_schedules import fake_schedule, real_schedule
+from fake_trainer import FakeTrainer, OneDeath
+from random_schedules import fake_run, fake_schedule, real_schedule
+
+from nemo_rl_mcore.algorithms.algorithm import StepOutcome
+from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -11,25 +17,60 @@ def test_whatever_fails_each_group_is_trained_once_and_in_order(seed, tmp_path):
     assert not problems, line
 
 
-@pytest.mark.parametrize("wrong", ["a redo without its first rows", "a load that keeps the weights"])
-def test_a_model_that_comes_back_wrongly_is_told(wrong, tmp_path, monkeypatch):
-    """Seed 4 goes back to the checkpoint of step 6, and does step 7 again."""
-    if wrong == "a load that keeps the weights":
-        load = FakeTrainer.load_checkpoint
+def test_a_death_between_checkpoints_has_two_steps_done_again(tmp_path):
+    problems, line = fake_run(tmp_path, OneDeath("finish_train_step", 6), 0, None)
+    assert (problems, line) == ([], "K = 0, chunks of 3: 1 faults, 2 steps again, 1 starts")
 
-        def keep(self, folder, **keys):
-            load(self, folder, **keys)
-            self.weights = "others"
 
-        monkeypatch.setattr(FakeTrainer, "load_checkpoint", keep)
-    else:
-        train = FakeTrainer.train_microbatch
+def skip_rows(trainer, train, data, **keys):
+    again = trainer.loads and not trainer.committed
+    train(trainer, data.slice(2, data.size) if again else data, **keys)
 
-        def skip(self, data, **keys):
-            train(self, data.slice(2, data.size) if self.loads and len(self.committed) == 0 else data, **keys)
 
-        monkeypatch.setattr(FakeTrainer, "train_microbatch", skip)
-    problems, line = fake_schedule(4, tmp_path)
+def keep_weights(trainer, load, folder, **keys):
+    before = trainer.weights
+    load(trainer, folder, **keys)
+    trainer.weights = before
+
+
+def forget(trainer, save, folder):
+    trainer.weights = "others"
+    save(trainer, folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "wrongly"),
+    [("train_microbatch", skip_rows), ("load_checkpoint", keep_weights), ("save_checkpoint", forget)],
+)
+def test_a_model_that_comes_back_wrongly_is_told(method, wrongly, tmp_path, monkeypatch):
+    rightly = getattr(FakeTrainer, method)
+    monkeypatch.setattr(
+        FakeTrainer, method, lambda self, *args, **keys: wrongly(self, rightly, *args, **keys)
+    )
+    problems, line = fake_run(tmp_path, OneDeath("finish_train_step", 6), 0, None)
+    assert problems, line
+
+
+def redo_without_a_group(algorithm, redo, step):
+    rollouts = algorithm.rollouts
+    fewer = SimpleNamespace(groups=rollouts.groups, prompt_of=rollouts.prompt_of)
+    fewer.chunks_of = lambda of: [chunk[1:] for chunk in rollouts.chunks_of(of)]
+    return redo(replace(algorithm, rollouts=fewer), step)
+
+
+def redo_another(algorithm, redo, step):
+    return redo(algorithm, 9 - step)
+
+
+def redo_nothing(algorithm, redo, step):
+    return StepOutcome({}, [None], None)
+
+
+@pytest.mark.parametrize("wrongly", [redo_without_a_group, redo_another, redo_nothing])
+def test_a_product_that_redoes_wrongly_is_told(wrongly, tmp_path, monkeypatch):
+    rightly = AsyncGRPO.redo
+    monkeypatch.setattr(AsyncGRPO, "redo", lambda self, step: wrongly(self, rightly, step))
+    problems, line = fake_run(tmp_path, OneDeath("finish_train_step", 6), 0, None)
     assert problems, line
 
 
