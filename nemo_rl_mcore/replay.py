@@ -11,7 +11,8 @@ from pathlib import Path
 from nemo_rl_mcore.algorithms.rollout import Responder, RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import GRPOMasterConfig, RunConfig
-from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO, GroupDraw
+from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
+from nemo_rl_mcore.controllers.draw import GroupDraw
 from nemo_rl_mcore.controllers.event_log import read_events
 from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.replayed_rollouts import (

@@ -15,37 +15,16 @@ from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.mismatch import measure_mismatch
 from nemo_rl_mcore.algorithms.rollout import (
     WEIGHT_VERSIONS,
-    Responder,
     Rollout,
     concatenate_batches,
 )
 from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
 from nemo_rl_mcore.controllers.group_store import GroupStore
-from nemo_rl_mcore.controllers.metrics import age_metrics, correction_metrics, pace_metrics
-from nemo_rl_mcore.controllers.rollouts import DrawnGroup, Pace
+from nemo_rl_mcore.controllers.metrics import Pace, age_metrics, correction_metrics, pace_metrics
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.errors import RunStoppedError
-
-
-@dataclass(frozen=True)
-class GroupDraw:
-    """Implements `rollouts.Draw`: the prompts of a synchronous run, in its order, with its noise."""
-
-    prompts: PromptSource
-    responder: Responder
-    groups_per_step: int
-    samples: int
-
-    def groups_of(self, step: int) -> Sequence[DrawnGroup]:
-        """See `Draw.groups_of`."""
-        drawn = self.prompts.train_batch(step, self.groups_per_step)
-        return [DrawnGroup(prompt, self.responder.ask([prompt], self.samples), step) for prompt in drawn]
-
-    def join(self, asked: BatchedDataDict, answered: BatchedDataDict) -> BatchedDataDict:
-        """See `Draw.join`."""
-        return self.responder.join(asked, answered)
 
 
 class StepGroups(Protocol):

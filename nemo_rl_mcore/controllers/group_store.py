@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,6 +12,18 @@ import torch
 from nemo_rl_mcore.controllers.events import Segment
 from nemo_rl_mcore.controllers.saved_groups import load_groups, save_groups
 from nemo_rl_mcore.data import BatchedDataDict
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How long groups are kept that have been trained.
+
+    until_checkpoint: in memory until a checkpoint holds what they taught; else no longer than their step. archive:
+    folder that they are written into, for good; None writes none.
+    """
+
+    until_checkpoint: bool = False
+    archive: Path | None = None
 
 
 class GroupStore:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
 import torch
 
 from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
-from nemo_rl_mcore.controllers.rollouts import Pace
 from nemo_rl_mcore.data import BatchedDataDict
 
 
@@ -43,6 +46,26 @@ def correction_metrics(batch: BatchedDataDict) -> dict[str, float]:
         "async/importance_ratio_max": float(ratios.max()),
         "async/behaviour_kl": float((ratios - 1 - log_ratios).mean()),
     }
+
+
+@dataclass
+class Pace:
+    """How the two sides of a run got on since the last step.
+
+    began_at: when that one ended, by the monotonic clock. requeued, dropped: groups whose attempt ended without
+    answers, by reason. trainer_idle_s: training waited for groups, to train on them or for them to end before an
+    update. engine_idle_s: no group was in flight. ready, in_flight: groups at the end of the step. engine_restarts:
+    since the run began.
+    """
+
+    began_at: float = field(default_factory=time.monotonic)
+    requeued: Counter[str] = field(default_factory=Counter[str])
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    trainer_idle_s: float = 0.0
+    engine_idle_s: float = 0.0
+    ready: int = 0
+    in_flight: int = 0
+    engine_restarts: int = 0
 
 
 def pace_metrics(pace: Pace, now: float) -> dict[str, float]:

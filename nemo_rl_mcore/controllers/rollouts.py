@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
+from nemo_rl_mcore.controllers.draw import Draw, DrawnGroup, DrawnGroups
 from nemo_rl_mcore.controllers.event_log import LogMark
 from nemo_rl_mcore.controllers.events import Segment, Token
-from nemo_rl_mcore.controllers.group_store import GroupStore, digest_of_group, segments_of
+from nemo_rl_mcore.controllers.group_store import GroupStore, Retention, digest_of_group, segments_of
 from nemo_rl_mcore.controllers.ledger import Ledger
 from nemo_rl_mcore.controllers.loop_thread import LoopThread
+from nemo_rl_mcore.controllers.metrics import Pace
 from nemo_rl_mcore.controllers.saved_ledger import SavedLedger
 from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
 from nemo_rl_mcore.controllers.stall_watch import StallWatch
@@ -35,60 +34,6 @@ from nemo_rl_mcore.generation.engine import EngineDiedError, EngineFailedError
 from nemo_rl_mcore.interfaces import RolloutEngines
 
 _SECTION = "grpo.async_grpo"
-
-
-@dataclass(frozen=True)
-class DrawnGroup:
-    """A prompt of a step, and what an engine is asked for its group."""
-
-    prompt: Prompt
-    asked: BatchedDataDict
-    step: int
-    """That drew the prompt; with the row it keys the noise, whenever the group is answered and trained."""
-
-
-class Draw(Protocol):
-    """What knows the prompts; called by the thread that trains."""
-
-    def groups_of(self, step: int) -> Sequence[DrawnGroup]:
-        """The groups of a step, in order."""
-        ...
-
-    def join(self, asked: BatchedDataDict, answered: BatchedDataDict) -> BatchedDataDict:
-        """Prompts with their responses; called by the thread that asks."""
-        ...
-
-
-@dataclass(frozen=True)
-class Retention:
-    """How long groups are kept that have been trained.
-
-    until_checkpoint: in memory until a checkpoint holds what they taught; else no longer than their step. archive:
-    folder that they are written into, for good; None writes none.
-    """
-
-    until_checkpoint: bool = False
-    archive: Path | None = None
-
-
-@dataclass
-class Pace:
-    """How the two sides of a run got on since the last step.
-
-    began_at: when that one ended, by the monotonic clock. requeued, dropped: groups whose attempt ended without
-    answers, by reason. trainer_idle_s: training waited for groups, to train on them or for them to end before an
-    update. engine_idle_s: no group was in flight. ready, in_flight: groups at the end of the step. engine_restarts:
-    since the run began.
-    """
-
-    began_at: float = field(default_factory=time.monotonic)
-    requeued: Counter[str] = field(default_factory=Counter[str])
-    dropped: Counter[str] = field(default_factory=Counter[str])
-    trainer_idle_s: float = 0.0
-    engine_idle_s: float = 0.0
-    ready: int = 0
-    in_flight: int = 0
-    engine_restarts: int = 0
 
 
 class Rollouts:
@@ -108,11 +53,11 @@ class Rollouts:
     ) -> None:
         self.ledger, self.groups = ledger, groups
         self._section, self._engines, self._draw = section, engines, draw
+        self._drawn = DrawnGroups(draw, ledger.limits.groups_per_step)
         self._limit = section.max_inflight_prompts or ledger.limits.groups_per_step * (
             ledger.limits.max_age + 1
         )
         self._retention = retention
-        self._drawn: dict[int, Sequence[DrawnGroup]] = {}
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._failures = 0  # in a row
@@ -193,10 +138,8 @@ class Rollouts:
 
     def prompt_of(self, position: int) -> Prompt:
         """The prompt of a group."""
-        step, place = divmod(position, self.ledger.limits.groups_per_step)
         with self._changed:
-            drawn = self._drawn.get(step + 1)
-        return (drawn or self._draw.groups_of(step + 1))[place].prompt
+            return self._drawn[position].prompt
 
     def finishing(self) -> None:
         """Take note that the optimizer is about to step."""
@@ -306,23 +249,14 @@ class Rollouts:
         limits, ledger = self.ledger.limits, self.ledger
         behind = -(-len(ledger.dropped) // limits.groups_per_step)
         steps = min(ledger.published + limits.max_age + 1, limits.last_step) + behind
-        new = [step for step in range(ledger.version + 1, steps + 1) if step not in self._drawn]
-        for step in new:
-            self._drawn[step] = self._draw.groups_of(step)
-        for step in [one for one in self._drawn if one <= ledger.version]:
-            del self._drawn[step]
-        return bool(new)
-
-    def _group(self, position: int) -> DrawnGroup:
-        step, place = divmod(position, self.ledger.limits.groups_per_step)
-        return self._drawn[step + 1][place]
+        return self._drawn.keep(range(ledger.version + 1, steps + 1))
 
     def _dispatch(self) -> None:
         """Ask for all groups that the ledger admits; called by whichever thread has made room."""
         with self._changed:
             while self._may_dispatch():
                 token = self.ledger.dispatch()
-                self._thread.begin(self._answer(token, self._group(token.position)))
+                self._thread.begin(self._answer(token, self._drawn[token.position]))
             self._count_idle()
 
     def _may_dispatch(self) -> bool:
@@ -333,7 +267,7 @@ class Rollouts:
             and self._engines.answering
             and ledger.may_dispatch()
             and ledger.count(GroupState.INFLIGHT) < self._limit
-            and ledger.next_position // ledger.limits.groups_per_step + 1 in self._drawn
+            and ledger.next_position in self._drawn
         )
 
     # The thread that asks

@@ -14,7 +14,7 @@ import torch
 from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS, Responder
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.config import GRPOMasterConfig, RunConfig
-from nemo_rl_mcore.controllers.async_grpo import GroupDraw
+from nemo_rl_mcore.controllers.draw import Draw, DrawnGroup, GroupDraw
 from nemo_rl_mcore.controllers.event_log import (
     BEGINNING,
     EventLog,
@@ -23,14 +23,9 @@ from nemo_rl_mcore.controllers.event_log import (
     set_aside_after,
 )
 from nemo_rl_mcore.controllers.events import Committed, Event, Finished, Started, Token
-from nemo_rl_mcore.controllers.group_store import GroupStore, digest_of_group, segments_of
+from nemo_rl_mcore.controllers.group_store import GroupStore, Retention, digest_of_group, segments_of
 from nemo_rl_mcore.controllers.ledger import Ledger
-from nemo_rl_mcore.controllers.rollouts import (
-    Draw,
-    DrawnGroup,
-    Retention,
-    Rollouts,
-)
+from nemo_rl_mcore.controllers.rollouts import Rollouts
 from nemo_rl_mcore.controllers.saved_ledger import SavedDrop, SavedLedger
 from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
 from nemo_rl_mcore.controllers.states import Limits

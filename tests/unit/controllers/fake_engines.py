@@ -115,7 +115,7 @@ class FakeDraw:
         self.groups_per_step, self.steps, self.threads = groups_per_step, [], set()
 
     def groups_of(self, step):
-        from nemo_rl_mcore.controllers.rollouts import DrawnGroup
+        from nemo_rl_mcore.controllers.draw import DrawnGroup
 
         self.steps.append(step)
         self.threads.add(threading.current_thread().name)

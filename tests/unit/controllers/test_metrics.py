@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from nemo_rl_mcore.controllers.metrics import age_metrics, correction_metrics, pace_metrics
-from nemo_rl_mcore.controllers.rollouts import Pace
+from nemo_rl_mcore.controllers.metrics import Pace, age_metrics, correction_metrics, pace_metrics
 from nemo_rl_mcore.data import BatchedDataDict
 
 

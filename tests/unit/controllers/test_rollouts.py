@@ -11,10 +11,10 @@ from fake_engines import FakeDraw, FakeEngines, MortalEngines
 from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.controllers.events import Segment
-from nemo_rl_mcore.controllers.group_store import GroupStore, segments_of
+from nemo_rl_mcore.controllers.group_store import GroupStore, Retention, segments_of
 from nemo_rl_mcore.controllers.ledger import Ledger
 from nemo_rl_mcore.controllers.metrics import pace_metrics
-from nemo_rl_mcore.controllers.rollouts import Retention, Rollouts
+from nemo_rl_mcore.controllers.rollouts import Rollouts
 from nemo_rl_mcore.controllers.states import GroupState, LedgerError, Limits, StepState
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import FolderError, RunStoppedError

@@ -10,9 +10,9 @@ from fake_engines import FakeDraw, FakeEngines
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
-from nemo_rl_mcore.controllers.group_store import GroupStore
+from nemo_rl_mcore.controllers.group_store import GroupStore, Retention
 from nemo_rl_mcore.controllers.ledger import Ledger
-from nemo_rl_mcore.controllers.rollouts import Retention, Rollouts
+from nemo_rl_mcore.controllers.rollouts import Rollouts
 from nemo_rl_mcore.controllers.states import Limits
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.signals import deferred_stop_signals, stop_signals

@@ -1,0 +1,80 @@
+"""The prompts of an asynchronous run: drawn in the order of a synchronous one, with its noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nemo_rl_mcore.algorithms.rollout import Responder
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+
+
+@dataclass(frozen=True)
+class DrawnGroup:
+    """A prompt of a step, and what an engine is asked for its group."""
+
+    prompt: Prompt
+    asked: BatchedDataDict
+    step: int
+    """That drew the prompt; with the row it keys the noise, whenever the group is answered and trained."""
+
+
+class Draw(Protocol):
+    """What knows the prompts; called by the thread that trains."""
+
+    def groups_of(self, step: int) -> Sequence[DrawnGroup]:
+        """The groups of a step, in order."""
+        ...
+
+    def join(self, asked: BatchedDataDict, answered: BatchedDataDict) -> BatchedDataDict:
+        """Prompts with their responses; called by the thread that asks."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupDraw:
+    """Implements `Draw` over a source of prompts."""
+
+    prompts: PromptSource
+    responder: Responder
+    groups_per_step: int
+    samples: int
+
+    def groups_of(self, step: int) -> Sequence[DrawnGroup]:
+        """See `Draw.groups_of`."""
+        drawn = self.prompts.train_batch(step, self.groups_per_step)
+        return [DrawnGroup(prompt, self.responder.ask([prompt], self.samples), step) for prompt in drawn]
+
+    def join(self, asked: BatchedDataDict, answered: BatchedDataDict) -> BatchedDataDict:
+        """See `Draw.join`."""
+        return self.responder.join(asked, answered)
+
+
+class DrawnGroups:
+    """The groups of the steps that are asked for or trained now, by position."""
+
+    def __init__(self, draw: Draw, groups_per_step: int) -> None:
+        self._draw, self._groups_per_step = draw, groups_per_step
+        self._steps: dict[int, Sequence[DrawnGroup]] = {}
+
+    def keep(self, steps: range) -> bool:
+        """Draw these steps, and forget all others; says whether any was new."""
+        new = [step for step in steps if step not in self._steps]
+        for step in new:
+            self._steps[step] = self._draw.groups_of(step)
+        for step in [one for one in self._steps if one not in steps]:
+            del self._steps[step]
+        return bool(new)
+
+    def __contains__(self, position: int) -> bool:
+        """Whether the step of a group is drawn."""
+        return position // self._groups_per_step + 1 in self._steps
+
+    def __getitem__(self, position: int) -> DrawnGroup:
+        """A group; one that is behind, which is trained again, is drawn again with its step."""
+        step, place = divmod(position, self._groups_per_step)
+        if step + 1 not in self._steps:
+            self._steps[step + 1] = self._draw.groups_of(step + 1)
+        return self._steps[step + 1][place]
