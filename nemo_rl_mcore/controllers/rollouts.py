@@ -285,8 +285,10 @@ class Rollouts:
             self._cancel(token, type(error).__name__)
         except Exception as error:  # noqa: BLE001  # raised by the thread that trains, once it is one too many
             if isinstance(error, RunStoppedError) and not isinstance(error, EngineFailedError):
-                self._stop_trainer(error)
-            self._fail(token, type(error).__name__, error)
+                self._stop_trainer(error)  # before the group may be asked again
+                self._cancel(token, type(error).__name__)
+            else:
+                self._fail(token, type(error).__name__, error)
         else:
             batch = self._draw.join(group.asked, answered)
             self._commit(token, batch, segments_of(answered[WEIGHT_VERSIONS]))
