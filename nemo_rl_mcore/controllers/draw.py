@@ -68,6 +68,10 @@ class DrawnGroups:
             del self._steps[step]
         return bool(new)
 
+    def __len__(self) -> int:
+        """Steps that are drawn."""
+        return len(self._steps)
+
     def __contains__(self, position: int) -> bool:
         """Whether the step of a group is drawn."""
         return position // self._groups_per_step + 1 in self._steps
