@@ -90,8 +90,7 @@ class Methods:
     def __init__(self, policy: Policy, generation: EngineGeneration, folder: Path) -> None:
         self._generation, self._folder, self._version = generation, folder, 0
         generation.update_weights(0)
-        assert generation._group is not None
-        self._rank, self._engine = policy._workers.actors[0], generation._group.actors[0]
+        self._rank, self._engine = policy._workers.actors[0], generation._fleet.live[0].actor
 
     def verify(self, verified: bool) -> None:
         ray.get(self._rank.__ray_call__.remote(verify, verified))

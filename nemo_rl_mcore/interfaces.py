@@ -172,8 +172,8 @@ class RolloutEngines(GenerationInterface, Protocol):
     def rejoin(self) -> None:
         """Give the weights of the last version to engines that started anew, while the others go on answering.
 
-        Called by the thread that trains, between two calls to the ranks, whose weights are still of that version. Raises
-        what ends the run, when an engine was lost and is not started again.
+        Called by the thread that trains, between two calls to the ranks, whose weights are still of that version.
+        Raises what ends the run, when an engine was lost and is not started again.
         """
         ...
 

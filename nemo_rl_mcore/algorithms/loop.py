@@ -177,6 +177,9 @@ class TrainingLoop:
         if checkpoints.updating and not self._recovery.undone_by_abort:
             checkpoints.note_failure("the step after them had begun to change the weights")
             return None
+        if checkpoints.going_back:
+            checkpoints.note_failure("the ranks were being brought back to them")
+            return None
         reason = run_stopped_by(stop)  # also why the ranks no longer serve, if they do not
         with deferred_stop_signals():
             try:

@@ -113,7 +113,7 @@ class Recovery:
                     self._bring_back(algorithm)
                 return
             except RanksFailedError as again:
-                if again.final or again.usable or _asked_to_stop():
+                if again.final or _asked_to_stop():
                     raise
                 error = again
 
@@ -123,6 +123,7 @@ class Recovery:
         return "its start" if saved is None else f"the checkpoint of step {saved}"
 
     def _bring_back(self, algorithm: Algorithm[Any]) -> None:
+        self.checkpoints.going_back = True  # to the end: however this fails, nobody saves what it leaves
         self._replace_lost()
         saved = self.checkpoints.saved_step
         if saved is not None:
@@ -130,6 +131,7 @@ class Recovery:
         self.checkpoints.updating = False
         steps = range((saved or 0) + 1, self.checkpoints.finished_step + 1)
         unequal = [step for step in steps if self._differs(step, algorithm.redo(step))]
+        self.checkpoints.going_back = False
         self.redone += len(steps)
         _tell_redone(steps, unequal)
 

@@ -85,6 +85,8 @@ class RunCheckpoints:
     _tried: int | None = field(default=None, init=False)
     updating: bool = field(default=False, init=False)
     """Whether weights change, by a step that is not finished."""
+    going_back: bool = field(default=False, init=False)
+    """Whether the weights are, or may be, those of a step before the last finished one, which is trained again."""
     _failure: str = field(default="", init=False)
 
     @property

@@ -25,7 +25,7 @@ class AsyncGRPOConfig(StrictModel):
     rollout_timeout_s: PositiveFloat | None = None
     """Time in which a group must be answered before it is given up and tried again (ours); null: no limit."""
     stall_timeout_s: PositiveFloat | None = None
-    """Time without an answered group or a finished step that ends the run (ours); null: no limit."""
+    """Time without an answered group or a finished step that ends the run; saves and validations do not count."""
     keep_groups: bool | None = None
     """Write the groups of each step into the folder of the log, for `replay` (ours).
 

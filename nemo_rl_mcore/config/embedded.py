@@ -9,7 +9,7 @@ class EmbeddedConfig(StrictModel):
     engines: PositiveInt = 1
     """Processes, each with the whole model, on a GPU of its own where there are some; each answers a share."""
     max_restarts: NonNegativeInt = 0
-    """Times in a run that engines which died are started anew, given their weights, and asked again."""
+    """Times in a run that an engine which died or hangs is started anew, all engines together."""
     restart_backoff_s: PositiveFloat = 1.0
     """Time before an engine that died is started anew; it doubles with each restart, up to a minute."""
     start_timeout_s: PositiveFloat = 600.0

@@ -37,7 +37,7 @@ class VllmConfig(StrictModel):
     cpu_engines: PositiveInt = 1
     """Engines when cluster.gpus_per_node is 0 (ours); each answers a share of the samples."""
     max_restarts: NonNegativeInt = 0
-    """Times in a run that engines which died are started anew, given their weights, and asked again (ours)."""
+    """Times in a run that an engine which died or hangs is started anew, all engines together (ours)."""
     restart_backoff_s: PositiveFloat = 1.0
     """Time before an engine that died is started anew; it doubles with each restart, up to a minute (ours)."""
     start_timeout_s: PositiveFloat = 600.0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
 
+from nemo_rl_mcore.controllers.events import Segment
 from nemo_rl_mcore.controllers.saved_groups import load_groups, save_groups
 from nemo_rl_mcore.data import BatchedDataDict
 
@@ -73,3 +75,26 @@ class GroupStore:
 
 def _bytes(group: BatchedDataDict) -> int:
     return sum(value.nbytes for value in group.values() if isinstance(value, torch.Tensor))
+
+
+def digest_of_group(batch: BatchedDataDict) -> str:
+    """16 hexadecimal digits of what was asked, answered, and how likely; the padding does not enter."""
+    found = hashlib.blake2b(digest_size=8)
+    for row, length in enumerate(batch["input_lengths"].tolist()):
+        for column in ("input_ids", "generation_logprobs"):
+            found.update(batch[column][row, :length].contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def segments_of(versions_BT: torch.Tensor) -> list[Segment]:
+    """From which token on a group is of which version: the oldest that drew one of its rows' tokens there.
+
+    versions_BT: int64, -1 behind a row's end.
+    """
+    nothing = torch.iinfo(versions_BT.dtype).max
+    oldest = [int(version) for version in versions_BT.masked_fill(versions_BT < 0, nothing).amin(0)]
+    return [
+        Segment(first, version)
+        for first, version in enumerate(oldest)
+        if version != nothing and (first == 0 or version != oldest[first - 1])
+    ]

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from nemo_rl_mcore.controllers.group_store import GroupStore
+from nemo_rl_mcore.controllers.group_store import GroupStore, digest_of_group
 from nemo_rl_mcore.controllers.loop_thread import LoopThread
-from nemo_rl_mcore.controllers.rollouts import Draw, DrawnGroup, Pace, digest_of_group
+from nemo_rl_mcore.controllers.rollouts import Draw, DrawnGroup, Pace
 from nemo_rl_mcore.controllers.timeline import Timeline
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt

@@ -7,7 +7,6 @@ ledger belongs to both, and is read and changed under one condition, on which th
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 import time
 from collections import Counter
@@ -17,14 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-import torch
-
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.controllers.event_log import LogMark
 from nemo_rl_mcore.controllers.events import Segment, Token
-from nemo_rl_mcore.controllers.group_store import GroupStore
+from nemo_rl_mcore.controllers.group_store import GroupStore, digest_of_group, segments_of
 from nemo_rl_mcore.controllers.ledger import Ledger
 from nemo_rl_mcore.controllers.loop_thread import LoopThread
 from nemo_rl_mcore.controllers.saved_ledger import SavedLedger
@@ -186,7 +183,7 @@ class Rollouts:
         """Have engines that started anew answer; the open step has not changed the published weights yet."""
         self._engines.rejoin()
         with self._changed:
-            self._moved_at = time.monotonic()
+            self._watch.moved()
         self._dispatch()
 
     def chunks_of(self, step: int) -> Sequence[Sequence[int]]:
@@ -406,26 +403,3 @@ class Rollouts:
         if self._idle_since is not None:
             self._pace.engine_idle_s += now - self._idle_since
         self._idle_since = None if self.ledger.count(GroupState.INFLIGHT) else now
-
-
-def digest_of_group(batch: BatchedDataDict) -> str:
-    """16 hexadecimal digits of what was asked, answered, and how likely; the padding does not enter."""
-    found = hashlib.blake2b(digest_size=8)
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        for column in ("input_ids", "generation_logprobs"):
-            found.update(batch[column][row, :length].contiguous().numpy().tobytes())
-    return found.hexdigest()
-
-
-def segments_of(versions_BT: torch.Tensor) -> list[Segment]:
-    """From which token on a group is of which version: the oldest that drew one of its rows' tokens there.
-
-    versions_BT: int64, -1 behind a row's end.
-    """
-    nothing = torch.iinfo(versions_BT.dtype).max
-    oldest = [int(version) for version in versions_BT.masked_fill(versions_BT < 0, nothing).amin(0)]
-    return [
-        Segment(first, version)
-        for first, version in enumerate(oldest)
-        if version != nothing and (first == 0 or version != oldest[first - 1])
-    ]

@@ -23,15 +23,13 @@ from nemo_rl_mcore.controllers.event_log import (
     set_aside_after,
 )
 from nemo_rl_mcore.controllers.events import Committed, Event, Finished, Started, Token
-from nemo_rl_mcore.controllers.group_store import GroupStore
+from nemo_rl_mcore.controllers.group_store import GroupStore, digest_of_group, segments_of
 from nemo_rl_mcore.controllers.ledger import Ledger
 from nemo_rl_mcore.controllers.rollouts import (
     Draw,
     DrawnGroup,
     Retention,
     Rollouts,
-    digest_of_group,
-    segments_of,
 )
 from nemo_rl_mcore.controllers.saved_ledger import SavedDrop, SavedLedger
 from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts

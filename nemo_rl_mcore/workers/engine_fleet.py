@@ -48,11 +48,11 @@ class EngineFleet:
     A lost engine is killed at once. The one in its place starts in a thread of its own after a back-off, which doubles
     with every restart of the run up to a minute, and is then `live`, without weights; nobody waits for it unless asked
     to. Engines that share the ranks' memory start while it is theirs: in `wait`. A start that fails is tried again from
-    the same budget, but the first one of a run is not. Any thread may call any method, but each engine takes one call at
-    a time.
+    the same budget, but the first one of a run is not. Any thread may call any method, but each engine takes one call
+    at a time.
 
-    place: gives a slot for each engine, which `shutdown` gives back. changed: called from any thread, with nothing locked,
-    when an engine has started, is lost, or the fleet has failed.
+    place: gives a slot for each engine, which `shutdown` gives back. changed: called from any thread, with nothing
+    locked, when an engine has started, is lost, or the fleet has failed.
     """
 
     def __init__(
@@ -174,7 +174,10 @@ class EngineFleet:
         self._notify()
 
     def shutdown(self) -> None:
-        """End all engines, also those that are starting; idempotent. Raises RunStoppedError when a start does not end."""
+        """End all engines, also those that are starting; idempotent.
+
+        Raises RunStoppedError when a start does not end.
+        """
         self._closed.set()
         with self._changed:
             engines, self._live = self.live, {}

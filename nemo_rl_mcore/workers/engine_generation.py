@@ -79,7 +79,7 @@ class EngineGeneration:
 
     @property
     def weights_digest(self) -> str:
-        """Of the weights that the engines were given last, where refits are verified; see `refit.verification.of_all`."""
+        """Of the weights that were given last, where refits are verified; see `refit.verification.of_all`."""
         return self._refits.digest
 
     def update_weights(self, version: int) -> None:

@@ -92,7 +92,8 @@ class EngineRequests:
     async def _failed(self, engine: StartedEngine, failure: RankFailure) -> Exception:
         """What a failed answer means: an engine that is gone, or one that has raised."""
         if failure.died or not await _is_well(engine):
-            return self._gone(engine, failure.headline(), failure.details())
+            died = "died: " if failure.died else ""
+            return self._gone(engine, f"{died}{failure.headline()}", failure.details())
         return EngineFailedError(self._told(engine, failure.headline(), failure.details()))
 
     def _gone(self, engine: StartedEngine, what: str, details: str = "") -> Exception:

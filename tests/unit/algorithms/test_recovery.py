@@ -181,6 +181,33 @@ def test_ranks_that_die_after_a_step_do_not_have_it_recorded_twice(tmp_path, par
     assert [one.step for one in CheckpointStore(tmp_path).checkpoints()] == [2, 4, 5]
 
 
+def test_what_is_raised_while_steps_are_done_again_takes_another_restart(tmp_path):
+    run = run_with(tmp_path, {("update", 4): Strikes(usable=True), ("redo", 3): Strikes(usable=True)})
+    run.go()
+    assert steps_of(run.calls)[4:] == ["redo 3", "redo 3", "step 4", "step 5"]
+    assert run.notes.steps[LAST]["recovery/restarts"] == 2
+
+
+@pytest.mark.parametrize("restarts", [1, 3])
+@pytest.mark.parametrize("stop", [Strikes, lambda **keys: interrupted], ids=["raised", "interrupted"])
+def test_weights_that_are_older_than_the_last_step_are_not_saved_as_it(tmp_path, stop, restarts):
+    run = run_with(
+        tmp_path,
+        {("update", 4): Strikes(usable=True), ("redo", 3): stop(times=9, usable=True)},
+        restarts=restarts,
+    )
+    with pytest.raises((RanksFailedError, KeyboardInterrupt)):
+        run.go()
+    assert run.calls.count("save policy") == 1
+    assert [one.step for one in CheckpointStore(tmp_path).checkpoints()] == [2]
+    lost = "the weights of step 3 are lost (the ranks were being brought back to them); step 2 is saved in"
+    assert lost in run.checkpoints.standing()
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
 def test_a_budget_that_is_spent_ends_the_run_and_says_so(tmp_path):
     dies = Strikes(3)
     run = run_with(tmp_path, {("update", 4): dies}, restarts=1)

@@ -6,6 +6,7 @@ import threading
 import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.generation.engine import EngineDiedError
 
 TOKENS = 4
 
@@ -69,6 +70,42 @@ class FakeEngines:
             input_lengths=rows.sum(1).long() + TOKENS,
             weight_versions=drawn,
         )
+
+
+class MortalEngines(FakeEngines):
+    """One engine: `die` fails what is asked of it, and `start` brings another one, which `rejoin` gives weights."""
+
+    def __init__(self, **keys):
+        super().__init__(**keys)
+        self.rejoined, self.failure, self._started = [], None, 0
+
+    async def respond(self, data, *, step, ticket):
+        started = self._started
+        answered = await super().respond(data, step=step, ticket=ticket)
+        if not self.answering or started != self._started:
+            raise self.failure or EngineDiedError("engine 0 died")
+        return answered
+
+    def die(self, failure=None):
+        self.answering, self.failure = False, failure
+        self.joining = failure is not None
+        self.changed()
+
+    def start(self):
+        self.joining = True
+        self.changed()
+
+    def rejoin(self):
+        if self.failure is not None:
+            raise self.failure
+        self.rejoined.append((self.version, threading.current_thread().name))
+        self._started += 1
+        self.answering, self.joining = True, False
+        self.restarts += 1
+
+    def update_weights(self, version):
+        super().update_weights(version)
+        self.answering, self.joining = True, False
 
 
 class FakeDraw:

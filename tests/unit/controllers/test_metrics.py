@@ -43,6 +43,8 @@ def test_importance_weights_are_of_trained_tokens_alone():
 
 def test_shares_are_of_the_steps_time_and_attempts_have_their_reasons():
     pace = Pace(began_at=10.0, trainer_idle_s=1.0, engine_idle_s=3.0, ready=4, in_flight=5)
+    assert "async/engine_restarts" not in pace_metrics(pace, now=14.0)
+    pace.engine_restarts = 1
     pace.requeued["timeout"] += 2
     pace.dropped["ValueError"] += 1
     found = pace_metrics(pace, now=14.0)
@@ -51,6 +53,7 @@ def test_shares_are_of_the_steps_time_and_attempts_have_their_reasons():
         "async/engine_idle": 0.75,
         "async/buffer_ready": 4.0,
         "async/inflight": 5.0,
+        "async/engine_restarts": 1.0,
         "async/requeued/timeout": 2.0,
         "async/dropped/ValueError": 1.0,
     }

@@ -6,15 +6,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from fake_engines import FakeDraw, FakeEngines
+from fake_engines import FakeDraw, FakeEngines, MortalEngines
 
 from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.controllers.events import Segment
-from nemo_rl_mcore.controllers.group_store import GroupStore
+from nemo_rl_mcore.controllers.group_store import GroupStore, segments_of
 from nemo_rl_mcore.controllers.ledger import Ledger
 from nemo_rl_mcore.controllers.metrics import pace_metrics
-from nemo_rl_mcore.controllers.rollouts import Retention, Rollouts, segments_of
+from nemo_rl_mcore.controllers.rollouts import Retention, Rollouts
 from nemo_rl_mcore.controllers.states import GroupState, LedgerError, Limits, StepState
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import FolderError, RunStoppedError
@@ -186,6 +186,61 @@ def test_a_group_that_takes_too_long_is_given_up_and_asked_for_again():
             RunStoppedError, match=r"not answered within 0.1 s \(grpo.async_grpo.rollout_timeout_s"
         ):
             next(rollouts.chunks(N))
+
+
+def test_groups_of_a_dead_engine_wait_for_the_one_that_starts_and_it_is_not_counted_against_them():
+    engines = MortalEngines(hold=lambda ticket: 0.03)
+    with started(engines, max_generation_failures=0) as rollouts:
+        threading.Timer(0.05, engines.die).start()
+        threading.Timer(0.5, engines.start).start()
+        chunks, _, pace = train_a_step(rollouts)
+        assert chunks == [[0, 1, 2]]
+        assert engines.rejoined == [(0, threading.current_thread().name)]
+        assert (pace.requeued, pace.dropped, pace.engine_restarts) == ({"EngineDiedError": N}, {}, 1)
+        attempts = {ticket: step for ticket, step in engines.steps.items() if ticket.endswith("0.2")}
+        assert attempts == {f"group {position}, attempt 0.2": 1 for position in range(N)}, (
+            "with the same noise"
+        )
+    cancelled = [event for event in rollouts.events if event.kind == "cancelled"]
+    assert [event.reason for event in cancelled] == ["EngineDiedError"] * N
+
+
+def test_nobody_is_asked_while_no_engine_answers_and_the_next_update_asks_again():
+    engines = MortalEngines()
+    with started(engines, max_trajectory_age_steps=1) as rollouts:
+        train_a_step(rollouts)
+        assert becomes_true(lambda: rollouts.ledger.count(GroupState.INFLIGHT) == 0)
+        engines.die()
+        asked = len(engines.asked)
+        rollouts._dispatch()
+        assert len(engines.asked) == asked
+        rollouts.update_weights(1)
+        assert engines.rejoined == []
+        train_a_step(rollouts)
+
+
+def test_an_update_that_waits_for_groups_to_end_does_not_wait_for_a_dead_engines():
+    engines = MortalEngines(hold=lambda ticket: 0.1 if ticket.startswith(("group 4,", "group 5,")) else 0.0)
+    with started(engines, max_trajectory_age_steps=1, in_flight_weight_updates=False) as rollouts:
+        train_a_step(rollouts)
+        assert becomes_true(lambda: engines.in_flight > 0)
+        engines.die()
+        engines.start()
+        rollouts.update_weights(1)  # the ranks have other weights already: nothing is rejoined
+        assert engines.rejoined == []
+        train_a_step(rollouts)
+
+
+@pytest.mark.parametrize("hold_s", [0.05, 60.0], ids=["the group tells", "the engines tell"])
+def test_an_engine_that_is_not_started_again_ends_the_run_at_once(hold_s):
+    engines = MortalEngines(hold=lambda ticket: hold_s)
+    with started(engines, max_generation_failures=9) as rollouts:
+        rollouts.begin()
+        threading.Timer(0.02, engines.die, [RunStoppedError("no restart is left")]).start()
+        began = time.monotonic()
+        with pytest.raises(RunStoppedError, match="no restart is left"):
+            next(rollouts.chunks(N))
+        assert time.monotonic() - began < 5
 
 
 def test_the_start_of_engines_is_no_stall():

@@ -1,13 +1,15 @@
 """What goes wrong in an engine after the weights have arrived ends the refit, by the tensors' names."""
 
+import re
 import sys
+from pathlib import Path
 
 import fake_generation
 import pytest
 import ray
 import torch
 from fake_engine import FakeEngine
-from fake_generation import generation, prompts
+from fake_generation import engine_of, generation, prompts
 
 from nemo_rl_mcore.generation.refit.sender import RefitSettings
 from nemo_rl_mcore.workers.failures import WorkerError
@@ -76,9 +78,7 @@ class FailsAfterReceipt(FakeEngine):
 
 
 def with_faults(cluster, transport, **keys):
-    return generation(
-        cluster, Weights(), transport, keys, engine=FailsAfterReceipt, engines=1, max_restarts=1
-    )
+    return generation(cluster, Weights(), transport, keys, engine=FailsAfterReceipt, engines=1)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "ray"])
@@ -92,6 +92,37 @@ def test_a_fault_after_receipt_is_named_and_the_engine_goes_on_with_the_next_ref
             assert (caught.value.method, caught.value.usable) == ("finish_refit", True), fault
         engines.update_weights(version + 1)
         assert engines.generate(prompts(3), step=1)["weight_versions"].max() == version + 1
+
+
+class OneFails(FakeEngine):
+    """Of several engines the one that first makes the folder loses a tensor of version 1."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self._folder = Path(folder)
+
+    async def finish_refit(self, version, sent):
+        if version == 1 and not self._folder.exists():
+            self._folder.mkdir()
+            self._tensors["weight.4"] = torch.zeros(6, 7)
+        return await super().finish_refit(version, sent)
+
+
+def test_an_engine_that_does_not_hold_what_was_sent_starts_anew_alone(cluster, tmp_path, capsys):
+    settings = str(tmp_path / "failed")
+    with generation(cluster, Weights(), engine=OneFails, settings=settings, max_restarts=1) as engines:
+        engines.update_weights(0)
+        before = {number: engine_of(engines, number) for number in (0, 1)}
+        engines.update_weights(1)
+        said = re.match(
+            r"fake engine (\d) starts anew .* failed in finish_refit .*weight.4", capsys.readouterr().err
+        )
+        failed = int(said[1])
+        assert engine_of(engines, 1 - failed) is before[1 - failed]
+        assert engines.generate(prompts(3), step=1)["weight_versions"].max() == 1
+        assert engine_of(engines, failed) is not before[failed]
+        engines.update_weights(2)
+        assert [engine.version for engine in engines._fleet.live] == [2, 2]
 
 
 def test_without_the_check_each_of_these_faults_is_acknowledged(cluster):

@@ -1,0 +1,361 @@
+"""A run in one process: the product's loop, recovery, rollouts, ledger and checkpoints over a model and engines that
+keep journals, and fail as a schedule says.
+
+The weights of the model are a digest of all rows that have trained it, in order.
+"""
+
+import asyncio
+import random
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "unit" / "algorithms")]
+
+from algorithm_fakes import Notes, train_result  # noqa: E402
+from journals import Journal, digest, rows_of  # noqa: E402
+
+from nemo_rl_mcore.algorithms.grpo import GRPO  # noqa: E402
+from nemo_rl_mcore.algorithms.loop import TrainingLoop  # noqa: E402
+from nemo_rl_mcore.algorithms.rollout import KeptRollouts, RolloutCollector  # noqa: E402
+from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints  # noqa: E402
+from nemo_rl_mcore.config import load_config  # noqa: E402
+from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO  # noqa: E402
+from nemo_rl_mcore.controllers.start import open_rollouts, read_saved  # noqa: E402
+from nemo_rl_mcore.data import BatchedDataDict  # noqa: E402
+from nemo_rl_mcore.errors import RanksFailedError  # noqa: E402
+from nemo_rl_mcore.generation.engine import EngineFailedError  # noqa: E402
+from nemo_rl_mcore.parts import open_parts  # noqa: E402
+
+EXAMPLES = Path(__file__).parents[2] / "examples/configs"
+GROUPS, SAMPLES, STEPS, PERIOD, TOKENS = 3, 2, 8, 3, 3
+
+
+class DriverDiedError(BaseException):
+    """Nothing of the product may catch it."""
+
+
+@dataclass
+class Chance:
+    """Draws what goes wrong next, at most `most` times.
+
+    The trainer and the engines draw apart, so that what one meets does not hang on how far the other has come.
+    """
+
+    seed: int
+    rate: float
+    most: int
+    struck: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._random = {beside: random.Random(f"{self.seed} {beside}") for beside in (False, True)}
+
+    def draw(self, point: str, actions: tuple[str, ...]) -> str:
+        """One of the actions, or empty."""
+        drawn = self._random[point == "respond"]
+        happens, action = drawn.random() < self.rate, drawn.choice(actions)
+        if not happens or len(self.struck) >= self.most:
+            return ""
+        self.struck.append(f"{point}: {action}")
+        return action
+
+
+@dataclass
+class OneDeath(Chance):
+    """The trainer dies once, at the n-th passage of a point."""
+
+    def __init__(self, point: str, nth: int) -> None:
+        self.struck, self._point, self._left = [], point, nth
+
+    def draw(self, point: str, actions: tuple[str, ...]) -> str:
+        self._left -= point == self._point
+        if self._left or self.struck:
+            return ""
+        self.struck.append(point)
+        return "die"
+
+
+@dataclass
+class FakeTrainer:
+    """A `PolicyInterface` of one rank, a journal for each of its lives.
+
+    raise: before anything; the ranks are as they were. fail: half way, so that an open step is to be aborted. die: half
+    way. die_after: all is done, and nobody is told. restart: the new ranks die at once.
+    """
+
+    folder: Path
+    chance: Chance
+    lives: Callable[[], int]
+
+    def __post_init__(self) -> None:
+        self._journal: Journal | None = None
+        self.loads = 0
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+        self._journal = Journal("rank_0", self.folder, self.lives())
+        self.weights, self.dead, self.committed = "start", False, []
+        self._step, self._rows, self._failed = None, [], False
+        self._journal.write("start", "end", weights=self.weights)
+
+    def close(self) -> None:
+        self._journal.close()
+
+    def _do(self, call: str, work: Callable[[], dict], **facts):
+        """Run a call with a journal, in which something may go wrong."""
+        if self.dead:
+            raise self._error(f"{call} was not started: died before", usable=False)
+        self._journal.write(call, "begin", **facts)
+        action = self.chance.draw(call, ("raise", "fail", "die", "die_after", "driver"))
+        if action == "driver":
+            raise DriverDiedError
+        if action in ("raise", "fail", "die"):
+            self._journal.write(call, "raised", **facts)
+            self.dead = action == "die"
+            self._failed |= action == "fail" and self._step is not None
+            raise self._error(f"{call}: planted {action}", usable=not self.dead)
+        found = work()
+        self._journal.write(call, "end", **facts, **found)
+        if action == "die_after":
+            self.dead = True
+            raise self._error(f"{call}: planted {action}", usable=False)
+
+    @staticmethod
+    def _error(message: str, *, usable: bool) -> RanksFailedError:
+        error = RanksFailedError(message)
+        error.group, error.usable = "policy", usable
+        return error
+
+    def serves(self) -> bool:
+        return not self.dead
+
+    def restart(self) -> None:
+        self._begin_life()
+        if self.chance.draw("restart", ("die",)):
+            self.dead = True
+            raise self._error("the new ranks died", usable=False)
+
+    def get_logprobs(self, data):
+        self._do("get_logprobs", dict)
+        return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
+
+    def generate(self, data, *, step, stop_ids, greedy):
+        self._do("generate", dict, step=step)
+        return answers_to(data, [0] * TOKENS)
+
+    def train(self, data, loss_fn, **sizes):
+        rows = rows_of(data)
+        self._do("train", lambda: {"weights": self._trained_on(rows)}, rows=rows)
+        return self._result()
+
+    def begin_train_step(self, loss_fn, *, gbs=None, mbs=None, step_id=None):
+        step = int(step_id.split()[1])
+
+        def work() -> dict:
+            if self._step is not None or self._failed or step_id in self.committed:
+                raise AssertionError(f"{step_id} cannot begin: {self._step} is open")
+            self._step, self._rows = step, []
+            return {}
+
+        self._do("begin_train_step", work, step=step, weights=self.weights)
+
+    def train_microbatch(self, data, *, chunk_id=None):
+        rows = rows_of(data)
+
+        def work() -> dict:
+            assert self._step is not None
+            assert not self._failed
+            self._rows += rows
+            return {}
+
+        self._do("train_microbatch", work, rows=rows)
+
+    def finish_train_step(self):
+        def work() -> dict:
+            assert self._step is not None
+            assert not self._failed
+            self.committed.append(f"step {self._step}")
+            self._step = None
+            return {"weights": self._trained_on(self._rows)}
+
+        self._do("finish_train_step", work)
+        return self._result()
+
+    def abort_train_step(self):
+        def work() -> dict:
+            self._step, self._rows, self._failed = None, [], False
+            return {}
+
+        self._do("abort_train_step", work)
+
+    def save_checkpoint(self, folder):
+        def work() -> dict:
+            (Path(folder) / "weights").write_text(self.weights)
+            return {}
+
+        self._do("save_checkpoint", work, step=_step_of(folder), weights=self.weights)
+
+    def load_checkpoint(self, folder, *, weights_only=False):
+        def work() -> dict:
+            self.weights, self.loads = (Path(folder) / "weights").read_text(), self.loads + 1
+            self._step, self._rows, self._failed, self.committed = None, [], False, []
+            return {"weights": self.weights}
+
+        self._do("load_checkpoint", work, step=_step_of(folder))
+
+    def send_weights(self) -> str:
+        self._do("send_weights", dict)
+        return self.weights
+
+    def _trained_on(self, rows) -> str:
+        self.weights = digest(self.weights, rows)
+        return self.weights
+
+    def _result(self):
+        loss = float(int(self.weights[:6], 16))
+        return train_result(loss=[loss, loss])
+
+
+def _step_of(folder) -> int:
+    return int(Path(folder).parent.name.rpartition("_")[2])
+
+
+def answers_to(data, versions) -> BatchedDataDict:
+    """Of three tokens, which follow from the prompt, the sample and the weights that draw each."""
+    rows = zip(data["prompt_index"].tolist(), data["sample_index"].tolist(), strict=True)
+    tokens = [[3 + (prompt + sample + 5 * version) % 11 for version in versions] for prompt, sample in rows]
+    shape = (data.size, TOKENS)
+    return BatchedDataDict(
+        tokens=torch.tensor(tokens),
+        logprobs=torch.full(shape, -1.0),
+        lengths=torch.full((data.size,), TOKENS),
+        finished=torch.ones(data.size, dtype=torch.bool),
+        weight_versions=torch.tensor(versions).expand(shape),
+    )
+
+
+@dataclass
+class FakeEngines:
+    """`RolloutEngines` that hold the weights of a `FakeTrainer`; raise: a group is not answered. None of them dies."""
+
+    folder: Path
+    trainer: FakeTrainer
+    chance: Chance
+    pid: int
+    weights_digest: str = ""
+    answering: bool = True
+    joining: bool = False
+    restarts: int = 0
+    _version: int = -1
+
+    def __post_init__(self) -> None:
+        self._journal = Journal("engine", self.folder, self.pid)
+
+    def close(self) -> None:
+        self._journal.close()
+
+    def update_weights(self, version):
+        self.weights_digest, self._version = self.trainer.send_weights(), version
+        self._journal.write("finish_refit", "end", version=version, sent=self.weights_digest)
+
+    def generate(self, data, *, step, greedy=False):
+        raise NotImplementedError
+
+    def offload(self): ...
+
+    def listen(self, changed): ...
+
+    def rejoin(self): ...
+
+    def whereabouts(self, ticket):
+        return ""
+
+    async def respond(self, data, *, step, ticket):
+        asked = digest(step, data["prompt_index"].tolist(), data["sample_index"].tolist())
+        facts = {"ticket": ticket, "asked": asked}
+        self._journal.write("generate", "begin", **facts)
+        action = self.chance.draw("respond", ("raise", "slow"))
+        versions = []
+        try:
+            for _ in range(TOKENS):
+                await asyncio.sleep(0.01 if action == "slow" else 0)
+                versions.append(self._version)
+            if action == "raise":
+                raise EngineFailedError(f"{ticket}: planted")
+        except BaseException:
+            self._journal.write("generate", "raised", **facts)
+            raise
+        answered = answers_to(data, versions)
+        prompts = zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
+        rows = [
+            digest([*ids[:length], *tokens])
+            for (ids, length), tokens in zip(prompts, answered["tokens"].tolist(), strict=True)
+        ]
+        self._journal.write("generate", "end", **facts, rows=rows, versions=digest(versions))
+        return answered
+
+
+def recipe(root: Path, age: int | None, chunk: int | None):
+    """age: None is a synchronous run. chunk: groups of a chunk at least; None is whole steps."""
+    given = (
+        *(f"logger.log_dir={root}/log", f"checkpointing.checkpoint_dir={root}/saved", "grpo.val_period=0"),
+        *("checkpointing.enabled=true", f"checkpointing.save_period={PERIOD}", "grpo.val_at_end=false"),
+        *(f"grpo.num_prompts_per_step={GROUPS}", f"grpo.num_generations_per_prompt={SAMPLES}"),
+        *(f"grpo.max_num_steps={STEPS}", f"policy.train_global_batch_size={GROUPS * SAMPLES}"),
+        *(f"policy.train_micro_batch_size={SAMPLES}", "cluster.cpu_workers_per_node=1"),
+        "cluster.max_trainer_restarts=3",
+    )
+    if age is None:
+        return load_config(EXAMPLES / "grpo_copy_cpu.yaml", [*given])
+    beside = (
+        f"grpo.async_grpo.max_trajectory_age_steps={age}",
+        *("grpo.async_grpo.max_generation_failures=20", "grpo.async_grpo.stall_timeout_s=20"),
+        f"grpo.async_grpo.min_groups_for_streaming_train={'null' if chunk is None else chunk}",
+    )
+    return load_config(EXAMPLES / "grpo_copy_async_cpu.yaml", [*given, *beside])
+
+
+def start(root: Path, config, chance: Chance, lives: count) -> None:
+    """One start of the command, to its end or to what ends it."""
+    journals, parts = root / "journals", open_parts(config)
+    checkpoints = open_checkpoints(config, lambda line: None)
+    if checkpoints.nothing_left:
+        return
+    with ExitStack() as stack:
+        trainer = FakeTrainer(journals, chance, lambda: next(lives))
+        stack.callback(trainer.close)
+        engine, rollouts = _Turns(trainer), None
+        if config.asynchronous:
+            saved = read_saved(config, checkpoints.start)
+            beside = FakeEngines(journals, trainer, chance, next(lives))
+            stack.callback(beside.close)
+            engine = rollouts = stack.enter_context(
+                open_rollouts(config, beside, parts.prompts, parts.tokenizer, checkpoints, saved)
+            )
+        kept = KeptRollouts(until_checkpoint=config.redoes_steps)
+        collector = RolloutCollector(
+            engine, parts.tokenizer, config.max_prompt_length, parts.environment, kept
+        )
+        notes = Notes()
+        common = (config, trainer, collector, parts.prompts, notes)
+        algorithm = GRPO(*common) if rollouts is None else AsyncGRPO(*common, rollouts)
+        TrainingLoop(config, {"policy": trainer}, engine, notes, checkpoints).run(algorithm)
+
+
+@dataclass
+class _Turns:
+    trainer: FakeTrainer
+
+    def generate(self, data, *, step, greedy=False):
+        return self.trainer.generate(data, step=step, stop_ids=(), greedy=greedy)
+
+    def update_weights(self, version): ...
+
+    def offload(self): ...

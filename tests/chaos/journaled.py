@@ -1,0 +1,188 @@
+"""A small run over ranks and engines that keep journals, seen from outside: what it says and when, what it leaves."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from grpo_run import RECIPE
+from journals import FOLDER, Fault
+from processes import ProcessWatch
+
+from nemo_rl_mcore.data.datasets import DigitTaskSource
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CALL_S = 8.0
+"""Deadline of the calls, which comes on top where a stopped process is to be told."""
+GONE_S = 15.0
+"""Seconds in which all processes of a run have to end, once its command has."""
+GROUPS, SAMPLES, SEED = 8, 8, 42
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """age: of the oldest group; None is a synchronous run."""
+
+    age: int | None
+    steps: int = 12
+    ranks: int = 2
+    engines: int = 2
+    period: int = 4
+    restarts: int = 2
+    engine_restarts: int = 2
+    more: tuple[str, ...] = ()
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        common = (
+            *(f"grpo.num_prompts_per_step={GROUPS}", f"grpo.num_generations_per_prompt={SAMPLES}"),
+            *(f"grpo.max_num_steps={self.steps}", "grpo.val_period=0", "grpo.val_at_end=false"),
+            *(f"policy.train_global_batch_size={GROUPS * SAMPLES}", f"seed={SEED}"),
+            f"policy.train_micro_batch_size={GROUPS * SAMPLES // self.ranks}",
+            *("logger.tensorboard_enabled=false", f"cluster.cpu_workers_per_node={self.ranks}"),
+            f"cluster.max_trainer_restarts={self.restarts}",
+            *(
+                f"policy.call_timeout_s={CALL_S}",
+                f"++policy.megatron_cfg.process_group_timeout_s={CALL_S - 2}",
+            ),
+            *("checkpointing.enabled=true", f"checkpointing.save_period={self.period}"),
+            "loss_fn.reference_policy_kl_penalty=0.05",
+        )
+        if self.age is None:
+            return (*common, *self.more)
+        return (
+            *common,
+            *("grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"),
+            f"grpo.async_grpo.max_trajectory_age_steps={self.age}",
+            f"grpo.async_grpo.max_generation_failures={2 * GROUPS * (self.age + 1)}",
+            "loss_fn.use_importance_sampling_correction=true",
+            "loss_fn.truncated_importance_sampling_type=tis",
+            "loss_fn.truncated_importance_sampling_ratio=2.0",
+            f"policy.generation.embedded_cfg.engines={self.engines}",
+            f"policy.generation.embedded_cfg.call_timeout_s={CALL_S}",
+            f"policy.generation.embedded_cfg.max_restarts={self.engine_restarts}",
+            "policy.generation.embedded_cfg.restart_backoff_s=0.1",
+            *self.more,
+        )
+
+    def prompts(self) -> dict[int, list[int]]:
+        """Those of each step, in order."""
+        source = DigitTaskSource("copy", 3, SEED)
+        return {
+            step: [prompt.index for prompt in source.train_batch(step, GROUPS)]
+            for step in range(1, self.steps + 1)
+        }
+
+
+def note_start(journals: Path) -> None:
+    """Of a command, for those who read the journals."""
+    (journals / f"started_{len([*journals.glob('started_*')])}").write_text(str(time.time()))
+
+
+class JournaledRun:
+    """Starts when it is made; `close` ends whatever is left of it."""
+
+    def __init__(self, folder: Path, recipe: Recipe, faults: Iterable[Fault] = ()) -> None:
+        self.folder, self.watch = folder, ProcessWatch()
+        self.journals, self.saved = folder / "journals", folder / "saved"
+        self.journals.mkdir(parents=True, exist_ok=True)
+        (self.journals / "plan.json").write_text(json.dumps([asdict(fault) for fault in faults]))
+        note_start(self.journals)
+        paths = (str(HERE), str(ROOT), str(ROOT / "tests"))
+        environment = {FOLDER: str(self.journals), "PYTHONPATH": os.pathsep.join(paths)}
+        command = (
+            *(sys.executable, str(HERE / "journaled_run.py"), "grpo", "--config", str(RECIPE)),
+            *(f"logger.log_dir={folder / 'log'}", f"checkpointing.checkpoint_dir={self.saved}"),
+            *recipe.overrides,
+        )
+        with (folder / "output").open("a") as output:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, **environment, **self.watch.environment},
+                stdout=output,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        self.watch.follow(self.process.pid)
+        self.said: list[tuple[float, str]] = []
+        """The lines of its stderr, each with the time of day."""
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append((time.time(), line.rstrip("\n")))
+
+    def end(self, within_s: float) -> int | None:
+        """Its exit status; None when it does not end in time."""
+        try:
+            status = self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return None
+        self._listener.join(5)
+        return status
+
+    def left(self) -> list[str]:
+        """What of it runs on, some seconds after its end."""
+        if self.watch.all_gone(within_s=GONE_S):
+            return []
+        return [" ".join(title.split())[:80] for title in self.watch.alive().values()]
+
+    def struck(self) -> list[dict]:
+        """Where and when the faults were, in the order of their times."""
+        found = []
+        for marker in self.journals.glob("struck_*"):
+            found.append(json.loads(marker.read_text()))
+        return sorted(found, key=lambda one: one["time"])
+
+    def text(self) -> str:
+        return "\n".join(line for _, line in self.said)
+
+    def steps(self) -> list[dict]:
+        path = self.folder / "log" / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def strike(self, who: str, pid: int) -> None:
+        """Kill a process that keeps no journal, and note when."""
+        marker = json.dumps({"time": time.time(), "pid": pid, "who": who})
+        os.kill(pid, signal.SIGKILL)
+        (self.journals / f"struck_{who}").write_text(marker)
+
+    def wait_for_step(self, step: int, within_s: float = 120) -> None:
+        deadline = time.monotonic() + within_s
+        while len(self.steps()) < step:
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, f"no step {step} within {within_s} s"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self.watch.kill_all()
+        self.process.wait()
+        self._listener.join(5)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@contextmanager
+def a_run(recipe: Recipe, *faults: Fault, folder: Path | None = None) -> Iterator[JournaledRun]:
+    """A run in a folder, of its own unless one is given, which goes with it then."""
+    own = Path(tempfile.mkdtemp(prefix="chaos_")) if folder is None else folder
+    run = JournaledRun(own, recipe, faults)
+    try:
+        yield run
+    finally:
+        run.close()
+        if folder is None:
+            shutil.rmtree(own, ignore_errors=True)

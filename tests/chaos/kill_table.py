@@ -1,0 +1,234 @@
+"""Kill a part of a run, and see: seconds to detection, what is trained, asked and done again, what is left.
+
+    python tests/chaos/kill_table.py [--only WORD] [--keep FOLDER]
+
+Each row is a run of twelve steps over two ranks, and two engines where it is asynchronous, in which one thing happens;
+where that ends the command, the same command is run again. The invariants are those of invariants.py, judged by the
+journals of the ranks and engines. Final weights are compared with an undisturbed run, to the bit, where that is
+promised: of synchronous runs, and of those whose groups are never older than their step. Exits with 1 when a row is not
+as it must be.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+from checkpoint_tensors import tensors_in  # noqa: E402
+from invariants import Expected, answers, broken, redone_steps  # noqa: E402
+from journaled import CALL_S, SAMPLES, JournaledRun, Recipe, a_run  # noqa: E402
+from journals import Fault  # noqa: E402
+
+DETECTED_S = 2.0
+LIMIT_S = 240.0
+SYNC, AGE_0, AGE_1 = Recipe(None), Recipe(0), Recipe(1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """faults: strike from inside. strike: from outside. within_s: seconds until it is told.
+
+    again: the fault ends the command, and the same one goes on. redoes: whether steps must have been done again.
+    """
+
+    name: str
+    recipe: Recipe
+    faults: tuple[Fault, ...] = ()
+    strike: Callable[[JournaledRun], None] | None = None
+    within_s: float = DETECTED_S
+    again: bool = False
+    redoes: bool = False
+
+    @property
+    def exact(self) -> bool:
+        return self.recipe.age in (None, 0)
+
+
+@dataclass
+class Found:
+    """detected_s: None where nobody is there to tell it."""
+
+    detected_s: float | None = None
+    told: str = ""
+    asked: str = ""
+    redone: int = 0
+    weights: str = "not promised"
+    left: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def of_rank(point: str, action: str, seconds: float = 0.0, nth: int = 7) -> tuple[Fault, ...]:
+    return (Fault("rank_1", point, nth, action, seconds),)
+
+
+def of_engine(point: str, action: str, nth: int) -> tuple[Fault, ...]:
+    return (Fault("engine", point, nth, action),)
+
+
+def driver_killed(run: JournaledRun) -> None:
+    run.wait_for_step(6)
+    run.strike("driver", run.process.pid)
+
+
+def raylet_killed(run: JournaledRun) -> None:
+    run.wait_for_step(6)
+    raylets = [
+        pid for pid, title in run.watch.alive().items() if os.path.basename(title.split()[0]) == "raylet"
+    ]
+    run.strike("raylet", raylets[0])
+
+
+STOPPED_S = CALL_S + 6
+"""The deadline, and the look at each process that is silent."""
+
+
+def rows() -> tuple[Row, ...]:
+    of_ranks = [
+        row
+        for recipe, how in ((SYNC, "synchronous"), (AGE_0, "K = 0"), (AGE_1, "K = 1"))
+        for row in (
+            Row(f"rank killed in forward, {how}", recipe, of_rank("forward", "kill"), redoes=True),
+            Row(f"rank killed in finish, {how}", recipe, of_rank("optimizer", "kill"), redoes=True),
+            Row(f"rank killed in save, {how}", recipe, of_rank("save", "kill", nth=2), redoes=True),
+            Row(f"rank raising, {how}", recipe, of_rank("forward", "raise")),
+            Row(f"rank stopped, {how}", recipe, of_rank("forward", "stop"), within_s=STOPPED_S, redoes=True),
+        )
+    ]
+    of_engines = [
+        row
+        for recipe, how in ((AGE_0, "K = 0"), (AGE_1, "K = 1"))
+        for row in (
+            Row(f"engine killed decoding, {how}", recipe, of_engine("decoding", "kill", 60)),
+            Row(f"engine killed in refit, {how}", recipe, of_engine("load_bucket", "kill", 5)),
+            Row(f"engine stopped, {how}", recipe, of_engine("decoding", "stop", 60), within_s=STOPPED_S),
+        )
+    ]
+    of_others = [
+        Row("driver killed, synchronous", SYNC, strike=driver_killed, again=True),
+        Row("driver killed, K = 0", AGE_0, strike=driver_killed, again=True),
+        Row("driver killed, K = 1", AGE_1, strike=driver_killed, again=True),
+        Row("raylet killed, K = 0", AGE_0, strike=raylet_killed, again=True, within_s=5.0),
+    ]
+    return (*of_ranks, *of_engines, *of_others)
+
+
+@cache
+def undisturbed(recipe: Recipe) -> dict:
+    with a_run(recipe) as run:
+        assert run.end(LIMIT_S) == 0, run.text()
+        return tensors_in(run.saved / f"step_{recipe.steps}" / "policy")
+
+
+def try_row(row: Row, folder: Path) -> Found:
+    found = Found()
+    with ExitStack() as open_runs:
+        run = open_runs.enter_context(a_run(row.recipe, *row.faults, folder=folder))
+        if row.strike is not None:
+            row.strike(run)
+        status = run.end(LIMIT_S)
+        _see_how_it_was_told(row, run, found)
+        if row.again:
+            if status in (0, None):
+                found.wrong.append(f"exit status {status} of what was to end it")
+            run = open_runs.enter_context(a_run(row.recipe, folder=folder))
+            status = run.end(LIMIT_S)
+        if status != 0:
+            found.wrong.append(f"exit status {status}: {run.text()[-600:]}")
+        found.left += run.left()
+        _judge(row, run, found, finished=status == 0)
+    return found
+
+
+def _see_how_it_was_told(row: Row, run: JournaledRun, found: Found) -> None:
+    struck = run.struck()
+    if not struck:
+        found.wrong.append("the fault did not strike")
+        return
+    later = [(at, line) for at, line in run.said if at >= struck[0]["time"] and line.strip()]
+    if later:
+        found.detected_s, found.told = later[0][0] - struck[0]["time"], later[0][1]
+        if found.detected_s > row.within_s:
+            found.wrong.append(f"told after {found.detected_s:.1f} s of {row.within_s:g}")
+    elif struck[0]["who"] != "driver":
+        found.wrong.append("nothing was told")
+    if row.again:
+        found.left += run.left()
+
+
+def _judge(row: Row, run: JournaledRun, found: Found, *, finished: bool) -> None:
+    expected = Expected(
+        row.recipe.prompts(),
+        SAMPLES,
+        row.recipe.ranks,
+        asynchronous=row.recipe.age is not None,
+        repeats=row.exact,
+        finished=finished,
+    )
+    found.wrong += broken(run.journals, expected)
+    found.redone = redone_steps(run.journals)
+    if row.redoes and not found.redone:
+        found.wrong.append("no step was done again")
+    asked = answers(run.journals)
+    if row.recipe.age is not None:
+        lost = [
+            f"{number} {what}"
+            for what, number in (("cut off", asked.cut_off), ("failed", asked.raised))
+            if number
+        ]
+        found.asked = " + ".join([f"{asked.begun} = {asked.ended}", *lost])
+    if finished and row.exact:
+        now = tensors_in(run.saved / f"step_{row.recipe.steps}" / "policy")
+        wanted = undisturbed(replace(row.recipe))
+        different = [name for name in wanted if name not in now or not wanted[name].equal(now[name])]
+        found.weights = f"{len(different)} tensors differ" if different else "equal"
+        if different or now.keys() != wanted.keys():
+            found.wrong.append(f"final weights: {found.weights}")
+    found.wrong += [f"left: {title}" for title in found.left]
+
+
+HEADER = (
+    "| what | told after | trained once | dispatches | redone | final weights | left | wrong |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def line_of(row: Row, found: Found) -> str:
+    once = "no" if any("step" in one for one in found.wrong) else "yes"
+    told = "" if found.detected_s is None else f"{found.detected_s:.1f} s"
+    cells = (row.name, told, once, found.asked, found.redone, found.weights, len(found.left))
+    return f"| {' | '.join(map(str, cells))} | {'; '.join(found.wrong) or 'nothing'} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="rows whose name holds this")
+    parser.add_argument("--keep", type=Path, help="folder that the runs are left in")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    failed = False
+    print(HEADER, flush=True)
+    for row in rows():
+        if options.only not in row.name:
+            continue
+        folder = Path(tempfile.mkdtemp(prefix="kill_", dir=options.keep))
+        found = try_row(row, folder)
+        failed |= bool(found.wrong)
+        print(line_of(row, found), flush=True)
+        if options.keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
