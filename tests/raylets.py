@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,6 +27,7 @@ class Raylets:
         self._watch = ProcessWatch()
         self._folder = Path(tempfile.mkdtemp(prefix="rlt", dir="/tmp"))  # Ray's sockets need short names
         self._nodes, self._followed = 0, False
+        self._joined: list[str] = []
         self._head_cpus = head_cpus
         self._settings = {
             "RAY_AUTH_MODE": "token",  # the head is reachable from outside
@@ -59,6 +59,7 @@ class Raylets:
         """Start a raylet; returns its address, which no other one has."""
         self._nodes += 1
         address = f"127.0.0.{self._nodes + 1}"
+        self._joined.append(address)
         self._start(f"--address={self._address}", f"--node-ip-address={address}", f"--num-cpus={cpus}")
         return address
 
@@ -71,10 +72,15 @@ class Raylets:
         ]
         return found
 
-    def kill(self, address: str) -> float:
-        """Kill a raylet, with which its workers go; returns when, by time.monotonic."""
+    def kill(self, address: str) -> None:
+        """Kill a raylet, with which its workers go."""
         os.kill(self.raylet(address), signal.SIGKILL)
-        return time.monotonic()
+        self._joined.remove(address)
+
+    def kill_joined(self) -> None:
+        """Kill all raylets but the head's."""
+        for address in [*self._joined]:
+            self.kill(address)
 
     def close(self) -> None:
         if self._followed:

@@ -1,6 +1,6 @@
 """The machines of a Ray cluster: which of them are there, and which have gone.
 
-Ray itself knows of a machine that is gone only after some missed health checks (by default 15 seconds or more). Its
+Ray itself knows of a machine that is gone only after missed health checks (about 14 seconds with its defaults). Its
 raylet listens on a port, which tells at once.
 """
 

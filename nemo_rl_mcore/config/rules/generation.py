@@ -76,6 +76,13 @@ def _transport(config: RunConfig) -> Iterator[Problem]:
             "set it to null: shared_memory on one machine",
             ("policy.generation.backend", "cluster.gpus_per_node"),
         )
+    if generation.refit_transport == "shared_memory" and config.cluster.num_nodes > 1:
+        yield Problem(
+            "policy.generation.refit_transport",
+            f"shared_memory is that of one machine, and cluster.num_nodes is {config.cluster.num_nodes}",
+            "set it to null",
+            ("policy.generation.backend", "cluster.num_nodes"),
+        )
     apart = not config.cluster.on_cpu and not generation.colocated.enabled
     if apart and generation.refit_transport == "cuda_ipc":
         yield Problem(

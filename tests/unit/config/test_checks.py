@@ -127,6 +127,15 @@ def test_the_prompts_that_the_config_promises_exist(load, digits):
             "use_distributed_optimizer: true with optimizer: sgd cannot be saved",
         ),
         (
+            [
+                "cluster.num_nodes=2",
+                "policy.generation.colocated.enabled=false",
+                "policy.generation.refit_transport=shared_memory",
+            ],
+            "policy.generation.refit_transport: shared_memory is that of one machine, and cluster.num_nodes is 2; set "
+            "it to null",
+        ),
+        (
             ["cluster.max_trainer_restarts=2"],
             "cluster.max_trainer_restarts: 2 has new ranks begin at the last checkpoint, and checkpointing.enabled is "
             "false; set checkpointing.enabled: true",

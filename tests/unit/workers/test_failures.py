@@ -127,3 +127,24 @@ def test_identity_is_read_from_either_form_of_report() -> None:
     assert identity_in("ray::W.f() (pid=57, ip=10.0.0.3, actor_id=9)") == RankIdentity("10.0.0.3", 57, "")
     assert identity_in("\tpid: 57\n\tnamespace: x\n\tip: 10.0.0.3\nThe") == RankIdentity("10.0.0.3", 57, "")
     assert identity_in("nothing") == RankIdentity("unknown", 0, "")
+
+
+def test_a_machine_that_is_gone_is_told_in_place_of_the_rank() -> None:
+    lost = replace(died(1), lost_node="7dda3180 (10.0.0.3)")
+    message = describe([raised(0, RuntimeError("gloo: closed")), lost], [], "train (step 4)", None)
+    assert message.startswith(
+        "rank 1 (host node7, pid 41) was lost in train (step 4): node 7dda3180 (10.0.0.3) is gone\n"
+    )
+    assert Call("train", "").error(message, lost).lost_node == "7dda3180 (10.0.0.3)"
+    assert Call("train", "").error(message, died(1)).lost_node is None
+
+
+def test_the_machine_of_a_rank_that_hangs_is_told() -> None:
+    silent = replace(hung(0), silent="", lost_node="7dda3180 (10.0.0.3)")
+    first, *_ = describe_stall([silent], 4, Call("train", "", 30)).splitlines()
+    assert "which does not answer: node 7dda3180 (10.0.0.3) is gone" in first
+
+
+def test_the_machine_is_read_from_the_report_of_a_rank_that_never_introduced_itself() -> None:
+    report = "The actor died because its node has died. Node Id: 907d2e5b\n\tpid: 57\n\tip: 10.0.0.3"
+    assert identity_in(report) == RankIdentity("10.0.0.3", 57, "", "907d2e5b")
