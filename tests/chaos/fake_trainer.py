@@ -67,17 +67,17 @@ class Chance:
 
 @dataclass
 class OneDeath(Chance):
-    """The trainer dies once, at the n-th passage of a point."""
+    """The trainer dies once, at the n-th passage of a point; or something else happens there."""
 
-    def __init__(self, point: str, nth: int) -> None:
-        self.struck, self._point, self._left = [], point, nth
+    def __init__(self, point: str, nth: int, action: str = "die") -> None:
+        self.struck, self._point, self._left, self._action = [], point, nth, action
 
     def draw(self, point: str, actions: tuple[str, ...]) -> str:
         self._left -= point == self._point
         if self._left or self.struck:
             return ""
         self.struck.append(point)
-        return "die"
+        return self._action
 
 
 @dataclass
@@ -85,7 +85,7 @@ class FakeTrainer:
     """A `PolicyInterface` of one rank, a journal for each of its lives.
 
     raise: before anything; the ranks are as they were. fail: half way, so that an open step is to be aborted. die: half
-    way. die_after: all is done, and nobody is told. restart: the new ranks die at once.
+    way. die_after, raise_after: all is done, and nobody is told. restart: the new ranks die at once.
     """
 
     folder: Path
@@ -123,9 +123,9 @@ class FakeTrainer:
             raise self._error(f"{call}: planted {action}", usable=not self.dead)
         found = work()
         self._journal.write(call, "end", **facts, **found)
-        if action == "die_after":
-            self.dead = True
-            raise self._error(f"{call}: planted {action}", usable=False)
+        if action in ("die_after", "raise_after"):
+            self.dead = action == "die_after"
+            raise self._error(f"{call}: planted {action}", usable=not self.dead)
 
     @staticmethod
     def _error(message: str, *, usable: bool) -> RanksFailedError:
@@ -159,8 +159,10 @@ class FakeTrainer:
         step = int(step_id.split()[1])
 
         def work() -> dict:
-            if self._step is not None or self._failed or step_id in self.committed:
-                raise AssertionError(f"{step_id} cannot begin: {self._step} is open")
+            assert self._step is None
+            assert not self._failed
+            if step_id in self.committed:
+                raise self._error(f"{step_id} is already committed", usable=True)
             self._step, self._rows = step, []
             return {}
 

@@ -219,7 +219,9 @@ def _histories(replays: Sequence[RankReplay], expected: Expected) -> Iterator[st
             yield f"the ranks hold different weights after step {step}"
         rows = Counter((prompt, sample) for one in done for prompt, sample, _ in one.rows)
         wanted = Counter(
-            (prompt, sample) for prompt in expected.prompts[step] for sample in range(expected.samples)
+            (prompt, sample)
+            for prompt in expected.prompts.get(step, ())
+            for sample in range(expected.samples)
         )
         if rows != wanted:
             more, less = sum((rows - wanted).values()), sum((wanted - rows).values())

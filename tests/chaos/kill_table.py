@@ -11,6 +11,7 @@ as it must be.
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import sys
@@ -87,6 +88,13 @@ def raylet_killed(run: JournaledRun) -> None:
     run.strike("raylet", raylets[0])
 
 
+WHO_IS_NAMED = {
+    "rank": r"policy rank 1 ",
+    "engine": r"embedded engine [01] ",
+    "raylet": "raylet",
+    "driver": "",
+}
+"""What the first line that is told must have."""
 STOPPED_S = CALL_S + 6
 """The deadline, and the look at each process that is silent."""
 
@@ -156,6 +164,8 @@ def _see_how_it_was_told(row: Row, run: JournaledRun, found: Found) -> None:
     later = [(at, line) for at, line in run.said if at >= struck[0]["time"] and line.strip()]
     if later:
         found.detected_s, found.told = later[0][0] - struck[0]["time"], later[0][1]
+        if not re.search(WHO_IS_NAMED[struck[0]["who"].split("_")[0]], found.told):
+            found.wrong.append(f"told is {found.told!r}")
         if found.detected_s > row.within_s:
             found.wrong.append(f"told after {found.detected_s:.1f} s of {row.within_s:g}")
     elif struck[0]["who"] != "driver":
