@@ -71,6 +71,15 @@ class TrainedModel(Protocol):
         """
         ...
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps, skipped ones too, whose results were given since the start or the last `load_checkpoint`."""
+        ...
+
+    def has_unknown_update(self) -> bool:
+        """Whether a rank has taken an optimizer step whose result was not given, as it raised, or another one did."""
+        ...
+
     def serves(self) -> bool:
         """Whether all ranks answer."""
         ...

@@ -183,8 +183,9 @@ class TrainingLoop:
         reason = run_stopped_by(stop)  # also why the ranks no longer serve, if they do not
         with deferred_stop_signals():
             try:
-                for model in self.models.values():
-                    model.abort_train_step()
+                if not self._recovery.undone():
+                    checkpoints.note_failure("the step after them has changed the weights")
+                    return None
                 reason = None
                 checkpoints.save_finished(self.models)
             except RunStoppedError as error:

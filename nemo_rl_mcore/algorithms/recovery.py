@@ -44,6 +44,8 @@ class Recovery:
     """Times that models went back to a checkpoint."""
     redone: int = field(default=0, init=False)
     """Steps that were trained again."""
+    _updates: dict[str, int] = field(default_factory=dict[str, int], init=False)
+    """Of each model, when the last step was finished."""
     _outcomes: dict[int, Mapping[str, float]] = field(
         default_factory=dict[int, Mapping[str, float]], init=False
     )
@@ -68,6 +70,7 @@ class Recovery:
     def finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take note of how a step went, to compare it with what it may be when it is trained again."""
         self._outcomes[step] = {name: metrics[name] for name in _COMPARED if name in metrics}
+        self._count_updates()
 
     def checkpointed(self, step: int) -> None:
         """Take note that no step up to this one will be trained again."""
@@ -84,13 +87,25 @@ class Recovery:
             {f"recovery/{name}": number for name, number in counted.items()} if any(counted.values()) else {}
         )
 
+    def undone(self) -> bool:
+        """Abort what is open; says whether the models are as the last finished step has left them."""
+        for model in self.models.values():
+            model.abort_train_step()
+        return not any(
+            model.updates != self._updates.get(name, 0) or model.has_unknown_update()
+            for name, model in self.models.items()
+        )
+
+    def _count_updates(self) -> None:
+        self._updates = {name: model.updates for name, model in self.models.items()}
+
     def _undo(self, error: RanksFailedError, raised: int) -> bool:
         """Have the ranks as they were after the last finished step; false where an abort does not take back all."""
         if self.checkpoints.updating and not self.undone_by_abort:
             return False
         try:
-            for model in self.models.values():
-                model.abort_train_step()
+            if not self.undone():
+                return False
         except RanksFailedError:
             return False
         self.checkpoints.updating = False
@@ -132,6 +147,7 @@ class Recovery:
         steps = range((saved or 0) + 1, self.checkpoints.finished_step + 1)
         unequal = [step for step in steps if self._differs(step, algorithm.redo(step))]
         self.checkpoints.going_back = False
+        self._count_updates()
         self.redone += len(steps)
         _tell_redone(steps, unequal)
 

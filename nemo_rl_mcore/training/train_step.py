@@ -152,6 +152,8 @@ class TrainStep:
         self._step: _OpenStep | None = None
         self._phase = Phase.IDLE
         self._resources = ExitStack()
+        self.updates = 0
+        """Steps committed, skipped ones too."""
         self._committed_ids = deque(committed_ids, maxlen=COMMITTED_IDS_KEPT)
         self._last_result: StepResult | None = None  # of the step just committed, if it had an id
 
@@ -258,6 +260,7 @@ class TrainStep:
             self._backend.restore(step.snapshot)
         result = StepResult(totals, outcome, time.monotonic() - step.started)
         self._step, self._phase = None, Phase.IDLE
+        self.updates += 1
         if step.step_id is not None:
             self._committed_ids.append(step.step_id)
             self._last_result = result

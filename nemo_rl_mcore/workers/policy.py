@@ -92,6 +92,8 @@ class Policy:
             "data_parallel_rank", context="start of the workers"
         )
         self._shards = max(self._shard_of_rank) + 1
+        self.updates = 0
+        """See `interfaces.TrainedModel.updates`."""
         self._calls: dict[str, int] = {}
         self._open_loss: LossFunction | None = None  # of the step that was begun last
 
@@ -159,9 +161,11 @@ class Policy:
         sizes.of_shard(self._shards)
         split = [self._split(step, loss_fn) for step in sizes.steps(data)]
         shards = [BatchedDataDict.from_batches(steps) for steps in zip(*split, strict=True)]
-        return self._run(
+        result = self._run(
             "train", shards, _FIRST, loss_fn=loss_fn, eval_mode=eval_mode, gbs=sizes.gbs, mbs=sizes.mbs
         )[0]
+        self.updates += 0 if eval_mode else len(result["skip_reasons"])
+        return result
 
     def begin_train_step(
         self,
@@ -193,7 +197,9 @@ class Policy:
 
     def finish_train_step(self) -> dict[str, Any]:
         """See `interfaces.PolicyInterface.finish_train_step`; the totals are equal on every rank."""
-        return self._first_of_all("finish_train_step")
+        result = self._first_of_all("finish_train_step")
+        self.updates += 1
+        return result
 
     def abort_train_step(self) -> None:
         """See `interfaces.PolicyInterface.abort_train_step`."""
@@ -206,6 +212,12 @@ class Policy:
     def load_checkpoint(self, folder: str, *, weights_only: bool = False) -> None:
         """See `interfaces.PolicyInterface.load_checkpoint`."""
         self._run_all("load_checkpoint", folder=str(Path(folder).absolute()), weights_only=weights_only)
+        self.updates = 0
+
+    def has_unknown_update(self) -> bool:
+        """See `interfaces.TrainedModel.has_unknown_update`."""
+        taken = self._workers.run_all("updates", context=self._next_call("updates"))
+        return any(count != self.updates for count in taken)
 
     @property
     def placement(self) -> Placement:

@@ -232,6 +232,10 @@ class MegatronPolicyWorker:
         """Drop the open step and restore what it changed; nothing to do when idle."""
         self.train_step.abort()
 
+    def updates(self) -> int:
+        """Optimizer steps, skipped ones too, since the start or the last `load_checkpoint`."""
+        return self.train_step.updates
+
     def _require_trained(self, call: str) -> None:
         if not self.backend.trained:
             raise ValueError(

@@ -103,6 +103,7 @@ class FakeTrainer:
         self._journal = Journal("rank_0", self.folder, self.lives())
         self.weights, self.dead, self.committed = "start", False, []
         self._step, self._rows, self._failed = None, [], False
+        self.updates = self._taken = 0
         self._journal.write("start", "end", weights=self.weights)
 
     def close(self) -> None:
@@ -113,7 +114,7 @@ class FakeTrainer:
         if self.dead:
             raise self._error(f"{call} was not started: died before", usable=False)
         self._journal.write(call, "begin", **facts)
-        action = self.chance.draw(call, ("raise", "fail", "die", "die_after", "driver"))
+        action = self.chance.draw(call, ("raise", "raise_after", "fail", "die", "die_after", "driver"))
         if action == "driver":
             raise DriverDiedError
         if action in ("raise", "fail", "die"):
@@ -208,9 +209,14 @@ class FakeTrainer:
         def work() -> dict:
             self.weights, self.loads = (Path(folder) / "weights").read_text(), self.loads + 1
             self._step, self._rows, self._failed, self.committed = None, [], False, []
+            self._taken = 0
             return {"weights": self.weights}
 
         self._do("load_checkpoint", work, step=_step_of(folder))
+        self.updates = 0
+
+    def has_unknown_update(self) -> bool:
+        return self._taken != self.updates
 
     def send_weights(self) -> str:
         self._do("send_weights", dict)
@@ -218,9 +224,11 @@ class FakeTrainer:
 
     def _trained_on(self, rows) -> str:
         self.weights = digest(self.weights, rows)
+        self._taken += 1
         return self.weights
 
     def _result(self):
+        self.updates += 1
         loss = float(int(self.weights[:6], 16))
         return train_result(loss=[loss, loss])
 

@@ -84,7 +84,10 @@ class FakeModel:
         self.calls = [] if calls is None else calls
         self.name, self.reasons = f" {name}" if name else "", reasons
         self.trained, self.evaluated, self.loaded = [], [], None
-        self.alive = True
+        self.alive, self.updates, self.unknown_update = True, 0, False
+
+    def has_unknown_update(self):
+        return self.unknown_update
 
     def serves(self):
         return self.alive

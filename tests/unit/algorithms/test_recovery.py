@@ -34,7 +34,7 @@ class Strikes:
 def run_with(folder, events, *, restarts=3, period=2, loop=None, one_model=False, **top):
     store = None if folder is None else CheckpointStore(folder)
     checkpoints = RunCheckpoints(store, period, last_step=LAST, recipe="seed: 1\n")
-    top |= {"cluster": {"max_trainer_restarts": restarts}}
+    top |= {"cluster": {"max_trainer_restarts": restarts}, "checkpointing": {"enabled": True}}
     if one_model:  # and one optimizer step: an abort takes all of it back
         top["policy"] = {"train_global_batch_size": 12}
     run = loop_run({"max_num_steps": LAST} | (loop or {}), checkpoints, events=events, **top)
@@ -303,3 +303,31 @@ def test_what_a_caller_does_to_rows_is_not_kept():
     again = kept.get(prompts, 2, 1, lambda: pytest.fail("asked twice"))
     assert "new" not in again.batch
     assert not again.batch["rewards"].equal(first.batch["rewards"])
+
+
+def test_an_update_of_which_a_rank_has_not_told_is_not_taken_for_undone(tmp_path):
+    strikes = Strikes(usable=True)
+    run = run_with(tmp_path, {("update", 4): strikes}, one_model=True)
+    policy = run.models["policy"]
+    strikes.first = lambda: setattr(policy, "unknown_update", True)
+    load = policy.load_checkpoint
+
+    def load_and_know(folder):
+        load(folder)
+        policy.unknown_update = False
+
+    policy.load_checkpoint = load_and_know
+    run.go()
+    assert steps_of(run.calls)[3:] == ["step 4", "redo 3", "step 4", "step 5"]
+
+
+def test_weights_of_a_step_that_is_not_finished_are_not_saved_as_those_of_the_one_before(tmp_path):
+    strikes = Strikes(usable=True)
+    run = run_with(tmp_path, {("update", 4): strikes}, one_model=True, restarts=0)
+    strikes.first = lambda: setattr(run.models["policy"], "updates", 1)
+    with pytest.raises(RanksFailedError):
+        run.go()
+    assert [one.step for one in CheckpointStore(tmp_path).checkpoints()] == [2]
+    assert "the weights of step 3 are lost (the step after them has changed the weights)" in (
+        run.checkpoints.standing()
+    )
