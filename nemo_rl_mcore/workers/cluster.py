@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -139,9 +139,12 @@ class RayCluster:
 
     def lost_node(self, identity: RankIdentity | None) -> str | None:
         """The machine of a rank, if it is gone; of a local session that is never all that is."""
-        if identity is None or not identity.node_id or self._session is not None:
-            return None
-        return lost_nodes([identity.node_id]).get(identity.node_id)
+        return self.lost_nodes([identity.node_id]).get(identity.node_id) if identity is not None else None
+
+    def lost_nodes(self, ids: Collection[str]) -> dict[str, str]:
+        """Those of the machines that are gone, by their id in Ray: how to call each of them."""
+        known = [node for node in ids if node]
+        return lost_nodes(known) if known and self._session is None else {}
 
     def await_machines(self) -> None:
         """Wait until there is room for all ranks, `cluster.node_wait_s` at most; then make do with fewer machines.

@@ -209,6 +209,13 @@ class Stall:
             return f"does not answer{self.silent}"
         return f"last began {self.doing!r}" if self.doing else "has not begun"
 
+    def as_lost(self) -> RankFailure | None:
+        """The failure of a rank whose machine is gone."""
+        if self.lost_node is None or self.identity is None:
+            return None
+        error = ConnectionRefusedError("the Ray server of its machine does not listen any more")
+        return RankFailure(self.rank, self.identity, error, self.lost_node)
+
 
 def hung_first(stalls: Sequence[Stall]) -> list[Stall]:
     """Stalled ranks, those first that the others wait for: they do not answer, or are not at a meeting of the ranks."""

@@ -29,7 +29,7 @@ def lost_nodes(ids: Collection[str]) -> dict[str, str]:
     return {
         node["NodeID"]: f"{node['NodeID'][:_ID_SHOWN]} ({node['NodeManagerAddress']})"
         for node in ray.nodes()
-        if node["NodeID"] in ids and not _is_there(node)
+        if node["NodeID"] in ids and (not node["Alive"] or _refuses(node))
     }
 
 
@@ -56,11 +56,26 @@ def _with_room(needed: Mapping[str, float]) -> int:
     )
 
 
+def _refuses(node: Mapping[str, Any]) -> bool:
+    """Whether nobody listens for a machine; one that is only slow to answer is for Ray to judge."""
+    try:
+        _probe(node)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _probe(node: Mapping[str, Any]) -> None:
+    probe(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+
+
 def _is_there(node: Mapping[str, Any]) -> bool:
     if not node["Alive"]:
         return False
     try:
-        probe(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+        _probe(node)
     except OSError:
         return False
     return True

@@ -71,7 +71,7 @@ class PendingCall:
         self.error: WorkerError | None = None
         """What `result` has raised."""
         self._call, self._ranks = call, ranks
-        self._calls = RankCalls(refs, ranks.actors, call.timeout_s, ranks.lost)
+        self._calls = RankCalls(refs, ranks.actors, call.timeout_s, ranks.lost, self._gone)
         self._ended: Ended | None = None
         self._asking = threading.Lock()
 
@@ -165,7 +165,11 @@ class PendingCall:
         ]
         stalls = self._stalls()
         ranks.kill(calls.waiting)
-        calls.wait_at_most(_KILL_WAIT_S if stalls else 0)  # else Ray logs the answers of the dead
+        # Else Ray logs the answers of the dead; that of one whose machine is gone takes it long.
+        calls.wait_at_most(_KILL_WAIT_S if stalls and _lost_node(stalls) is None else 0)
+        if self._ended is Ended.GONE:
+            failures = [failure for stall in stalls if (failure := stall.as_lost()) is not None]
+            stalls = [stall for stall in stalls if stall.lost_node is None]
         if self._ended in (Ended.STALLED, Ended.SILENT):
             stopping = self._ended is Ended.SILENT
             message = describe_stall(stalls, len(ranks.actors), call, ranks.noun, stopping=stopping)
@@ -176,7 +180,8 @@ class PendingCall:
     def _stalls(self) -> list[Stall]:
         """What is known of the ranks that have not answered; it is asked for before they are killed."""
         calls, ranks = self._calls, self._ranks
-        stacks = calls.stacks() if calls.waiting else {}
+        gone = self._gone(calls.waiting)
+        stacks = calls.stacks(gone) if calls.waiting else {}
         return [
             Stall(
                 ranks.first + rank,
@@ -184,10 +189,17 @@ class PendingCall:
                 doing=calls.watch.doing(rank),
                 stack=stacks.get(rank, ""),
                 silent=None if rank in stacks else ranks.cluster.process_state(identity),
-                lost_node=None if rank in stacks else ranks.cluster.lost_node(identity),
+                lost_node=gone.get(rank),
             )
             for rank in calls.waiting
         ]
+
+    def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those whose machine is gone, and which it is."""
+        identities = self._ranks.identities
+        asked = {rank: identities[rank].node_id for rank in ranks if rank in identities}
+        lost = self._ranks.cluster.lost_nodes({*asked.values()})
+        return {rank: lost[node] for rank, node in asked.items() if node in lost}
 
     def _identity(self, rank: int, error: BaseException) -> RankIdentity:
         return self._ranks.identities.get(rank) or identity_in(str(error))

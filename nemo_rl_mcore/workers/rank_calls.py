@@ -30,6 +30,7 @@ class Ended(Enum):
     STALLED = "no progress"
     SILENT = "a rank does not answer, and the run is to stop"
     LOST = "Ray is gone"
+    GONE = "the machine of a rank is gone"
 
 
 class HealthWatch:
@@ -97,7 +98,7 @@ class RankCalls:
     """One call to several ranks, under way.
 
     refs: rank by Ray's reference of its answer. timeout_s: seconds without progress of any rank. lost: says what of Ray
-    itself has died.
+    itself has died. gone: those of some ranks whose machine is.
     """
 
     def __init__(
@@ -106,8 +107,9 @@ class RankCalls:
         actors: Sequence[Any],
         timeout_s: float,
         lost: Callable[[], str | None],
+        gone: Callable[[Sequence[int]], Collection[int]] = lambda ranks: (),
     ) -> None:
-        self._refs = dict(refs)
+        self._refs, self._gone = dict(refs), gone
         self._actors, self._timeout_s, self._lost = actors, timeout_s, lost
         self._failed_at = 0.0
         self.watch = HealthWatch(actors)
@@ -134,6 +136,8 @@ class RankCalls:
         if self.watch.due(min(_LOOK_EVERY_S, self._timeout_s / 4)):
             if self._lost() is not None:
                 return Ended.LOST
+            if self._gone(self.waiting):  # Ray says so some seconds later
+                return Ended.GONE
             self.watch.look(self.waiting)
             if self.watch.stalled(self.waiting, self._timeout_s):
                 return Ended.STALLED
@@ -160,9 +164,13 @@ class RankCalls:
         while self._refs and (left := deadline - time.monotonic()) > 0:
             self.take(left)
 
-    def stacks(self) -> dict[int, str]:
-        """Where those that have not answered stand in their Python code, if they say so."""
-        answering = [rank for rank in self.waiting if not self.watch.silent([rank], _ANSWERS_WITHIN_S)]
+    def stacks(self, gone: Collection[int]) -> dict[int, str]:
+        """Where those that have not answered stand in their Python code, if they say so; those that are gone do not."""
+        answering = [
+            rank
+            for rank in self.waiting
+            if rank not in gone and not self.watch.silent([rank], _ANSWERS_WITHIN_S)
+        ]
         asked = {self._actors[rank]._health.remote(True): rank for rank in answering}
         ready, _ = (
             ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_WITHIN_S) if asked else ([], [])

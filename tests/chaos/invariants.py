@@ -22,7 +22,8 @@ class Expected:
 
     asynchronous: whether engines answer. exact: whether the same rows give the same weights to the bit.
     repeats: whether a command that goes on gives the rows, too, that the one before it had after the checkpoint.
-    finished: whether the run came to its end.
+    finished: whether the run came to its end. gone: ranks that nothing took the place of; the others have all rows
+    from the checkpoint on to which they then went back.
     """
 
     prompts: Mapping[int, Sequence[int]]
@@ -32,6 +33,7 @@ class Expected:
     exact: bool = True
     repeats: bool = True
     finished: bool = True
+    gone: frozenset[str] = frozenset()
 
     @property
     def groups(self) -> int:
@@ -63,6 +65,8 @@ class RankReplay:
     problems: list[str] = field(default_factory=list)
     went_on: list[Finished] = field(default_factory=list)
     """Those after which something was called that needs the step: its end was known."""
+    loaded: int = 0
+    """The step that was loaded last."""
     _weights: str = ""
     _first_weights: str = ""
     _saved: dict[int, tuple[list[Finished], str]] = field(default_factory=dict)
@@ -145,7 +149,7 @@ class RankReplay:
         history, weights = self._saved[step]
         if entry["weights"] != weights:
             self._say(f"holds other weights after loading step {step} than it saved")
-        self.history, self._weights = [*history], entry["weights"]
+        self.history, self._weights, self.loaded = [*history], entry["weights"], step
         self._open, self._failed = None, False
 
 
@@ -187,7 +191,14 @@ def broken(folder: Path, expected: Expected) -> list[str]:
     found = [problem for one in replays for problem in one.problems]
     if len(replays) != expected.ranks:
         return [*found, f"{len(replays)} ranks kept journals, not {expected.ranks}"]
-    found += [*_histories(replays, expected), *_redone(journals, replays, expected)]
+    if expected.gone:
+        found += _redone_by_fewer(replays, expected)
+        there = next(one for one in replays if one.who not in expected.gone)
+        for one in (one for one in replays if one.who in expected.gone):
+            one.history = one.history[: there.loaded]
+    else:
+        found += _redone(journals, replays, expected)
+    found += _histories(replays, expected)
     if expected.asynchronous:
         found += [
             *_answers(journals, expected),
@@ -207,11 +218,12 @@ def replay(who: str, lives: Sequence[Sequence[Entry]]) -> RankReplay:
 
 def _histories(replays: Sequence[RankReplay], expected: Expected) -> Iterator[str]:
     """Each step once, on all ranks, with each answer to each of its prompts once."""
-    lengths = {len(rank.history) for rank in replays}
+    lengths = {len(rank.history) for rank in replays if rank.who not in expected.gone}
     last = max(expected.prompts)
     if len(lengths) > 1 or (expected.finished and lengths != {last}):
         yield f"the weights of the ranks have {sorted(lengths)} steps behind them, of {last}"
-    for done in zip(*(rank.history for rank in replays), strict=False):
+    for at in range(min(lengths)):
+        done = [rank.history[at] for rank in replays if at < len(rank.history)]
         step = done[0].step
         if {one.step for one in done} != {step}:
             yield f"the ranks do not agree on what follows step {step - 1}"
@@ -241,6 +253,18 @@ def _redone(journals: Journals, replays: Sequence[RankReplay], expected: Expecte
             before = {(one.rows, one.weights) for one in times}
             if expected.exact and len(before) > len({rows for rows, _ in before}):
                 yield f"{rank.who}: step {step} was done again with the same rows, and gave other weights"
+
+
+def _redone_by_fewer(replays: Sequence[RankReplay], expected: Expected) -> Iterator[str]:
+    """What all ranks trained together, before some were gone, is what those that are left have trained again."""
+    left = [rank for rank in replays if rank.who not in expected.gone]
+    for step in sorted({*left[0].ever}):
+        first = [rank.ever[step][0] for rank in replays if rank.ever.get(step)]
+        if len(first) == len(replays) and left[0].loaded < step:
+            before = sorted(row for one in first for row in one.rows)
+            after = sorted(row for rank in left for row in rank.history[step - 1].rows)
+            if before != after:
+                yield f"step {step} was done again with other rows"
 
 
 def redone_steps(folder: Path) -> int:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from nemo_rl_mcore.data.datasets import DigitTaskSource
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+PATHS = os.pathsep.join((str(HERE), str(ROOT), str(ROOT / "tests")))
 CALL_S = 8.0
 """Deadline of the calls, which comes on top where a stopped process is to be told."""
 GONE_S = 15.0
@@ -31,7 +32,7 @@ GROUPS, SAMPLES, SEED = 8, 8, 42
 
 @dataclass(frozen=True)
 class Recipe:
-    """age: of the oldest group; None is a synchronous run."""
+    """age: of the oldest group; None is a synchronous run. machines: in name; each has its share of the ranks."""
 
     age: int | None
     steps: int = 12
@@ -40,6 +41,7 @@ class Recipe:
     period: int = 4
     restarts: int = 2
     engine_restarts: int = 2
+    machines: int = 1
     more: tuple[str, ...] = ()
 
     @property
@@ -49,7 +51,8 @@ class Recipe:
             *(f"grpo.max_num_steps={self.steps}", "grpo.val_period=0", "grpo.val_at_end=false"),
             *(f"policy.train_global_batch_size={GROUPS * SAMPLES}", f"seed={SEED}"),
             f"policy.train_micro_batch_size={GROUPS * SAMPLES // self.ranks}",
-            *("logger.tensorboard_enabled=false", f"cluster.cpu_workers_per_node={self.ranks}"),
+            *("logger.tensorboard_enabled=false", f"cluster.num_nodes={self.machines}"),
+            f"cluster.cpu_workers_per_node={self.ranks // self.machines}",
             f"cluster.max_trainer_restarts={self.restarts}",
             *(
                 f"policy.call_timeout_s={CALL_S}",
@@ -92,14 +95,19 @@ def note_start(journals: Path) -> None:
 class JournaledRun:
     """Starts when it is made; `close` ends whatever is left of it."""
 
-    def __init__(self, folder: Path, recipe: Recipe, faults: Iterable[Fault] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        faults: Iterable[Fault] = (),
+        machines: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder, self.watch = folder, ProcessWatch()
         self.journals, self.saved = folder / "journals", folder / "saved"
         self.journals.mkdir(parents=True, exist_ok=True)
         (self.journals / "plan.json").write_text(json.dumps([asdict(fault) for fault in faults]))
         note_start(self.journals)
-        paths = (str(HERE), str(ROOT), str(ROOT / "tests"))
-        environment = {FOLDER: str(self.journals), "PYTHONPATH": os.pathsep.join(paths)}
+        environment = {FOLDER: str(self.journals), "PYTHONPATH": PATHS, **(machines or {})}
         command = (
             *(sys.executable, str(HERE / "journaled_run.py"), "grpo", "--config", str(RECIPE)),
             *(f"logger.log_dir={folder / 'log'}", f"checkpointing.checkpoint_dir={self.saved}"),
@@ -176,10 +184,18 @@ class JournaledRun:
 
 
 @contextmanager
-def a_run(recipe: Recipe, *faults: Fault, folder: Path | None = None) -> Iterator[JournaledRun]:
-    """A run in a folder, of its own unless one is given, which goes with it then."""
+def a_run(
+    recipe: Recipe,
+    *faults: Fault,
+    folder: Path | None = None,
+    machines: Mapping[str, str] | None = None,
+) -> Iterator[JournaledRun]:
+    """A run in a folder, of its own unless one is given, which goes with it then.
+
+    machines: the environment of a driver that joins the cluster of `raylets.Raylets`.
+    """
     own = Path(tempfile.mkdtemp(prefix="chaos_")) if folder is None else folder
-    run = JournaledRun(own, recipe, faults)
+    run = JournaledRun(own, recipe, faults, machines)
     try:
         yield run
     finally:

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,32 +26,39 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from checkpoint_tensors import tensors_in  # noqa: E402
 from invariants import Expected, answers, broken, redone_steps  # noqa: E402
-from journaled import CALL_S, SAMPLES, JournaledRun, Recipe, a_run  # noqa: E402
+from journaled import CALL_S, PATHS, SAMPLES, JournaledRun, Recipe, a_run  # noqa: E402
 from journals import Fault  # noqa: E402
+from raylets import Raylets  # noqa: E402
 
 DETECTED_S = 2.0
 LIMIT_S = 240.0
 SYNC, AGE_0, AGE_1 = Recipe(None), Recipe(0), Recipe(1)
+JOINED_S = 60.0
+TWO_MACHINES = Recipe(None, machines=2, more=(f"cluster.node_wait_s={JOINED_S:g}",))
+FEWER = Recipe(None, machines=2, more=("cluster.node_wait_s=3", "cluster.elastic=shrink"))
 
 
 @dataclass(frozen=True)
 class Row:
-    """faults: strike from inside. strike: from outside. within_s: seconds until it is told.
+    """faults: strike from inside. strike: from outside. machine: strikes the second of two. within_s: until it is told.
 
-    again: the fault ends the command, and the same one goes on. redoes: whether steps must have been done again.
+    again: the fault ends the command, and the same one goes on. redoes: whether steps must have been done again. gone:
+    ranks in whose place there are none.
     """
 
     name: str
     recipe: Recipe
     faults: tuple[Fault, ...] = ()
     strike: Callable[[JournaledRun], None] | None = None
+    machine: Callable[[JournaledRun, Raylets, str], None] | None = None
     within_s: float = DETECTED_S
     again: bool = False
     redoes: bool = False
+    gone: frozenset[str] = frozenset()
 
     @property
     def exact(self) -> bool:
-        return self.recipe.age in (None, 0)
+        return self.recipe.age in (None, 0) and not self.gone
 
 
 @dataclass
@@ -88,7 +95,18 @@ def raylet_killed(run: JournaledRun) -> None:
     run.strike("raylet", raylets[0])
 
 
+def machine_gone(run: JournaledRun, raylets: Raylets, second: str) -> None:
+    run.wait_for_step(6)
+    run.strike("machine", raylets.raylet(second))
+
+
+def machine_replaced(run: JournaledRun, raylets: Raylets, second: str) -> None:
+    machine_gone(run, raylets, second)
+    raylets.join()
+
+
 WHO_IS_NAMED = {
+    "machine": r"node .* is gone",
     "rank": r"policy rank 1 ",
     "engine": r"embedded engine [01] ",
     "raylet": "raylet",
@@ -126,7 +144,17 @@ def rows() -> tuple[Row, ...]:
         Row("driver killed, K = 1", AGE_1, strike=driver_killed, again=True),
         Row("raylet killed, K = 0", AGE_0, strike=raylet_killed, again=True, within_s=5.0),
     ]
-    return (*of_ranks, *of_engines, *of_others)
+    of_machines = [
+        Row("machine gone, another joins", TWO_MACHINES, machine=machine_replaced, redoes=True),
+        Row(
+            "machine gone for good, shrink",
+            FEWER,
+            machine=machine_gone,
+            redoes=True,
+            gone=frozenset({"rank_1"}),
+        ),
+    ]
+    return (*of_ranks, *of_engines, *of_others, *of_machines)
 
 
 @cache
@@ -139,9 +167,16 @@ def undisturbed(recipe: Recipe) -> dict:
 def try_row(row: Row, folder: Path) -> Found:
     found = Found()
     with ExitStack() as open_runs:
-        run = open_runs.enter_context(a_run(row.recipe, *row.faults, folder=folder))
+        environment: Mapping[str, str] = {}
+        if row.machine is not None:
+            os.environ["PYTHONPATH"] = PATHS  # of the ranks, which raylets start
+            raylets = open_runs.enter_context(Raylets())
+            second, environment = raylets.join(), raylets.environment
+        run = open_runs.enter_context(a_run(row.recipe, *row.faults, folder=folder, machines=environment))
         if row.strike is not None:
             row.strike(run)
+        if row.machine is not None:
+            row.machine(run, raylets, second)
         status = run.end(LIMIT_S)
         _see_how_it_was_told(row, run, found)
         if row.again:
@@ -182,6 +217,7 @@ def _judge(row: Row, run: JournaledRun, found: Found, *, finished: bool) -> None
         asynchronous=row.recipe.age is not None,
         repeats=row.exact,
         finished=finished,
+        gone=row.gone,
     )
     found.wrong += broken(run.journals, expected)
     found.redone = redone_steps(run.journals)
@@ -197,7 +233,7 @@ def _judge(row: Row, run: JournaledRun, found: Found, *, finished: bool) -> None
         found.asked = " + ".join([f"{asked.begun} = {asked.ended}", *lost])
     if finished and row.exact:
         now = tensors_in(run.saved / f"step_{row.recipe.steps}" / "policy")
-        wanted = undisturbed(replace(row.recipe))
+        wanted = undisturbed(replace(row.recipe, machines=1, more=()))
         different = [name for name in wanted if name not in now or not wanted[name].equal(now[name])]
         found.weights = f"{len(different)} tensors differ" if different else "equal"
         if different or now.keys() != wanted.keys():
