@@ -81,11 +81,13 @@ class Policy:
         )
         self.incarnation = 0
         """How often its ranks were started anew."""
-        self._start()
+        self._start(self._placed_beside())
 
-    def _start(self) -> None:
+    def _placed_beside(self) -> Placement | None:
         beside = self._colocated_with
-        placement = beside and self._cluster.place_colocated(beside.placement, beside.gpus())
+        return beside and self._cluster.place_colocated(beside.placement, beside.gpus())
+
+    def _start(self, placement: Placement | None) -> None:
         self._workers = self._start_workers(placement=placement)
         # Rank -> data-parallel rank. Ranks with an equal one hold parts of one model copy and get the same rows.
         self._shard_of_rank: list[int] = self._workers.run_all(
@@ -100,13 +102,16 @@ class Policy:
     def restart(self) -> None:
         """See `interfaces.TrainedModel.restart`; engines are to be connected anew.
 
-        Waits for machines that are gone, see `RayCluster.await_machines`; one beside another model goes where that is.
+        Where their machines are all there they keep their places, and with them engines that share these. Else it waits
+        for machines, see `RayCluster.await_machines`; one beside another model goes where that is.
         """
-        self._workers.shutdown()
-        if self._colocated_with is None:
+        nodes = {identity.node_id for identity in self._workers.identities.values()}
+        kept = self._workers.placement if not self._cluster.lost_nodes(nodes) else None
+        self._workers.shutdown(keep_places=kept is not None)
+        if kept is None and self._colocated_with is None:
             self._cluster.await_machines()
         self.incarnation += 1
-        self._start()
+        self._start(kept or self._placed_beside())
 
     def serves(self) -> bool:
         """See `interfaces.TrainedModel.serves`; one that hangs for some seconds does not."""

@@ -50,8 +50,8 @@ class WorkerGroup(Protocol):
         """Call a method on every rank, with arguments common to all and each rank's own; see `RayWorkerGroup.call`."""
         ...
 
-    def shutdown(self) -> None:
-        """End every rank."""
+    def shutdown(self, *, keep_places: bool = False) -> None:
+        """End every rank; keep_places: for others, which take over the placement."""
         ...
 
 
@@ -196,11 +196,14 @@ class RayWorkerGroup:
         with deferred_stop_signals():
             return self.call(method, *args, **options).result()
 
-    def shutdown(self) -> None:
-        """Kill every rank and give its resources back; idempotent. A call that is pending fails."""
+    def shutdown(self, *, keep_places: bool = False) -> None:
+        """Kill every rank and give its resources back; idempotent. A call that is pending fails.
+
+        keep_places: the placement is not given back: another group is started in it.
+        """
         self._ranks.kill(range(len(self._ranks.actors)))
         self._ranks = replace(self._ranks, actors=())
-        if self._cluster.lost() is None:
+        if self._cluster.lost() is None and not keep_places:
             self._placement.release()
 
     def __enter__(self) -> Self:

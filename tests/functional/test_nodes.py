@@ -12,8 +12,6 @@ from checkpoint_tensors import tensors_in
 from grpo_run import RECIPE, Run
 from raylets import Raylets
 
-pytestmark = pytest.mark.exhaustive
-
 STEPS, PERIOD, GONE_AFTER = 7, 3, 5
 ASYNCHRONOUS = RECIPE.with_name("grpo_copy_async_cpu.yaml")
 CLOCKS = ("timing/", "performance/", "recovery/")
@@ -78,6 +76,7 @@ def lose(raylets: Raylets, address: str, run: Run) -> None:
     raylets.kill(address)
 
 
+@pytest.mark.exhaustive
 def test_a_machine_in_place_of_one_that_is_gone(raylets: Raylets, second: str, start: Start) -> None:
     """The run waits for it, and ends as one on a single machine that nothing befell: bit for bit."""
     undisturbed = start("undisturbed", "cluster.cpu_workers_per_node=2")
@@ -95,6 +94,7 @@ def test_a_machine_in_place_of_one_that_is_gone(raylets: Raylets, second: str, s
     assert not [name for name in wanted if not wanted[name].equal(found[name])]
 
 
+@pytest.mark.nightly
 def test_fewer_copies_where_a_machine_stays_gone(raylets: Raylets, second: str, start: Start) -> None:
     shrinking = ("cluster.elastic=shrink", "cluster.node_wait_s=2")
     run = start("run", *TWO_MACHINES, *shrinking, environment=raylets.environment)
@@ -116,6 +116,7 @@ def test_fewer_copies_where_a_machine_stays_gone(raylets: Raylets, second: str, 
     assert f"resuming after step {STEPS}" in output
 
 
+@pytest.mark.nightly
 def test_the_end_where_all_machines_are_needed(raylets: Raylets, second: str, start: Start) -> None:
     run = start("run", *TWO_MACHINES, "cluster.node_wait_s=2", environment=raylets.environment)
     lose(raylets, second, run)
@@ -129,6 +130,7 @@ def test_the_end_where_all_machines_are_needed(raylets: Raylets, second: str, st
     assert "and the same command goes on from there" in errors
 
 
+@pytest.mark.nightly
 def test_sampling_beside_training_over_two_machines(raylets: Raylets, second: str, start: Start) -> None:
     """Engines on the machine that is gone start anew on another one."""
     generation = ("engines=2", "max_restarts=2", "restart_backoff_s=0.1")
@@ -147,6 +149,7 @@ def test_sampling_beside_training_over_two_machines(raylets: Raylets, second: st
     assert [row["step"] for row in run.steps()] == [*range(1, STEPS + 1)]
 
 
+@pytest.mark.nightly
 def test_it_is_told_before_ray_knows(raylets: Raylets, second: str, start: Start) -> None:
     run = start("run", *TWO_MACHINES, environment=raylets.environment)
     lose(raylets, second, run)
