@@ -59,6 +59,7 @@ def ended(run: ChaosRun) -> str:
     return errors
 
 
+@pytest.mark.exhaustive
 def test_a_reward_that_never_returns_is_told_and_the_last_step_is_saved(folder: Path) -> None:
     run = ChaosRun(folder, *BESIDE, *reward_that_sleeps(folder / "struck"))
     said = ended(run)
@@ -89,7 +90,7 @@ def test_an_engine_that_is_stopped_is_told_with_the_groups_that_it_has(folder: P
     assert max(steps_saved(run)) == len(run.steps()) > 0
 
 
-@pytest.mark.exhaustive_cases("sleep")
+@pytest.mark.nightly
 @pytest.mark.parametrize("action", ["sleep", "stop"])
 def test_a_rank_that_hangs_is_told_long_before_its_own_deadline(folder: Path, action: str) -> None:
     said = ended(ChaosRun(folder, *BESIDE, *loss_that(action, folder / "struck")))

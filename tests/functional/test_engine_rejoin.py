@@ -104,7 +104,8 @@ def loses_its_engine(engines):
     assert engines.answering
 
 
-@pytest.mark.parametrize("overlapped", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.exhaustive_cases("False")
+@pytest.mark.parametrize("overlapped", [False, True])
 def test_the_engine_gets_the_published_weights_and_the_step_is_not_disturbed(overlapped):
     config = policy_config(overlapped)
     with RayCluster(ClusterConfig(cpu_workers_per_node=2)) as cluster:

@@ -102,7 +102,7 @@ def test_a_run_that_is_finished_starts_no_ranks_and_reports_nothing(finished, ca
 
 def test_what_ends_before_a_step_says_so(finished, monkeypatch, capsys):
     class NoCluster:
-        def __init__(self, _config):
+        def __init__(self, _config, fewer):
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(launch, "RayCluster", NoCluster, raising=False)

@@ -71,7 +71,7 @@ def test_the_session_of_a_command_serves_all_its_runs(tmp_path, monkeypatch):
     opened, ran = [], []
 
     class Session:
-        def __init__(self, config):
+        def __init__(self, config, fewer):
             self.config = config
 
         def __enter__(self):
@@ -81,8 +81,8 @@ def test_the_session_of_a_command_serves_all_its_runs(tmp_path, monkeypatch):
         def __exit__(self, *_error):
             pass
 
-        def shared_with(self, config):
-            return Session(config)
+        def shared_with(self, config, fewer):
+            return Session(config, fewer)
 
     def train(parts, cluster, checkpoints, *_others):
         ran.append((parts.config.algorithm, cluster.config))

@@ -166,7 +166,7 @@ def no_cluster(monkeypatch):
     class Started(Exception):
         pass
 
-    def start(cluster):
+    def start(cluster, fewer):
         raise Started
 
     monkeypatch.setattr(launch, "RayCluster", start)
