@@ -132,6 +132,7 @@ class TrainingLoop:
                     self.checkpoints.begin_update()
 
                 def train() -> StepOutcome:
+                    until_recorded.close()  # a stop that has waited for ranks to be brought back waits no longer
                     self._wake_for(step, awake=awake)
                     return algorithm.step(step, begin_update)
 

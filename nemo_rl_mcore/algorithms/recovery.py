@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -167,7 +168,14 @@ class Recovery:
         return True
 
     def _differs(self, step: int, outcome: StepOutcome) -> bool:
-        return any(outcome.metrics.get(name) != value for name, value in self._outcomes[step].items())
+        return any(
+            not _equal(outcome.metrics.get(name), value) for name, value in self._outcomes[step].items()
+        )
+
+
+def _equal(one: float | None, other: float) -> bool:
+    """Also two that are not numbers, as the loss of a step that was skipped may be."""
+    return one == other or (one is not None and math.isnan(one) and math.isnan(other))
 
 
 def _asked_to_stop() -> bool:

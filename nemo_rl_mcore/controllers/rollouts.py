@@ -61,6 +61,7 @@ class Rollouts:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._failures = 0  # in a row
+        self._refitting, self._halts = False, 0
         self._pace = Pace()
         self._idle_since: float | None = None
         self._watch = StallWatch(
@@ -79,7 +80,7 @@ class Rollouts:
         """
         if self.ledger.step is StepState.COMMITTED and not self._section.in_flight_weight_updates:
             self._drain()
-        self._engines.update_weights(version)
+        self._refit(version)
         with self._changed:
             self._paused = False
             if self.ledger.step is StepState.COMMITTED:
@@ -88,6 +89,13 @@ class Rollouts:
             self._draw_ahead()
             self._watch.start()  # engines may have had to start
         self._dispatch()
+
+    def _refit(self, version: int) -> None:
+        """Give the engines the weights; one that breaks off leaves them waiting for the next, maybe of new ranks."""
+        broke_off, self._refitting = self._refitting, True
+        self._engines.update_weights(version)
+        self._halts += broke_off
+        self._refitting = False
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """Answer prompts beside the groups; the weights do not change meanwhile."""
@@ -274,11 +282,15 @@ class Rollouts:
 
     async def _answer(self, token: Token, group: DrawnGroup) -> None:
         ticket = f"group {token.position}, attempt {token.incarnation}.{token.attempt}"
+        halts = self._halts
         try:
             with self._watch.asking(ticket):
                 async with asyncio.timeout(self._section.rollout_timeout_s):
                     answered = await self._engines.respond(group.asked, step=group.step, ticket=ticket)
         except TimeoutError:
+            if self._refitting or halts != self._halts:  # its engine could not answer
+                self._cancel(token, "timeout")
+                return
             limit = f"{self._section.rollout_timeout_s:g} s ({_SECTION}.rollout_timeout_s)"
             self._fail(token, "timeout", RunStoppedError(f"{ticket}: not answered within {limit}"))
         except EngineDiedError as error:
@@ -314,7 +326,7 @@ class Rollouts:
             self._changed.notify_all()
 
     def _cancel(self, token: Token, reason: str) -> None:
-        """Have the group answered again, which does not count against it: its engine is gone."""
+        """Have the group answered again, which does not count against it: its engine is gone, or waits for weights."""
         with self._changed:
             self.ledger.cancel(token, reason)
             self._pace.requeued[reason] += 1

@@ -121,7 +121,7 @@ class RayWorkerGroup:
             construction = Construction(args, kwargs or {}, secrets=secrets or {})
             self._build(construction, f"{worker_class.__name__}()", start_timeout_s)
         except BaseException:
-            self.shutdown()
+            self.shutdown(keep_places=placement is not None)  # they are for whoever has given them
             raise
 
     @property

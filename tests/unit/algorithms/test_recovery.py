@@ -1,5 +1,7 @@
 """What a run does when ranks raise or are gone, part by part, over fakes that are told when to fail."""
 
+import signal
+
 import pytest
 from algorithm_fakes import FakePolicy, Notes, collector, recipe, source
 from loop_fakes import loop_run
@@ -253,6 +255,42 @@ def test_a_step_that_comes_out_differently_is_told(tmp_path, capsys):
     run.algorithm.redo = redo_otherwise
     run.go()
     assert "step 3 trained again from the same rows, not to the bit: [3] differ" in capsys.readouterr().err
+
+
+def test_a_step_whose_loss_is_no_number_both_times_comes_out_the_same(tmp_path, capsys):
+    dies = Strikes()
+    run = run_with(tmp_path, {("update", 4): dies})
+    dies.first = strike(run)
+
+    def without_loss(method):
+        def outcome_of(step, *begin_update):
+            outcome = method(step, *begin_update)
+            outcome.metrics["train/loss"] = float("nan")
+            return outcome
+
+        return outcome_of
+
+    run.algorithm.step, run.algorithm.redo = map(without_loss, (run.algorithm.step, run.algorithm.redo))
+    run.go()
+    assert "with the same loss and gradient norm" in capsys.readouterr().err
+
+
+def test_a_signal_that_comes_while_ranks_are_replaced_has_the_open_step_dropped(tmp_path):
+    dies = Strikes()
+    with stop_signals():
+        run = run_with(tmp_path, {("update", 4): dies})
+        policy = run.models["policy"]
+        dies.first, restart = strike(run), policy.restart
+
+        def restart_meanwhile():
+            restart()
+            signal.raise_signal(signal.SIGTERM)
+
+        policy.restart = restart_meanwhile
+        with pytest.raises(KeyboardInterrupt):
+            run.go()
+    assert steps_of(run.calls)[3:] == ["step 4", "redo 3"]
+    assert [one.step for one in CheckpointStore(tmp_path).checkpoints()] == [2, 3]
 
 
 # What is trained on is asked for once

@@ -188,6 +188,36 @@ def test_a_group_that_takes_too_long_is_given_up_and_asked_for_again():
             next(rollouts.chunks(N))
 
 
+class HaltingEngines(FakeEngines):
+    """Pauses all groups from the first update after the start on, which breaks off, until the next one."""
+
+    def __init__(self):
+        super().__init__(hold=lambda ticket: 60.0 if self.paused else 0.01)
+        self.paused = False
+
+    def update_weights(self, version):
+        if self.updates and not self.paused:
+            self.paused = True
+            becomes_true(lambda: self.in_flight == N)
+            raise RunStoppedError("policy rank 1 died in send_weights")
+        super().update_weights(version)
+        self.paused = False
+
+
+def test_the_time_in_which_a_refit_that_broke_off_has_engines_wait_does_not_count_against_groups():
+    engines = HaltingEngines()
+    keys = {"max_trajectory_age_steps": 1, "max_inflight_prompts": N, "rollout_timeout_s": 0.3}
+    with started(engines, **keys) as rollouts:
+        train_a_step(rollouts)
+        with pytest.raises(RunStoppedError, match="died in send_weights"):
+            rollouts.update_weights(1)
+        assert becomes_true(lambda: len(engines.cancelled) >= N)  # new ranks take longer than a group may
+        rollouts.update_weights(1)
+        _, _, pace = train_a_step(rollouts)
+        assert pace.requeued["timeout"] >= N
+        assert not pace.dropped
+
+
 def test_groups_of_a_dead_engine_wait_for_the_one_that_starts_and_it_is_not_counted_against_them():
     engines = MortalEngines(hold=lambda ticket: 0.03)
     with started(engines, max_generation_failures=0) as rollouts:

@@ -10,7 +10,11 @@ import torch
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
+from nemo_rl_mcore.workers import worker_group
+from nemo_rl_mcore.workers.cluster import RankSlot
+from nemo_rl_mcore.workers.failures import WorkerError
 from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
 BUDGET = ("policy.dynamic_batching.enabled=true",)
 
@@ -168,6 +172,52 @@ def test_train_and_chunks_balance_tokens_alike():
 def test_totals_of_a_finished_step_are_those_of_the_first_rank():
     policy, _ = policy_over([0, 0, 1, 1])
     assert policy.finish_train_step() == "finish_train_step of rank 0"
+
+
+class Places:
+    """Whether the resources of a placement are still there."""
+
+    def __init__(self) -> None:
+        self.slots, self.released = (RankSlot(0, {}, {}),), False
+
+    def release(self) -> None:
+        self.released = True
+
+
+class Machines:
+    """A cluster whose machines are all there; `tried_in` says of each start whether its places were given back."""
+
+    def __init__(self) -> None:
+        self.places, self.tried_in = [Places()], list[bool]()
+
+    def place_ranks(self) -> Places:
+        return self.places[-1]
+
+    def lost(self) -> None: ...
+
+    def lost_nodes(self, _ids: Collection[str]) -> dict[str, str]:
+        return {}
+
+
+def test_new_ranks_that_do_not_start_leave_their_places_to_the_next(monkeypatch):
+    machines, broken = Machines(), [False, True, False]
+
+    def start(_actor: Any, _slot: RankSlot) -> Any:
+        machines.tried_in.append(machines.places[-1].released)
+        if broken.pop(0):
+            raise WorkerError("out of memory", method="start")
+
+    monkeypatch.setattr(worker_group, "_start", start)
+    monkeypatch.setattr(RayWorkerGroup, "_build", lambda *_: None)
+    monkeypatch.setattr(RayWorkerGroup, "run_all", lambda *_, **__: [0])
+    monkeypatch.setattr(worker_group.Ranks, "kill", lambda *_: None)
+    policy = Policy(load_config("examples/configs/dpo_cpu.yaml").policy, machines, seed=0)  # type: ignore[arg-type]
+    with pytest.raises(WorkerError, match="out of memory"):
+        policy.restart()
+    policy.restart()
+    assert machines.tried_in == [False] * 3
+    policy.shutdown()
+    assert machines.places[-1].released
 
 
 def _pairs(shard: list[int]) -> list[tuple[int, int]]:
