@@ -140,6 +140,7 @@ class Recovery:
 
     def _bring_back(self, algorithm: Algorithm[Any]) -> None:
         self.checkpoints.going_back = True  # to the end: however this fails, nobody saves what it leaves
+        algorithm.collector.generation.offload()  # what shares the memory of new ranks
         self._replace_lost()
         saved = self.checkpoints.saved_step
         if saved is not None:

@@ -215,8 +215,9 @@ class EngineFleet:
     def _begin_start(self, slot: RankSlot, delay_s: float | None) -> None:
         name = f"start of {self._kind.noun} {slot.rank}"
         thread = threading.Thread(target=self._start, args=(slot, delay_s), name=name, daemon=True)
-        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-        thread.start()
+        with self._changed:
+            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+            thread.start()
 
     def _start(self, slot: RankSlot, delay_s: float | None) -> None:
         """Start an engine, again as long as that fails and a restart is left; without a delay it is the run's first."""

@@ -82,6 +82,7 @@ class EngineRefits:
             sent = self._source.send_weights()
         except (WorkerError, EngineLostError) as error:
             if not self._lose_whom_it_names(ready, error, context):
+                self._connected = None  # who is to meet for the next refit is not sure any more
                 raise
             return
         # What fails in the first refit of a run would fail in another process, too.

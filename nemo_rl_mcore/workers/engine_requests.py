@@ -78,7 +78,8 @@ class EngineRequests:
         watch.tick()
         watch.moved()
         while not (await asyncio.wait([future], timeout=_LOOK_EVERY_S))[0]:
-            watch.tick()
+            if engine.version is not None:  # else it waits for the end of a refit, which is not its own doing
+                watch.tick()
             if watch.due(_LOOK_EVERY_S / 2):
                 watch.look([0])
                 if (lost := self._lost()) is not None:

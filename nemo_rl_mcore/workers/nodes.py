@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node  # a developer API, without a public path
 
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.signals import current_stop_signals
 from nemo_rl_mcore.workers.gcs_probe import probe
@@ -41,7 +42,12 @@ def await_nodes(wanted: int, needed: Mapping[str, float], within_s: float) -> in
             told = True
             what = f"waiting for {wanted - found} of {wanted} machines (cluster.num_nodes)"
             write_line(sys.stderr, f"{what}, {within_s:g} s at most (cluster.node_wait_s)")
-        current_stop_signals().stop_if_asked()
+        signals = current_stop_signals()
+        signals.stop_if_asked()
+        if (
+            signals.asked or signals.time_is_up
+        ):  # where signals wait for a block to end, this is too long for them
+            raise RunStoppedError("the run was to stop while it waited for machines")
         time.sleep(_LOOK_EVERY_S)
     return min(found, wanted)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from algorithm_fakes import FakeModel, Notes, recipe
@@ -25,6 +26,10 @@ class FakeAlgorithm:
     calls: list[str]
     reasons: dict[int, list[str | None]] = field(default_factory=dict)
     events: Events = field(default_factory=dict)
+
+    @property
+    def collector(self):
+        return SimpleNamespace(generation=FakeEngine(self.calls))
 
     def step(self, step, begin_update):
         self.calls.append(f"step {step}")
