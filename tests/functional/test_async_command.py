@@ -55,7 +55,7 @@ def events(run: Run) -> list[dict]:
     [
         (5, 1, TIS),
         pytest.param(20, 1, TIS, marks=pytest.mark.nightly),
-        pytest.param(20, 2, (), marks=pytest.mark.exhaustive),
+        pytest.param(20, 2, (), marks=pytest.mark.nightly),
     ],
     ids=["short", "one-rank-tis", "two-ranks"],
 )

@@ -57,7 +57,7 @@ def ended_by(number, samples):
     return end
 
 
-@pytest.mark.exhaustive_cases("kill")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)], ids=["kill", "ctrl_c"]
 )

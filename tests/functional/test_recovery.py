@@ -92,7 +92,7 @@ def last_checkpoint(run: Run) -> dict[str, object]:
     return {f"{path.name} {name}": value for path in models for name, value in tensors_in(path).items()}
 
 
-@pytest.mark.exhaustive_cases("the critic of ppo")
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_no_checkpoint_holds_is_done_again_from_the_same_rows(tmp_path: Path, case: Case) -> None:
     undisturbed, struck = run_of(case, tmp_path / "undisturbed"), None

@@ -46,8 +46,7 @@ def last_checkpoint(run: Run) -> dict[str, torch.Tensor]:
     return tensors_in(run.log_dir / "checkpoints" / f"step_{STEPS}" / "policy")
 
 
-@pytest.mark.exhaustive_cases("2")
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_killed_run_resumes_as_if_nothing_had_happened(start, ranks) -> None:
     cluster = f"cluster.cpu_workers_per_node={ranks}"
     undisturbed = start("undisturbed", cluster)

@@ -78,7 +78,7 @@ def test_the_lists_hold_what_the_suites_promise():
 def test_the_list_of_ci_is_a_part_of_the_nightly_one_that_ci_runs():
     short = listed(SHORT_LIST)
     assert {*short} < {*listed("nightly_cpu.txt")}
-    assert len({*short}) == len(short) > 1
+    assert len({*short}) == len(short) > 0
     assert f"run.sh {SHORT_LIST}\n" in (REPO / ".ci/run").read_text("utf-8")
 
 
