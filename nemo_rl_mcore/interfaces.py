@@ -5,11 +5,14 @@ B rows, P prompt length, S sequence length, T new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.turns import Reply, Turn
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.losses.base import LossFunction
@@ -191,11 +194,58 @@ class RolloutEngines(GenerationInterface, Protocol):
         ...
 
 
+class EnvironmentReturn(NamedTuple):
+    """What an environment says to B answers, after NeMo RL's tuple of this name.
+
+    observations: a message each, with `role` and `content`; not read where the episode ends. metadata: given back with
+    the next answer. next_stop_strings: end the next answer besides those of the recipe. rewards: fp [B] of these
+    answers, or several such by name; an episode's is their sum. terminateds: bool [B], the episode is over. answers:
+    what was read of the texts.
+    """
+
+    observations: Sequence[Mapping[str, str] | None]
+    metadata: Sequence[Any]
+    next_stop_strings: Sequence[Sequence[str] | None]
+    rewards: Tensor | Mapping[str, Tensor]
+    terminateds: Tensor
+    answers: Sequence[str | None] | None = None
+
+
 class EnvironmentInterface(Protocol):
-    """What scores the responses."""
+    """What takes part in episodes of several turns."""
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
+    ) -> EnvironmentReturn:
+        """Reply to the last message of each log; nothing may be kept between calls but in the metadata.
+
+        message_log_batch: messages with `role` and `content`; an answer also has `finished`, whether it ended by
+        itself. metadata: what was said to the answer before; to the first one `prompt`, `answer`, `index` and `source`
+        of the prompt, as a dict.
+        """
+        ...
+
+
+class ScoresAnswers(Protocol):
+    """An environment that only scores: an episode is one answer."""
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> Sequence[float]:
         """One reward a response; `finished` says that it ended by itself, not at the length limit."""
+        ...
+
+
+type Environment = EnvironmentInterface | ScoresAnswers
+
+
+class Environments(Protocol):
+    """The environments of a run, wherever they run: each turn has a reply, or is dropped, whatever becomes of them."""
+
+    def replies(self, turns: Sequence[Turn]) -> Sequence[Reply]:
+        """The reply to each turn, in their order; called by the thread that trains. Raises what ends the run."""
+        ...
+
+    async def replies_soon(self, turns: Sequence[Turn]) -> Sequence[Reply]:
+        """As `replies`, from an asyncio loop, which it never blocks."""
         ...

@@ -15,7 +15,7 @@ from nemo_rl_mcore import activity
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.interfaces import EnvironmentInterface, GenerationInterface
+from nemo_rl_mcore.interfaces import GenerationInterface, ScoresAnswers
 from nemo_rl_mcore.observability import Sample
 
 WEIGHT_VERSIONS = "weight_versions"
@@ -234,7 +234,7 @@ class RolloutCollector(Responder):
     What is trained on is asked for once: a step that is tried or done again gets the same answers and rewards.
     """
 
-    environment: EnvironmentInterface
+    environment: ScoresAnswers
     kept: KeptRollouts = field(default_factory=KeptRollouts)
 
     def collect(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:

@@ -14,16 +14,16 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment
 from nemo_rl_mcore.environments.mathematics import MathEnvironment
 from nemo_rl_mcore.errors import CustomCodeError
-from nemo_rl_mcore.interfaces import EnvironmentInterface
+from nemo_rl_mcore.interfaces import ScoresAnswers
 
 
-def make_environment(config: EnvConfig) -> EnvironmentInterface:
+def make_environment(config: EnvConfig) -> ScoresAnswers:
     """Build the environment of a recipe; ValueError names the key of one that cannot be."""
     if config.math is not None:
         return math_environment(config.math)
     if (own := config.custom) is not None:
         environment = build(own.type, "env.custom.type", own.args, needs=("score",))
-        return _OwnEnvironment(cast("EnvironmentInterface", environment), own.type)
+        return _OwnEnvironment(cast("ScoresAnswers", environment), own.type)
     return ArithmeticEnvironment()
 
 
@@ -34,15 +34,15 @@ def math_environment(config: MathEnvConfig) -> MathEnvironment:
 
 @dataclass(frozen=True)
 class _OwnEnvironment:
-    """A class of the user's own, held to what `EnvironmentInterface` promises."""
+    """A class of the user's own, held to what `ScoresAnswers` promises."""
 
-    environment: EnvironmentInterface
+    environment: ScoresAnswers
     path: str
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
-        """See `EnvironmentInterface.score`; CustomCodeError when the scores are not one finite number a response."""
+        """See `ScoresAnswers.score`; CustomCodeError when the scores are not one finite number a response."""
         name = f"env.custom.type: {self.path}"
         with custom_code(f"{name}.score"):
             given = list(self.environment.score(prompts, responses, finished))

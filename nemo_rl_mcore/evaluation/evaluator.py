@@ -14,7 +14,7 @@ from nemo_rl_mcore.environments.votes import votes_of
 from nemo_rl_mcore.evaluation.folder import RESULTS_FILE, write_json, writing_to
 from nemo_rl_mcore.evaluation.metrics import Estimate, set_metrics
 from nemo_rl_mcore.evaluation.samples import SampleFile, SampleRow
-from nemo_rl_mcore.interfaces import EnvironmentInterface
+from nemo_rl_mcore.interfaces import ScoresAnswers
 
 _NOISE_STEP = 0
 """The step in the key of the sampling noise, which then is one of prompt and sample alone."""
@@ -38,7 +38,7 @@ class Evaluator:
     """
 
     folder: Path
-    environment: EnvironmentInterface
+    environment: ScoresAnswers
     start: Callable[[], Responder]
     samples: int
     batch_size: int

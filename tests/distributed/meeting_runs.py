@@ -151,7 +151,7 @@ class RecordedAnswers:
 
 
 class RecordedRewards:
-    """Rewards in tenths from a table; an `EnvironmentInterface`."""
+    """Rewards in tenths from a table; an `ScoresAnswers`."""
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]

@@ -1,0 +1,65 @@
+"""What is said between a model and its environment, after each answer of an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.messages import Message
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment is shown.
+
+    messages: the conversation so far, with the answer last. finished: whether that ended by itself, not at its length
+    limit. metadata: what the environment said of this episode after the answer before, None after the first.
+    """
+
+    prompt: Prompt
+    messages: tuple[Message, ...]
+    finished: bool = True
+    metadata: Any = None
+
+    @property
+    def answer(self) -> str:
+        """The text of the answer."""
+        return self.messages[-1].content
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the environment says to it.
+
+    reward: of this answer; an episode's is the sum. rewards: its parts by name, where there are several. terminated:
+    the episode is over; else the model answers once more, after the observation. stop_strings: end that answer besides
+    those of the recipe. metadata: given back with the next answer. answer: what was read of the text, if anything.
+    dropped: why there is no reply, although it was asked for as often as allowed; nothing else of it counts then.
+    """
+
+    reward: float
+    terminated: bool = True
+    observation: tuple[Message, ...] = ()
+    metadata: Any = None
+    stop_strings: tuple[str, ...] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    answer: str | None = None
+    dropped: str | None = None
+
+
+class Ending(IntEnum):
+    """How an episode ended; all but the first are truncations."""
+
+    TERMINATED = 0
+    """The environment said so, and the last answer ended by itself."""
+    ANSWER_LIMIT = 1
+    """An answer was as long as answers may be."""
+    TURN_LIMIT = 2
+    """It had as many answers as episodes may have."""
+    NO_ROOM = 3
+    """The observation and one more answer would not have fitted into a sequence."""
+    DROPPED = 4
+    """The environment did not reply: nothing is known of it, and nothing is learnt from it."""

@@ -1,0 +1,120 @@
+"""What an environment says to turns: of one that takes part in episodes, and of one that only scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.turns import Reply, Turn
+from nemo_rl_mcore.interfaces import Environment, EnvironmentInterface, EnvironmentReturn, ScoresAnswers
+
+_ONE = ""
+"""The name of a reward that has none."""
+
+
+@dataclass(frozen=True)
+class LocalEnvironments:
+    """Implements `interfaces.Environments` in this process: what the environment raises passes through.
+
+    weights: of rewards by name, 1 where there is none.
+    """
+
+    environment: Environment
+    weights: Mapping[str, float] | None = None
+
+    def replies(self, turns: Sequence[Turn]) -> list[Reply]:
+        """See `interfaces.Environments.replies`."""
+        return replies_of(self.environment, turns, self.weights or {})
+
+    async def replies_soon(self, turns: Sequence[Turn]) -> list[Reply]:
+        """See `interfaces.Environments.replies_soon`; it is waited for, as the environments here take no time."""
+        return self.replies(turns)
+
+
+def replies_of(environment: Environment, turns: Sequence[Turn], weights: Mapping[str, float]) -> list[Reply]:
+    """The reply to each turn. weights: of rewards by name.
+
+    Raises ValueError for a return that is not one value a turn, and what the environment raises.
+    """
+    if not turns:
+        return []
+    if hasattr(environment, "step"):
+        returned = cast("EnvironmentInterface", environment).step(
+            [_log(turn) for turn in turns], [_metadata(turn) for turn in turns]
+        )
+        return _replies(returned, len(turns), weights)
+    scores = cast("ScoresAnswers", environment).score(
+        [turn.prompt for turn in turns],
+        [turn.answer for turn in turns],
+        [turn.finished for turn in turns],
+    )
+    return [Reply(_number(score)) for score in _one_each("score", scores, len(turns))]
+
+
+def _log(turn: Turn) -> list[dict[str, Any]]:
+    log: list[dict[str, Any]] = [
+        {"role": message.role, "content": message.content} for message in turn.messages
+    ]
+    log[-1]["finished"] = turn.finished
+    return log
+
+
+def _metadata(turn: Turn) -> Any:
+    if turn.metadata is not None:
+        return turn.metadata
+    prompt = turn.prompt
+    return {"prompt": prompt.text, "answer": prompt.answer, "index": prompt.index, "source": prompt.source}
+
+
+def _replies(returned: EnvironmentReturn, turns: int, weights: Mapping[str, float]) -> list[Reply]:
+    given = returned.rewards if isinstance(returned.rewards, Mapping) else {_ONE: returned.rewards}
+    rewards = {
+        name: [*map(_number, _one_each(f"rewards {name}".strip(), values, turns))]
+        for name, values in given.items()
+    }
+    terminateds = _one_each("terminateds", returned.terminateds, turns)
+    observations = _one_each("observations", returned.observations, turns)
+    metadata = _one_each("metadata", returned.metadata, turns)
+    stop_strings = _one_each("next_stop_strings", returned.next_stop_strings, turns)
+    answers = [None] * turns if returned.answers is None else _one_each("answers", returned.answers, turns)
+    replies: list[Reply] = []
+    for place in range(turns):
+        parts = {name: values[place] for name, values in rewards.items()}
+        replies.append(
+            Reply(
+                reward=math.fsum(weights.get(name, 1.0) * value for name, value in parts.items()),
+                terminated=bool(terminateds[place]),
+                observation=_observation(observations[place]),
+                metadata=metadata[place],
+                stop_strings=tuple(stop_strings[place] or ()),
+                rewards={} if _ONE in parts else parts,
+                answer=answers[place],
+            )
+        )
+    return replies
+
+
+def _one_each(name: str, values: Any, turns: int) -> list[Any]:
+    listed: list[Any] = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+    if len(listed) != turns:
+        raise ValueError(f"{name}: {len(listed)} values for {turns} answers")
+    return listed
+
+
+def _number(value: object) -> float:
+    try:
+        number = float(cast("float", value))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"a reward of {value!r:.80} is no number") from error
+    if not math.isfinite(number):
+        raise ValueError(f"a reward of {number} is not finite")
+    return number
+
+
+def _observation(given: Mapping[str, str] | None) -> tuple[Message, ...]:
+    return () if given is None else (Message(given["role"], given["content"]),)
