@@ -75,7 +75,8 @@ def answers_of_both():
 
     found = [asked, *asyncio.run(ask())]
     return [
-        {key: rows[key].tolist() for key in ("tokens", "logprobs", "lengths", "finished", "digests")} for rows in found
+        {key: rows[key].tolist() for key in ("tokens", "logprobs", "lengths", "finished", "digests")}
+        for rows in found
     ]
 
 

@@ -267,10 +267,8 @@ def stopped_by_texts(megatron, of_rows):
     plain = answers()
     strings = (tokenizer.decode(plain["tokens"][0, 2:4].tolist()), "a", "##")
     of_row = [strings, () if of_rows else strings] * 8
-    if of_rows:
-        stopped = answers(tiny.BatchedDataDict(asked, stop_strings=of_row))
-    else:
-        stopped = answers(stop_strings=strings)
+    told = tiny.BatchedDataDict(asked, stop_strings=of_row)
+    stopped = answers(told) if of_rows else answers(stop_strings=strings)
     texts = [
         tokenizer.decode(row[:length])
         for row, length in zip(stopped["tokens"].tolist(), stopped["lengths"].tolist(), strict=True)
