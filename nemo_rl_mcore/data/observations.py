@@ -34,7 +34,7 @@ class Observer(Protocol):
         ...
 
 
-def make_observer(tokenizer: Tokenizer, chat: bool) -> Observer:
+def make_observer(tokenizer: Tokenizer, *, chat: bool) -> Observer:
     """chat: observations are messages of the tokenizer's chat template; else plain text, as NeMo RL encodes them."""
     return _Chat(tokenizer) if chat else _PlainText(tokenizer)
 
