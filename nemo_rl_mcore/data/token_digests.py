@@ -18,6 +18,6 @@ def digest_of_ids(ids: Sequence[int] | NDArray[np.int64]) -> int:
 
 def digests_of_rows(tokens_BT: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
     """Of the first tokens of each row, int64 [B]; all are int64 on the CPU."""
-    lengths: list[int] = lengths_B.tolist()  # pyright: ignore[reportUnknownMemberType]
+    lengths: list[int] = lengths_B.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     rows = zip(tokens_BT.numpy(), lengths, strict=True)
     return torch.tensor([digest_of_ids(ids[:length]) for ids, length in rows], dtype=torch.long)
