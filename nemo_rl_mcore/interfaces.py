@@ -249,3 +249,15 @@ class Environments(Protocol):
     async def replies_soon(self, turns: Sequence[Turn]) -> Sequence[Reply]:
         """As `replies`, from an asyncio loop, which it never blocks."""
         ...
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Turns that were dropped and asked again, and environments started anew, since the last call; as `env/NAME`.
+
+        Empty where none of it can happen.
+        """
+        ...
+
+    @property
+    def drop_reasons(self) -> Mapping[str, int]:
+        """Why turns were dropped, and how many for each reason, since the run began."""
+        ...

@@ -9,13 +9,13 @@ from typing import Self
 
 from nemo_rl_mcore.controllers.draw import Draw, DrawnGroup
 from nemo_rl_mcore.controllers.group_store import GroupStore, digest_of_group
-from nemo_rl_mcore.controllers.loop_thread import LoopThread
 from nemo_rl_mcore.controllers.metrics import Pace
 from nemo_rl_mcore.controllers.timeline import Timeline
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import RolloutEngines
+from nemo_rl_mcore.loop_thread import LoopThread
 
 
 def ticket_of(position: int) -> str:

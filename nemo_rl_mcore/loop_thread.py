@@ -27,10 +27,14 @@ class LoopThread:
 
     def begin(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
         """Have the loop run a coroutine."""
+        return self.call(self._told(coroutine))
+
+    def call[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Have the loop run a coroutine whose result, or error, is for the caller alone."""
         with self._starting:
             if not self._thread.is_alive():
                 self._thread.start()
-        return asyncio.run_coroutine_threadsafe(self._told(coroutine), self._loop)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         """Cancel what runs, and end the thread. Raises RunStoppedError when it does not end."""
