@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_rl_mcore.algorithms.rollout import Responder, RolloutCollector
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
@@ -25,6 +25,7 @@ from nemo_rl_mcore.controllers.saved_groups import load_groups
 from nemo_rl_mcore.controllers.saved_rollouts import READY_FOLDER
 from nemo_rl_mcore.controllers.start import EVENTS_FILE, KEPT_GROUPS
 from nemo_rl_mcore.controllers.timeline import Timeline
+from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.embedded.scheduled import ScheduledEngine, ScheduledSettings
@@ -109,11 +110,16 @@ def _train(
     generation: GenerationInterface = engines or EmbeddedGeneration(
         policy, stop_ids_of(config, parts.tokenizer)
     )
-    responder = Responder(generation, parts.tokenizer, config.max_prompt_length)
+    collector = RolloutCollector(
+        generation,
+        parts.tokenizer,
+        config.max_prompt_length,
+        LocalEnvironments(parts.environment),
+        form=parts.form,
+    )
     groups, samples = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
-    draw = GroupDraw(parts.prompts, responder, groups, samples)
+    draw = GroupDraw(parts.prompts, collector, groups, samples)
     rollouts = stack.enter_context(ReplayedRollouts(timeline, steps, draw, groups, engines, kept))
-    collector = RolloutCollector(generation, parts.tokenizer, config.max_prompt_length, parts.environment)
     algorithm = AsyncGRPO(config, policy, collector, parts.prompts, _Quiet(), rollouts)
     rollouts.update_weights(steps.start - 1)
     for step in steps:

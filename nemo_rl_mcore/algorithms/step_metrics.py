@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from nemo_rl_mcore.algorithms.episode_metrics import episode_metrics
 from nemo_rl_mcore.algorithms.rewards import group_statistics, rows_with_signal
-from nemo_rl_mcore.algorithms.rollout import Rollout
+from nemo_rl_mcore.algorithms.rollout import Rollout, prompt_lengths
 from nemo_rl_mcore.training.sums import EXTREMA, combine_steps, neutral_value
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
@@ -20,7 +21,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     metrics = {
         "train/reward": float(rollout.environment_rewards.mean()),
         **_spread(rollout.environment_rewards, batch["prompt_index"]),
-        "train/mean_prompt_length": float((batch["input_lengths"] - response_lengths).mean()),
+        "train/mean_prompt_length": float(prompt_lengths(batch).float().mean()),
         "train/mean_gen_tokens_per_sample": float(response_lengths.mean()),
         "train/max_gen_tokens_per_sample": float(response_lengths.max()),
         "train/truncation_rate": float((~batch["finished"]).float().mean()),
@@ -32,7 +33,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     if "advantages" in batch:
         total = (batch["advantages"] * batch["token_mask"]).sum()
         metrics["train/advantages_mean"] = float(total / response_lengths.sum())
-    return metrics
+    return metrics | episode_metrics(batch)
 
 
 def _spread(rewards: torch.Tensor, prompt_index: torch.Tensor) -> dict[str, float]:

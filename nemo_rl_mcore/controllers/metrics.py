@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
+from nemo_rl_mcore.algorithms.episodes import WEIGHT_VERSIONS
 from nemo_rl_mcore.data import BatchedDataDict
 
 

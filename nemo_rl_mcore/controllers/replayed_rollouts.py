@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -124,9 +125,10 @@ class ReplayedRollouts:
 
     async def _answer(self, position: int, group: DrawnGroup) -> None:
         assert self._engines is not None
-        answered = await self._engines.respond(group.asked, step=group.step, ticket=ticket_of(position))
+        respond = partial(self._engines.respond, step=group.step, ticket=ticket_of(position))
+        batch = await self._draw.play(group, respond)
         self.drawn_again += 1
-        self._take(position, self._draw.join(group.asked, answered))
+        self._take(position, batch)
 
     def _take(self, position: int, batch: BatchedDataDict) -> None:
         with self._changed:

@@ -10,11 +10,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from nemo_rl_mcore import activity
-from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
+from nemo_rl_mcore.algorithms.episodes import sampled_versions
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.controllers.draw import Draw, DrawnGroup, DrawnGroups
 from nemo_rl_mcore.controllers.event_log import LogMark
@@ -286,7 +287,9 @@ class Rollouts:
         try:
             with self._watch.asking(ticket):
                 async with asyncio.timeout(self._section.rollout_timeout_s):
-                    answered = await self._engines.respond(group.asked, step=group.step, ticket=ticket)
+                    batch = await self._draw.play(
+                        group, partial(self._engines.respond, step=group.step, ticket=ticket)
+                    )
         except TimeoutError:
             if self._refitting or halts != self._halts:  # its engine could not answer
                 self._cancel(token, "timeout")
@@ -302,8 +305,7 @@ class Rollouts:
             else:
                 self._fail(token, type(error).__name__, error)
         else:
-            batch = self._draw.join(group.asked, answered)
-            self._commit(token, batch, segments_of(answered[WEIGHT_VERSIONS]))
+            self._commit(token, batch, segments_of(sampled_versions(batch)))
         finally:
             self._dispatch()
 

@@ -122,5 +122,5 @@ class FakeDraw:
         asked = BatchedDataDict(input_ids=torch.zeros(2, 1))
         return [DrawnGroup((step, place), asked, step) for place in range(self.groups_per_step)]
 
-    def join(self, asked, answered):
-        return answered
+    async def play(self, group, respond):
+        return await respond(group.asked)
