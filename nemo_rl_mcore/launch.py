@@ -203,9 +203,15 @@ def _train(
         )
     )
     kept = KeptRollouts(until_checkpoint=config.redoes_steps)
-    environments = LocalEnvironments(parts.environment)
+    environments = stack.enter_context(open_environments(config, cluster, parts.environment))
     collector = RolloutCollector(
-        generation, tokenizer, config.max_prompt_length, environments, kept, form=parts.form
+        generation,
+        tokenizer,
+        config.max_prompt_length,
+        environments,
+        kept,
+        form=parts.form,
+        max_drop_rate=config.env.pool.max_drop_rate,
     )
     rollouts: Rollouts | None = None
     if isinstance(config, GRPOMasterConfig) and config.asynchronous:

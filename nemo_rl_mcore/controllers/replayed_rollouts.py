@@ -62,7 +62,7 @@ class ReplayedRollouts:
         for position in sorted(self._positions):
             if self._timeline.groups[position].oldest == version and position not in self._kept:
                 self._thread.begin(self._answer(position, self._group(position)))
-        self._thread.begin(_nothing()).result()  # before the next update, the engine has been asked
+        self._thread.call(_nothing()).result()  # before the next update, the engine has been asked
 
     def begin(self) -> int:
         """Open the next step."""
