@@ -135,25 +135,26 @@ def test_without_retries_the_replies_that_there_are_are_those_of_an_undisturbed_
     assert all(told.count(reason) >= 1 for reason in reasons)
 
 
-@pytest.mark.exhaustive_cases("unfit", "raise")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("how", "reason", "restarts"),
     [
-        ("raise", r"env.custom.type: fragile_parts:Bad.score raised KeyError: 'no such row' \(", 0),
+        ("raise", "env.custom.type: fragile_parts:Bad.score raised KeyError: 'no such row' (", 0),
         ("exit", "its process died", 3),
-        ("hang", r"no reply within 1 s (env.pool.timeout_s)", 3),
+        ("hang", "no reply within 3 s (env.pool.timeout_s)", 3),
         ("unfit", "fragile_parts:Bad gave 0 scores of 1 responses", 0),
     ],
+    ids=["raise", "exit", "hang", "unfit"],
 )
 def test_a_bad_turn_costs_itself_alone_and_its_reason_is_told_once(cluster, how, reason, restarts, capfd):
     asked = turns(32)
-    with pool_of(cluster, "fragile_parts:Bad", {"how": how, "index": 5}, size=2, timeout_s=1.0) as pool:
+    with pool_of(cluster, "fragile_parts:Bad", {"how": how, "index": 5}, size=2, timeout_s=3.0) as pool:
         replies = pool.replies(asked)
         counts = pool.take_counts()
         assert pool.take_counts()["env/dropped"] == 0, "they are taken once"
     [dropped] = [place for place, reply in enumerate(replies) if reply.dropped is not None]
     assert dropped == 5
-    assert reason.replace("\\", "") in replies[5].dropped
+    assert reason in replies[5].dropped
     assert rewards(replies)[:5] + rewards(replies)[6:] == [float(n % 7) for n in range(32) if n != 5]
     # The whole piece of four, then the turn twice more; the process is started anew beside the last reply.
     assert counts["env/dropped"] == 1
@@ -178,6 +179,7 @@ def test_what_a_user_cannot_get_over_ends_the_run_at_once(cluster):
                 pool.replies([good, bad])
 
 
+@pytest.mark.exhaustive
 def test_math_verify_keeps_its_own_limit_there(cluster):
     slow = EnvConfig.model_validate({"math": {"timeout_s": 1}, "pool": {"size": 1}})
     tower = first_turn(Prompt(4, "?", "12"), "\\boxed{" + "9^{" * 6 + "9" + "}" * 6 + "}")
@@ -186,6 +188,7 @@ def test_math_verify_keeps_its_own_limit_there(cluster):
         assert pool.take_counts()["env/retried"] == 0
 
 
+@pytest.mark.exhaustive
 def test_weights_of_rewards_by_name_are_applied_and_unknown_ones_end_the_run(cluster):
     own = config("fragile_parts:TwoRewards")
     weighted = own.model_copy(update={"reward_weights": {"form": 0.5}})
@@ -201,24 +204,27 @@ def test_weights_of_rewards_by_name_are_applied_and_unknown_ones_end_the_run(clu
         pool.replies(turns(1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("how", "limit_s", "message"),
     [
-        ("raise", r"raised OSError: no tool"),
-        ("hang", r"did not start within 3 s \(env\.pool\.start_timeout_s\)"),
+        ("raise", 60.0, "raised OSError: no tool"),
+        ("hang", 3.0, r"did not start within 3 s \(env\.pool\.start_timeout_s\)"),
     ],
+    ids=["raise", "hang"],
 )
-def test_actors_that_do_not_start_end_the_run_and_name_the_key(cluster, how, message):
+def test_actors_that_do_not_start_end_the_run_and_name_the_key(cluster, how, limit_s, message):
+    told = rf"environment actor 0 .*as 2 in a row \(env\.pool\.retries: 1\).*{message}"
     with (
-        pool_of(cluster, "fragile_parts:NeverStarts", {"how": how}, retries=1, start_timeout_s=3.0) as pool,
-        pytest.raises(
-            RunStoppedError,
-            match=rf"environment actor 0 .*as 2 in a row \(env\.pool\.retries: 1\).*{message}",
-        ),
+        pool_of(
+            cluster, "fragile_parts:NeverStarts", {"how": how}, retries=1, start_timeout_s=limit_s
+        ) as pool,
+        pytest.raises(RunStoppedError, match=told),
     ):
         pool.replies(turns(4))
 
 
+@pytest.mark.exhaustive
 def test_a_killed_and_a_stopped_actor_are_replaced(cluster):
     with pool_of(cluster, size=2, timeout_s=2.0) as pool:
         pool.replies(turns(8))
@@ -287,6 +293,7 @@ class LosesRay:
         return getattr(self._cluster, name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("soon", [False, True])
 def test_a_ray_that_died_ends_every_wait(cluster, soon):
     loses = LosesRay(cluster)
@@ -304,6 +311,7 @@ def test_the_start_of_the_actors_is_waited_for_by_nobody(cluster):
         assert time.monotonic() - began < 1
 
 
+@pytest.mark.exhaustive
 def test_reasons_that_are_never_equal_are_not_told_without_end(cluster, capfd, monkeypatch):
     monkeypatch.setattr(environment_pool, "_REASONS_TOLD", 3)
     with pool_of(cluster, "fragile_parts:AlwaysNew", retries=0) as pool:
