@@ -110,7 +110,7 @@ def played(pool, steps, a_step=8):
     return [pool.replies(turns(a_step, step * a_step)) for step in range(steps)]
 
 
-@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("steps", [8, pytest.param(50, marks=pytest.mark.nightly)])
 def test_actors_that_raise_die_or_hang_at_random_change_no_reply(cluster, steps):
     undisturbed = played(LocalEnvironments(make_environment(config())), steps)
     with pool_of(cluster, "fragile_parts:Fragile", {"share": 0.05}, size=3, retries=6, timeout_s=2.0) as pool:
@@ -121,7 +121,7 @@ def test_actors_that_raise_die_or_hang_at_random_change_no_reply(cluster, steps)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.nightly)])
 def test_without_retries_the_replies_that_there_are_are_those_of_an_undisturbed_run(cluster, steps, capfd):
     undisturbed = itertools.chain(*played(LocalEnvironments(make_environment(config())), steps))
     with pool_of(cluster, "fragile_parts:Fragile", {"share": 0.05}, size=3, retries=0, timeout_s=2.0) as pool:
