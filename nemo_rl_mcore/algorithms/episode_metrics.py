@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from nemo_rl_mcore.algorithms.dropped import kept_episodes
 from nemo_rl_mcore.algorithms.episodes import REWARDS_PREFIX, TURN_OF_TOKEN
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.turns import Ending
 
 
 def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
-    """Turns, how episodes ended, where there may be several turns; the means of rewards that have names."""
+    """Turns, how episodes ended, where there may be several turns; the means of rewards that have names.
+
+    Dropped episodes have no rewards.
+    """
+    kept = kept_episodes(batch)
     metrics = {
-        f"{name}_mean": float(column.mean())
+        f"{name}_mean": float(column[kept].mean())
         for name, column in batch.items()
-        if name.startswith(REWARDS_PREFIX)
+        if name.startswith(REWARDS_PREFIX) and bool(kept.any())
     }
     if TURN_OF_TOKEN not in batch:
         return metrics

@@ -78,12 +78,14 @@ class AsyncGRPO(GRPO):
         """Train on the next groups, in order; the optimizer steps once all of the step's are in."""
         with self._open_step(step):
             chunks = [*self._train_chunks(step)]
+            parts = [chunk for chunk, _ in chunks]
+            whole = Rollout.concatenate(parts, self.collector.tokenizer.pad_token_id)
+            self.collector.check_drops(step, whole.batch)
             begin_update()
             self.rollouts.finishing()
             with self.observer.phase("train"):
                 result = self.policy.finish_train_step()
             pace = self.rollouts.finish()
-        whole = Rollout.concatenate([chunk for chunk, _ in chunks], self.collector.tokenizer.pad_token_id)
         self.observer.add_samples(whole.samples(step))
         metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(step, whole.batch)
         metrics |= rollout_metrics(whole) | train_metrics(result)

@@ -15,6 +15,7 @@ from nemo_rl_mcore.config.rules import (
     batch_sizes,
     checkpointing,
     copies,
+    environments,
     fused_logprobs,
     generation,
     lengths,
@@ -44,6 +45,7 @@ FEATURES: tuple[Rules, ...] = (
     losses.RULES,
     asynchronous.RULES,
     survival.RULES,
+    environments.RULES,
 )
 
 
