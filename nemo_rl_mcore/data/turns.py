@@ -64,14 +64,11 @@ class Reply:
     @classmethod
     def from_json(cls, recorded: Mapping[str, Any]) -> Self:
         """What `to_json` gave; raises TypeError for keys that are no field."""
+        given: dict[str, Any] = {**recorded}
         messages = recorded.get("observation", ())
-        return cls(
-            **{
-                **recorded,
-                "observation": tuple(Message(role, content) for role, content in messages),
-                "stop_strings": tuple(recorded.get("stop_strings", ())),
-            }
-        )
+        given["observation"] = tuple(Message(role, content) for role, content in messages)
+        given["stop_strings"] = tuple(recorded.get("stop_strings", ()))
+        return cls(**given)
 
 
 class Ending(IntEnum):
