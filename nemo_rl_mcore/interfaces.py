@@ -128,8 +128,11 @@ class GenerationInterface(Protocol):
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """Answer prompts: tokens int64 [B, T], logprobs fp32 [B, T], lengths [B], finished bool [B].
 
-        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]. The noise of a row depends
-        on (seed, step, prompt_index, sample_index) alone.
+        Also digests int64 [B] of the tokens of each row, taken where they were drawn; see `data.token_digests`.
+
+        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]; optional are turn_index
+        int64 [B], 0 for the first answer of an episode, and stop_strings, a list of a tuple a row, which end it besides
+        those of the recipe. The noise of a row depends on (seed, step, prompt_index, sample_index, turn_index) alone.
         """
         ...
 
