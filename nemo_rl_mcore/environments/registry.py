@@ -12,13 +12,19 @@ from nemo_rl_mcore.config.data import MathEnvConfig
 from nemo_rl_mcore.custom_code import build, custom_code
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment
+from nemo_rl_mcore.environments.calculator import CalculatorEnvironment
+from nemo_rl_mcore.environments.guess_number import GuessNumberEnvironment
 from nemo_rl_mcore.environments.mathematics import MathEnvironment
 from nemo_rl_mcore.errors import CustomCodeError
-from nemo_rl_mcore.interfaces import ScoresAnswers
+from nemo_rl_mcore.interfaces import Environment, ScoresAnswers
 
 
-def make_environment(config: EnvConfig) -> ScoresAnswers:
+def make_environment(config: EnvConfig) -> Environment:
     """Build the environment of a recipe; ValueError names the key of one that cannot be."""
+    if config.guess_number is not None:
+        return GuessNumberEnvironment()
+    if config.calculator is not None:
+        return CalculatorEnvironment()
     if config.math is not None:
         return math_environment(config.math)
     if (own := config.custom) is not None:
