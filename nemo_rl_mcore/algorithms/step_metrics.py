@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
 from nemo_rl_mcore.algorithms.rewards import group_statistics, rows_with_signal
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.training.sums import EXTREMA, combine_steps, neutral_value
@@ -14,23 +15,31 @@ from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Rewards, lengths and advantages of the answers, where the batch has advantages."""
-    batch = rollout.batch
-    response_lengths = batch["token_mask"].sum(1)
-    metrics = {
-        "train/reward": float(rollout.environment_rewards.mean()),
-        **_spread(rollout.environment_rewards, batch["prompt_index"]),
-        "train/mean_prompt_length": float((batch["input_lengths"] - response_lengths).mean()),
+    """Rewards, lengths and advantages of the answers, where the batch has advantages.
+
+    An answer is an episode, whose prompt is that of its first row. Of those that were dropped only the tokens count
+    that ran through the model; where nothing else is left, there is no other metric.
+    """
+    batch, episodes = rollout.batch, EpisodeRows.of(rollout.batch)
+    tokens = {"train/total_num_tokens": float(batch["input_lengths"].sum())}
+    if not len(episodes.first):
+        return tokens
+    sampled_B = batch["token_mask"].sum(1)
+    prompt_index = episodes.one_each(batch["prompt_index"])
+    environment_rewards = episodes.one_each(rollout.environment_rewards)
+    response_lengths = episodes.total(sampled_B)
+    with_signal = rows_with_signal(prompt_index, episodes.one_each(batch["rewards"]))
+    metrics = tokens | {
+        "train/reward": float(environment_rewards.mean()),
+        **_spread(environment_rewards, prompt_index),
+        "train/mean_prompt_length": float(episodes.one_each(batch["input_lengths"] - sampled_B).mean()),
         "train/mean_gen_tokens_per_sample": float(response_lengths.mean()),
         "train/max_gen_tokens_per_sample": float(response_lengths.max()),
-        "train/truncation_rate": float((~batch["finished"]).float().mean()),
-        "train/groups_with_signal": float(
-            rows_with_signal(batch["prompt_index"], batch["rewards"]).float().mean()
-        ),
-        "train/total_num_tokens": float(batch["input_lengths"].sum()),
+        "train/truncation_rate": float((~episodes.one_each(batch["finished"])).float().mean()),
+        "train/groups_with_signal": float(with_signal.float().mean()),
     }
     if "advantages" in batch:
-        total = (batch["advantages"] * batch["token_mask"]).sum()
+        total = episodes.joined(batch["advantages"] * batch["token_mask"]).sum()
         metrics["train/advantages_mean"] = float(total / response_lengths.sum())
     return metrics
 
