@@ -67,7 +67,7 @@ class EpisodeRows:
     def parted(self, values_ES: Tensor) -> Tensor:
         """Return [B, S], what `joined` has put together; 0 on the rows of dropped episodes."""
         row, number, place = self.at
-        parts = values_ES.view(len(self.first), self._most_rows, values_ES.shape[1] // self._most_rows)
+        parts = values_ES.reshape(len(self.first), self._most_rows, values_ES.shape[1] // self._most_rows)
         parted = values_ES.new_zeros(self.rows, parts.shape[2])
         parted[row] = parts[number, place]
         return parted
