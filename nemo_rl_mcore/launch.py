@@ -40,6 +40,7 @@ from nemo_rl_mcore.controllers.start import open_rollouts, read_saved
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
 from nemo_rl_mcore.generation.embedded.kind import embedded_kind
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
@@ -199,14 +200,18 @@ def _train(
             recorder.startup,
         )
     )
+    kept = KeptRollouts(until_checkpoint=config.redoes_steps)
+    environments = LocalEnvironments(parts.environment)
+    collector = RolloutCollector(
+        generation, tokenizer, config.max_prompt_length, environments, kept, form=parts.form
+    )
     rollouts: Rollouts | None = None
     if isinstance(config, GRPOMasterConfig) and config.asynchronous:
         assert isinstance(generation, EngineGeneration)
-        rollouts = generation = stack.enter_context(
-            open_rollouts(config, generation, parts.prompts, tokenizer, checkpoints, saved)
+        rollouts = stack.enter_context(
+            open_rollouts(config, generation, parts.prompts, collector, checkpoints, saved)
         )
-    kept = KeptRollouts(until_checkpoint=config.redoes_steps)
-    collector = RolloutCollector(generation, tokenizer, config.max_prompt_length, parts.environment, kept)
+        generation, collector = rollouts, replace(collector, generation=rollouts)
     models = {of_policy.name: policy} | {
         plan.name: _start(plan, config, cluster, recorder, stack, colocated_with=policy) for plan in others
     }

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_rl_mcore.algorithms.episodes import ONE_ANSWER, EpisodeForm
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
+from nemo_rl_mcore.config.algorithm import EpisodesConfig
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetched_folder
+from nemo_rl_mcore.data.observations import make_observer
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_mcore.environments import make_environment, require_golds, require_golds_run_first
@@ -28,6 +31,7 @@ class Parts:
     tokenizer: Tokenizer
     prompts: PromptSource
     environment: ScoresAnswers
+    form: EpisodeForm = ONE_ANSWER
     name: str = ""
 
 
@@ -46,7 +50,20 @@ def open_parts(config: RunConfig) -> Parts:
         steps = steps_of_epochs(config, len(prompts.train))
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
-    return Parts(config, tokenizer, prompts, environment)
+    return Parts(config, tokenizer, prompts, environment, _form(config, tokenizer))
+
+
+def _form(config: RunConfig, tokenizer: Tokenizer) -> EpisodeForm:
+    """What the episodes of the recipe are like."""
+    loop, policy = config.loop, config.policy
+    if not isinstance(loop, EpisodesConfig) or loop.max_rollout_turns == 1:
+        return ONE_ANSWER
+    return EpisodeForm(
+        loop.max_rollout_turns,
+        policy.max_total_sequence_length,
+        policy.generation.max_new_tokens,
+        make_observer(tokenizer, chat=config.data.apply_chat_template),
+    )
 
 
 def tokenizer_of(policy: PolicyConfig) -> Tokenizer:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_rl_mcore.algorithms.rollout import Responder, RolloutCollector
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
@@ -18,6 +18,7 @@ from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.replayed_rollouts import (
     ReplayedRollouts,
     missing_groups,
+    require_replies,
     require_steps,
     ticket_of,
 )
@@ -25,6 +26,7 @@ from nemo_rl_mcore.controllers.saved_groups import load_groups
 from nemo_rl_mcore.controllers.saved_rollouts import READY_FOLDER
 from nemo_rl_mcore.controllers.start import EVENTS_FILE, KEPT_GROUPS
 from nemo_rl_mcore.controllers.timeline import Timeline
+from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.embedded.scheduled import ScheduledEngine, ScheduledSettings
@@ -77,6 +79,7 @@ def _replay(config: RunConfig, run: Path, after: int, last: int | None) -> None:
     embedded = config.policy.generation.backend == "embedded"
     if lacking or (not embedded and any(p not in kept for p in timeline.positions(steps))):
         raise RunStoppedError(_what_is_missing(after, lacking, embedded=embedded))
+    require_replies(timeline, timeline.positions(steps), kept)
     at_once, samples = config.policy.generation_batch_size, config.grpo.num_generations_per_prompt
     if at_once is not None and at_once < samples and any(p not in kept for p in timeline.positions(steps)):
         raise RunStoppedError(
@@ -109,11 +112,16 @@ def _train(
     generation: GenerationInterface = engines or EmbeddedGeneration(
         policy, stop_ids_of(config, parts.tokenizer)
     )
-    responder = Responder(generation, parts.tokenizer, config.max_prompt_length)
+    collector = RolloutCollector(
+        generation,
+        parts.tokenizer,
+        config.max_prompt_length,
+        LocalEnvironments(parts.environment),
+        form=parts.form,
+    )
     groups, samples = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
-    draw = GroupDraw(parts.prompts, responder, groups, samples)
+    draw = GroupDraw(parts.prompts, collector, groups, samples)
     rollouts = stack.enter_context(ReplayedRollouts(timeline, steps, draw, groups, engines, kept))
-    collector = RolloutCollector(generation, parts.tokenizer, config.max_prompt_length, parts.environment)
     algorithm = AsyncGRPO(config, policy, collector, parts.prompts, _Quiet(), rollouts)
     rollouts.update_weights(steps.start - 1)
     for step in steps:
@@ -192,8 +200,9 @@ def _engine(
 ) -> EngineGeneration:
     kind = engine_kind(config)
     schedules = {
-        ticket_of(position): [(segment.first, segment.version) for segment in group.segments]
+        ticket_of(position, turn): [(segment.first, segment.version) for segment in logged.segments]
         for position, group in timeline.groups.items()
+        for turn, logged in enumerate(group.turns)
     }
     settings = ScheduledSettings(config.policy, kind.settings.reread_after_refit, schedules=schedules)
     return EngineGeneration(

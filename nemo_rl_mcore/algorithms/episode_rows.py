@@ -14,14 +14,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
+from nemo_rl_mcore.algorithms.episodes import TURN_OF_TOKEN, WEIGHT_VERSIONS
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.turns import Ending
 
 ENDING = "ending"
 # What stands in the columns of tokens that a row did not sample.
-_NOT_SAMPLED = {"token_mask": 0, "generation_logprobs": 0, WEIGHT_VERSIONS: -1, "turn_of_token": 0}
+_NOT_SAMPLED = {"token_mask": 0, "generation_logprobs": 0, WEIGHT_VERSIONS: -1, TURN_OF_TOKEN: 0}
 
 
 def dropped_rows(batch: BatchedDataDict) -> Tensor:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
+from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch
@@ -31,7 +32,7 @@ class GRPO(Algorithm[GRPOMasterConfig]):
         metrics |= self._judge(step, rollout)
         begin_update()
         with self.observer.phase("train"):
-            result = self.policy.train(rollout.batch, self._loss_fn)
+            result = self.policy.train(trained_columns(rollout.batch), self._loss_fn)
         self.observer.add_samples(rollout.samples(step))
         metrics |= rollout_metrics(rollout) | train_metrics(result)
         return StepOutcome(metrics, result["skip_reasons"], rollout.batch)

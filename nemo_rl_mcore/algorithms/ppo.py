@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
+from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch
@@ -65,7 +66,7 @@ class PPO(Algorithm[PPOMasterConfig]):
         of_policy: list[Mapping[str, Any]] = []
         of_critic: list[Mapping[str, Any]] = []
         for epoch in range(ppo.ppo_epochs):
-            rows = shuffled(batch, self.config.seed, step, epoch)
+            rows = shuffled(trained_columns(batch), self.config.seed, step, epoch)
             of_critic.append(self.critic.train(rows, value_loss))
             if step > ppo.critic_warmup_steps:
                 of_policy.append(self.policy.train(rows, policy_loss))

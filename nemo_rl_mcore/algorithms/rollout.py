@@ -5,29 +5,33 @@ Shapes: B rows (prompts x samples), P longest prompt, T new tokens, S = longest 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from nemo_rl_mcore import activity
+from nemo_rl_mcore.algorithms.episodes import ONE_ANSWER, WEIGHT_VERSIONS, EpisodeForm, Episodes
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.interfaces import GenerationInterface, ScoresAnswers
+from nemo_rl_mcore.interfaces import Environments, GenerationInterface
 from nemo_rl_mcore.observability import Sample
-
-WEIGHT_VERSIONS = "weight_versions"
 
 
 @dataclass(frozen=True)
 class Rollout:
     """Answered and scored prompts, row by row.
 
-    batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on response tokens), sample_mask [B],
-    generation_logprobs [B, S], finished bool [B], prompt_index and sample_index [B], and, once scored, rewards [B].
-    Engines that hold a copy of the weights add weight_versions int64 [B, S], of those that drew each token, else -1.
+    batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on sampled tokens), sample_mask [B] (0 for an
+    episode that was dropped), generation_logprobs [B, S], prompt_index and sample_index [B], rewards [B], ending int64
+    [B] (`data.turns.Ending`) and finished bool [B], whether it was terminated; replies, a list of what was said to each
+    answer (`data.turns.Reply.to_json`). Engines that hold a copy of the weights
+    add weight_versions int64 [B, S], of those that drew each token, else -1; engines that say what they drew,
+    sampled_digests int64 [B, turns]; several turns turn_of_token int64 [B, S], from 1 on, 0 where none was sampled;
+    several rewards `rewards/NAME` [B]. With episode_index int64 [B] rows of equal numbers are one episode, in the order
+    in which they were played, and what is said of an episode stands on all of them.
     """
 
     batch: BatchedDataDict
@@ -59,13 +63,13 @@ class Rollout:
     def samples(self, step: int, *, of_validation: bool = False) -> list[Sample]:
         """Every answer with what became of it, as it is written down for people to read."""
         batch = self.batch
-        response_tokens = batch["token_mask"].sum(1).long()
+        response_tokens, prompt_tokens = batch["token_mask"].sum(1).long(), prompt_lengths(batch)
         columns = {
             "prompt_index": batch["prompt_index"],
             "sample_index": batch["sample_index"],
             "reward": self.environment_rewards,
             "shaped_reward": batch["rewards"],
-            "prompt_tokens": batch["input_lengths"] - response_tokens,
+            "prompt_tokens": prompt_tokens,
             "response_tokens": response_tokens,
             "truncated": ~batch["finished"],
             **({} if of_validation else {"sample_mask": batch["sample_mask"]}),
@@ -114,6 +118,12 @@ class Rollout:
         )
 
 
+def prompt_lengths(batch: BatchedDataDict) -> torch.Tensor:
+    """Tokens before the first answer, int64 [B]."""
+    mask = batch["token_mask"]
+    return torch.where(mask.any(1), mask.argmax(1), batch["input_lengths"])
+
+
 def concatenate_batches(parts: Sequence[BatchedDataDict], pad_token_id: int) -> BatchedDataDict:
     """All rows of batches such as those of `Rollout`, padded to the longest."""
     return BatchedDataDict.from_batches(parts, {"input_ids": pad_token_id, WEIGHT_VERSIONS: -1})
@@ -126,15 +136,23 @@ class Responder:
     generation: GenerationInterface
     tokenizer: Tokenizer
     max_prompt_length: int
+    form: EpisodeForm = field(default=ONE_ANSWER, kw_only=True)
 
     def respond(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
-        """Answer each prompt `samples` times, without rewards; the rows of a prompt stand together.
+        """Answer each prompt `samples` times, once, without rewards; the rows of a prompt stand together.
 
         Raises ValueError, naming the prompt and the key, when a prompt is longer than the maximum.
         """
         asked = self.ask(prompts, samples)
-        answered = self.generation.generate(asked, step=step, greedy=greedy)
-        return self.as_rollout(prompts, self.join(asked, answered))
+        episodes = self.episodes(prompts, asked)
+        episodes.answer(self.generation.generate(asked, step=step, greedy=greedy))
+        return self.as_rollout(prompts, episodes.batch())
+
+    def episodes(self, prompts: Sequence[Prompt], asked: BatchedDataDict) -> Episodes:
+        """Episodes that begin with what `ask` gave for these prompts."""
+        samples = asked.size // len(prompts)
+        of_rows = [prompt for prompt in prompts for _ in range(samples)]
+        return Episodes(of_rows, asked, self.tokenizer, self.form)
 
     def ask(self, prompts: Sequence[Prompt], samples: int) -> BatchedDataDict:
         """What `GenerationInterface.generate` takes, for `samples` answers to each prompt; see `respond`."""
@@ -145,10 +163,22 @@ class Responder:
 
     def as_rollout(self, prompts: Sequence[Prompt], batch: BatchedDataDict) -> Rollout:
         """Read what was answered, as often to each prompt, from the joined rows."""
-        rows = zip(batch["input_ids"], batch["token_mask"], strict=True)
-        responses = [self.tokenizer.decode(ids[mask > 0].tolist()) for ids, mask in rows]
-        samples = batch.size // len(prompts)
-        return Rollout(batch, [prompt for prompt in prompts for _ in range(samples)], responses)
+        episodes = batch.samples()
+        samples = len(episodes) // len(prompts)
+        of_rows = [prompts[number // samples] for number, rows in enumerate(episodes) for _ in rows]
+        responses = [
+            self._response(*row) for row in zip(batch["input_ids"], batch["token_mask"], strict=True)
+        ]
+        return Rollout(batch, of_rows, responses)
+
+    def _response(self, ids: torch.Tensor, mask: torch.Tensor) -> str:
+        """The text of a row's answer, or of all that came behind its prompt, where observations stand in between."""
+        sampled = mask.nonzero().flatten()
+        if not len(sampled):
+            return ""
+        first, end = int(sampled[0]), int(sampled[-1]) + 1
+        text = self.tokenizer.decode if end - first == len(sampled) else self.tokenizer.text_of
+        return text(ids[first:end].tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt.text)
@@ -166,35 +196,6 @@ class Responder:
             input_ids[row, : len(tokens)] = torch.tensor(tokens)
         indices = torch.tensor([prompt.index for prompt in prompts])
         return BatchedDataDict(input_ids=input_ids, input_lengths=lengths, prompt_index=indices)
-
-    def join(self, asked: BatchedDataDict, answered: BatchedDataDict) -> BatchedDataDict:
-        """Each response right behind its prompt, then the padding; the columns are those of `Rollout`."""
-        prompt_lengths, new = asked["input_lengths"], answered["lengths"]
-        total = prompt_lengths + new
-        columns = torch.arange(int(total.max())).unsqueeze(0)
-        in_response = (columns >= prompt_lengths.unsqueeze(1)) & (columns < total.unsqueeze(1))
-        in_prompt = columns < prompt_lengths.unsqueeze(1)
-        source = (columns - prompt_lengths.unsqueeze(1)).clamp(0, answered["tokens"].shape[1] - 1)
-        prompt_ids = asked["input_ids"].gather(
-            1, columns.expand_as(source).clamp(max=asked["input_ids"].shape[1] - 1)
-        )
-        padding = torch.full_like(source, self.tokenizer.pad_token_id)
-        response_ids = torch.where(in_response, answered["tokens"].gather(1, source), padding)
-        logprobs = answered["logprobs"].gather(1, source).masked_fill(~in_response, 0.0)
-        joined = BatchedDataDict(
-            input_ids=torch.where(in_prompt, prompt_ids, response_ids),
-            input_lengths=total,
-            token_mask=in_response.float(),
-            sample_mask=torch.ones(len(total)),
-            generation_logprobs=logprobs,
-            finished=answered["finished"],
-            prompt_index=asked["prompt_index"],
-            sample_index=asked["sample_index"],
-        )
-        if WEIGHT_VERSIONS in answered:
-            drawn_by = answered[WEIGHT_VERSIONS].gather(1, source)
-            joined[WEIGHT_VERSIONS] = drawn_by.masked_fill(~in_response, -1)
-        return joined
 
 
 type _Asked = tuple[int, int, tuple[tuple[str, int], ...]]
@@ -229,28 +230,48 @@ class KeptRollouts:
 
 @dataclass(frozen=True)
 class RolloutCollector(Responder):
-    """Asks a generation engine for responses and an environment for rewards.
+    """Asks a generation engine for answers and an environment for replies, in turn.
 
     What is trained on is asked for once: a step that is tried or done again gets the same answers and rewards.
     """
 
-    environment: ScoresAnswers
+    environments: Environments
     kept: KeptRollouts = field(default_factory=KeptRollouts)
 
     def collect(self, prompts: Sequence[Prompt], samples: int, *, step: int, greedy: bool = False) -> Rollout:
-        """Answer each prompt `samples` times, as `respond` does, and score the answers; greedy ones are for judging."""
+        """Play an episode from each prompt `samples` times, scored; greedy answers are for judging."""
 
         def collect() -> Rollout:
-            rollout = self.respond(prompts, samples, step=step, greedy=greedy)
-            self.score(rollout)
-            return rollout
+            asked = self.ask(prompts, samples)
+            return self.as_rollout(prompts, self._play(prompts, asked, step=step, greedy=greedy))
 
         return collect() if greedy else self.kept.get(prompts, samples, step, collect)
 
-    def score(self, rollout: Rollout) -> None:
-        """Add the rewards of the environment to the batch."""
-        finished = rollout.batch["finished"].tolist()
-        # Whose code may be anybody's, without a deadline: the time counts also where that of a validation does not.
-        with activity.at(f"scoring {len(finished)} responses", timed=True):
-            rewards = self.environment.score(rollout.prompts, rollout.responses, finished)
-        rollout.batch["rewards"] = torch.tensor([float(reward) for reward in rewards])
+    def _play(
+        self, prompts: Sequence[Prompt], asked: BatchedDataDict, *, step: int, greedy: bool
+    ) -> BatchedDataDict:
+        episodes = self.episodes(prompts, asked)
+        while (asking := episodes.asked()) is not None:
+            episodes.answer(self.generation.generate(asking, step=step, greedy=greedy))
+            turns = episodes.turns()
+            # Whose code may be anybody's: the time counts also where that of a validation does not.
+            with activity.at(f"scoring {len(turns)} responses", timed=True):
+                episodes.hear(self.environments.replies(turns))
+        return episodes.batch()
+
+    async def play_soon(
+        self,
+        prompts: Sequence[Prompt],
+        asked: BatchedDataDict,
+        respond: Callable[[BatchedDataDict], Awaitable[BatchedDataDict]],
+        environments: Environments | None = None,
+    ) -> BatchedDataDict:
+        """Play episodes that begin with `asked`, from an asyncio loop; `respond` gives the answers of a turn.
+
+        environments: in place of those that there are.
+        """
+        episodes, environments = self.episodes(prompts, asked), environments or self.environments
+        while (asking := episodes.asked()) is not None:
+            episodes.answer(await respond(asking))
+            episodes.hear(await environments.replies_soon(episodes.turns()))
+        return episodes.batch()

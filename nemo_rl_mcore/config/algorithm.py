@@ -165,7 +165,16 @@ class RolloutConfig(LoopConfig):
             )
 
 
-class GRPOConfig(RolloutConfig):
+class EpisodesConfig(RolloutConfig):
+    """The loop of algorithms that learn from episodes."""
+
+    max_rollout_turns: PositiveInt = 1
+    """Answers of an episode at most; the environment may end it before. One that it has not ended is truncated.
+
+    An episode whose next answer may not fit into policy.max_total_sequence_length is, too."""
+
+
+class GRPOConfig(EpisodesConfig):
     """The GRPO loop: how much is sampled per step, for how long, and how it is judged."""
 
     normalize_rewards: bool | None = None
@@ -235,7 +244,7 @@ class GRPOConfig(RolloutConfig):
 _SHORTHANDS = ("normalize_rewards", "use_leave_one_out_baseline")
 
 
-class PPOConfig(RolloutConfig):
+class PPOConfig(EpisodesConfig):
     """The PPO loop: rollouts judged by a critic, several optimizer steps over each."""
 
     ppo_epochs: PositiveInt = 1

@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from nemo_rl_mcore.algorithms.algorithm import StepOutcome
+from nemo_rl_mcore.algorithms.episodes import WEIGHT_VERSIONS, trained_columns
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.mismatch import measure_mismatch
 from nemo_rl_mcore.algorithms.rollout import (
-    WEIGHT_VERSIONS,
     Rollout,
     concatenate_batches,
 )
@@ -134,9 +132,10 @@ class AsyncGRPO(GRPO):
     def _train_chunk(self, step: int, positions: Sequence[int]) -> tuple[Rollout, dict[str, float]]:
         rollout = self._rollout_of(positions)
         metrics = self._judge(step, rollout)
-        batch = BatchedDataDict({k: v for k, v in rollout.batch.items() if k != WEIGHT_VERSIONS})
         with self.observer.phase("train"):
-            self.policy.train_microbatch(batch, chunk_id=f"groups from {positions[0]}")
+            self.policy.train_microbatch(
+                trained_columns(rollout.batch), chunk_id=f"groups from {positions[0]}"
+            )
         return rollout, metrics
 
     def _wait_for(self, chunks: Iterator[Sequence[int]]) -> Sequence[int] | None:
@@ -149,20 +148,8 @@ class AsyncGRPO(GRPO):
         batch = concatenate_batches(groups, self.collector.tokenizer.pad_token_id)
         prompts = [self.rollouts.prompt_of(position) for position in positions]
         rollout = self.collector.as_rollout(prompts, batch)
-        self._score(rollout, positions)
         Sampling(self, self.config.grpo).shape(rollout)
         return rollout
-
-    def _score(self, rollout: Rollout, positions: Sequence[int]) -> None:
-        """Add the rewards; a group is scored once, however often it is trained."""
-        scored, size = self.rollouts.groups.rewards, rollout.batch.size // len(positions)
-        new = [place for place, position in enumerate(positions) if position not in scored]
-        if new:
-            part = rollout.select([place * size + row for place in new for row in range(size)])
-            self.collector.score(part)
-            for place, rewards in zip(new, part.batch["rewards"].split(size), strict=True):
-                scored[positions[place]] = rewards
-        rollout.batch["rewards"] = torch.cat([scored[position] for position in positions])
 
     def _check_mismatch(self, step: int, batch: BatchedDataDict) -> dict[str, float]:
         """Of what the weights that train have drawn: what older ones drew differs by its age."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nemo_rl_mcore.algorithms.rollout import Responder
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.interfaces import Environments
+
+type Respond = Callable[[BatchedDataDict], Awaitable[BatchedDataDict]]
+"""Asks an engine for the answers of a turn, see `interfaces.RolloutEngines.respond`."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,13 @@ class Draw(Protocol):
         """The groups of a step, in order."""
         ...
 
-    def join(self, asked: BatchedDataDict, answered: BatchedDataDict) -> BatchedDataDict:
-        """Prompts with their responses; called by the thread that asks."""
+    async def play(
+        self, group: DrawnGroup, respond: Respond, environments: Environments | None = None
+    ) -> BatchedDataDict:
+        """The group's episodes, see `algorithms.rollout.Rollout`; called from the asyncio loop of who asks.
+
+        environments: in place of the run's.
+        """
         ...
 
 
@@ -38,18 +47,20 @@ class GroupDraw:
     """Implements `Draw` over a source of prompts."""
 
     prompts: PromptSource
-    responder: Responder
+    collector: RolloutCollector
     groups_per_step: int
     samples: int
 
     def groups_of(self, step: int) -> Sequence[DrawnGroup]:
         """See `Draw.groups_of`."""
         drawn = self.prompts.train_batch(step, self.groups_per_step)
-        return [DrawnGroup(prompt, self.responder.ask([prompt], self.samples), step) for prompt in drawn]
+        return [DrawnGroup(prompt, self.collector.ask([prompt], self.samples), step) for prompt in drawn]
 
-    def join(self, asked: BatchedDataDict, answered: BatchedDataDict) -> BatchedDataDict:
-        """See `Draw.join`."""
-        return self.responder.join(asked, answered)
+    async def play(
+        self, group: DrawnGroup, respond: Respond, environments: Environments | None = None
+    ) -> BatchedDataDict:
+        """See `Draw.play`."""
+        return await self.collector.play_soon([group.prompt], group.asked, respond, environments)
 
 
 class DrawnGroups:

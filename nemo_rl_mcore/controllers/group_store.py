@@ -33,8 +33,6 @@ class GroupStore:
         self._groups: dict[int, BatchedDataDict] = {}
         self.bytes_held = 0
         """Of the tensors of all groups."""
-        self.rewards: dict[int, torch.Tensor] = {}
-        """What the environment has said of groups; not saved with them, as another run may ask another one."""
 
     def __len__(self) -> int:
         """Groups held."""
@@ -66,7 +64,6 @@ class GroupStore:
         """Forget what `Ledger.retained` does not name."""
         kept = {position: self._groups[position] for position in retained if position in self._groups}
         self._groups = kept
-        self.rewards = {position: given for position, given in self.rewards.items() if position in kept}
         self.bytes_held = sum(_bytes(group) for group in kept.values())
 
     def save(self, folder: Path, positions: Iterable[int]) -> None:

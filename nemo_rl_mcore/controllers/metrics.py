@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
-from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
+from nemo_rl_mcore.algorithms.episodes import WEIGHT_VERSIONS
 from nemo_rl_mcore.data import BatchedDataDict
 
 

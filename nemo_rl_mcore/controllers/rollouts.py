@@ -10,17 +10,19 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from nemo_rl_mcore import activity
-from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS
+from nemo_rl_mcore.algorithms.episodes import sampled_versions
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.controllers.draw import Draw, DrawnGroup, DrawnGroups
 from nemo_rl_mcore.controllers.event_log import LogMark
 from nemo_rl_mcore.controllers.events import Segment, Token
 from nemo_rl_mcore.controllers.group_store import GroupStore, Retention, digest_of_group, segments_of
 from nemo_rl_mcore.controllers.ledger import Ledger
+from nemo_rl_mcore.controllers.logged_turns import turns_of
 from nemo_rl_mcore.controllers.loop_thread import LoopThread
 from nemo_rl_mcore.controllers.metrics import Pace
 from nemo_rl_mcore.controllers.saved_ledger import SavedLedger
@@ -286,7 +288,9 @@ class Rollouts:
         try:
             with self._watch.asking(ticket):
                 async with asyncio.timeout(self._section.rollout_timeout_s):
-                    answered = await self._engines.respond(group.asked, step=group.step, ticket=ticket)
+                    batch = await self._draw.play(
+                        group, partial(self._engines.respond, step=group.step, ticket=ticket)
+                    )
         except TimeoutError:
             if self._refitting or halts != self._halts:  # its engine could not answer
                 self._cancel(token, "timeout")
@@ -302,8 +306,7 @@ class Rollouts:
             else:
                 self._fail(token, type(error).__name__, error)
         else:
-            batch = self._draw.join(group.asked, answered)
-            self._commit(token, batch, segments_of(answered[WEIGHT_VERSIONS]))
+            self._commit(token, batch, segments_of(sampled_versions(batch)))
         finally:
             self._dispatch()
 
@@ -319,7 +322,7 @@ class Rollouts:
 
     def _commit(self, token: Token, batch: BatchedDataDict, segments: Sequence[Segment]) -> None:
         with self._changed:
-            if self.ledger.commit(token, segments, digest_of_group(batch)):
+            if self.ledger.commit(token, segments, digest_of_group(batch), turns_of(batch)):
                 self.groups.put(token.position, batch)
             self._failures = 0
             self._watch.moved()

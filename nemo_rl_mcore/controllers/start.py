@@ -11,7 +11,8 @@ from typing import Self
 
 import torch
 
-from nemo_rl_mcore.algorithms.rollout import WEIGHT_VERSIONS, Responder
+from nemo_rl_mcore.algorithms.episodes import sampled_versions
+from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.config import GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.controllers.draw import Draw, DrawnGroup, GroupDraw
@@ -25,13 +26,13 @@ from nemo_rl_mcore.controllers.event_log import (
 from nemo_rl_mcore.controllers.events import Committed, Event, Finished, Started, Token
 from nemo_rl_mcore.controllers.group_store import GroupStore, Retention, digest_of_group, segments_of
 from nemo_rl_mcore.controllers.ledger import Ledger
+from nemo_rl_mcore.controllers.logged_turns import turns_of
 from nemo_rl_mcore.controllers.rollouts import Rollouts
 from nemo_rl_mcore.controllers.saved_ledger import SavedDrop, SavedLedger
 from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
 from nemo_rl_mcore.controllers.states import Limits
 from nemo_rl_mcore.controllers.timeline import Timeline
 from nemo_rl_mcore.data.datasets import PromptSource
-from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import FolderError, RunStoppedError, folder_error
 from nemo_rl_mcore.interfaces import RolloutEngines
 from nemo_rl_mcore.output import write_line
@@ -53,17 +54,16 @@ def open_rollouts(
     config: GRPOMasterConfig,
     engines: RolloutEngines,
     prompts: PromptSource,
-    tokenizer: Tokenizer,
+    collector: RolloutCollector,
     checkpoints: RunCheckpoints,
     saved: SavedRollouts | None,
 ) -> Generator[Rollouts]:
     """The rollouts of a run that goes on where its checkpoints say; its events are logged in the folder of its metrics.
 
-    saved: what `read_saved` gave. Each checkpoint from now on holds the rollouts, too.
+    collector: asks the engines. saved: what `read_saved` gave. Each checkpoint from now on holds the rollouts, too.
     """
     grpo, limits, step = config.grpo, _limits(config), checkpoints.resumed_step or 0
-    responder = Responder(engines, tokenizer, config.max_prompt_length)
-    draw = GroupDraw(prompts, responder, grpo.num_prompts_per_step, grpo.num_generations_per_prompt)
+    draw = GroupDraw(prompts, collector, grpo.num_prompts_per_step, grpo.num_generations_per_prompt)
     folder = Path(config.logger.log_dir)
     goes_on, groups = set_aside(folder, step, saved and saved.log), GroupStore()
     with RunLog(folder, recipe_text(config)) as log:
@@ -176,9 +176,12 @@ def without_strangers(saved: SavedRollouts, draw: Draw) -> SavedRollouts:
         if step not in of_steps:
             of_steps[step] = draw.groups_of(step + 1)
         asked = of_steps[step][place].asked["input_ids"]
-        if not torch.equal(group["input_ids"][:, : asked.shape[1]], asked):
+        same_prompts = torch.equal(group["input_ids"][:, : asked.shape[1]], asked)
+        if not same_prompts or "rewards" not in group:
             strangers.append(position)
-    return _answered_again(saved, strangers, "they are not the run's prompts, or not as many answers to them")
+    return _answered_again(
+        saved, strangers, "they are not the run's prompts, not as many answers to them, or not scored"
+    )
 
 
 def _answered_again(saved: SavedRollouts, positions: Collection[int], why: str) -> SavedRollouts:
@@ -217,9 +220,12 @@ def restored_ledger(
         groups.put(position, group)
         if not goes_on:
             token = Token(saved.ledger.incarnation, position, attempts[position])
-            versions = group[WEIGHT_VERSIONS]
-            segments = tuple(segments_of(versions[:, (versions >= 0).any(0)]))
-            log.append(Committed(token=token, segments=segments, digest=digest_of_group(group)))
+            segments = tuple(segments_of(sampled_versions(group)))
+            log.append(
+                Committed(
+                    token=token, segments=segments, digest=digest_of_group(group), turns=turns_of(group)
+                )
+            )
     return ledger
 
 

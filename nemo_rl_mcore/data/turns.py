@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
@@ -48,6 +48,26 @@ class Reply:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     answer: str | None = None
     dropped: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What of it decides on the episode, as JSON: all but the metadata."""
+        return {
+            "reward": self.reward,
+            "terminated": self.terminated,
+            "observation": [[message.role, message.content] for message in self.observation],
+            "stop_strings": [*self.stop_strings],
+            "rewards": dict(self.rewards),
+            "answer": self.answer,
+            "dropped": self.dropped,
+        }
+
+    @classmethod
+    def from_json(cls, recorded: Mapping[str, Any]) -> Self:
+        """What `to_json` gave; raises TypeError for keys that are no field."""
+        given = dict(recorded)
+        given["observation"] = tuple(Message(role, content) for role, content in given["observation"])
+        given["stop_strings"] = tuple(given["stop_strings"])
+        return cls(**given)
 
 
 class Ending(IntEnum):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-
-import torch
 
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.turns import Reply, Turn
@@ -99,8 +97,8 @@ def _replies(returned: EnvironmentReturn, turns: int, weights: Mapping[str, floa
     return replies
 
 
-def _one_each(name: str, values: Any, turns: int) -> list[Any]:
-    listed: list[Any] = values.tolist() if isinstance(values, torch.Tensor) else list(values)
+def _one_each(name: str, values: Iterable[Any], turns: int) -> list[Any]:
+    listed = [*values]
     if len(listed) != turns:
         raise ValueError(f"{name}: {len(listed)} values for {turns} answers")
     return listed

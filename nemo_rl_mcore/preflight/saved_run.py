@@ -26,9 +26,13 @@ _DEADLINE = "_timeout_s"
 """How long the driver, ranks and engines wait for each other."""
 _OF_THE_STATE = ("policy.precision", "policy.megatron_cfg.optimizer.optimizer")
 """What decides which tensors the checkpoint of a model holds, besides the architecture."""
-_OF_THE_ANSWERS = tuple(
-    f"policy.generation.{key}"
-    for key in ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings")
+_OF_THE_ANSWERS = (
+    *(
+        f"policy.generation.{key}"
+        for key in ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings")
+    ),
+    "grpo.max_rollout_turns",
+    "env",
 )
 _MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
 _NOT_IN_WEIGHTS = OF_TRAINING | {"max_position_embeddings"}
@@ -84,7 +88,7 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
 
 
 def changes_of_answers(saved: Tree, config: RunConfig) -> list[Change]:
-    """Those by which answers that were saved are none of the run: how they are drawn, and how old they may be."""
+    """Those by which saved answers are none of the run: how they are drawn and scored, and how old they may be."""
     changes = changes_since(saved, config)
     drawn = [change for change in changes if _below(change.path, _OF_THE_ANSWERS)]
     older = [one for one in changes if one.path == _MAX_AGE and not _at_least(one.now, one.was)]

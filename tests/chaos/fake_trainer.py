@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from nemo_rl_mcore.config import load_config  # noqa: E402
 from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO  # noqa: E402
 from nemo_rl_mcore.controllers.start import open_rollouts, read_saved  # noqa: E402
 from nemo_rl_mcore.data import BatchedDataDict  # noqa: E402
+from nemo_rl_mcore.environments.replies import LocalEnvironments  # noqa: E402
 from nemo_rl_mcore.errors import RanksFailedError  # noqa: E402
 from nemo_rl_mcore.generation.engine import EngineFailedError  # noqa: E402
 from nemo_rl_mcore.parts import open_parts  # noqa: E402
@@ -342,17 +343,18 @@ def start(root: Path, config, chance: Chance, lives: count) -> None:
         trainer = FakeTrainer(journals, chance, lambda: next(lives))
         stack.callback(trainer.close)
         engine, rollouts = _Turns(trainer), None
+        kept = KeptRollouts(until_checkpoint=config.redoes_steps)
+        collector = RolloutCollector(
+            engine, parts.tokenizer, config.max_prompt_length, LocalEnvironments(parts.environment), kept
+        )
         if config.asynchronous:
             saved = read_saved(config, checkpoints.start)
             beside = FakeEngines(journals, trainer, chance, next(lives))
             stack.callback(beside.close)
             engine = rollouts = stack.enter_context(
-                open_rollouts(config, beside, parts.prompts, parts.tokenizer, checkpoints, saved)
+                open_rollouts(config, beside, parts.prompts, collector, checkpoints, saved)
             )
-        kept = KeptRollouts(until_checkpoint=config.redoes_steps)
-        collector = RolloutCollector(
-            engine, parts.tokenizer, config.max_prompt_length, parts.environment, kept
-        )
+            collector = replace(collector, generation=rollouts)
         notes = Notes()
         common = (config, trainer, collector, parts.prompts, notes)
         algorithm = GRPO(*common) if rollouts is None else AsyncGRPO(*common, rollouts)

@@ -22,7 +22,6 @@ _ONE_LOADER = AnyUnless("data.use_multiple_dataloader")
 _NO_KL = AnyUnless("loss_fn.reference_policy_kl_penalty")
 
 _OF_ROLLOUTS: dict[str, Judgement] = {
-    "max_rollout_turns": refused(1, remedy="set it to 1; a rollout has one turn"),
     "val_start_at": refused(-1, 0, None, remedy="set it to -1; val_period rules from the first step"),
     "val_num_generations_per_prompt": refused(1, remedy="set it to 1"),
     "num_val_generations_per_prompt": refused(1, remedy="set it to 1"),
@@ -51,6 +50,11 @@ _OF_ROLLOUTS: dict[str, Judgement] = {
 }
 """Keys of the loops that sample."""
 
+_ONE_TURN = {
+    "distillation.max_rollout_turns": refused(
+        1, remedy="set it to 1; the student answers once, and the teacher reads whole answers"
+    ),
+}
 _SYNCHRONOUS = {
     "ppo.async_grpo": refused(
         OFF,
@@ -85,6 +89,7 @@ _LOOPS: dict[str, Judgement] = {
         False, remedy="set it to false; every answer of a conversation is imitated"
     ),
     **_SYNCHRONOUS,
+    **_ONE_TURN,
     "reward_penalties": refused(OFF, remedy="remove it"),
     "loss_fn.positive_example_nll_weight": refused(0.0, 0, remedy="set it to 0"),
     "loss_fn.zero_outside_topk": refused(False, remedy="set it to false"),

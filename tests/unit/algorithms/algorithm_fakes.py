@@ -18,6 +18,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.environments import ArithmeticEnvironment
+from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.losses.base import MetricKind
 
 TOKENIZER = load_tokenizer("char")
@@ -254,7 +255,8 @@ def source(config):
 
 
 def collector(config, engine):
-    return RolloutCollector(engine, TOKENIZER, config.data.max_prompt_length, ArithmeticEnvironment())
+    environments = LocalEnvironments(ArithmeticEnvironment())
+    return RolloutCollector(engine, TOKENIZER, config.data.max_prompt_length, environments)
 
 
 def train(algorithm, checkpoints=None, **others):

@@ -6,6 +6,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.environments import ArithmeticEnvironment
+from nemo_rl_mcore.environments.replies import LocalEnvironments
 
 TOKENIZER = load_tokenizer("char")
 
@@ -37,7 +38,9 @@ class Scripted:
 
 def collect(texts, prompts, samples, max_prompt_length=6):
     engine = Scripted(texts)
-    collector = RolloutCollector(engine, TOKENIZER, max_prompt_length, ArithmeticEnvironment())
+    collector = RolloutCollector(
+        engine, TOKENIZER, max_prompt_length, LocalEnvironments(ArithmeticEnvironment())
+    )
     return collector.collect(prompts, samples, step=9), engine
 
 

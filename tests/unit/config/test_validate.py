@@ -74,7 +74,7 @@ def test_field_and_cross_field_problems_come_together(tree):
     tree["policy"]["generation"]["top_k"] = 4
     tree["loss_fn"]["use_cispo"] = True
     tree["loss_fn"]["disable_ppo_ratio"] = True
-    tree["grpo"]["max_rollout_turns"] = 3
+    tree["grpo"]["val_num_generations_per_prompt"] = 3
     paths = [text.partition(":")[0] for text in texts(tree)]
     assert sorted(paths) == sorted(
         [
@@ -83,7 +83,7 @@ def test_field_and_cross_field_problems_come_together(tree):
             "policy.train_global_batch_size",
             "policy.megatron_cfg.use_fused_linear_logprobs",
             "loss_fn.use_cispo",
-            "grpo.max_rollout_turns",
+            "grpo.val_num_generations_per_prompt",
         ]
     )
 

@@ -122,5 +122,6 @@ class FakeDraw:
         asked = BatchedDataDict(input_ids=torch.zeros(2, 1))
         return [DrawnGroup((step, place), asked, step) for place in range(self.groups_per_step)]
 
-    def join(self, asked, answered):
-        return answered
+    async def play(self, group, respond):
+        answered = await respond(group.asked)
+        return BatchedDataDict(answered, replies=[[] for _ in range(answered.size)])

@@ -1,0 +1,253 @@
+"""Episodes: answers of the model and observations in turn, until the environment or a limit ends them.
+
+Shapes: B rows, P tokens at hand, T new tokens, S longest episode. No engine and no environment is called here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.data.turns import Ending, Reply, Turn
+
+WEIGHT_VERSIONS = "weight_versions"
+TURN_OF_TOKEN = "turn_of_token"
+DIGESTS = "digests"
+SAMPLED_DIGESTS = "sampled_digests"
+REWARDS_PREFIX = "rewards/"
+REPLIES = "replies"
+_RECORDED = (WEIGHT_VERSIONS, TURN_OF_TOKEN, SAMPLED_DIGESTS, REPLIES)
+
+
+class Observer(Protocol):
+    """What makes tokens of what an environment says."""
+
+    def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
+        """The ids between an answer, whose own stay as they were sampled, and the next one."""
+        ...
+
+
+@dataclass(frozen=True)
+class EpisodeForm:
+    """How long episodes may be, and what observations look like.
+
+    turns: answers at most. tokens: of all that the model reads; new_tokens: of an answer. observer: None where there is
+    one answer.
+    """
+
+    turns: int
+    tokens: int
+    new_tokens: int
+    observer: Observer | None
+
+
+ONE_ANSWER = EpisodeForm(turns=1, tokens=0, new_tokens=0, observer=None)
+"""What comes behind the answer to a prompt plays no part."""
+
+
+@dataclass
+class _Row:
+    """An episode so far. All lists but `ids` say something of each token that came behind the prompt."""
+
+    prompt: Prompt
+    sample: int
+    ids: list[int]
+    messages: list[Message]
+    turn_of_token: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    versions: list[int] = field(default_factory=list[int])
+    turns: int = 0
+    last_answer: list[int] = field(default_factory=list[int])
+    digests: list[int] = field(default_factory=list[int])
+    finished: bool = False
+    metadata: Any = None
+    stop_strings: tuple[str, ...] = ()
+    reward: float = 0.0
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    replies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    ending: Ending | None = None
+
+    def take(self, reply: Reply) -> None:
+        """Add up what the environment says of the last answer."""
+        self.reward += reply.reward
+        for name, reward in reply.rewards.items():
+            self.rewards[name] = self.rewards.get(name, 0.0) + reward
+        self.metadata, self.stop_strings = reply.metadata, reply.stop_strings
+        self.replies.append(reply.to_json())
+
+    def append(
+        self, ids: Sequence[int], turn: int, logprobs: Sequence[float], versions: Sequence[int]
+    ) -> None:
+        """Add tokens of an answer, or with turn 0 of an observation."""
+        self.ids += ids
+        self.turn_of_token += [turn] * len(ids)
+        self.logprobs += logprobs
+        self.versions += versions
+
+
+class Episodes:
+    """Episodes that advance together, a turn at a time: `asked`, `answer`, `turns`, `hear`, and so on to `batch`."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        asked: BatchedDataDict,
+        tokenizer: Tokenizer,
+        form: EpisodeForm,
+    ) -> None:
+        """prompts: of each row; asked: input_ids [B, P], input_lengths, prompt_index and sample_index [B]."""
+        self._first, self._tokenizer, self._form = asked, tokenizer, form
+        self._given = frozenset[str]()
+        """Columns of the answers."""
+        self._turn = 0
+        lengths, samples = asked["input_lengths"].tolist(), asked["sample_index"].tolist()
+        rows = zip(prompts, samples, asked["input_ids"].tolist(), lengths, strict=True)
+        self._rows = [
+            _Row(prompt, sample, ids[:length], _conversation(prompt)) for prompt, sample, ids, length in rows
+        ]
+        self._prompt_lengths: list[int] = lengths
+
+    @property
+    def _open(self) -> list[_Row]:
+        return [row for row in self._rows if row.ending is None]
+
+    def asked(self) -> BatchedDataDict | None:
+        """What `GenerationInterface.generate` takes, for the rows that go on; None when all have ended."""
+        if not self._turn:
+            return self._first
+        rows = self._open
+        if not rows:
+            return None
+        asked = BatchedDataDict(
+            input_ids=_padded([row.ids for row in rows], self._tokenizer.pad_token_id),
+            input_lengths=torch.tensor([len(row.ids) for row in rows]),
+            prompt_index=torch.tensor([row.prompt.index for row in rows]),
+            sample_index=torch.tensor([row.sample for row in rows]),
+            turn_index=torch.full((len(rows),), self._turn),
+        )
+        if any(row.stop_strings for row in rows):
+            asked["stop_strings"] = [row.stop_strings for row in rows]
+        return asked
+
+    def answer(self, answered: BatchedDataDict) -> None:
+        """Take the answers to what was asked, see `GenerationInterface.generate`."""
+        self._turn += 1
+        self._given = frozenset(answered)
+        given: dict[str, list[Any]] = {name: column.tolist() for name, column in answered.items()}
+        for place, row in enumerate(self._open):
+            length = given["lengths"][place]
+            row.last_answer = given["tokens"][place][:length]
+            versions: list[int] = given[WEIGHT_VERSIONS][place][:length] if WEIGHT_VERSIONS in given else []
+            row.append(row.last_answer, self._turn, given["logprobs"][place][:length], versions)
+            row.digests += [given[DIGESTS][place]] if DIGESTS in given else []
+            row.turns, row.finished = self._turn, given["finished"][place]
+            row.messages.append(Message("assistant", self._tokenizer.decode(row.last_answer)))
+
+    def turns(self) -> list[Turn]:
+        """What the environment is to reply to."""
+        return [Turn(row.prompt, tuple(row.messages), row.finished, row.metadata) for row in self._open]
+
+    def hear(self, replies: Sequence[Reply]) -> None:
+        """Take the replies, in the order of `turns`; raises ValueError when they are not as many."""
+        for row, reply in zip(self._open, replies, strict=True):
+            row.take(reply)
+            row.ending = self._ending(row, reply)
+            if row.ending is None:
+                self._observe(row, reply.observation)
+
+    def _ending(self, row: _Row, reply: Reply) -> Ending | None:
+        if reply.dropped is not None:
+            return Ending.DROPPED
+        if not row.finished:
+            return Ending.ANSWER_LIMIT
+        if reply.terminated:
+            return Ending.TERMINATED
+        return Ending.TURN_LIMIT if row.turns == self._form.turns else None
+
+    def _observe(self, row: _Row, observation: tuple[Message, ...]) -> None:
+        assert self._form.observer is not None  # an episode of one answer has ended
+        ids = self._form.observer.ids_of(row.last_answer, observation)
+        if len(row.ids) + len(ids) + self._form.new_tokens > self._form.tokens:
+            row.ending = Ending.NO_ROOM
+            return
+        row.append(ids, 0, [0.0] * len(ids), [-1] * len(ids))
+        row.messages += observation
+
+    def batch(self) -> BatchedDataDict:
+        """All episodes, in the order of their prompts; the columns are those of `Rollout`, scored."""
+        rows = self._rows
+        turn_of_token = self._columns([row.turn_of_token for row in rows], 0)
+        ending = torch.tensor([int(row.ending or Ending.TERMINATED) for row in rows])
+        dropped = ending == Ending.DROPPED
+        return BatchedDataDict(
+            input_ids=_padded([row.ids for row in rows], self._tokenizer.pad_token_id),
+            input_lengths=torch.tensor([len(row.ids) for row in rows]),
+            token_mask=(turn_of_token > 0).float(),
+            sample_mask=(~dropped).float(),
+            generation_logprobs=self._columns([row.logprobs for row in rows], 0.0),
+            finished=torch.tensor([row.finished for row in rows]) & (ending == Ending.TERMINATED),
+            prompt_index=self._first["prompt_index"],
+            sample_index=self._first["sample_index"],
+            ending=ending,
+            rewards=torch.tensor([row.reward for row in rows]).masked_fill(dropped, 0.0),
+            **{REPLIES: [row.replies for row in rows]},
+            **self._where_given(turn_of_token),
+        )
+
+    def _where_given(self, turn_of_token: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The columns that depend on the run, the engine or the environment."""
+        rows, turns = self._rows, self._form.turns
+        columns = {TURN_OF_TOKEN: turn_of_token} if turns > 1 else {}
+        if WEIGHT_VERSIONS in self._given:
+            columns[WEIGHT_VERSIONS] = self._columns([row.versions for row in rows], -1)
+        if DIGESTS in self._given:
+            digests = [row.digests + [0] * (turns - len(row.digests)) for row in rows]
+            columns[SAMPLED_DIGESTS] = torch.tensor(digests, dtype=torch.long)
+        for name in sorted({name for row in rows for name in row.rewards}):
+            columns[f"{REWARDS_PREFIX}{name}"] = torch.tensor([row.rewards.get(name, 0.0) for row in rows])
+        return columns
+
+    def _columns(self, values: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
+        """[B, S] of a value for each token behind the prompts."""
+        rows = zip(self._prompt_lengths, values, strict=True)
+        return _padded([[fill] * length + [*row] for length, row in rows], fill)
+
+
+def _conversation(prompt: Prompt) -> list[Message]:
+    return [*(prompt.context or (Message("user", prompt.text),))]
+
+
+def _padded(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
+    """Rows as a rectangle, filled on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
+
+
+def sampled_versions(batch: BatchedDataDict, turn: int | None = None) -> torch.Tensor:
+    """weight_versions of sampled tokens alone, int64 [B, T], row by row from the left, -1 behind a row's end.
+
+    turn: of this answer, counted from 0; None is all of them.
+    """
+    versions = batch[WEIGHT_VERSIONS]
+    if turn is not None and TURN_OF_TOKEN in batch:
+        versions = versions.masked_fill(batch[TURN_OF_TOKEN] != turn + 1, -1)
+    order = (versions < 0).long().argsort(dim=1, stable=True)
+    return versions.gather(1, order)[:, : int((versions >= 0).sum(1).max())]
+
+
+def trained_columns(batch: BatchedDataDict) -> BatchedDataDict:
+    """The batch without what is only recorded of its episodes, for the ranks."""
+    return BatchedDataDict(
+        {
+            name: column
+            for name, column in batch.items()
+            if name not in _RECORDED and not name.startswith(REWARDS_PREFIX)
+        }
+    )

@@ -1,0 +1,228 @@
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_rl_mcore.algorithms.episode_metrics import episode_metrics
+from nemo_rl_mcore.algorithms.episodes import EpisodeForm, sampled_versions, trained_columns
+from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.observations import make_observer
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.data.turns import Ending, Reply
+
+TOKENIZER = load_tokenizer("char")
+PROMPTS = [Prompt(4, "12>", "12"), Prompt(8, "3>", "3")]
+
+
+def ids_of(text):
+    """Of a text in which $ ends an answer."""
+    eos = TOKENIZER.eos_token_id
+    return [token for part in text for token in ([eos] if part == "$" else TOKENIZER.encode(part))]
+
+
+class Scripted:
+    """Answers the row (prompt, sample) in turn t with script[prompt, sample][t]; versions are those of the turn."""
+
+    def __init__(self, script, versions=False):
+        self.script, self.versions, self.asked = script, versions, []
+
+    def generate(self, data, *, step, greedy=False):
+        self.asked.append(data)
+        turn = int(data["turn_index"][0]) if "turn_index" in data else 0
+        keys = zip(data["prompt_index"].tolist(), data["sample_index"].tolist(), strict=True)
+        texts = [self.script[key][turn] for key in keys]
+        tokens = torch.zeros(len(texts), 6, dtype=torch.long)
+        logprobs = torch.zeros(len(texts), 6)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = torch.tensor(ids_of(text))
+            logprobs[row, : len(text)] = -(turn + 1) - torch.arange(len(text)) / 10
+        answered = BatchedDataDict(
+            tokens=tokens,
+            logprobs=logprobs,
+            lengths=torch.tensor([len(text) for text in texts]),
+            finished=torch.tensor([text.endswith("$") for text in texts]),
+        )
+        if self.versions:
+            places = torch.arange(6).expand(len(texts), 6) < answered["lengths"].unsqueeze(1)
+            answered["weight_versions"] = torch.where(places, turn + 3, -1)
+        return answered
+
+
+class Replying:
+    """Replies to each turn with what a function gives; an `Environments`."""
+
+    def __init__(self, reply):
+        self.reply, self.heard = reply, []
+
+    def replies(self, turns):
+        self.heard.append(turns)
+        return [self.reply(turn) for turn in turns]
+
+    async def replies_soon(self, turns):
+        return self.replies(turns)
+
+
+def collector(script, reply, turns=3, tokens=40, **keys):
+    engine, environments = Scripted(script, **keys), Replying(reply)
+    form = EpisodeForm(turns, tokens, 6, make_observer(TOKENIZER, chat=False))
+    return RolloutCollector(engine, TOKENIZER, 6, environments, form=form)
+
+
+def until(right):
+    """Terminates on this answer with 1, and else says what was answered, backwards, for 0.25."""
+
+    def reply(turn):
+        if turn.answer == right:
+            return Reply(1.0)
+        return Reply(0.25, terminated=False, observation=(Message("user", f"{turn.answer[::-1]}>"),))
+
+    return reply
+
+
+SCRIPT = {(4, 0): ["56$", "78$", "9$"], (4, 1): ["9$"], (8, 0): ["0$", "9$"], (8, 1): ["1", "9$"]}
+
+
+def test_answers_and_observations_stand_behind_each_other_as_they_were_sampled():
+    played = collector(SCRIPT, until("9"), versions=True)
+    batch = played.collect(PROMPTS, 2, step=5).batch
+    whole = ["12>56$65>78$87>9$", "12>9$", "3>0$0>9$", "3>1"]
+    for row, text in enumerate(whole):
+        assert batch["input_ids"][row, : len(text)].tolist() == ids_of(text)
+        assert batch["input_lengths"][row] == len(text)
+    turns = ["00011100022200033", "00011", "00110022", "001"]
+    logprobs = {0: 0.0, 1: -1.0, 2: -2.0, 3: -3.0}
+    for row, numbers in enumerate(turns):
+        mask = [int(number != "0") for number in numbers]
+        width = batch["input_ids"].shape[1]
+        assert batch["token_mask"][row].tolist() == mask + [0.0] * (width - len(mask))
+        assert batch["turn_of_token"][row].tolist() == [*map(int, numbers)] + [0] * (width - len(mask))
+        assert batch["generation_logprobs"][row].trunc().tolist() == [
+            logprobs[int(number)] for number in numbers
+        ] + [0.0] * (width - len(mask))
+    assert batch["weight_versions"].amax(1).tolist() == [5, 3, 4, 3]
+    assert batch["rewards"].tolist() == [1.5, 1.0, 1.25, 0.25]
+    assert batch["ending"].tolist() == [
+        Ending.TERMINATED,
+        Ending.TERMINATED,
+        Ending.TERMINATED,
+        Ending.ANSWER_LIMIT,
+    ]
+    assert batch["finished"].tolist() == [True, True, True, False]
+
+
+def test_only_rows_that_go_on_are_asked_with_their_turn():
+    played = collector(SCRIPT, until("9"))
+    played.collect(PROMPTS, 2, step=5)
+    first, second, third = played.generation.asked
+    assert "turn_index" not in first
+    assert second["prompt_index"].tolist() == [4, 8]
+    assert second["sample_index"].tolist() == [0, 0]
+    assert second["turn_index"].tolist() == [1, 1]
+    assert second["input_ids"].tolist() == [
+        ids_of("12>56$65>"),
+        ids_of("3>0$0>") + [TOKENIZER.pad_token_id] * 3,
+    ]
+    assert third["turn_index"].tolist() == [2]
+    last = played.environments.heard[-1][0]
+    assert [message.content for message in last.messages] == ["12>", "56", "65>", "78", "87>", "9"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "ending", "length"),
+    [
+        ({"turns": 2}, Ending.TURN_LIMIT, len("12>56$65>78$")),
+        ({"turns": 1}, Ending.TURN_LIMIT, len("12>56$")),
+        ({"tokens": len("12>56$65>") + 6}, Ending.NO_ROOM, len("12>56$65>78$")),
+        ({"tokens": len("12>56$65>") + 5}, Ending.NO_ROOM, len("12>56$")),
+    ],
+)
+def test_a_limit_truncates_and_is_told_apart(limits, ending, length):
+    played = collector({(4, 0): ["56$", "78$", "9$"]}, until("9"), **limits)
+    batch = played.collect(PROMPTS[:1], 1, step=5).batch
+    assert batch["ending"].tolist() == [ending]
+    assert batch["input_lengths"].tolist() == [length]
+    assert batch["finished"].tolist() == [False]
+    assert ("turn_of_token" in batch) == (limits.get("turns") != 1)
+
+
+def test_metadata_and_stop_strings_come_back_with_the_next_answer():
+    def reply(turn):
+        seen = turn.metadata or 0
+        return Reply(0.0, seen == 2, (Message("user", ">"),), seen + 1, ("#",) * seen)
+
+    played = collector({(4, 0): ["1$", "2$", "3$"]}, reply)
+    played.collect(PROMPTS[:1], 1, step=5)
+    assert [turns[0].metadata for turns in played.environments.heard] == [None, 1, 2]
+    assert "stop_strings" not in played.generation.asked[1]
+    assert played.generation.asked[2]["stop_strings"] == [("#",)]
+
+
+def test_a_dropped_episode_teaches_nothing():
+    def reply(turn):
+        return Reply(0.0, dropped="it died") if turn.prompt.index == 4 else Reply(1.0)
+
+    batch = collector(SCRIPT, reply).collect(PROMPTS, 2, step=5).batch
+    assert batch["sample_mask"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert batch["ending"].tolist()[:3] == [Ending.DROPPED, Ending.DROPPED, Ending.TERMINATED]
+    assert batch["rewards"].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_rewards_with_names_add_up_and_are_only_recorded():
+    def reply(turn):
+        parts = {"form": 0.5, "right": float(turn.answer == "9")}
+        return Reply(sum(parts.values()), turn.answer == "9", (Message("user", ">"),), rewards=parts)
+
+    batch = collector(SCRIPT, reply).collect(PROMPTS, 2, step=5).batch
+    assert batch["rewards/form"].tolist() == [1.5, 0.5, 1.0, 0.5]
+    assert batch["rewards/right"].tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert batch["rewards"].tolist() == [2.5, 1.5, 2.0, 0.5]
+    left = trained_columns(batch)
+    assert {"rewards", "token_mask", "ending"} <= left.keys()
+    assert not {"rewards/form", "turn_of_token", "weight_versions"} & left.keys()
+
+
+def test_a_group_played_from_a_loop_is_the_same():
+    played, again = collector(SCRIPT, until("9")), collector(SCRIPT, until("9"))
+    whole = played.collect(PROMPTS, 2, step=5).batch
+
+    async def respond(asked):
+        await asyncio.sleep(0)
+        return again.generation.generate(asked, step=5)
+
+    soon = asyncio.run(again.play_soon(PROMPTS, again.ask(PROMPTS, 2), respond))
+    assert whole.keys() == soon.keys()
+    assert whole.pop("replies") == soon.pop("replies")
+    assert all(torch.equal(whole[name], soon[name]) for name in whole)
+
+
+def test_a_reply_that_was_recorded_is_the_same_but_for_its_metadata():
+    reply = Reply(0.5, False, (Message("tool", "7"),), {"left": 2}, ("#",), {"form": 0.5}, "7")
+    recorded = json.loads(json.dumps(reply.to_json()))
+    assert Reply.from_json(recorded) == replace(reply, metadata=None)
+
+
+def test_texts_lengths_and_metrics_of_episodes():
+    rollout = collector(SCRIPT, until("9")).collect(PROMPTS, 2, step=5)
+    assert rollout.responses == ["56$65>78$87>9$", "9", "0$0>9$", "1"]
+    samples = rollout.samples(5)
+    assert [sample.prompt_tokens for sample in samples] == [3, 3, 2, 2]
+    assert [sample.response_tokens for sample in samples] == [8, 2, 4, 1]
+    metrics = episode_metrics(rollout.batch)
+    assert metrics["episodes/turns_mean"] == 1.75
+    assert metrics["episodes/turns_max"] == 3
+    assert metrics["episodes/observation_tokens_mean"] == 2.0
+    assert metrics["episodes/terminated_rate"] == 0.75
+    assert metrics["episodes/answer_limit_rate"] == 0.25
+    # What stands in a batch is padded to other groups, and is the same.
+    joined = Rollout.concatenate([rollout.select([1]), rollout], TOKENIZER.pad_token_id)
+    assert episode_metrics(joined.select(range(1, 5)).batch) == metrics
+
+
+def test_the_versions_of_sampled_tokens_stand_together():
+    batch = BatchedDataDict(weight_versions=torch.tensor([[-1, 3, -1, 4], [2, -1, -1, -1]]))
+    assert sampled_versions(batch).tolist() == [[3, 4], [2, -1]]
