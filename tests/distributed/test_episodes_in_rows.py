@@ -3,11 +3,13 @@
 import pytest
 from tolerances import LOGPROBS, METRICS, REORDERED
 
+# Ranks, keys of Megatron, keys of the model.
 LAYOUTS = {
-    "one-rank": (1, {}),
-    "dp2": (2, {}),
-    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "one-rank": (1, {}, {}),
+    "dp2": (2, {}, {}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}, {}),
+    "ep2": (2, {"expert_model_parallel_size": 2}, {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}),
 }
 
 
@@ -81,10 +83,11 @@ def dealt(policy, batch):
     return (batch.split(ranks) if policy.token_budgets is None else split_balanced(batch, ranks))[rank]
 
 
-def configured(way, megatron):
+def configured(way, megatron, model=None):
     import tiny
 
     return tiny.policy_config(
+        model=model,
         megatron={"optimizer": OPTIMIZER} | megatron,
         train_global_batch_size=8,  # episodes
         max_total_sequence_length=12,
@@ -99,13 +102,13 @@ def of_step(worker, step):
     return metrics, {name: value.numpy() for name, value in tiny.gradients(worker).items()}
 
 
-def steps(way, megatron, in_rows):
+def steps(way, megatron, model, in_rows):
     """One step for each loss, one in two chunks, and one of a critic: metrics and gradients; then weights, schedule."""
     import tiny
 
     from nemo_rl_mcore.losses import MseValueLossFn
 
-    policy = configured(way, megatron)
+    policy = configured(way, megatron, model)
     worker, found = tiny.worker(policy), []
     said = worker.get_logprobs(data=episodes(0, in_rows))["logprobs"]
     for seed, loss_fn in enumerate(losses()):
@@ -134,8 +137,8 @@ def reference(ranks):
 
     def of(layout):
         if layout not in known:
-            world_size, megatron = LAYOUTS[layout]
-            known[layout] = ranks(world_size).run(steps, REFERENCE, megatron, False)
+            world_size, *keys = LAYOUTS[layout]
+            known[layout] = ranks(world_size).run(steps, REFERENCE, *keys, False)
         return known[layout]
 
     return of
@@ -146,12 +149,14 @@ def reference(ranks):
     ("layout", "way"),
     [("one-rank", way) for way in WAYS]
     + [
-        (layout, way) for layout in ("dp2", "tp2-sp", "pp2") for way in ("rows-1", "dynamic-40", "packing-40")
+        (layout, way)
+        for layout in ("dp2", "tp2-sp", "pp2", "ep2")
+        for way in ("rows-1", "dynamic-40", "packing-40")
     ],
 )
 def test_an_episode_in_rows_trains_as_its_one_row(ranks, reference, layout, way):
-    world_size, megatron = LAYOUTS[layout]
-    results = ranks(world_size).run(steps, WAYS[way], megatron, True)
+    world_size, *keys = LAYOUTS[layout]
+    results = ranks(world_size).run(steps, WAYS[way], *keys, True)
     for found, wanted in zip(results, reference(layout), strict=True):
         for (metrics, gradients), (wanted_metrics, wanted_gradients) in zip(found[0], wanted[0], strict=True):
             assert_metrics(metrics, wanted_metrics)

@@ -219,6 +219,7 @@ def test_nothing_is_compared_where_all_are_dropped():
 
 def test_pairs_are_not_made_of_dropped_answers_nor_of_several_rows():
     batch = one_row_each(dropped=(1, 3, 4))
+    batch["rewards"] = torch.tensor([1.0, 0.0, 1.25, 0.0, 0.0, -1.0])
     pairs, with_signal = best_against_worst(Rollout(batch, [], []), 3)
     assert pairs["sample_index"].tolist()[:2] == [2, 0]
     assert pairs["sample_mask"].tolist() == [1, 1, 0, 0]
@@ -320,14 +321,16 @@ def test_dynamic_sampling_keeps_groups_whole_with_their_dropped_episodes():
 
 
 class Dropping:
-    """Environments whose replies to one answer of three are lost."""
+    """Environments whose replies to one answer of three are lost; the others earn half a point more."""
 
     def __init__(self, inner: LocalEnvironments, dropped: int):
         self.inner, self.dropped = inner, dropped
 
     def replies(self, turns):
         return [
-            replace(reply, dropped="lost") if row % 3 == self.dropped else reply
+            replace(reply, dropped="lost")
+            if row % 3 == self.dropped
+            else replace(reply, reward=reply.reward + 0.5)
             for row, reply in enumerate(self.inner.replies(turns))
         ]
 
