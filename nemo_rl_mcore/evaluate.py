@@ -74,6 +74,11 @@ def _weights(config: RunConfig) -> str:
 def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[ScoresAnswers, dict[str, list[Prompt]]]:
     try:
         environment = make_environment(config.env)
+        if not hasattr(environment, "score"):
+            raise ValueError(
+                "env: eval asks for one answer to each prompt, and this environment takes part in episodes of several; "
+                "a validation of the run plays them"
+            )
         sets = open_sets(config, tokenizer)
         require_answers(config, [prompt for prompts in sets.values() for prompt in prompts])
     except ValueError as error:

@@ -81,7 +81,9 @@ def _left_out(plan: Plan, source: PromptSource) -> Iterator[Row]:
 
 
 def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Row]:
-    """What the environment gives for the answer that the data has, and for none."""
+    """What the environment gives for the answer that the data has, and for none, where it scores single answers."""
+    if not hasattr(parts.environment, "score"):
+        return
     given, none = parts.environment.score([prompt, prompt], [prompt.imitated, ""], [True, True])
     yield (
         name,

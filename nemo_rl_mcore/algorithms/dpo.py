@@ -16,6 +16,7 @@ from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
 from nemo_rl_mcore.algorithms.logprobs import model_inputs
 from nemo_rl_mcore.algorithms.rollout import Rollout
+from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
 from nemo_rl_mcore.config import DPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -44,6 +45,7 @@ class DPO(Algorithm[DPOMasterConfig]):
             batch = self.pairs.train_batch(step, count)
         with self.observer.phase("reference"):
             self._add_reference(batch)
+        require_sampled_ids(batch)
         begin_update()
         with self.observer.phase("train"):
             result = self._train(batch)

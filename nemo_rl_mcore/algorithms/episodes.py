@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.observations import Observer
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply, Turn
 
@@ -24,14 +25,6 @@ SAMPLED_DIGESTS = "sampled_digests"
 REWARDS_PREFIX = "rewards/"
 REPLIES = "replies"
 _RECORDED = (WEIGHT_VERSIONS, TURN_OF_TOKEN, SAMPLED_DIGESTS, REPLIES)
-
-
-class Observer(Protocol):
-    """What makes tokens of what an environment says."""
-
-    def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
-        """The ids between an answer, whose own stay as they were sampled, and the next one."""
-        ...
 
 
 @dataclass(frozen=True)

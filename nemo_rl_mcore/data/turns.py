@@ -50,23 +50,24 @@ class Reply:
     dropped: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """What of it decides on the episode, as JSON: all but the metadata."""
-        return {
-            "reward": self.reward,
-            "terminated": self.terminated,
+        """All but the metadata, as JSON; what says nothing is left out."""
+        given = {
             "observation": [[message.role, message.content] for message in self.observation],
             "stop_strings": [*self.stop_strings],
             "rewards": dict(self.rewards),
             "answer": self.answer,
             "dropped": self.dropped,
         }
+        said = {name: value for name, value in given.items() if value}
+        return {"reward": self.reward, "terminated": self.terminated, **said}
 
     @classmethod
     def from_json(cls, recorded: Mapping[str, Any]) -> Self:
         """What `to_json` gave; raises TypeError for keys that are no field."""
-        given = dict(recorded)
-        given["observation"] = tuple(Message(role, content) for role, content in given["observation"])
-        given["stop_strings"] = tuple(given["stop_strings"])
+        given: dict[str, Any] = {**recorded}
+        messages = recorded.get("observation", ())
+        given["observation"] = tuple(Message(role, content) for role, content in messages)
+        given["stop_strings"] = tuple(recorded.get("stop_strings", ()))
         return cls(**given)
 
 
