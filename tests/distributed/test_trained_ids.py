@@ -70,9 +70,7 @@ def of_engine(policy, stop_ids, journal):
     engine = loop.run_until_complete(opened())
 
     def ask(data, step):
-        keys = sample_keys(
-            SEED, step, data["prompt_index"], data["sample_index"], data.get("turn_index")
-        )
+        keys = sample_keys(SEED, step, data["prompt_index"], data["sample_index"], data.get("turn_index"))
         strings = data.get("stop_strings", [()] * data.size)
         requests = as_requests(BatchedDataDict(data, seeds=keys, stop_strings=strings))
         return as_batch(loop.run_until_complete(engine.generate(requests, sampling, 0)), NEW_TOKENS)

@@ -14,13 +14,16 @@ from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch, measure_mismatch
 from nemo_rl_mcore.algorithms.ppo import PPO, shuffled
 from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
+from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics
 from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
 from nemo_rl_mcore.config.vllm import MismatchConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.token_digests import digest_of_ids
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.environments.replies import LocalEnvironments
+from nemo_rl_mcore.errors import RunStoppedError
 
 COLUMNS = 9
 CUTS = [[4], [], [3, 5, 6], [7], [2, 4], []]
@@ -209,6 +212,21 @@ def test_training_and_generation_are_compared_by_episode():
     assert check_mismatch(1, parts, config) == pytest.approx(check_mismatch(1, whole, config))
     assert torch.equal(parts["sample_mask"], whole["sample_mask"][parts["episode_index"]])
     assert 0 < whole["sample_mask"].sum() < 5
+
+
+def test_what_was_sampled_is_compared_over_all_rows():
+    whole = one_row_each()
+    whole["sampled_digests"] = torch.tensor(
+        [
+            [digest_of_ids(sampled.tolist()) if len(sampled := ids[turns == turn]) else 0 for turn in (1, 2)]
+            for ids, turns in zip(whole["input_ids"], whole["turn_of_token"], strict=True)
+        ]
+    )
+    parts = as_rows(whole, CUTS)
+    require_sampled_ids(parts)
+    parts["input_ids"][6, 6] += 1
+    with pytest.raises(RunStoppedError, match="prompt_index 7, sample_index 2: answer 2 would be trained"):
+        require_sampled_ids(parts)
 
 
 def test_nothing_is_compared_where_all_are_dropped():
