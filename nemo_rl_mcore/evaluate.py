@@ -74,6 +74,11 @@ def _weights(config: RunConfig) -> str:
 def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[str, list[Prompt]]]:
     try:
         environment = make_environment(config.env)
+        if not hasattr(environment, "score"):
+            raise ValueError(
+                "env: eval asks for one answer to each prompt, and this environment takes part in episodes of several; "
+                "a validation of the run plays them"
+            )
         sets = open_sets(config, tokenizer)
         require_answers(config, [prompt for prompts in sets.values() for prompt in prompts])
     except ValueError as error:
@@ -111,7 +116,6 @@ def _evaluator(
     return Evaluator(
         folder=Path(config.logger.log_dir),
         environment=environment,
-        reward_weights=config.env.reward_weights or {},
         start=start,
         samples=section.num_tests_per_prompt,
         batch_size=config.loop.val_batch_size,

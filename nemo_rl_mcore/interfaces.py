@@ -239,8 +239,8 @@ class ScoresAnswers(Protocol):
 type Environment = EnvironmentInterface | ScoresAnswers
 
 
-class Environments(Protocol):
-    """The environments of a run, wherever they run: each turn has a reply, or is dropped, whatever becomes of them."""
+class RepliesToTurns(Protocol):
+    """What says something to each answer."""
 
     def replies(self, turns: Sequence[Turn]) -> Sequence[Reply]:
         """The reply to each turn, in their order; called by the thread that trains. Raises what ends the run."""
@@ -249,6 +249,10 @@ class Environments(Protocol):
     async def replies_soon(self, turns: Sequence[Turn]) -> Sequence[Reply]:
         """As `replies`, from an asyncio loop, which it never blocks."""
         ...
+
+
+class Environments(RepliesToTurns, Protocol):
+    """The environments of a run, wherever they run: each turn has a reply, or is dropped, whatever becomes of them."""
 
     def take_counts(self) -> Mapping[str, float]:
         """Turns that were dropped and asked again, and environments started anew, since the last call; as `env/NAME`.

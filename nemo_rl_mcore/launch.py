@@ -46,6 +46,7 @@ from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
 from nemo_rl_mcore.generation.embedded.kind import embedded_kind
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.engine import EngineKind
+from nemo_rl_mcore.generation.journal import JOURNAL_FOLDER
 from nemo_rl_mcore.generation.vllm.kind import vllm_kind
 from nemo_rl_mcore.interfaces import Environment, Environments, GenerationInterface
 from nemo_rl_mcore.observability import RunRecorder
@@ -302,6 +303,7 @@ def start_model(
         trained=plan.trained,
         colocated_with=colocated_with,
         verify_checksums=config.checkpointing.verify_checksums,
+        journal=_journal_folder(config),
     )
 
 
@@ -377,12 +379,27 @@ def engine_kind(config: RunConfig) -> EngineKind:
     """The engines apart from the ranks that the recipe asks for."""
     if config.policy.generation.backend == "vllm":
         folder = Path(config.logger.log_dir)
-        return vllm_kind(config.policy, folder, os.environ, on_cpu=config.cluster.on_cpu)
+        return vllm_kind(
+            config.policy,
+            folder,
+            os.environ,
+            on_cpu=config.cluster.on_cpu,
+            reads_texts=config.max_rollout_turns > 1,
+            journal=_journal_folder(config),
+        )
     asynchronous = isinstance(config, GRPOMasterConfig) and config.grpo.async_grpo
     return embedded_kind(
         config.policy,
         reread_after_refit=asynchronous and asynchronous.recompute_kv_cache_after_weight_updates,
+        journal=_journal_folder(config),
     )
+
+
+def _journal_folder(config: RunConfig) -> str | None:
+    """Where those that draw responses keep their journals, which run in other folders than the driver."""
+    if not config.policy.generation.journal:
+        return None
+    return str(Path(config.logger.log_dir).absolute() / JOURNAL_FOLDER)
 
 
 def count_of(number: int, noun: str) -> str:

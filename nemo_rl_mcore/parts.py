@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from nemo_rl_mcore.algorithms.episodes import ONE_ANSWER, EpisodeForm
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
-from nemo_rl_mcore.config.algorithm import EpisodesConfig
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetched_folder
-from nemo_rl_mcore.data.observations import make_observer
+from nemo_rl_mcore.data.observations import make_observer, require_append_only
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_mcore.environments import make_environment, require_golds, require_golds_run_first
@@ -40,6 +39,7 @@ def open_parts(config: RunConfig) -> Parts:
     tokenizer = tokenizer_of(config.policy)
     try:
         check_losses(config)
+        form = _form(config, tokenizer)
         environment = make_environment(config.env)
         prompts = open_prompts(config, tokenizer)
         require_golds(config, prompts)
@@ -50,19 +50,21 @@ def open_parts(config: RunConfig) -> Parts:
         steps = steps_of_epochs(config, len(prompts.train))
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
-    return Parts(config, tokenizer, prompts, environment, _form(config, tokenizer))
+    return Parts(config, tokenizer, prompts, environment, form)
 
 
 def _form(config: RunConfig, tokenizer: Tokenizer) -> EpisodeForm:
-    """What the episodes of the recipe are like."""
-    loop, policy = config.loop, config.policy
-    if not isinstance(loop, EpisodesConfig) or loop.max_rollout_turns == 1:
+    """What the episodes of the recipe are like; raises ValueError for a chat template that rewrites earlier turns."""
+    policy, chat = config.policy, config.data.apply_chat_template
+    if config.max_rollout_turns == 1:
         return ONE_ANSWER
+    if chat:
+        require_append_only(tokenizer, policy.tokenizer.name)
     return EpisodeForm(
-        loop.max_rollout_turns,
+        config.max_rollout_turns,
         policy.max_total_sequence_length,
         policy.generation.max_new_tokens,
-        make_observer(tokenizer, chat=config.data.apply_chat_template),
+        make_observer(tokenizer, chat=chat),
     )
 
 

@@ -18,6 +18,7 @@ from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.replayed_rollouts import (
     ReplayedRollouts,
     missing_groups,
+    require_replies,
     require_steps,
     ticket_of,
 )
@@ -78,6 +79,7 @@ def _replay(config: RunConfig, run: Path, after: int, last: int | None) -> None:
     embedded = config.policy.generation.backend == "embedded"
     if lacking or (not embedded and any(p not in kept for p in timeline.positions(steps))):
         raise RunStoppedError(_what_is_missing(after, lacking, embedded=embedded))
+    require_replies(timeline, timeline.positions(steps), kept)
     at_once, samples = config.policy.generation_batch_size, config.grpo.num_generations_per_prompt
     if at_once is not None and at_once < samples and any(p not in kept for p in timeline.positions(steps)):
         raise RunStoppedError(
@@ -198,8 +200,9 @@ def _engine(
 ) -> EngineGeneration:
     kind = engine_kind(config)
     schedules = {
-        ticket_of(position): [(segment.first, segment.version) for segment in group.segments]
+        ticket_of(position, turn): [(segment.first, segment.version) for segment in logged.segments]
         for position, group in timeline.groups.items()
+        for turn, logged in enumerate(group.turns)
     }
     settings = ScheduledSettings(config.policy, kind.settings.reread_after_refit, schedules=schedules)
     return EngineGeneration(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from nemo_rl_mcore.data.token_digests import digest_of_ids
 from nemo_rl_mcore.generation.engine import GenerationCancelledError, Sampling, WrongWeightsError
 from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
 from nemo_rl_mcore.generation.refit.digests import digests
@@ -67,6 +68,7 @@ async def keeps_to_the_contract(engine, old, new, requests, *, overlaps, sleeps)
         assert len(answer.logprobs) == TOKENS
         assert max(answer.logprobs) <= 0
         assert (answer.versions, answer.finished) == ([0] * TOKENS, False)
+        assert answer.digest == digest_of_ids(answer.tokens)
     alone = [(await answers([request], 0))[0].tokens for request in requests]
     assert alone == [answer.tokens for answer in first], "who else asks does not matter"
     reseeded = [replace(request, seed=request.seed + 1000) for request in requests]

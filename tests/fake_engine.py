@@ -33,7 +33,7 @@ class FakeEngine:
         if version is not None:
             self.weights.require(version)
         self._asked.add(ticket)
-        answers = [Response([], [], finished=False, versions=[]) for _ in requests]
+        growing = [{"tokens": [], "logprobs": [], "versions": [], "finished": False} for _ in requests]
         open_rows = dict(enumerate(requests))
         for position in range(sampling.max_new_tokens):
             await asyncio.sleep(self._pause_s)
@@ -41,18 +41,18 @@ class FakeEngine:
             if ticket not in self._asked:
                 raise GenerationCancelledError(ticket)
             for row, request in [*open_rows.items()]:
-                self._draw(answers[row], request, position)
-                if answers[row].tokens[-1] in sampling.stop_ids:
-                    answers[row] = Response(**vars(answers[row]) | {"finished": True})
+                self._draw(growing[row], request, position)
+                if growing[row]["tokens"][-1] in sampling.stop_ids:
+                    growing[row]["finished"] = True
                     del open_rows[row]
-        return answers
+        return [Response.of(**answer) for answer in growing]
 
     def _draw(self, answer, request, position):
         token = (31 * request.seed + 7 * position + sum(request.prompt)) % VOCABULARY
-        before = [*request.prompt, *answer.tokens]
-        answer.logprobs.append(float(next_logprobs(self._scale, before, 1.0)[token]))
-        answer.tokens.append(token)
-        answer.versions.append(self.weights.newest)
+        before = [*request.prompt, *answer["tokens"]]
+        answer["logprobs"].append(float(next_logprobs(self._scale, before, 1.0)[token]))
+        answer["tokens"].append(token)
+        answer["versions"].append(self.weights.newest)
 
     async def next_logprobs(self, prompts, temperature):
         self.weights.require(None)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import torch
 from safetensors.torch import save_file
 
+from nemo_rl_mcore.data.token_digests import digests_of_rows
 from nemo_rl_mcore.losses.base import TokenOutputs
 from nemo_rl_mcore.ops.sampling import keyed_uniforms, sample_tokens
 from nemo_rl_mcore.training.policy_backend import GeneratedRows, TopKLogits
@@ -63,15 +64,17 @@ class TorchBackend:
     def generate(self, request):
         rows, new = len(request.prompts), request.max_new_tokens
         found = GeneratedRows(torch.zeros(rows, new, dtype=torch.long), torch.zeros(rows, new),
-                              torch.full((rows,), new), torch.zeros(rows, dtype=torch.bool))  # fmt: skip
+                              torch.full((rows,), new), torch.zeros(rows, dtype=torch.bool),
+                              torch.zeros(rows, dtype=torch.long))  # fmt: skip
         for row, prompt in enumerate(request.prompts):
             for i in range(new):
                 logits = self._scaled_logits(torch.tensor([[*prompt, *found.tokens[row, :i].tolist()]]))
                 logits, noise = logits[:, -1] * self.temperature, keyed_uniforms(request.keys_B[row, None], i)
                 found.tokens[row, i], found.logprobs[row, i] = sample_tokens(logits, noise, request.sampling)
-                if request.stops.met_by(found.tokens[row, : i + 1].tolist()):
+                if request.stops[row].met_by(found.tokens[row, : i + 1].tolist()):
                     found.lengths[row], found.finished[row] = i + 1, True
                     break
+        found.digests.copy_(digests_of_rows(found.tokens, found.lengths))
         return found
 
     def forward_backward(self, data, loss_fn, micro_batch_size):

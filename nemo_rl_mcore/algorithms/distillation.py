@@ -12,6 +12,7 @@ from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs
+from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
 from nemo_rl_mcore.config import DistillationMasterConfig
@@ -34,6 +35,7 @@ class Distillation(Algorithm[DistillationMasterConfig]):
         )
         with self.observer.phase("teacher"):
             self._add_teacher(batch)
+        require_sampled_ids(batch)
         begin_update()
         with self.observer.phase("train"):
             result = self.policy.train(batch, make_loss(self.config.loss_fn))

@@ -15,6 +15,7 @@ import torch
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.logprobs import model_inputs
 from nemo_rl_mcore.algorithms.rollout import Rollout
+from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
 from nemo_rl_mcore.config import DPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -42,6 +43,7 @@ class DPO(Algorithm[DPOMasterConfig]):
             batch = self.pairs.train_batch(step, count)
         with self.observer.phase("reference"):
             self._add_reference(batch)
+        require_sampled_ids(batch)
         begin_update()
         with self.observer.phase("train"):
             result = self._train(batch)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.observations import Observer
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
 
@@ -22,15 +23,8 @@ TURN_OF_TOKEN = "turn_of_token"
 DIGESTS = "digests"
 SAMPLED_DIGESTS = "sampled_digests"
 REWARDS_PREFIX = "rewards/"
-_RECORDED = (WEIGHT_VERSIONS, TURN_OF_TOKEN, SAMPLED_DIGESTS)
-
-
-class Observer(Protocol):
-    """What makes tokens of what an environment says."""
-
-    def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
-        """The ids between an answer, whose own stay as they were sampled, and the next one."""
-        ...
+REPLIES = "replies"
+_RECORDED = (WEIGHT_VERSIONS, TURN_OF_TOKEN, SAMPLED_DIGESTS, REPLIES)
 
 
 @dataclass(frozen=True)
@@ -70,6 +64,7 @@ class _Row:
     stop_strings: tuple[str, ...] = ()
     reward: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict[str, float])
+    replies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     ending: Ending | None = None
 
     def take(self, reply: Reply) -> None:
@@ -78,6 +73,7 @@ class _Row:
         for name, reward in reply.rewards.items():
             self.rewards[name] = self.rewards.get(name, 0.0) + reward
         self.metadata, self.stop_strings = reply.metadata, reply.stop_strings
+        self.replies.append(reply.to_json())
 
     def append(
         self, ids: Sequence[int], turn: int, logprobs: Sequence[float], versions: Sequence[int]
@@ -195,6 +191,7 @@ class Episodes:
             sample_index=self._first["sample_index"],
             ending=ending,
             rewards=torch.tensor([row.reward for row in rows]).masked_fill(dropped, 0.0),
+            **{REPLIES: [row.replies for row in rows]},
             **self._where_given(turn_of_token),
         )
 
@@ -223,9 +220,14 @@ def _padded(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
     return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
 
 
-def sampled_versions(batch: BatchedDataDict) -> torch.Tensor:
-    """weight_versions of the sampled tokens alone, int64 [B, T], row by row from the left, -1 behind a row's end."""
+def sampled_versions(batch: BatchedDataDict, turn: int | None = None) -> torch.Tensor:
+    """weight_versions of sampled tokens alone, int64 [B, T], row by row from the left, -1 behind a row's end.
+
+    turn: of this answer, counted from 0; None is all of them.
+    """
     versions = batch[WEIGHT_VERSIONS]
+    if turn is not None and TURN_OF_TOKEN in batch:
+        versions = versions.masked_fill(batch[TURN_OF_TOKEN] != turn + 1, -1)
     order = (versions < 0).long().argsort(dim=1, stable=True)
     return versions.gather(1, order)[:, : int((versions >= 0).sum(1).max())]
 

@@ -15,6 +15,7 @@ from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch
 from nemo_rl_mcore.algorithms.rollout import Rollout
+from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
 from nemo_rl_mcore.config import GRPOMasterConfig
@@ -45,6 +46,7 @@ class GRPO(Algorithm[GRPOMasterConfig]):
         metrics = self._check_mismatch(step, batch)
         make_advantage_estimator(self.config.grpo.adv_estimator, loss).add_to(batch)
         warn_of_large_advantages(step, rollout)
+        require_sampled_ids(batch)
         return metrics
 
     def _check_mismatch(self, step: int, batch: BatchedDataDict) -> dict[str, float]:

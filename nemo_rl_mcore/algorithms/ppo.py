@@ -17,6 +17,7 @@ from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch
+from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
 from nemo_rl_mcore.config import PPOMasterConfig
@@ -46,6 +47,7 @@ class PPO(Algorithm[PPOMasterConfig]):
             batch["values"] = self.critic.get_values(model_inputs(batch))["values"]
         make_advantage_estimator(config.ppo.adv_estimator, loss).add_to(batch)
         warn_of_large_advantages(step, rollout)
+        require_sampled_ids(batch)
         begin_update()
         with self.observer.phase("train"):
             of_policy, of_critic = self._train(step, batch)

@@ -23,7 +23,7 @@ from nemo_rl_mcore.algorithms.episodes import (
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.interfaces import Environments, GenerationInterface
+from nemo_rl_mcore.interfaces import Environments, GenerationInterface, RepliesToTurns
 from nemo_rl_mcore.observability import Sample
 
 
@@ -33,7 +33,8 @@ class Rollout:
 
     batch: input_ids [B, S], input_lengths [B], token_mask [B, S] (1 on sampled tokens), sample_mask [B] (0 for an
     episode that was dropped), generation_logprobs [B, S], prompt_index and sample_index [B], rewards [B], ending int64
-    [B] (`data.turns.Ending`) and finished bool [B], whether it was terminated. Engines that hold a copy of the weights
+    [B] (`data.turns.Ending`) and finished bool [B], whether it was terminated; replies, a list of what was said to each
+    answer (`data.turns.Reply.to_json`). Engines that hold a copy of the weights
     add weight_versions int64 [B, S], of those that drew each token, else -1; engines that say what they drew,
     sampled_digests int64 [B, turns]; several turns turn_of_token int64 [B, S], from 1 on, 0 where none was sampled;
     several rewards `rewards/NAME` [B].
@@ -280,10 +281,14 @@ class RolloutCollector(Responder):
         prompts: Sequence[Prompt],
         asked: BatchedDataDict,
         respond: Callable[[BatchedDataDict], Awaitable[BatchedDataDict]],
+        environments: RepliesToTurns | None = None,
     ) -> BatchedDataDict:
-        """Play episodes that begin with `asked`, from an asyncio loop; `respond` gives the answers of a turn."""
-        episodes = self.episodes(prompts, asked)
+        """Play episodes that begin with `asked`, from an asyncio loop; `respond` gives the answers of a turn.
+
+        environments: in place of those that there are.
+        """
+        episodes, environments = self.episodes(prompts, asked), environments or self.environments
         while (asking := episodes.asked()) is not None:
             episodes.answer(await respond(asking))
-            episodes.hear(await self.environments.replies_soon(episodes.turns()))
+            episodes.hear(await environments.replies_soon(episodes.turns()))
         return episodes.batch()

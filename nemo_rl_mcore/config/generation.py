@@ -62,6 +62,8 @@ class GenerationConfig(StrictModel):
 
     After a few of its prompts; a difference that the number format does not explain ends the run.
     """
+    journal: bool = False
+    """Have engines write the token ids of every response into log_dir/journal, with the key of its noise (ours)."""
     mismatch: MismatchConfig = MismatchConfig()
     """When the engine and training disagree."""
 

@@ -7,6 +7,7 @@ from pydantic import model_validator
 
 from nemo_rl_mcore.config.algorithm import (
     DistillationConfig,
+    EpisodesConfig,
     GRPOConfig,
     LoopConfig,
     PPOConfig,
@@ -84,6 +85,12 @@ class RunConfig(StrictModel):
         if not isinstance(loop, RolloutConfig):
             return self.policy.train_global_batch_size
         return max(1, round(loop.num_prompts_per_step * loop.batch_multiplier))
+
+    @property
+    def max_rollout_turns(self) -> int:
+        """Answers of an episode at most."""
+        loop = self.loop
+        return loop.max_rollout_turns if isinstance(loop, EpisodesConfig) else 1
 
     @property
     def val_batches(self) -> int:

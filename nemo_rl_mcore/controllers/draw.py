@@ -9,6 +9,7 @@ from typing import Protocol
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.interfaces import RepliesToTurns
 
 type Respond = Callable[[BatchedDataDict], Awaitable[BatchedDataDict]]
 """Asks an engine for the answers of a turn, see `interfaces.RolloutEngines.respond`."""
@@ -31,8 +32,13 @@ class Draw(Protocol):
         """The groups of a step, in order."""
         ...
 
-    async def play(self, group: DrawnGroup, respond: Respond) -> BatchedDataDict:
-        """The group's episodes, see `algorithms.rollout.Rollout`; called from the asyncio loop of who asks."""
+    async def play(
+        self, group: DrawnGroup, respond: Respond, environments: RepliesToTurns | None = None
+    ) -> BatchedDataDict:
+        """The group's episodes, see `algorithms.rollout.Rollout`; called from the asyncio loop of who asks.
+
+        environments: in place of the run's.
+        """
         ...
 
 
@@ -50,9 +56,11 @@ class GroupDraw:
         drawn = self.prompts.train_batch(step, self.groups_per_step)
         return [DrawnGroup(prompt, self.collector.ask([prompt], self.samples), step) for prompt in drawn]
 
-    async def play(self, group: DrawnGroup, respond: Respond) -> BatchedDataDict:
+    async def play(
+        self, group: DrawnGroup, respond: Respond, environments: RepliesToTurns | None = None
+    ) -> BatchedDataDict:
         """See `Draw.play`."""
-        return await self.collector.play_soon([group.prompt], group.asked, respond)
+        return await self.collector.play_soon([group.prompt], group.asked, respond, environments)
 
 
 class DrawnGroups:

@@ -7,7 +7,7 @@ version counts the optimizer steps that the weights have had.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
@@ -36,6 +36,18 @@ class Segment:
 
 
 @_exactly
+@dataclass(frozen=True)
+class LoggedTurn:
+    """A turn of a group's episodes: who drew the answers, and what was said to each, in the order of the rows.
+
+    replies: see `data.turns.Reply.to_json`; rows whose episodes had ended are left out.
+    """
+
+    segments: tuple[Segment, ...]
+    replies: tuple[dict[str, Any], ...]
+
+
+@_exactly
 @dataclass(frozen=True, kw_only=True)
 class Started:
     """The driver has started, with the weights of this version; later steps in the log before were in vain."""
@@ -58,12 +70,17 @@ class Dispatched:
 @_exactly
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """A group has been generated. digest: of its tokens and their log-probabilities; empty where none was taken."""
+    """A group has been generated and scored.
+
+    segments: of all answers of a row, one behind the other. digest: of its tokens and their log-probabilities; empty
+    where none was taken. turns: with what the environment said, for a replay.
+    """
 
     kind: Literal["committed"] = "committed"
     token: Token
     segments: tuple[Segment, ...]
     digest: str = ""
+    turns: tuple[LoggedTurn, ...] = ()
 
 
 @_exactly

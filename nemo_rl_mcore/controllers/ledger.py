@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, Self
 
 from nemo_rl_mcore.controllers import events
-from nemo_rl_mcore.controllers.events import Event, Segment, Token
+from nemo_rl_mcore.controllers.events import Event, LoggedTurn, Segment, Token
 from nemo_rl_mcore.controllers.saved_ledger import SavedDrop, SavedGroup, SavedLedger
 from nemo_rl_mcore.controllers.states import Group, GroupState, LedgerError, Limits, StepState
 
@@ -113,7 +113,9 @@ class Ledger:
         group.attempt, group.min_version, group.state = token.attempt, self.published, GroupState.INFLIGHT
         return token
 
-    def commit(self, token: Token, segments: Sequence[Segment], digest: str = "") -> bool:
+    def commit(
+        self, token: Token, segments: Sequence[Segment], digest: str = "", turns: Sequence[LoggedTurn] = ()
+    ) -> bool:
         """Take a generated group as READY; False, and nothing changes, for an attempt that is not under way any more.
 
         Raises LedgerError for tokens older than the version published at the dispatch or newer than the trainer's, and
@@ -130,7 +132,7 @@ class Ledger:
                 f"{token}: an engine answered with versions {versions}; the group was dispatched at version "
                 f"{group.min_version}, and the newest is {self.version}"
             )
-        self._log(events.Committed(token=token, segments=tuple(segments), digest=digest))
+        self._log(events.Committed(token=token, segments=tuple(segments), digest=digest, turns=tuple(turns)))
         group.state, group.min_version = GroupState.READY, min(versions)
         return True
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from types import TracebackType
 from typing import Self
 
 from nemo_rl_mcore.controllers.draw import Draw, DrawnGroup
 from nemo_rl_mcore.controllers.group_store import GroupStore, digest_of_group
+from nemo_rl_mcore.controllers.logged_turns import LoggedEnvironments
 from nemo_rl_mcore.controllers.metrics import Pace
 from nemo_rl_mcore.controllers.timeline import Timeline
 from nemo_rl_mcore.data import BatchedDataDict
@@ -19,9 +21,9 @@ from nemo_rl_mcore.interfaces import RolloutEngines
 from nemo_rl_mcore.loop_thread import LoopThread
 
 
-def ticket_of(position: int) -> str:
-    """What a replay calls the group to the engine that draws it again."""
-    return f"group {position}"
+def ticket_of(position: int, turn: int) -> str:
+    """What a replay calls a turn of the group, counted from 0, to the engine that draws it again."""
+    return f"group {position}, turn {turn + 1}"
 
 
 class ReplayedRollouts:
@@ -50,17 +52,22 @@ class ReplayedRollouts:
         self._step = steps.start - 1
         self._positions = {*timeline.positions(steps)}
         self._drawn: dict[int, Sequence[DrawnGroup]] = {}
+        self._ahead: dict[int, list[int]] = {}
+        """Of groups under way: the versions that begin the turns which are not asked for yet."""
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._thread = LoopThread("replay", self._stop)
 
     def update_weights(self, version: int) -> None:
-        """Give the engine the weights, and ask for the groups that began with them."""
+        """Give the engine the weights, once no turn is to begin with older ones; ask for the groups that begin so."""
         if self._engines is None:
             return
+        self._wait(lambda: not any(first < version for ahead in self._ahead.values() for first in ahead))
         self._engines.update_weights(version)
         for position in sorted(self._positions):
-            if self._timeline.groups[position].oldest == version and position not in self._kept:
+            logged = self._timeline.groups[position]
+            if logged.oldest == version and position not in self._kept:
+                self._ahead[position] = [turn.segments[0].version for turn in logged.turns]
                 self._thread.begin(self._answer(position, self._group(position)))
         self._thread.call(_nothing()).result()  # before the next update, the engine has been asked
 
@@ -74,11 +81,14 @@ class ReplayedRollouts:
             for position in chunk:
                 if position in self._kept and position not in self.groups:
                     self._take(position, self._kept.get(position))
-            with self._changed:
-                self._changed.wait_for(lambda: self._error or all(p in self.groups for p in chunk))  # noqa: B023
-            if self._error is not None:
-                raise self._error
+            self._wait(lambda: all(p in self.groups for p in chunk))  # noqa: B023
             yield chunk
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or ready())
+        if self._error is not None:
+            raise self._error
 
     def chunks_of(self, step: int) -> Sequence[Sequence[int]]:
         """Those of the log."""
@@ -124,9 +134,20 @@ class ReplayedRollouts:
         return self._drawn[step][place]
 
     async def _answer(self, position: int, group: DrawnGroup) -> None:
-        assert self._engines is not None
-        respond = partial(self._engines.respond, step=group.step, ticket=ticket_of(position))
-        batch = await self._draw.play(group, respond)
+        turns = count()
+
+        async def respond(asked: BatchedDataDict) -> BatchedDataDict:
+            assert self._engines is not None
+            answering = self._engines.respond(asked, step=group.step, ticket=ticket_of(position, next(turns)))
+            answered = asyncio.ensure_future(answering)
+            await asyncio.sleep(0)  # it is asked for
+            with self._changed:
+                del self._ahead[position][0]
+                self._changed.notify_all()
+            return await answered
+
+        replies = LoggedEnvironments(self._timeline.groups[position].turns)
+        batch = await self._draw.play(group, respond, replies)
         self.drawn_again += 1
         self._take(position, batch)
 
@@ -145,6 +166,19 @@ class ReplayedRollouts:
 
 async def _nothing() -> None:
     """What is begun after others have reached their first wait."""
+
+
+def require_replies(timeline: Timeline, positions: Sequence[int], kept: GroupStore) -> None:
+    """Raise RunStoppedError for groups of which neither the log nor the run's folder says what the environment said."""
+    silent = [
+        position
+        for position in positions
+        if ("rewards" not in kept.get(position) if position in kept else not timeline.groups[position].turns)
+    ]
+    if silent:
+        raise RunStoppedError(
+            f"groups {silent} cannot be replayed: the run is of an earlier version, whose log does not tell rewards"
+        )
 
 
 def missing_groups(timeline: Timeline, steps: range, kept: GroupStore) -> list[int]:

@@ -22,6 +22,7 @@ from nemo_rl_mcore.controllers.event_log import LogMark
 from nemo_rl_mcore.controllers.events import Segment, Token
 from nemo_rl_mcore.controllers.group_store import GroupStore, Retention, digest_of_group, segments_of
 from nemo_rl_mcore.controllers.ledger import Ledger
+from nemo_rl_mcore.controllers.logged_turns import turns_of
 from nemo_rl_mcore.controllers.metrics import Pace
 from nemo_rl_mcore.controllers.saved_ledger import SavedLedger
 from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
@@ -321,7 +322,7 @@ class Rollouts:
 
     def _commit(self, token: Token, batch: BatchedDataDict, segments: Sequence[Segment]) -> None:
         with self._changed:
-            if self.ledger.commit(token, segments, digest_of_group(batch)):
+            if self.ledger.commit(token, segments, digest_of_group(batch), turns_of(batch)):
                 self.groups.put(token.position, batch)
             self._failures = 0
             self._watch.moved()

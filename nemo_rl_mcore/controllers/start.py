@@ -26,6 +26,7 @@ from nemo_rl_mcore.controllers.event_log import (
 from nemo_rl_mcore.controllers.events import Committed, Event, Finished, Started, Token
 from nemo_rl_mcore.controllers.group_store import GroupStore, Retention, digest_of_group, segments_of
 from nemo_rl_mcore.controllers.ledger import Ledger
+from nemo_rl_mcore.controllers.logged_turns import turns_of
 from nemo_rl_mcore.controllers.rollouts import Rollouts
 from nemo_rl_mcore.controllers.saved_ledger import SavedDrop, SavedLedger
 from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
@@ -220,7 +221,11 @@ def restored_ledger(
         if not goes_on:
             token = Token(saved.ledger.incarnation, position, attempts[position])
             segments = tuple(segments_of(sampled_versions(group)))
-            log.append(Committed(token=token, segments=segments, digest=digest_of_group(group)))
+            log.append(
+                Committed(
+                    token=token, segments=segments, digest=digest_of_group(group), turns=turns_of(group)
+                )
+            )
     return ledger
 
 

@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from nemo_rl_mcore.controllers.events import Committed, Event, Finished, Published, Segment, Started
+from nemo_rl_mcore.controllers.events import (
+    Committed,
+    Event,
+    Finished,
+    LoggedTurn,
+    Published,
+    Segment,
+    Started,
+)
 
 
 @dataclass(frozen=True)
 class LoggedGroup:
-    """From which token on which version drew a group, and the digest of what was drawn."""
+    """From which token on which version drew a group, and the digest of what was drawn.
+
+    turns: the same of each turn, with what the environment said; empty in a log that does not tell.
+    """
 
     segments: Sequence[Segment]
     digest: str
+    turns: Sequence[LoggedTurn] = ()
 
     @property
     def oldest(self) -> int:
@@ -43,7 +55,7 @@ class Timeline:
                         del found.chunks[step]
                         found.weights.pop(step, None)
                 case Committed():
-                    group = LoggedGroup(event.segments, event.digest)
+                    group = LoggedGroup(event.segments, event.digest, event.turns)
                     found.groups[event.token.position] = group
                 case Finished():
                     found.chunks[event.step] = event.chunks

@@ -10,12 +10,13 @@ from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.token_rows import TokenRow
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 
-_ASSISTANT = "assistant"
+USER, ASSISTANT = "user", "assistant"
+_SHOWN_TEXT = 40
 
 
 def with_template(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
     """The prompt with the text that the template makes of its context; a plain text is a user's message."""
-    context = prompt.context or (Message("user", prompt.text),)
+    context = prompt.context or (Message(USER, prompt.text),)
     return replace(prompt, context=context, text=tokenizer.render_chat(context, add_generation_prompt=True))
 
 
@@ -28,17 +29,28 @@ def conversation_row(
     writes none. Raises ValueError when the template shows a turn in another way once others follow it: its tokens are
     then not those that the model answers with.
     """
-    messages = [*context, Message(_ASSISTANT, answer)]
+    messages = [*context, Message(ASSISTANT, answer)]
     ids = tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt=False))
     trained = [False] * len(ids)
     for turn, message in enumerate(messages):
-        if message.role != _ASSISTANT or not (imitate_all or turn == len(messages) - 1):
+        if message.role != ASSISTANT or not (imitate_all or turn == len(messages) - 1):
             continue
         start = _length_of_beginning(ids, messages[:turn], tokenizer, add_generation_prompt=True)
         end = _length_of_beginning(ids, messages[: turn + 1], tokenizer, add_generation_prompt=False)
         end = _behind_last(ids, tokenizer.eos_token_id, start, end)
         trained[start:end] = [True] * (end - start)
     return TokenRow(ids, trained)
+
+
+def rewritten(before: str, after: str) -> str | None:
+    """Where a rendering differs from that of fewer messages, and both texts there; None if it begins with it."""
+    if after.startswith(before):
+        return None
+    place = next(
+        (i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(after)
+    )
+    was, is_now = (text[place : place + _SHOWN_TEXT] for text in (before, after))
+    return f"behind {before[:place][-_SHOWN_TEXT:]!r} stood {was!r} and then stands {is_now!r}"
 
 
 def _length_of_beginning(

@@ -1,27 +1,134 @@
-"""What an environment says, as tokens between two answers."""
+"""What an environment says, as the token ids that stand between a sampled answer and the next one.
+
+Sampled ids are never encoded anew: the chat template is asked what it writes behind an answer, whatever that is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
+from typing import Protocol
 
+from nemo_rl_mcore.data.chat import ASSISTANT, USER, rewritten
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 
+_ENVIRONMENT = "environment"
+_ASKED = Message(USER, "question")
+_ANSWER = "some-answer-7319"
+"""A text that no template writes or cuts."""
+_CONTENT = "some-content-4821"
+_KEY = "data.apply_chat_template"
+_ANSWERS = ("the answer", "<think>\nthe thought\n</think>\n\nthe answer")
+
+
+class Observer(Protocol):
+    """Turns observations into token ids."""
+
+    def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
+        """The ids between a sampled answer, its end of sequence or stop string included, and the next answer.
+
+        Raises ValueError for what the tokenizer or its template does not take.
+        """
+        ...
+
+
+def make_observer(tokenizer: Tokenizer, *, chat: bool) -> Observer:
+    """chat: observations are messages of the tokenizer's chat template; else plain text, as NeMo RL encodes them."""
+    return _Chat(tokenizer) if chat else _PlainText(tokenizer)
+
 
 @dataclass(frozen=True)
-class PlainObserver:
-    """Texts as they are."""
+class _PlainText:
+    """The contents as they are, one after the other."""
 
     tokenizer: Tokenizer
 
     def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
-        """The ids of the texts, one after the other."""
+        """See `Observer.ids_of`."""
         return [token for message in observation for token in self.tokenizer.encode(message.content)]
 
 
-def make_observer(tokenizer: Tokenizer, *, chat: bool) -> PlainObserver:
-    """The observer of a recipe; chat: prompts are shown by the tokenizer's chat template."""
-    if chat:
-        raise ValueError("data.apply_chat_template: episodes of several turns take plain texts")
-    return PlainObserver(tokenizer)
+@dataclass(frozen=True)
+class _Chat:
+    """The end of the assistant's turn as far as it was not sampled, the observation, and the generation prompt.
+
+    The role `environment` is shown as `user` by a template that does not know it.
+    """
+
+    tokenizer: Tokenizer
+
+    def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
+        """See `Observer.ids_of`; ValueError also for a role that the template refuses or leaves out."""
+        known = [self._in_known_role(message) for message in observation]
+        whole = self.tokenizer.encode(_behind_answer(self.tokenizer, known, add_generation_prompt=True))
+        end = self.tokenizer.encode(_behind_answer(self.tokenizer, (), add_generation_prompt=False))
+        # A token that joins the end of the turn to what follows is of neither.
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(end, whole, strict=False))
+        end = [token for token, _ in equal]
+        return whole[_sampled(answer_ids, end, self.tokenizer.eos_token_id) :]
+
+    def _in_known_role(self, message: Message) -> Message:
+        if _knows(self.tokenizer, message.role):
+            return message
+        if message.role == _ENVIRONMENT:
+            return replace(message, role=USER)
+        raise ValueError(
+            f"{_KEY}: the chat template does not show messages of the role {message.role!r}, in which the "
+            f"environment answers; give them the role {USER!r} or {_ENVIRONMENT!r}"
+        )
+
+
+def require_append_only(tokenizer: Tokenizer, name: str) -> None:
+    """Check that the chat template shows the beginning of a conversation the same, however it goes on.
+
+    name: of the tokenizer, for the message. Raises ValueError, with the first text that differs, where it does not:
+    then what the model was shown in training is not what it is shown once it serves.
+    """
+    others = [role for role in ("tool", _ENVIRONMENT) if _knows(tokenizer, role)]
+    for role in (USER, *others):
+        for answer in _ANSWERS:
+            turn = (Message(ASSISTANT, answer), Message(role, "the reply"))
+            _require_beginnings(tokenizer, name, [_ASKED, *turn * 2, turn[0]])
+
+
+def _require_beginnings(tokenizer: Tokenizer, name: str, messages: Sequence[Message]) -> None:
+    shown = [
+        tokenizer.render_chat(messages[:count], add_generation_prompt=messages[count - 1].role != ASSISTANT)
+        for count in range(1, len(messages) + 1)
+    ]
+    for count, (before, after) in enumerate(pairwise(shown), start=1):
+        if (difference := rewritten(before, after)) is not None:
+            raise ValueError(
+                f"{_KEY}: the chat template of {name} rewrites earlier turns, so that tokens which were sampled would "
+                f"be shown in another way once the environment has answered: {difference}, when message {count + 1} "
+                f"({messages[count].role}) follows; use a template that keeps earlier turns as they were"
+            )
+
+
+def _behind_answer(
+    tokenizer: Tokenizer, observation: Sequence[Message], *, add_generation_prompt: bool
+) -> str:
+    """What the template writes behind an answer, whatever that is."""
+    messages = [_ASKED, Message(ASSISTANT, _ANSWER), *observation]
+    text = tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+    return text.partition(_ANSWER)[2]
+
+
+def _knows(tokenizer: Tokenizer, role: str) -> bool:
+    """Whether the template shows messages of a role; those of other ones it may refuse, or leave out."""
+    try:
+        shown = _behind_answer(tokenizer, [Message(role, _CONTENT)], add_generation_prompt=True)
+    except ValueError:
+        return False
+    return _CONTENT in shown
+
+
+def _sampled(answer_ids: Sequence[int], end: Sequence[int], eos_token_id: int) -> int:
+    """How many of the ids that end a turn the answer has sampled itself."""
+    if answer_ids and answer_ids[-1] == eos_token_id and eos_token_id in end:
+        return end.index(eos_token_id) + 1
+    longest = min(len(answer_ids), len(end))
+    counts = (count for count in range(longest, 0, -1) if [*answer_ids[-count:]] == [*end[:count]])
+    return next(counts, 0)

@@ -22,12 +22,12 @@ class StopConditions:
     tokenizer: Tokenizer | None = None
 
     @classmethod
-    def of(cls, policy: PolicyConfig, ids: Iterable[int]) -> Self:
-        """These ids and the texts of the configuration.
+    def of(cls, policy: PolicyConfig, ids: Iterable[int], more: Sequence[str] = ()) -> Self:
+        """These ids, the texts of the configuration, and `more` of them.
 
         Raises ValueError when the tokenizer is needed and cannot be loaded.
         """
-        strings = policy.generation.stop_strings or ()
+        strings = (*(policy.generation.stop_strings or ()), *more)
         return cls(frozenset(ids), strings, _tokenizer(policy.tokenizer.name) if strings else None)
 
     def met_by(self, tokens: Sequence[int]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, Self
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
@@ -58,6 +58,27 @@ class Reply:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     answer: str | None = None
     dropped: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the metadata, as JSON; what says nothing is left out."""
+        given = {
+            "observation": [[message.role, message.content] for message in self.observation],
+            "stop_strings": [*self.stop_strings],
+            "rewards": dict(self.rewards),
+            "answer": self.answer,
+            "dropped": self.dropped,
+        }
+        said = {name: value for name, value in given.items() if value}
+        return {"reward": self.reward, "terminated": self.terminated, **said}
+
+    @classmethod
+    def from_json(cls, recorded: Mapping[str, Any]) -> Self:
+        """What `to_json` gave; raises TypeError for keys that are no field."""
+        given: dict[str, Any] = {**recorded}
+        messages = recorded.get("observation", ())
+        given["observation"] = tuple(Message(role, content) for role, content in messages)
+        given["stop_strings"] = tuple(recorded.get("stop_strings", ()))
+        return cls(**given)
 
 
 class Ending(IntEnum):

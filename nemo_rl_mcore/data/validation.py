@@ -65,11 +65,16 @@ class BatchCheck:
         found.refuse()
 
     def prompts(self, data: BatchedDataDict) -> None:
-        """Prompts to answer, of one token at least."""
+        """Prompts to answer, of one token at least; turn_index [B] and stop_strings, a tuple a row, may be there."""
         found = _Findings(data)
         self._inputs(found, "generation", shortest=1)
-        for key in ("prompt_index", "sample_index"):
+        for key in ("prompt_index", "sample_index", *({"turn_index"} & data.keys())):
             found.tensor(key, "the noise of sampling", "B")
+        for row, strings in enumerate(data.get("stop_strings", ())):
+            if "" in strings:
+                found.problems.append(
+                    f"stop_strings: an empty text in row {row} would end its answer at once; leave it out"
+                )
         found.refuse()
 
     def training(

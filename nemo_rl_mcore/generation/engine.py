@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.token_digests import digest_of_ids
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.refit.verification import Digests
 
@@ -71,23 +72,34 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and the key of its noise, int64; see `ops.sampling.sample_keys`."""
+    """A prompt and the key of its noise, int64; see `ops.sampling.sample_keys`.
+
+    stop_strings: end this response besides those of `Sampling`.
+    """
 
     prompt: Sequence[int]
     seed: int
+    stop_strings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Response:
     """What came back, by token; `finished` says that it ended by itself, not at the length limit.
 
-    versions: of the weights that drew each token; they never fall.
+    versions: of the weights that drew each token; they never fall. digest: of the tokens, taken where they were drawn;
+    see `data.token_digests`.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finished: bool
     versions: list[int]
+    digest: int
+
+    @classmethod
+    def of(cls, tokens: list[int], logprobs: list[float], versions: list[int], *, finished: bool) -> Self:
+        """A response that is complete, with its digest."""
+        return cls(tokens, logprobs, finished, versions, digest_of_ids(tokens))
 
 
 class Engine(Protocol):
@@ -248,11 +260,15 @@ class HeldWeights:
 
 
 def as_requests(data: BatchedDataDict) -> list[Request]:
-    """The rows of input_ids [B, P] and input_lengths [B], without their padding, with seeds [B]."""
+    """The rows of input_ids [B, P] and input_lengths [B], without their padding, with seeds [B] and stop_strings."""
     rows = zip(
-        data["input_ids"].tolist(), data["input_lengths"].tolist(), data["seeds"].tolist(), strict=True
+        data["input_ids"].tolist(),
+        data["input_lengths"].tolist(),
+        data["seeds"].tolist(),
+        data["stop_strings"],
+        strict=True,
     )
-    return [Request(ids[:length], seed) for ids, length, seed in rows]
+    return [Request(ids[:length], seed, strings) for ids, length, seed, strings in rows]
 
 
 def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
@@ -271,6 +287,7 @@ def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataD
         lengths=_integers(len(response.tokens) for response in responses),
         finished=_integers(response.finished for response in responses).bool(),
         weight_versions=versions_BT,
+        digests=_integers(response.digest for response in responses),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl_mcore import accelerator, progress
 from nemo_rl_mcore.data.stop_conditions import StopConditions
+from nemo_rl_mcore.data.token_digests import digests_of_rows
 from nemo_rl_mcore.megatron import parallel_groups
 from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_mode
 from nemo_rl_mcore.megatron.next_logits import NextLogits, next_logits
@@ -31,7 +32,7 @@ def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedR
         tokens_BT[at], logprobs_BT[at] = sampled.tokens_N, sampled.logprobs_N
         lengths_B[sampled.rows_N] += 1
         finished_B[sampled.rows_N] = sampled.stopped_N
-    return GeneratedRows(tokens_BT, logprobs_BT, lengths_B, finished_B)
+    return GeneratedRows(tokens_BT, logprobs_BT, lengths_B, finished_B, digests_of_rows(tokens_BT, lengths_B))
 
 
 def next_logprobs(
@@ -119,7 +120,7 @@ class _Waiting:
 # What a rank without rows runs to keep the others company: one token, of which nothing is used.
 _NOTHING = _Waiting(
     GenerationRequest(
-        [[0]], torch.zeros(1, dtype=torch.long), 0, StopConditions(), SamplingParams(greedy=True)
+        [[0]], torch.zeros(1, dtype=torch.long), 0, [StopConditions()], SamplingParams(greedy=True)
     ),
     {},
 )
@@ -130,7 +131,7 @@ class _Batch:
     """Rows that run together. A row that is complete runs on, unseen, until all are.
 
     open: row of the session -> place in the batch, of those that are not complete.
-    steps: tokens that are drawn at most; new_tokens: what was drawn for each place.
+    steps: tokens that are drawn at most; stops: what ends each place; new_tokens: what was drawn for it.
     """
 
     request: GenerationRequest
@@ -138,6 +139,7 @@ class _Batch:
     open: dict[int, int]
     sequences_BL: torch.Tensor
     keys_B: torch.Tensor
+    stops: list[StopConditions]
     next_logits: NextLogits
     new_tokens: list[list[int]]
 
@@ -154,6 +156,7 @@ class _Batch:
             {row: place for place, row in enumerate(waiting.places)},
             prompts_BP.to(device),
             request.keys_B[places].to(device),
+            [request.stops[place] for place in places],
             next_logits(model, rows, length + steps),
             [[] for _ in places],
         )
@@ -177,7 +180,7 @@ class _Batch:
         for new_tokens, token in zip(self.new_tokens, tokens_B.tolist(), strict=True):
             new_tokens.append(token)
         running = self.open
-        stopped = [self.request.stops.met_by(self.new_tokens[place]) for place in running.values()]
+        stopped = [self.stops[place].met_by(self.new_tokens[place]) for place in running.values()]
         at_limit = drawn + 1 == self.request.max_new_tokens
         self.open = {
             row: place

@@ -66,12 +66,18 @@ def _keep_top_p(scaled_BV: Tensor, top_p: float) -> Tensor:
     return scaled_BV.masked_fill(dropped_BV.scatter(1, order_BV, dropped_BV), float("-inf"))
 
 
-def sample_keys(seed: int, step: int, prompts_B: Tensor, samples_B: Tensor) -> Tensor:
-    """A 64-bit key [B] for each (seed, step, prompt, sample); prompts_B and samples_B are int64 [B]."""
+def sample_keys(
+    seed: int, step: int, prompts_B: Tensor, samples_B: Tensor, turns_B: Tensor | None = None
+) -> Tensor:
+    """A 64-bit key [B] for each (seed, step, prompt, sample, turn); all are int64 [B], and None is turn 0."""
     key_B = torch.full_like(prompts_B, seed)
     for part in (torch.full_like(prompts_B, step), prompts_B, samples_B):
         key_B = _splitmix64(key_B) ^ part
-    return _splitmix64(key_B)
+    key_B = _splitmix64(key_B)
+    if turns_B is None:
+        return key_B
+    # The first turn has the key that answers without turns have.
+    return torch.where(turns_B == 0, key_B, _splitmix64(key_B ^ turns_B))
 
 
 def keyed_uniforms(keys_B: Tensor, position: int) -> Tensor:

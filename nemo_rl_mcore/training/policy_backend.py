@@ -59,14 +59,14 @@ class TopKLogits:
 class GenerationRequest:
     """What to generate: ragged prompts, each with the key of its noise.
 
-    prompts: token ids of each row; keys_B: int64 [B], see `ops.sampling.sample_keys`; stops: what ends a row;
+    prompts: token ids of each row; keys_B: int64 [B], see `ops.sampling.sample_keys`; stops: what ends each row;
     batch_size: rows that are decoded together at most, None for all.
     """
 
     prompts: Sequence[Sequence[int]]
     keys_B: Tensor
     max_new_tokens: int
-    stops: StopConditions
+    stops: Sequence[StopConditions]
     sampling: SamplingParams
     batch_size: int | None = None
 
@@ -76,7 +76,7 @@ class GenerationRequest:
         policy: PolicyConfig,
         data: BatchedDataDict,
         keys_B: Tensor,
-        stops: StopConditions,
+        stops: Sequence[StopConditions],
         *,
         greedy: bool,
     ) -> Self:
@@ -98,13 +98,15 @@ class GenerationRequest:
 class GeneratedRows:
     """Responses on the CPU: tokens int64 [B, T] and logprobs fp32 [B, T], both 0 from `lengths` int64 [B] on.
 
-    finished: bool [B], the row met a stop condition, and did not end at the length limit.
+    finished: bool [B], the row met a stop condition, and did not end at the length limit. digests: int64 [B], of the
+    tokens as they were drawn, see `data.token_digests`.
     """
 
     tokens: Tensor
     logprobs: Tensor
     lengths: Tensor
     finished: Tensor
+    digests: Tensor
 
 
 @dataclass(frozen=True)

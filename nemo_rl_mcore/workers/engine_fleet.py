@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.engine import EngineKind
+from nemo_rl_mcore.generation.journal import ENGINE_NUMBER
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.signals import current_stop_signals, deferred_stop_signals
 from nemo_rl_mcore.workers.cluster import Placement, RankSlot, RayCluster
@@ -248,6 +249,7 @@ class EngineFleet:
 
     def _build(self, slot: RankSlot) -> RayWorkerGroup:
         kind = self._kind
+        environment = {**slot.environment, ENGINE_NUMBER: str(slot.rank)}
         return RayWorkerGroup(
             kind.engine,
             self._cluster,
@@ -255,7 +257,7 @@ class EngineFleet:
             start_timeout_s=kind.start_timeout_s,
             call_timeout_s=kind.call_timeout_s,
             deadline_keys=kind.section,
-            placement=Placement((slot,)),
+            placement=Placement((replace(slot, environment=environment),)),
             name=kind.name,
             noun="engine",
             lost=lambda: "the run" if self._closed.is_set() else self._cluster.lost(),

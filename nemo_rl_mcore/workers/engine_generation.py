@@ -186,8 +186,15 @@ class EngineGeneration:
         """The prompts with the key of each row's noise."""
         BatchCheck.of(self._config).prompts(data)
         check_lengths(data["input_lengths"], self._config)
-        keys = sample_keys(self._seed, step, data["prompt_index"], data["sample_index"])
-        return BatchedDataDict(input_ids=data["input_ids"], input_lengths=data["input_lengths"], seeds=keys)
+        keys = sample_keys(
+            self._seed, step, data["prompt_index"], data["sample_index"], data.get("turn_index")
+        )
+        return BatchedDataDict(
+            input_ids=data["input_ids"],
+            input_lengths=data["input_lengths"],
+            seeds=keys,
+            stop_strings=data.get("stop_strings", [()] * data.size),
+        )
 
     def _held_version(self) -> int:
         if self._version is None:

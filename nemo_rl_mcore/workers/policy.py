@@ -33,7 +33,7 @@ _FIRST: Collection[int] = (0,)
 class Policy:
     """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
 
-    trained, temperature, verify_checksums: see `MegatronPolicyWorker`.
+    trained, temperature, verify_checksums, journal: see `MegatronPolicyWorker`.
     name: what errors call it, such as "teacher".
     colocated_with: another one, whose machines and GPUs this one shares.
     group: what makes the ranks, from the arguments of `RayWorkerGroup`.
@@ -54,6 +54,7 @@ class Policy:
         colocated_with: Policy | None = None,
         temperature: float | None = None,
         verify_checksums: bool = True,
+        journal: str | None = None,
         name: str = "policy",
         group: Callable[..., WorkerGroup] = RayWorkerGroup,
     ) -> None:
@@ -72,6 +73,7 @@ class Policy:
                 "trained": trained,
                 "temperature": temperature,
                 "verify_checksums": verify_checksums,
+                "journal": journal,
             },
             start_timeout_s=config.start_timeout_s,
             call_timeout_s=config.call_timeout_s,

@@ -5,6 +5,7 @@ B rows of this rank's shard, S sequence length, T new tokens.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -16,6 +17,7 @@ from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.data.validation import BatchCheck
+from nemo_rl_mcore.generation.journal import Journal
 from nemo_rl_mcore.generation.lengths import check_lengths
 from nemo_rl_mcore.generation.refit.digests import Digester
 from nemo_rl_mcore.generation.refit.sender import (
@@ -55,6 +57,7 @@ class MegatronPolicyWorker:
             is generation.temperature, at which the policy's own samples were drawn.
         trained: False builds neither gradient buffers nor an optimizer; what needs one is then a ValueError.
         verify_checksums: compare the files of every checkpoint that is loaded with their checksums first.
+        journal: folder of `generation.journal`, if one is kept.
         backend: what holds the model; the default is the framework that the config's sections switch on.
 
     """
@@ -69,6 +72,7 @@ class MegatronPolicyWorker:
         temperature: float | None = None,
         trained: bool = True,
         verify_checksums: bool = True,
+        journal: str | None = None,
         backend: BackendFactory = open_backend,
     ) -> None:
         self.role = Role(role)
@@ -76,6 +80,7 @@ class MegatronPolicyWorker:
         self._check = BatchCheck.of(self.policy)
         self._seed = seed
         self._sender: WeightSender | None = None
+        self._journal = Journal(journal, f"rank_{os.environ['RANK']}")
         temperature = self.policy.generation.temperature if temperature is None else temperature
         options = BackendOptions(seed, self.role, trained, temperature, verify_checksums)
         self.backend = backend(self.policy, options)
@@ -137,17 +142,26 @@ class MegatronPolicyWorker:
     ) -> BatchedDataDict:
         """Answer the prompts: {"tokens": int64 [B, T], "logprobs": fp32 [B, T], "lengths": [B], "finished": bool [B]}.
 
+        Also "digests" int64 [B] of the tokens, see `data.token_digests`.
         data: input_ids [B, P], input_lengths [B], and prompt_index, sample_index int64 [B], which with the seed and
-        `step` key the noise of each row.
+        `step` key the noise of each row; optional are turn_index int64 [B], 0 for the first, which is part of the key,
+        and stop_strings, a tuple a row, which end it besides those of the configuration.
         Raises ValueError when a prompt and a whole response are longer than `max_total_sequence_length`.
         """
         with self.backend.called_together("generate"):
             self._check.prompts(data)
             check_lengths(data["input_lengths"], self.policy)
-            stops = StopConditions.of(self.policy, stop_ids)
-        keys_B = sample_keys(self._seed, step, data["prompt_index"], data["sample_index"])
+            stops = [
+                StopConditions.of(self.policy, stop_ids, strings)
+                for strings in data.get("stop_strings", [()] * data.size)
+            ]
+        keys_B = sample_keys(
+            self._seed, step, data["prompt_index"], data["sample_index"], data.get("turn_index")
+        )
         request = GenerationRequest.of(self.policy, data, keys_B, stops, greedy=greedy)
-        return BatchedDataDict(vars(self.backend.generate(request)))
+        found = self.backend.generate(request)
+        self._journal.note_rows(keys_B, found.tokens, found.lengths)
+        return BatchedDataDict(vars(found))
 
     def _rows(self, micro_batch_size: int | None) -> int:
         return micro_batch_size or self.policy.logprob_batch_size

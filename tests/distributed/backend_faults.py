@@ -60,7 +60,7 @@ def noise_of_the_generator(self, request):
 
 
 def never_stopped(self, request):
-    object.__setattr__(request, "stops", StopConditions())
+    object.__setattr__(request, "stops", [StopConditions()] * len(request.prompts))
     return TorchBackend.generate(self, request)
 
 

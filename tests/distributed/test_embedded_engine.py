@@ -52,8 +52,10 @@ def answers_of_both():
         input_lengths=torch.tensor([3, 1, 3, 2]),
         prompt_index=torch.tensor([0, 1, 0, 2]),
         sample_index=torch.tensor([0, 0, 1, 0]),
+        turn_index=torch.tensor([0, 2, 1, 0]),
+        stop_strings=[("bc",), (), ("e", "d"), ()],
     )
-    generation = {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "stop_strings": ["a", "bc"]}
+    generation = {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "stop_strings": ["a"]}
     policy = tiny.policy_config(generation={"max_new_tokens": 8, **generation})
     trainer = tiny.worker(policy, seed=7)
     asked = trainer.generate(data=data, step=4, stop_ids=[3])
@@ -63,9 +65,9 @@ def answers_of_both():
     async def ask():
         engine = open_engine(**generation)
         await load(engine, tensors, 0)
-        keys = sample_keys(7, 4, data["prompt_index"], data["sample_index"])
+        keys = sample_keys(7, 4, data["prompt_index"], data["sample_index"], data["turn_index"])
         requests = as_requests(BatchedDataDict(data, seeds=keys))
-        sampling = Sampling(8, 1.3, 20, 0.95, stop_ids=(3,), stop_strings=("a", "bc"))
+        sampling = Sampling(8, 1.3, 20, 0.95, stop_ids=(3,), stop_strings=("a",))
         whole = as_batch(await engine.generate(requests, sampling, 0), 8)
         # One by one, and all at a time: a group each.
         groups = await asyncio.gather(*(engine.generate([one], sampling, 0) for one in requests))
@@ -73,7 +75,8 @@ def answers_of_both():
 
     found = [asked, *asyncio.run(ask())]
     return [
-        {key: rows[key].tolist() for key in ("tokens", "logprobs", "lengths", "finished")} for rows in found
+        {key: rows[key].tolist() for key in ("tokens", "logprobs", "lengths", "finished", "digests")}
+        for rows in found
     ]
 
 

@@ -247,8 +247,11 @@ def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(ranks):
     )
 
 
-def stopped_by_texts(megatron):
-    """What a stop string of two tokens makes of responses, and what they are without it."""
+def stopped_by_texts(megatron, of_rows):
+    """What stop strings, one of two tokens, make of responses, and what they are without.
+
+    of_rows: the batch has them, for every other row; else the recipe.
+    """
     import tiny
 
     from nemo_rl_mcore.data.tokenizer import load_tokenizer
@@ -256,34 +259,38 @@ def stopped_by_texts(megatron):
     tokenizer = load_tokenizer("char")
     asked = requests([3] * 8 + [5] * 8)
 
-    def answers(**stops):
+    def answers(data=asked, **stops):
         generation = generation_config(max_new_tokens=8, **stops)
         worker = tiny.worker(tiny.policy_config(megatron=megatron, generation=generation))
-        return worker.generate(data=asked, step=5, stop_ids=[tokenizer.eos_token_id])
+        return worker.generate(data=data, step=5, stop_ids=[tokenizer.eos_token_id])
 
     plain = answers()
     strings = (tokenizer.decode(plain["tokens"][0, 2:4].tolist()), "a", "##")
-    stopped = answers(stop_strings=strings)
+    of_row = [strings, () if of_rows else strings] * 8
+    told = tiny.BatchedDataDict(asked, stop_strings=of_row)
+    stopped = answers(told) if of_rows else answers(stop_strings=strings)
     texts = [
         tokenizer.decode(row[:length])
         for row, length in zip(stopped["tokens"].tolist(), stopped["lengths"].tolist(), strict=True)
     ]
     as_lists = [{name: value.tolist() for name, value in answered.items()} for answered in (plain, stopped)]
-    return strings, texts, *as_lists
+    return of_row, texts, *as_lists
 
 
+@pytest.mark.parametrize("of_rows", [False, True], ids=["recipe", "rows"])
 @pytest.mark.parametrize(
     ("world_size", "megatron"),
     [(1, {}), (2, {"pipeline_model_parallel_size": 2})],
     ids=["one-rank", "pp2"],
 )
-def test_a_stop_string_ends_a_response_and_belongs_to_it(ranks, world_size, megatron):
-    for strings, texts, plain, stopped in ranks(world_size).run(stopped_by_texts, megatron):
-        assert len(strings[0]) == 2
-        assert texts[0].endswith(strings[0])
+def test_a_stop_string_ends_a_response_and_belongs_to_it(ranks, world_size, megatron, of_rows):
+    for of_row, texts, plain, stopped in ranks(world_size).run(stopped_by_texts, megatron, of_rows):
+        assert len(of_row[0][0]) == 2
+        assert texts[0].endswith(of_row[0][0])
         assert stopped["lengths"][0] == 4
         assert set(stopped["finished"]) == {True, False}
-        for row, text in enumerate(texts):
+        assert of_rows == any("a" in text[:-1] for text in texts), "of a row without stop strings"
+        for row, (strings, text) in enumerate(zip(of_row, texts, strict=True)):
             length = stopped["lengths"][row]
             assert stopped["tokens"][row][:length] == plain["tokens"][row][:length]
             assert stopped["logprobs"][row][:length] == plain["logprobs"][row][:length]
@@ -307,7 +314,7 @@ def a_session_of_two_requests():
 
     def request(prompts, first_key, **sampling):
         keys = torch.arange(first_key, first_key + len(prompts))
-        return GenerationRequest(prompts, keys, 6, stops, SamplingParams(**sampling))
+        return GenerationRequest(prompts, keys, 6, [stops] * len(prompts), SamplingParams(**sampling))
 
     def whole(asked):
         rows = generate(DecodingSession(model, tiny.VOCABULARY), asked)
@@ -346,7 +353,7 @@ def logprobs_across_new_weights(reread):
 
     model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
     session, params = DecodingSession(model, tiny.VOCABULARY), SamplingParams(model.passes.temperature)
-    session.add(GenerationRequest([[1, 2, 3]], torch.ones(1).long(), 4, StopConditions(), params))
+    session.add(GenerationRequest([[1, 2, 3]], torch.ones(1).long(), 4, [StopConditions()], params))
     tokens = [1, 2, 3, int(session.step().tokens_N)]
     with torch.no_grad():
         for parameter in model.chunks[0].parameters():
@@ -381,7 +388,7 @@ def logprobs_after_a_head_of_zeros():
 
     model = tiny.worker(tiny.policy_config(generation=generation_config())).backend.forward
     session = DecodingSession(model, tiny.VOCABULARY)
-    session.add(GenerationRequest([[1, 2, 3]], torch.ones(1).long(), 4, StopConditions(), SamplingParams()))
+    session.add(GenerationRequest([[1, 2, 3]], torch.ones(1).long(), 4, [StopConditions()], SamplingParams()))
     first = session.step()
     with torch.no_grad():
         dict(model.chunks[0].named_parameters())["module.output_layer.weight"].zero_()

@@ -135,7 +135,10 @@ def test_the_tokens_of_a_request_depend_on_its_seed_alone(engine_process, tmp_pa
     assert all(one != other for one, other in zip(first, reseeded, strict=True))
 
 
-def endings(folder, stop_ids, stop_strings):
+def endings(folder, stop_ids, stop_strings, of_requests=False):
+    """of_requests: the stop strings are those of each request, else of the sampling."""
+    from dataclasses import replace
+
     import engine_process as tiny
 
     from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, load_tokenizer
@@ -148,8 +151,11 @@ def endings(folder, stop_ids, stop_strings):
     engine = VllmEngine(tiny.settings(folder, tokenizer=str(folder)))
     tiny.refit(engine, tiny.transformers_model(folder, 0), 0)
     asked = [Request(tokenizer.encode("12+3="), seed) for seed in range(24)]
-    ends = Sampling(10, stop_ids=stop_ids, stop_strings=stop_strings)
-    stopped = engine.generate(asked, ends, 0)
+    if of_requests:
+        own = [replace(request, stop_strings=stop_strings) for request in asked]
+        stopped = engine.generate(own, Sampling(10, stop_ids=stop_ids), 0)
+    else:
+        stopped = engine.generate(asked, Sampling(10, stop_ids=stop_ids, stop_strings=stop_strings), 0)
     whole = engine.generate(asked, Sampling(10), 0)
     engine.shutdown()
     texts = ["".join(CHAR_VOCABULARY[token] for token in response.tokens) for response in stopped]
@@ -166,8 +172,9 @@ def test_a_stop_id_ends_a_response_and_belongs_to_it(engine_process, tmp_path):
         assert tokens == (unstopped[: ends[0] + 1] if ends else unstopped)
 
 
-def test_a_stop_string_ends_a_response_and_belongs_to_it(engine_process, tmp_path):
-    [(stopped, whole)] = engine_process.run(endings, tmp_path / "model", (), ("1", "a", "#"))
+@pytest.mark.parametrize("of_requests", [False, True], ids=["sampling", "requests"])
+def test_a_stop_string_ends_a_response_and_belongs_to_it(engine_process, tmp_path, of_requests):
+    [(stopped, whole)] = engine_process.run(endings, tmp_path / "model", (), ("1", "a", "#"), of_requests)
     assert {finished for _, finished, _ in stopped} == {True, False}
     for (tokens, finished, text), unstopped in zip(stopped, whole, strict=True):
         assert finished == any(string in text for string in "1a#")
@@ -263,7 +270,7 @@ def tail_error(model, asked, answered, tokens=20):
     tails = [
         (
             Request([*request.prompt, *response.tokens[:-tokens]], 0),
-            Response(response.tokens[-tokens:], response.logprobs[-tokens:], False, []),
+            Response.of(response.tokens[-tokens:], response.logprobs[-tokens:], [], finished=False),
         )
         for request, response in zip(asked, answered, strict=True)
     ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from nemo_rl_mcore.config.algorithm import EpisodesConfig
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
@@ -31,4 +32,21 @@ def _room(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-RULES = Rules(of_runs=(_room,))
+def _second_answer(config: RunConfig) -> Iterator[Problem]:
+    """Yield episodes of several turns that end with the first one, as a second answer never fits."""
+    loop, policy = config.loop, config.policy
+    if not isinstance(loop, EpisodesConfig) or loop.max_rollout_turns == 1:
+        return
+    shortest = 1 + 2 * policy.generation.max_new_tokens
+    if shortest > (longest := policy.max_total_sequence_length):
+        yield Problem(
+            "policy.max_total_sequence_length",
+            f"{longest} has no room for two answers of policy.generation.max_new_tokens: "
+            f"{policy.generation.max_new_tokens}, so that no episode has a second turn",
+            f"set it to {shortest} and what prompts and observations take, or "
+            f"{config.algorithm}.max_rollout_turns: 1",
+            ("policy.generation.max_new_tokens", f"{config.algorithm}.max_rollout_turns"),
+        )
+
+
+RULES = Rules(of_runs=(_room, _second_answer))

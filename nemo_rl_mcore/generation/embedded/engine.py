@@ -21,6 +21,7 @@ from nemo_rl_mcore.generation.engine import (
     Response,
     Sampling,
 )
+from nemo_rl_mcore.generation.journal import Journal
 from nemo_rl_mcore.generation.refit.digests import digests
 from nemo_rl_mcore.generation.refit.receivers import Receivers
 from nemo_rl_mcore.generation.refit.transports import MessageRelay
@@ -35,12 +36,13 @@ class EmbeddedSettings:
     """How to build an engine.
 
     reread_after_refit: responses under way have their cache computed anew by the new weights, instead of going on with
-    what the former ones left there. open: builds the model.
+    what the former ones left there. open: builds the model. journal: folder of `generation.journal`, if one is kept.
     """
 
     policy: PolicyConfig
     reread_after_refit: bool = False
     open: GeneratorFactory = open_generator
+    journal: str | None = None
 
 
 @dataclass
@@ -62,6 +64,7 @@ class EmbeddedEngine:
     def __init__(self, settings: EmbeddedSettings) -> None:
         self._policy, self._reread = settings.policy, settings.reread_after_refit
         self._backend = settings.open(settings.policy)
+        self._journal = Journal.of_engine(settings.journal)
         self._receivers, self._relay = Receivers(self._backend.device), MessageRelay()
         self._filling: WeightFilling | None = None
         self._received: set[str] = set()
@@ -90,7 +93,9 @@ class EmbeddedEngine:
         finally:
             if self._asked.get(ticket) is decoding:
                 del self._asked[ticket]
-        return [Response(**vars(response)) for response in growing]
+        for request, response in zip(requests, growing, strict=True):
+            self._journal.note(request.seed, response.tokens)
+        return [Response.of(**vars(response)) for response in growing]
 
     async def _step(self, ticket: str, decoding: Decoding, growing: Sequence[_Growing]) -> bool:
         """Draw a token for each response when it is this group's turn; false when none was left to draw."""
@@ -191,7 +196,10 @@ class EmbeddedEngine:
             prompts=[request.prompt for request in requests],
             keys_B=torch.tensor([request.seed for request in requests], dtype=torch.long),
             max_new_tokens=sampling.max_new_tokens,
-            stops=StopConditions.of(self._policy, sampling.stop_ids),
+            stops=[
+                StopConditions.of(self._policy, sampling.stop_ids, request.stop_strings)
+                for request in requests
+            ],
             sampling=SamplingParams(
                 1.0 if sampling.greedy else sampling.temperature,
                 sampling.top_k,

@@ -23,6 +23,7 @@ from nemo_rl_mcore.generation.engine import (
     Response,
     Sampling,
 )
+from nemo_rl_mcore.generation.journal import Journal
 from nemo_rl_mcore.generation.refit.transports import MessageRelay
 from nemo_rl_mcore.generation.refit.verification import Digests
 from nemo_rl_mcore.generation.vllm.refit_report import reads_back, require_refit
@@ -41,7 +42,7 @@ class EngineSettings:
 
     model_dir: folder with config.json; weights are drawn at random until the first refit. precision: `float32` or
     `bfloat16`. kv_cache_memory_bytes: None is a share of the GPU's memory. tokenizer: folder of one, which stop strings
-    need.
+    need. journal: folder of `generation.journal`, if one is kept.
     """
 
     model_dir: str
@@ -54,6 +55,7 @@ class EngineSettings:
     enforce_eager: bool = True
     enable_sleep_mode: bool = False
     tokenizer: str | None = None
+    journal: str | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's engines."""
@@ -84,6 +86,7 @@ class VllmEngine:
         from vllm import LLM
 
         self._llm = LLM(**settings.arguments())
+        self._journal = Journal.of_engine(settings.journal)
         self._relay = MessageRelay()
         self.weights = HeldWeights()
 
@@ -96,9 +99,14 @@ class VllmEngine:
         prompts: Any = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         params = [_sampling_params(request, sampling) for request in requests]
         outputs = [output.outputs[0] for output in self._llm.generate(prompts, params, use_tqdm=False)]
+        for request, output in zip(requests, outputs, strict=True):
+            self._journal.note(request.seed, output.token_ids)
         return [
-            Response(
-                list(output.token_ids), _logprobs(output), _finished(output), [held] * len(output.token_ids)
+            Response.of(
+                list(output.token_ids),
+                _logprobs(output),
+                [held] * len(output.token_ids),
+                finished=_finished(output),
             )
             for output in outputs
         ]
@@ -168,6 +176,7 @@ class AsyncVllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.arguments()))
+        self._journal = Journal.of_engine(settings.journal)
         self._relay = MessageRelay()
         self._numbers = itertools.count()
         self._asked: dict[str, asyncio.Future[list[Response]]] = {}
@@ -283,13 +292,15 @@ class AsyncVllmEngine:
             logprobs += _logprobs(drawn)
             versions += [self.weights.newest] * len(drawn.token_ids)
             finished = _finished(drawn)
-        return Response(tokens, logprobs, finished, versions)
+        self._journal.note(request.seed, tokens)
+        return Response.of(tokens, logprobs, versions, finished=finished)
 
 
 def _sampling_params(request: Request, sampling: Sampling) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    stop_strings = [*sampling.stop_strings, *request.stop_strings]
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
         temperature=0.0 if sampling.greedy else sampling.temperature,
@@ -300,9 +311,9 @@ def _sampling_params(request: Request, sampling: Sampling) -> Any:
         # The end-of-sequence that counts is among the stop ids, whatever config.json says.
         ignore_eos=True,
         stop_token_ids=list(sampling.stop_ids),
-        stop=list(sampling.stop_strings) or None,
+        stop=stop_strings or None,
         include_stop_str_in_output=True,
-        detokenize=bool(sampling.stop_strings),
+        detokenize=bool(stop_strings),
         # A stop string may be the text of a special token.
         skip_special_tokens=False,
         spaces_between_special_tokens=False,

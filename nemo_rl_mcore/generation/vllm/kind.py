@@ -32,13 +32,23 @@ _CPU_DEFAULTS = {
 _FIXED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
-def vllm_kind(config: PolicyConfig, folder: Path, environ: Mapping[str, str], *, on_cpu: bool) -> EngineKind:
+def vllm_kind(
+    config: PolicyConfig,
+    folder: Path,
+    environ: Mapping[str, str],
+    *,
+    on_cpu: bool,
+    reads_texts: bool = False,
+    journal: str | None = None,
+) -> EngineKind:
     """The engines that run this policy.
 
     folder: of the run; `vllm_model/` is written into it, which the engines start from. environ: of the driver.
+    reads_texts: requests may have stop strings of their own. journal: see `generation.journal`.
     """
     vllm = config.generation.vllm_cfg
-    settings = engine_settings(config, _write_model_folder(config, folder), on_cpu=on_cpu)
+    model_folder = _write_model_folder(config, folder)
+    settings = engine_settings(config, model_folder, on_cpu=on_cpu, reads_texts=reads_texts, journal=journal)
     return EngineKind(
         name="vLLM",
         engine=AsyncVllmEngine if vllm.async_engine else VllmEngine,
@@ -64,9 +74,17 @@ def vllm_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, s
     return defaults | own | _FIXED
 
 
-def engine_settings(config: PolicyConfig, model_folder: Path, *, on_cpu: bool) -> EngineSettings:
-    """How vLLM is to run this policy."""
+def engine_settings(
+    config: PolicyConfig,
+    model_folder: Path,
+    *,
+    on_cpu: bool,
+    reads_texts: bool = False,
+    journal: str | None = None,
+) -> EngineSettings:
+    """How vLLM is to run this policy; see `vllm_kind`."""
     vllm = config.generation.vllm_cfg
+    reads_texts = reads_texts or bool(config.generation.stop_strings)
     return EngineSettings(
         model_dir=str(model_folder),
         precision=vllm.precision or config.precision,
@@ -77,7 +95,8 @@ def engine_settings(config: PolicyConfig, model_folder: Path, *, on_cpu: bool) -
         kv_cache_memory_bytes=cpu_cache_bytes(config) if on_cpu else vllm.kv_cache_memory_bytes,
         enforce_eager=vllm.enforce_eager or on_cpu,
         enable_sleep_mode=config.generation.colocated.enabled and not on_cpu,
-        tokenizer=_tokenizer_folder(config, model_folder) if config.generation.stop_strings else None,
+        tokenizer=_tokenizer_folder(config, model_folder) if reads_texts else None,
+        journal=journal,
     )
 
 

@@ -1,4 +1,6 @@
 import asyncio
+import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -194,7 +196,14 @@ def test_a_group_played_from_a_loop_is_the_same():
 
     soon = asyncio.run(again.play_soon(PROMPTS, again.ask(PROMPTS, 2), respond))
     assert whole.keys() == soon.keys()
+    assert whole.pop("replies") == soon.pop("replies")
     assert all(torch.equal(whole[name], soon[name]) for name in whole)
+
+
+def test_a_reply_that_was_recorded_is_the_same_but_for_its_metadata():
+    reply = Reply(0.5, False, (Message("tool", "7"),), {"left": 2}, ("#",), {"form": 0.5}, "7")
+    recorded = json.loads(json.dumps(reply.to_json()))
+    assert Reply.from_json(recorded) == replace(reply, metadata=None)
 
 
 def test_texts_lengths_and_metrics_of_episodes():

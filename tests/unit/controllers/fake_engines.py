@@ -123,4 +123,5 @@ class FakeDraw:
         return [DrawnGroup((step, place), asked, step) for place in range(self.groups_per_step)]
 
     async def play(self, group, respond):
-        return await respond(group.asked)
+        answered = await respond(group.asked)
+        return BatchedDataDict(answered, replies=[[] for _ in range(answered.size)])

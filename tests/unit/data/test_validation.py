@@ -245,6 +245,17 @@ def test_prompts_have_a_token_and_the_key_of_their_noise():
     assert "sample_index: a list; allowed: a tensor" in lines[1]
 
 
+def test_prompts_may_have_a_turn_and_stop_strings():
+    keys = {"prompt_index": torch.arange(4), "sample_index": torch.arange(4)}
+    asked = batch(input_lengths=torch.tensor([6, 1, 2, 5]), **keys)
+    strings = [("a", "b"), (), ("c",), ()]
+    CHECK.prompts(BatchedDataDict(asked, turn_index=torch.arange(4), stop_strings=strings))
+    wrong = BatchedDataDict(asked, turn_index=torch.zeros(4, 1), stop_strings=[(), ("a", ""), (), ()])
+    lines = refusal(CHECK.prompts, wrong)
+    assert "turn_index: shape [4, 1]; allowed: [4]" in lines[0]
+    assert "stop_strings: an empty text in row 1 would end its answer at once; leave it out" in lines[1]
+
+
 @pytest.mark.parametrize("k", [0, 33])
 def test_more_choices_than_the_vocabulary_has_are_refused(k):
     CHECK.reading(batch(), k=1)

@@ -88,7 +88,8 @@ def test_an_engine_that_breaks_the_contract_is_found_out(engine_class):
 
 def test_responses_become_rows_with_the_version_of_each_token():
     batch = as_batch(
-        [Response([5, 6], [-0.5, -1.0], True, [3, 4]), Response([], [], False, [])], max_new_tokens=3
+        [Response.of([5, 6], [-0.5, -1.0], [3, 4], finished=True), Response.of([], [], [], finished=False)],
+        max_new_tokens=3,
     )
     assert batch["tokens"].tolist() == [[5, 6, 0], [0, 0, 0]]
     assert batch["logprobs"].tolist() == [[-0.5, -1.0, 0.0], [0.0, 0.0, 0.0]]

@@ -44,6 +44,23 @@ def test_every_part_of_the_key_counts(changed):
     assert not set(noise(base)) & set(noise(other))
 
 
+def test_the_first_turn_has_the_key_of_answers_without_turns_and_each_other_its_own():
+    prompts, samples = torch.arange(500).repeat_interleave(4), torch.arange(4).repeat(500)
+    without = sample_keys(3, 5, prompts, samples)
+    turns = [sample_keys(3, 5, prompts, samples, torch.full_like(prompts, turn)) for turn in range(6)]
+    assert torch.equal(turns[0], without)
+    assert len(torch.cat(turns).unique()) == 6 * 2000
+    mixed = sample_keys(3, 5, prompts, samples, prompts % 2)
+    assert torch.equal(mixed, torch.where(prompts % 2 == 0, turns[0], turns[1]))
+    drawn = torch.stack([keyed_uniforms(keys, position) for keys in turns[:3] for position in range(3)])
+    assert (torch.corrcoef(drawn) - torch.eye(9)).abs().max() < 4.5 / 2000**0.5
+
+
+def test_the_keys_of_answers_without_turns_are_those_of_earlier_versions():
+    found = sample_keys(42, 7, torch.tensor([0, 5]), torch.tensor([1, 0]))
+    assert found.tolist() == [8950214677219389925, 3733060190059209145]
+
+
 def test_swapping_prompt_and_sample_changes_the_noise():
     left = sample_keys(1, 2, torch.tensor([3]), torch.tensor([4]))
     right = sample_keys(1, 2, torch.tensor([4]), torch.tensor([3]))

@@ -1,0 +1,176 @@
+"""Over episodes of several turns the ids that are trained on are those that were drawn, and so are the numbers."""
+
+import json
+
+import pytest
+from tolerances import GENERATION
+
+
+def tokenizer_of(kind, folder):
+    """The name of a tokenizer, by which it is loaded, and whether its chat template is used."""
+    from chat_templates import APPENDING, byte_tokenizer
+
+    if kind == "characters":
+        return "char", False
+    byte_tokenizer(folder, APPENDING if kind == "template" else None)
+    return str(folder), kind == "template"
+
+
+def config_of(name, tokens):
+    import tiny
+    from played_episodes import NEW_TOKENS, TEMPERATURE
+
+    from nemo_rl_mcore.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(name)
+    model = {"vocab_size": -(-tokenizer.vocab_size // 32) * 32, "max_position_embeddings": tokens}
+    return tokenizer, tiny.policy_config(
+        model=model,
+        tokenizer={"name": name},
+        max_total_sequence_length=tokens,
+        generation={"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE},
+    )
+
+
+def of_ranks(policy, stop_ids, journal):
+    """What answers a batch, of a worker with a journal; and the worker."""
+    import tiny
+    from played_episodes import SEED
+
+    worker = tiny.worker(policy, seed=SEED, journal=journal)
+    return lambda data, step: worker.generate(data=data, step=step, stop_ids=list(stop_ids)), worker
+
+
+def of_engine(policy, stop_ids, journal):
+    """As `of_ranks`, of an engine with its weights; the driver's handle asks it in the same way."""
+    import asyncio
+
+    import tiny
+    from engine_contract import load
+    from played_episodes import NEW_TOKENS, SEED, TEMPERATURE
+
+    from nemo_rl_mcore import rendezvous
+    from nemo_rl_mcore.data import BatchedDataDict
+    from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
+    from nemo_rl_mcore.generation.engine import Sampling, as_batch, as_requests
+    from nemo_rl_mcore.ops.sampling import sample_keys
+
+    worker = tiny.worker(policy, seed=SEED)
+    tensors = [(name, tensor.clone()) for name, tensor in worker.backend.full_tensors()]
+    worker.shutdown()
+    tiny.leave()
+    rendezvous.leave()
+    loop, sampling = asyncio.new_event_loop(), Sampling(NEW_TOKENS, TEMPERATURE, stop_ids=tuple(stop_ids))
+
+    async def opened():
+        engine = EmbeddedEngine(EmbeddedSettings(policy, journal=journal))
+        await load(engine, tensors, 0, bucket_bytes=1 << 20)
+        return engine
+
+    engine = loop.run_until_complete(opened())
+
+    def ask(data, step):
+        keys = sample_keys(SEED, step, data["prompt_index"], data["sample_index"], data.get("turn_index"))
+        strings = data.get("stop_strings", [()] * data.size)
+        requests = as_requests(BatchedDataDict(data, seeds=keys, stop_strings=strings))
+        return as_batch(loop.run_until_complete(engine.generate(requests, sampling, 0)), NEW_TOKENS)
+
+    return ask, None
+
+
+def played(kind, who, folder, samples):
+    """The facts of episodes: what the journal has and is trained on, and how they went."""
+    from pathlib import Path
+
+    import played_episodes as episodes
+
+    from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
+
+    name, chat = tokenizer_of(kind, Path(folder) / "tokenizer")
+    tokenizer, policy = config_of(name, 128)
+    journal = Path(folder) / "journal"
+    opened = of_ranks if who == "rank_0" else of_engine
+    ask, worker = opened(policy, episodes.stop_ids(tokenizer), str(journal))
+    rollout = episodes.play(ask, tokenizer, chat=chat, tokens=128, samples=samples)
+    batch = rollout.batch
+    require_sampled_ids(batch)
+    lines = [json.loads(line) for line in (journal / f"{who}.jsonl").read_text().splitlines()]
+    difference = None
+    if worker is not None:
+        found = worker.get_logprobs(data=batch)["logprobs"]
+        difference = float(((found - batch["generation_logprobs"]).abs() * batch["token_mask"]).max())
+    encoded_anew = 0
+    trained = episodes.trained_by_key(batch)
+    for ids in trained.values():
+        encoded_anew += encoded(tokenizer, ids) != ids
+    return {
+        "rows": batch.size,
+        "lines": len(lines),
+        "journal": {line["seed"]: line["ids"] for line in lines},
+        "trained": trained,
+        "turns": batch["turn_of_token"].amax(1).tolist(),
+        "endings": sorted(set(batch["ending"].tolist())),
+        "difference": difference,
+        "encoded_anew": encoded_anew,
+    }
+
+
+def encoded(tokenizer, ids):
+    try:
+        return tokenizer.encode(tokenizer.text_of(ids))
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("who", ["rank_0", "engine_0"])
+@pytest.mark.parametrize("kind", ["characters", "bytes", "template"])
+def test_what_is_trained_on_is_what_the_journal_says_was_drawn(ranks, tmp_path, kind, who):
+    [found] = ranks(1).run(played, kind, who, str(tmp_path), 8)
+    assert found["rows"] == 200
+    assert found["lines"] == len(found["journal"]), "a key for each response"
+    assert found["trained"] == found["journal"]
+    assert {*found["turns"]} == {1, 2, 3, 4}
+    if kind != "characters":
+        assert found["encoded_anew"] > 50, "the ids that their texts are encoded to would be other ones"
+    if who == "rank_0":
+        assert found["difference"] < GENERATION
+
+
+def gradients_of_observations(fused):
+    """Gradients of a step over episodes, of the same with other numbers at what was observed, and at what was drawn."""
+    import played_episodes as episodes
+    import tiny
+
+    tokenizer, policy = config_of("char", 96)
+    megatron = policy.megatron_cfg.model_copy(update={"use_fused_linear_logprobs": fused})
+    policy = policy.model_copy(update={"megatron_cfg": megatron})
+    ask, worker = of_ranks(policy, episodes.stop_ids(tokenizer), None)
+    batch = episodes.play(ask, tokenizer, prompts=4, samples=4).batch
+    batch = episodes.with_what_a_loss_reads(batch)
+    del batch["replies"]
+
+    def step(data):
+        worker.begin_train_step(tiny.grpo_loss(fused=fused), gbs=16, mbs=4)
+        worker.train_microbatch(data)
+        found = tiny.gradients(worker)
+        worker.abort_train_step()
+        return found
+
+    first, other = step(batch), step(episodes.observed_otherwise(batch))
+    drawn = episodes.replace_columns(batch, {"advantages": -batch["advantages"]})
+    moved = step(drawn)
+    return (
+        all(first[name].equal(other[name]) for name in first),
+        any(not first[name].equal(moved[name]) for name in first),
+        max(float(gradient.abs().max()) for gradient in first.values()),
+        int((batch["token_mask"][:, :-1] == 0).sum()),
+    )
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_what_was_observed_has_no_part_in_the_gradient(ranks, fused):
+    [(equal, moved, largest, observed)] = ranks(1).run(gradients_of_observations, fused)
+    assert equal
+    assert moved
+    assert largest > 0
+    assert observed > 100
