@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
+from nemo_rl_mcore.algorithms.dropped import kept_episodes
 from nemo_rl_mcore.algorithms.logprobs import model_inputs
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
@@ -100,7 +101,8 @@ class DPO(Algorithm[DPOMasterConfig]):
         self.collector.generation.offload()
         batch, with_signal = best_against_worst(rollout, answers)
         self.observer.add_samples(rollout.samples(step))
-        return batch, rollout_metrics(rollout) | {"train/pairs_with_signal": with_signal}
+        metrics = rollout_metrics(rollout) | dict(self.collector.environments.take_counts())
+        return batch, metrics | {"train/pairs_with_signal": with_signal}
 
 
 def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
@@ -122,13 +124,16 @@ def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict,
     """A pair of each prompt's best and worst answer, and the share of the pairs whose rewards differ.
 
     A pair of equal rewards has no preference: its sample_mask is 0. The rollout's own mask is then 1 on the answers
-    that are in a pair which counts.
+    that are in a pair which counts. An answer that was dropped has no reward to compare.
     """
     rewards_PA = rollout.batch["rewards"].view(-1, answers)
+    dropped_PA = ~kept_episodes(rollout.batch).view_as(rewards_PA)
+    best_P = rewards_PA.masked_fill(dropped_PA, -torch.inf).max(1)
+    worst_P = rewards_PA.masked_fill(dropped_PA, torch.inf).min(1)
     first_row_P = torch.arange(len(rewards_PA)) * answers
-    rows_P2 = torch.stack([first_row_P + rewards_PA.argmax(1), first_row_P + rewards_PA.argmin(1)], dim=1)
+    rows_P2 = torch.stack([first_row_P + best_P.indices, first_row_P + worst_P.indices], dim=1)
     batch = rollout.batch.select_indices(rows_P2.flatten())
-    differs_P = rewards_PA.amax(1) > rewards_PA.amin(1)
+    differs_P = best_P.values > worst_P.values
     batch["sample_mask"] = differs_P.float().repeat_interleave(_ROWS_PER_PAIR)
     trained = torch.zeros(rollout.batch.size).scatter(0, rows_P2.flatten(), batch["sample_mask"])
     rollout.batch["sample_mask"] = trained
