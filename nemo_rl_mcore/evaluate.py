@@ -116,7 +116,6 @@ def _evaluator(
     return Evaluator(
         folder=Path(config.logger.log_dir),
         environment=environment,
-        reward_weights=config.env.reward_weights or {},
         start=start,
         samples=section.num_tests_per_prompt,
         batch_size=config.loop.val_batch_size,

@@ -3,6 +3,7 @@
 import torch
 
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.interfaces import EnvironmentReturn
 from nemo_rl_mcore.losses import (
     ClippedPGLossFn,
     LossFunction,
@@ -109,6 +110,29 @@ class BadReward:
 class OneScore:
     def score(self, prompts, responses, finished):
         return [1.0]
+
+
+class Steps:
+    """Says `returned` to each answer."""
+
+    def __init__(self, returned=None):
+        self.returned = returned
+
+    def step(self, message_log_batch, metadata):
+        if self.returned is not None:
+            return self.returned
+        logs = len(message_log_batch)
+        rewards = {"length": [float(len(log[-1]["content"])) for log in message_log_batch]}
+        return EnvironmentReturn([None] * logs, [*metadata], [None] * logs, rewards, [True] * logs)
+
+
+class RaisingSteps:
+    def step(self, message_log_batch, metadata):
+        raise KeyError("no such tool")
+
+
+class Neither:
+    pass
 
 
 class Counting:

@@ -111,8 +111,8 @@ class Algorithm[Config: RunConfig](ABC):
         return {
             f"{name}/{metric}": value
             for name, some in by_source.items()
-            for metric, value in _means(some).items()
             if some
+            for metric, value in _means(some).items()
         }
 
 

@@ -102,7 +102,8 @@ class DPO(Algorithm[DPOMasterConfig]):
         self.collector.generation.offload()
         batch, with_signal = best_against_worst(rollout, answers)
         self.observer.add_samples(rollout.samples(step))
-        return batch, rollout_metrics(rollout) | {"train/pairs_with_signal": with_signal}
+        metrics = rollout_metrics(rollout) | dict(self.collector.environments.take_counts())
+        return batch, metrics | {"train/pairs_with_signal": with_signal}
 
 
 def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -25,7 +25,7 @@ class Sampling:
     section: RolloutConfig
 
     def roll_out(self, step: int) -> tuple[Rollout, dict[str, float]]:
-        """The step's answered and scored prompts; the engine then sleeps.
+        """The step's answered and scored prompts, and what the environments went through; the engine then sleeps.
 
         Dynamic sampling replaces groups whose rewards are all equal. Raises RunStoppedError, naming the keys, when
         it does not fill the step.
@@ -35,8 +35,9 @@ class Sampling:
         else:
             prompts = self.algorithm.prompts.train_batch(step, self.section.num_prompts_per_step)
             rollout, metrics = self._sample(step, prompts), dict[str, float]()
-        self.algorithm.collector.generation.offload()
-        return rollout, metrics
+        collector = self.algorithm.collector
+        collector.generation.offload()
+        return rollout, metrics | dict(collector.environments.take_counts())
 
     def _fill(self, step: int) -> tuple[Rollout, dict[str, float]]:
         """Groups with unequal rewards, from as many rounds as it takes."""

@@ -91,6 +91,7 @@ class AsyncGRPO(GRPO):
         metrics |= rollout_metrics(whole) | train_metrics(result)
         metrics |= age_metrics(whole.batch, step - 1, self.config.grpo.async_grpo.max_trajectory_age_steps)
         metrics |= correction_metrics(whole.batch) | pace_metrics(pace, time.monotonic())
+        metrics |= self.collector.environments.take_counts()
         return StepOutcome(metrics, result["skip_reasons"], whole.batch)
 
     def redo(self, step: int) -> StepOutcome:

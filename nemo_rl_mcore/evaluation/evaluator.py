@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import batched
 from pathlib import Path
 
@@ -37,7 +37,6 @@ class Evaluator:
 
     samples: answers to each prompt. batch_size: prompts that the engine is asked together. k_values: of pass@k, maj@k.
     start: gives what answers; it is called once a prompt is left to be asked. notify: told of each batch.
-    reward_weights: of rewards by name, 1 where there is none.
     """
 
     folder: Path
@@ -48,7 +47,6 @@ class Evaluator:
     k_values: Sequence[int]
     greedy: bool
     notify: Callable[[str], None]
-    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def evaluate(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, SetResult]:
         """Ask what is not on disk yet, and write the results.
@@ -85,7 +83,7 @@ class Evaluator:
         finished = rollout.batch["finished"].tolist()
         answers = zip(rollout.prompts, rollout.responses, finished, strict=True)
         turns = [first_turn(prompt, response, finished=ended) for prompt, response, ended in answers]
-        replies = replies_of(self.environment, turns, self.reward_weights)
+        replies = replies_of(self.environment, turns, {})
         votes = [
             vote
             for responses in batched(rollout.responses, self.samples)

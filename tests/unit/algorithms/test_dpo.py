@@ -8,6 +8,7 @@ from nemo_rl_mcore.algorithms.dpo import DPO, best_against_worst
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.preference import WrongAnswerPairs
+from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.losses import DPOLossFn
 
 ONLINE = {"online": True, "num_generations_per_prompt": 3}
@@ -104,7 +105,7 @@ def test_online_a_step_makes_its_pairs():
     assert all(sample.advantage is None for sample in written)
 
 
-def pairs_of(*rewards_of_prompts):
+def pairs_of(*rewards_of_prompts, **columns):
     """The rows that are picked from prompts with as many answers each."""
     rewards = torch.tensor(rewards_of_prompts)
     rows = rewards.numel()
@@ -113,6 +114,7 @@ def pairs_of(*rewards_of_prompts):
         row=torch.arange(rows),
         sample_mask=torch.ones(rows),
         token_mask=torch.ones(rows, 2),
+        **columns,
     )
     return best_against_worst(Rollout(batch, [], []), rewards.shape[1])
 
@@ -128,6 +130,17 @@ def test_equal_rewards_make_no_pair():
     batch, with_signal = pairs_of([1.0, 1.0], [0.0, 0.0], [0.0, 0.5])
     assert batch["sample_mask"].tolist() == [0, 0, 0, 0, 1, 1]
     assert with_signal == pytest.approx(1 / 3)
+
+
+def test_a_dropped_answer_is_neither_the_best_nor_the_worst():
+    dropped = [0, 4, 4, 0, 4, 4, 0, 4, 4]
+    given = [[0.5, 1.0, -1.0], [0.25, 0.0, 0.5], [0.0, 0.0, 0.0]]
+    ending = torch.tensor([Ending.DROPPED if one else Ending.TERMINATED for one in dropped])
+    ending[2] = ending[4] = Ending.TERMINATED
+    batch, with_signal = pairs_of(*given, ending=ending)
+    assert batch["row"][:4].tolist() == [0, 2, 3, 4]
+    assert batch["sample_mask"].tolist() == [1, 1, 1, 1, 0, 0]
+    assert with_signal == pytest.approx(2 / 3)
 
 
 def test_ties_for_the_best_and_the_worst_still_make_a_pair():

@@ -107,9 +107,10 @@ def test_the_report_has_a_group_for_each_fate(tmp_path, capsys):
     assert lines[0] == f"{ours}: a recipe of ppo"
     assert lines[1].startswith("kept as they are: ")
     for line in (
-        f"{Kind.RENAMED.value}: 4",
+        f"{Kind.RENAMED.value}: 5",
         "  ppo.policy_training_start_step: ppo.critic_warmup_steps",
         "  value.megatron_cfg.optimizer: value.optimizer",
+        "  env.math.num_workers: env.pool.size",
         f"{Kind.CHANGED.value}: 6",
         "  ppo.val_period: a validation takes the likeliest tokens; NeMo RL's samples as training does",
         "  data.apply_chat_template: true; NeMo RL applies the chat template",

@@ -4,7 +4,11 @@ import pytest
 
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.turns import first_turn
 from nemo_rl_mcore.environments import ArithmeticEnvironment, make_environment
+from nemo_rl_mcore.environments.replies import LocalEnvironments
+from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
+from nemo_rl_mcore.interfaces import EnvironmentReturn
 
 PROMPTS = [Prompt(7, "1>", "1"), Prompt(8, "2>", "2")]
 
@@ -35,6 +39,69 @@ def test_scores_that_cannot_be_rewards_name_the_class(scores, message):
     environment = make(custom={"type": "custom_parts:BadReward", "args": {"scores": scores}})
     with pytest.raises(ValueError, match=message):
         environment.score(PROMPTS, ["1", "2"], [True, True])
+
+
+LOGS = [[{"role": "user", "content": "1>"}, {"role": "assistant", "content": "22", "finished": True}]]
+
+
+def test_a_class_of_ones_own_takes_part_in_episodes():
+    environment = make(custom={"type": "custom_parts:Steps"})
+    returned = environment.step(LOGS, ["kept"])
+    assert returned.rewards == {"length": [2.0]}
+    assert returned.metadata == ["kept"]
+    assert not hasattr(environment, "score")
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (([None], [None], [None], [1.0, 2.0], [True]), "AttributeError"),
+        (EnvironmentReturn([None], [None], [None], [1.0, 2.0], [True]), "rewards: 2 values for 1 answers"),
+        (EnvironmentReturn([None], [None], [None], [float("nan")], [True]), "a reward of nan is not finite"),
+        (EnvironmentReturn([{"role": "user"}], [None], [None], [1.0], [False]), "KeyError: 'content'"),
+    ],
+)
+def test_a_return_that_cannot_be_read_names_class_and_method(returned, message):
+    environment = make(custom={"type": "custom_parts:Steps", "args": {"returned": returned}})
+    where = r"env\.custom\.type: custom_parts:Steps\.step gave what is no EnvironmentReturn of 1 replies: .*"
+    with pytest.raises(CustomCodeError, match=where + message):
+        environment.step(LOGS, [None])
+
+
+def test_what_a_step_raises_names_class_and_method():
+    environment = make(custom={"type": "custom_parts:RaisingSteps"})
+    with pytest.raises(
+        CustomCodeError, match=r"custom_parts:RaisingSteps\.step raised KeyError: 'no such tool'"
+    ):
+        environment.step(LOGS, [None])
+
+
+def test_a_class_with_neither_method_is_refused():
+    with pytest.raises(
+        ValueError, match="custom_parts:Neither lacks score or step; such a class has score or step"
+    ):
+        make(custom={"type": "custom_parts:Neither"})
+
+
+@pytest.mark.parametrize(
+    ("type", "weights", "known"),
+    [
+        ("custom_parts:Steps", {"lenght": 2.0}, "length"),
+        ("custom_parts:LengthReward", {"length": 2.0}, "one without a name"),
+    ],
+)
+def test_weights_of_rewards_that_there_are_not_are_named(type, weights, known):
+    environment = LocalEnvironments(make(custom={"type": type}), weights)
+    name = next(iter(weights))
+    with pytest.raises(RunStoppedError, match=rf"env\.reward_weights\.{name}: no such reward; .*: {known}"):
+        environment.replies([first_turn(PROMPTS[0], "22")])
+
+
+def test_weights_make_the_reward_and_leave_its_parts():
+    environment = LocalEnvironments(make(custom={"type": "custom_parts:Steps"}), {"length": 2.0})
+    [reply] = environment.replies([first_turn(PROMPTS[0], "22")])
+    assert (reply.reward, reply.rewards) == (4.0, {"length": 2.0})
+    assert (environment.take_counts(), environment.drop_reasons) == ({}, {})
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):

@@ -1,0 +1,82 @@
+"""Where a recipe's environment runs, and what is refused of it."""
+
+import pytest
+
+from nemo_rl_mcore.config import EnvConfig, load_config
+
+CUSTOM = ("env.arithmetic=null", "+env.custom.type=mine:Env")
+MATH = ("env.arithmetic=null", "+env.math={}")
+ASYNCHRONOUS = (
+    "+grpo.async_grpo.enabled=true",
+    "policy.generation.colocated.enabled=false",
+    "loss_fn.use_importance_sampling_correction=true",
+)
+
+
+@pytest.mark.parametrize(
+    ("section", "size"),
+    [
+        ({}, 0),
+        ({"arithmetic": {}}, 0),
+        ({"math": {}}, 1),
+        ({"custom": {"type": "mine:Env"}}, 1),
+        ({"math": {}, "pool": {"size": 0}}, 0),
+        ({"pool": {"size": 3}}, 3),
+    ],
+)
+def test_what_is_not_ours_to_trust_runs_apart(section, size):
+    assert EnvConfig.model_validate(section).pool_size == size
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (*MATH, *ASYNCHRONOUS, "+env.pool.size=0"),
+            "env.pool.size: 0 does not go with grpo.async_grpo.enabled: true and env.math, which would hold up the "
+            "thread that asks the engines; set it to 1 or more",
+        ),
+        (
+            (*CUSTOM, *ASYNCHRONOUS, "+env.pool.size=0"),
+            "env.pool.size: 0 does not go with grpo.async_grpo.enabled: true and env.custom, which",
+        ),
+        (
+            (*MATH, "+env.pool.timeout_s=15"),
+            "env.pool.timeout_s: 15 is over before env.math.timeout_s: 5, which holds 3 times in a score; "
+            "set it above 15",
+        ),
+        (
+            ("+env.pool.max_drop_rate=0.1",),
+            "env.pool.max_drop_rate: 0.1 does nothing with env.pool.size: 0; remove it, or set "
+            "env.pool.size to 1 or more",
+        ),
+        (
+            ("+env.reward_weights={form: 0.5}",),
+            "env.reward_weights: does nothing without env.custom: other environments give one reward; remove it",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_named(refusals, overrides, message):
+    assert any(message in refusal for refusal in refusals(*overrides)), refusals(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*ASYNCHRONOUS, "+env.pool.size=0"),
+        (*CUSTOM, *ASYNCHRONOUS),
+        (*CUSTOM, "+env.pool.size=0"),
+        (*CUSTOM, "+env.reward_weights={form: 0.5}", "+env.pool.max_drop_rate=0.1"),
+        (*MATH, "+env.pool.timeout_s=15.5"),
+        (*MATH, "+env.pool.size=0"),
+    ],
+)
+def test_what_goes_together_loads(load, overrides):
+    load(*overrides)
+
+
+def test_nemo_rl_s_number_of_workers_is_the_size(tmp_path, exemplar):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"defaults: {exemplar}\nenv: {{arithmetic: null, math: {{num_workers: 8}}}}\n")
+    assert load_config(recipe).env.pool_size == 8
+    assert load_config(recipe).env.math is not None
