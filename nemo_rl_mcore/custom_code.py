@@ -63,13 +63,20 @@ def build(
 ) -> object:
     """Import a class and call it. `key` is that of the path; `needs` names the members that the class must have.
 
+    "one|other" stands for a class that has at least one of the two.
+
     Raises ValueError, naming the key, for a module or class that is not there, for arguments that do not fit, and, with
     the user's line, for what the class itself raises.
     """
     kind, arguments = _imported(path, key), arguments or {}
     abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
-    if lacking := [name for name in needs if not hasattr(kind, name) or name in abstract]:
-        raise ValueError(f"{key}: {path} lacks {', '.join(lacking)}; such a class has {', '.join(needs)}")
+
+    def has(name: str) -> bool:
+        return hasattr(kind, name) and name not in abstract
+
+    if lacking := [_or(need) for need in needs if not any(map(has, need.split("|")))]:
+        wanted = ", ".join(map(_or, needs))
+        raise ValueError(f"{key}: {path} lacks {', '.join(lacking)}; such a class has {wanted}")
     try:
         inspect.signature(kind).bind(*positional, **arguments)
     except TypeError as error:
@@ -78,6 +85,10 @@ def build(
         raise ValueError(f"{section}.args: {path} cannot take these arguments ({given}): {error}") from error
     with custom_code(f"{key}: {path}"):
         return kind(*positional, **arguments)
+
+
+def _or(need: str) -> str:
+    return need.replace("|", " or ")
 
 
 def _imported(path: str, key: str) -> type:

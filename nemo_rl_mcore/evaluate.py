@@ -24,7 +24,7 @@ from nemo_rl_mcore.evaluation.evaluator import Evaluator, SetResult
 from nemo_rl_mcore.evaluation.folder import enter
 from nemo_rl_mcore.evaluation.identity import identity_of
 from nemo_rl_mcore.evaluation.metrics import Estimate
-from nemo_rl_mcore.interfaces import ScoresAnswers
+from nemo_rl_mcore.interfaces import Environment
 from nemo_rl_mcore.launch import count_of, exit_status, open_generation, say_aside, start_frozen
 from nemo_rl_mcore.observability.startup import Startup
 from nemo_rl_mcore.output import BestEffortStream, write_line
@@ -71,7 +71,7 @@ def _weights(config: RunConfig) -> str:
     return f"drawn at random by the seed, as the recipe says{hint}"
 
 
-def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[ScoresAnswers, dict[str, list[Prompt]]]:
+def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[str, list[Prompt]]]:
     try:
         environment = make_environment(config.env)
         if not hasattr(environment, "score"):
@@ -89,7 +89,7 @@ def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[ScoresAnswers, dict[
 def _evaluator(
     config: RunConfig,
     tokenizer: Tokenizer,
-    environment: ScoresAnswers,
+    environment: Environment,
     sets: Mapping[str, Sequence[Prompt]],
     started: ExitStack,
 ) -> Evaluator:
@@ -116,6 +116,7 @@ def _evaluator(
     return Evaluator(
         folder=Path(config.logger.log_dir),
         environment=environment,
+        reward_weights=config.env.reward_weights or {},
         start=start,
         samples=section.num_tests_per_prompt,
         batch_size=config.loop.val_batch_size,

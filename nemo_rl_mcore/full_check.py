@@ -12,6 +12,8 @@ from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.preference import given_pair, pair_rows
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.data.turns import first_turn
+from nemo_rl_mcore.environments.replies import replies_of
 from nemo_rl_mcore.parts import Parts, open_parts
 from nemo_rl_mcore.preflight import Plan
 from nemo_rl_mcore.preflight.render import Row
@@ -84,12 +86,14 @@ def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Row]:
     """What the environment gives for the answer that the data has, and for none, where it scores single answers."""
     if not hasattr(parts.environment, "score"):
         return
-    given, none = parts.environment.score([prompt, prompt], [prompt.imitated, ""], [True, True])
+    turns = [first_turn(prompt, prompt.imitated), first_turn(prompt, "")]
+    replies = replies_of(parts.environment, turns, parts.config.env.reward_weights or {})
+    given, none = (reply.reward for reply in replies)
     yield (
         name,
-        f"{shortened(prompt.imitated)} earns {float(given):g}, an empty response {float(none):g}",
+        f"{shortened(prompt.imitated)} earns {given:g}, an empty response {none:g}",
     )
-    if float(given) <= float(none):
+    if given <= none:
         yield (
             "",
             "the answer as the data states it earns no more than none: look at env (env.math.response says where a "

@@ -32,6 +32,7 @@ from nemo_rl_mcore.config import (
     RunConfig,
     SFTMasterConfig,
 )
+from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.elastic import shrunk
 from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
 from nemo_rl_mcore.controllers.rollouts import Rollouts
@@ -47,7 +48,7 @@ from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.generation.journal import JOURNAL_FOLDER
 from nemo_rl_mcore.generation.vllm.kind import vllm_kind
-from nemo_rl_mcore.interfaces import GenerationInterface
+from nemo_rl_mcore.interfaces import Environment, Environments, GenerationInterface
 from nemo_rl_mcore.observability import RunRecorder
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
@@ -58,6 +59,7 @@ from nemo_rl_mcore.signals import current_stop_signals, stop_signals
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.engine_generation import EngineGeneration
+from nemo_rl_mcore.workers.environment_pool import EnvironmentPool
 from nemo_rl_mcore.workers.policy import Policy
 
 EXIT_FAILED = 1
@@ -202,9 +204,15 @@ def _train(
         )
     )
     kept = KeptRollouts(until_checkpoint=config.redoes_steps)
-    environments = LocalEnvironments(parts.environment)
+    environments = stack.enter_context(open_environments(config, cluster, parts.environment))
     collector = RolloutCollector(
-        generation, tokenizer, config.max_prompt_length, environments, kept, form=parts.form
+        generation,
+        tokenizer,
+        config.max_prompt_length,
+        environments,
+        kept,
+        form=parts.form,
+        max_drop_rate=config.env.pool.max_drop_rate,
     )
     rollouts: Rollouts | None = None
     if isinstance(config, GRPOMasterConfig) and config.asynchronous:
@@ -348,6 +356,23 @@ def open_generation(
         check=compare if config.policy.generation.compare_at_start else None,
     ) as engines:
         yield engines
+
+
+@contextmanager
+def open_environments(
+    config: RunConfig, cluster: RayCluster, environment: Environment
+) -> Iterator[Environments]:
+    """Where the environment of the recipe answers: in actors, which end with the block, or in this process.
+
+    Actors of a run that samples start at once, and nobody waits for them; those of others when they are first asked.
+    """
+    if not config.env.pool_size:
+        yield LocalEnvironments(environment, config.env.reward_weights)
+        return
+    with EnvironmentPool(config.env, cluster) as pool:
+        if config.row_kind is RowKind.PROMPTS:
+            pool.start()
+        yield pool
 
 
 def engine_kind(config: RunConfig) -> EngineKind:

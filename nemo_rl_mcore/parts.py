@@ -14,7 +14,7 @@ from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
 from nemo_rl_mcore.environments import make_environment, require_golds, require_golds_run_first
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.interfaces import ScoresAnswers
+from nemo_rl_mcore.interfaces import Environment
 from nemo_rl_mcore.losses import check_losses
 from nemo_rl_mcore.preflight.data_files import steps_of_epochs
 
@@ -29,7 +29,7 @@ class Parts:
     config: RunConfig
     tokenizer: Tokenizer
     prompts: PromptSource
-    environment: ScoresAnswers
+    environment: Environment
     form: EpisodeForm = ONE_ANSWER
     name: str = ""
 

@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Protocol
 
 from nemo_rl_mcore import activity
+from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -87,27 +89,30 @@ class Algorithm[Config: RunConfig](ABC):
     def validate(self, step: int) -> dict[str, float]:
         """The greedy answers to the held-out prompts: mean reward and share of full marks; the engine then sleeps.
 
-        Where the prompts have several sources, the same of each of them besides.
+        Where the prompts have several sources, the same of each of them besides. Dropped episodes do not count.
         """
         loop = self.config.loop
         prompts = self.prompts.validation(loop.max_val_samples)
         samples: list[Sample] = []
+        kept: list[bool] = []
         for start in range(0, len(prompts), loop.val_batch_size):
             asked = prompts[start : start + loop.val_batch_size]
             with activity.at(f"prompt {start} of {len(prompts)} of a validation", timed=False):
                 rollout = self.collector.collect(asked, 1, step=step, greedy=True)
             samples += rollout.samples(step, of_validation=True)
+            kept += map(bool, ~dropped_rows(rollout.batch))
         self.collector.generation.offload()
         self.observer.add_samples(samples)  # of a validation that is whole
-        rewards = [sample.reward for sample in samples]
-        by_source: dict[str, list[float]] = {"validation": rewards}
-        for prompt, reward in zip(prompts, rewards, strict=True):
+        by_source: dict[str, list[float]] = {"validation": []}
+        for prompt, sample in compress(zip(prompts, samples, strict=True), kept):
+            by_source["validation"].append(sample.reward)
             if prompt.source:
-                by_source.setdefault(f"validation/{prompt.source}", []).append(reward)
+                by_source.setdefault(f"validation/{prompt.source}", []).append(sample.reward)
         return {
             f"{name}/{metric}": value
             for name, some in by_source.items()
             for metric, value in _means(some).items()
+            if some
         }
 
 

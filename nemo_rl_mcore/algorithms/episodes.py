@@ -16,7 +16,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.observations import Observer
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.data.turns import Ending, Reply, Turn
+from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
 
 WEIGHT_VERSIONS = "weight_versions"
 TURN_OF_TOKEN = "turn_of_token"
@@ -103,7 +103,8 @@ class Episodes:
         lengths, samples = asked["input_lengths"].tolist(), asked["sample_index"].tolist()
         rows = zip(prompts, samples, asked["input_ids"].tolist(), lengths, strict=True)
         self._rows = [
-            _Row(prompt, sample, ids[:length], _conversation(prompt)) for prompt, sample, ids, length in rows
+            _Row(prompt, sample, ids[:length], [*conversation(prompt)])
+            for prompt, sample, ids, length in rows
         ]
         self._prompt_lengths: list[int] = lengths
 
@@ -213,10 +214,6 @@ class Episodes:
         return _padded([[fill] * length + [*row] for length, row in rows], fill)
 
 
-def _conversation(prompt: Prompt) -> list[Message]:
-    return [*(prompt.context or (Message("user", prompt.text),))]
-
-
 def _padded(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
     """Rows as a rectangle, filled on the right."""
     longest = max(map(len, rows))
@@ -233,6 +230,15 @@ def sampled_versions(batch: BatchedDataDict, turn: int | None = None) -> torch.T
         versions = versions.masked_fill(batch[TURN_OF_TOKEN] != turn + 1, -1)
     order = (versions < 0).long().argsort(dim=1, stable=True)
     return versions.gather(1, order)[:, : int((versions >= 0).sum(1).max())]
+
+
+def with_equal_columns(batches: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
+    """The batches with the same rewards by name: zeros in one whose episodes were all dropped, which names none."""
+    names = dict.fromkeys(name for batch in batches for name in batch if name.startswith(REWARDS_PREFIX))
+    return [
+        BatchedDataDict({**batch, **{name: torch.zeros(batch.size) for name in names if name not in batch}})
+        for batch in batches
+    ]
 
 
 def trained_columns(batch: BatchedDataDict) -> BatchedDataDict:

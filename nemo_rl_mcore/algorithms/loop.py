@@ -145,7 +145,7 @@ class TrainingLoop:
             last = step == loop.max_num_steps
             if (loop.val_period and step % loop.val_period == 0) or (last and loop.val_at_end):
                 row |= recovery.surviving(algorithm, partial(self._validate, algorithm, step))
-            row |= recovery.metrics()
+            row |= recovery.metrics() | dict(algorithm.collector.environments.take_counts())
         return outcome
 
     def _validate(self, algorithm: Algorithm[Any], step: int) -> dict[str, float]:

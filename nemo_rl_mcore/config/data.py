@@ -7,7 +7,8 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, model_validator
 
 from nemo_rl_mcore.config.answers import AnswerConfig
-from nemo_rl_mcore.config.base import PositiveInt, Problem, StrictModel, join_path
+from nemo_rl_mcore.config.base import Float, PositiveInt, Problem, StrictModel, join_path
+from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
 from nemo_rl_mcore.config.imports import Arguments, ImportPath
 from nemo_rl_mcore.config.shares import MOST_TURNS, whole_weights
 from nemo_rl_mcore.config.source import (
@@ -19,7 +20,6 @@ from nemo_rl_mcore.config.source import (
     each,
     with_defaults,
 )
-
 
 TURN_TASKS = ("guess_number", "calculator")
 """Embedded tasks of several turns; the environment of each has its name."""
@@ -257,6 +257,17 @@ class EnvConfig(StrictModel):
     """Mathematical expressions; needs the extra math."""
     custom: CustomEnvConfig | None = None
     """A class of one's own (ours)."""
+    reward_weights: dict[str, Float] | None = None
+    """Factors of rewards by their name, where env.custom gives several; 1 for each that is not named (ours)."""
+    pool: EnvPoolConfig = EnvPoolConfig()
+    """The processes in which it runs (ours)."""
+
+    @property
+    def pool_size(self) -> int:
+        """Processes in which the environment runs; 0 where it runs in that of the loop."""
+        if self.pool.size is not None:
+            return self.pool.size
+        return 0 if self.math is None and self.custom is None else 1
 
     @property
     def given(self) -> list[str]:

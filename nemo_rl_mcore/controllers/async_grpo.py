@@ -78,12 +78,14 @@ class AsyncGRPO(GRPO):
         """Train on the next groups, in order; the optimizer steps once all of the step's are in."""
         with self._open_step(step):
             chunks = [*self._train_chunks(step)]
+            parts = [chunk for chunk, _ in chunks]
+            whole = Rollout.concatenate(parts, self.collector.tokenizer.pad_token_id)
+            self.collector.check_drops(step, whole.batch)
             begin_update()
             self.rollouts.finishing()
             with self.observer.phase("train"):
                 result = self.policy.finish_train_step()
             pace = self.rollouts.finish()
-        whole = Rollout.concatenate([chunk for chunk, _ in chunks], self.collector.tokenizer.pad_token_id)
         self.observer.add_samples(whole.samples(step))
         metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(step, whole.batch)
         metrics |= rollout_metrics(whole) | train_metrics(result)
@@ -168,9 +170,10 @@ class AsyncGRPO(GRPO):
 def _drawn_by(version: int, batch: BatchedDataDict) -> BatchedDataDict:
     """The responses of which no token was drawn by other weights."""
     versions = batch[WEIGHT_VERSIONS]
-    young = ((versions < 0) | (versions == version)).all(1)
+    others = ((versions >= 0) & (versions != version)).any(1)
+    young = [row for rows in batch.samples() if not others[rows.start : rows.stop].any() for row in rows]
     # Not a copy where it is the whole: the mismatch's action may mask rows.
-    return batch if bool(young.all()) else batch.select_indices(young.nonzero().flatten())
+    return batch if len(young) == batch.size else batch.select_indices(young)
 
 
 def _id_of(step: int) -> str:

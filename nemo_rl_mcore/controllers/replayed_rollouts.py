@@ -11,14 +11,14 @@ from typing import Self
 
 from nemo_rl_mcore.controllers.draw import Draw, DrawnGroup
 from nemo_rl_mcore.controllers.group_store import GroupStore, digest_of_group
-from nemo_rl_mcore.controllers.logged_turns import LoggedEnvironments
-from nemo_rl_mcore.controllers.loop_thread import LoopThread
+from nemo_rl_mcore.controllers.logged_turns import LoggedReplies
 from nemo_rl_mcore.controllers.metrics import Pace
 from nemo_rl_mcore.controllers.timeline import Timeline
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import RolloutEngines
+from nemo_rl_mcore.loop_thread import LoopThread
 
 
 def ticket_of(position: int, turn: int) -> str:
@@ -69,7 +69,7 @@ class ReplayedRollouts:
             if logged.oldest == version and position not in self._kept:
                 self._ahead[position] = [turn.segments[0].version for turn in logged.turns]
                 self._thread.begin(self._answer(position, self._group(position)))
-        self._thread.begin(_nothing()).result()  # before the next update, the engine has been asked
+        self._thread.call(_nothing()).result()  # before the next update, the engine has been asked
 
     def begin(self) -> int:
         """Open the next step."""
@@ -146,7 +146,7 @@ class ReplayedRollouts:
                 self._changed.notify_all()
             return await answered
 
-        replies = LoggedEnvironments(self._timeline.groups[position].turns)
+        replies = LoggedReplies(self._timeline.groups[position].turns)
         batch = await self._draw.play(group, respond, replies)
         self.drawn_again += 1
         self._take(position, batch)

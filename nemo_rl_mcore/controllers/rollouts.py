@@ -23,7 +23,6 @@ from nemo_rl_mcore.controllers.events import Segment, Token
 from nemo_rl_mcore.controllers.group_store import GroupStore, Retention, digest_of_group, segments_of
 from nemo_rl_mcore.controllers.ledger import Ledger
 from nemo_rl_mcore.controllers.logged_turns import turns_of
-from nemo_rl_mcore.controllers.loop_thread import LoopThread
 from nemo_rl_mcore.controllers.metrics import Pace
 from nemo_rl_mcore.controllers.saved_ledger import SavedLedger
 from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
@@ -34,6 +33,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.errors import RunStoppedError, folder_error
 from nemo_rl_mcore.generation.engine import EngineDiedError, EngineFailedError
 from nemo_rl_mcore.interfaces import RolloutEngines
+from nemo_rl_mcore.loop_thread import LoopThread
 
 _SECTION = "grpo.async_grpo"
 

@@ -121,7 +121,9 @@ class DigitTaskSource:
         match self._task:
             case "calculator":
                 first, second = digits[:half], digits[half:]
-                return Prompt(index, f"{first}+{second}{PROMPT_END}", f"{int(first) + int(second):0{len(second)+1}d}")
+                return Prompt(
+                    index, f"{first}+{second}{PROMPT_END}", f"{int(first) + int(second):0{len(second) + 1}d}"
+                )
             case "guess_number":
                 lowest, highest, secret = digits[:half], digits[half : 2 * half], digits[2 * half :]
                 if not lowest <= secret <= highest or lowest == highest:

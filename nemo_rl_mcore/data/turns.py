@@ -30,6 +30,16 @@ class Turn:
         return self.messages[-1].content
 
 
+def conversation(prompt: Prompt) -> tuple[Message, ...]:
+    """What the model is shown before its first answer."""
+    return prompt.context or (Message("user", prompt.text),)
+
+
+def first_turn(prompt: Prompt, answer: str, *, finished: bool = True) -> Turn:
+    """The turn after the first answer to a prompt."""
+    return Turn(prompt, (*conversation(prompt), Message("assistant", answer)), finished)
+
+
 @dataclass(frozen=True)
 class Reply:
     """What the environment says to it.

@@ -30,7 +30,9 @@ class CalculatorEnvironment:
     ) -> EnvironmentReturn:
         """See `EnvironmentInterface.step`."""
         rows = zip(message_log_batch, metadata, strict=True)
-        return returned([_Task.of(said).answered(log[-1]["content"], log[-1]["finished"]) for log, said in rows])
+        return returned(
+            [_Task.of(said).answered(log[-1]["content"], log[-1]["finished"]) for log, said in rows]
+        )
 
 
 @dataclass(frozen=True)

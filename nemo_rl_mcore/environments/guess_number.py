@@ -28,7 +28,9 @@ class GuessNumberEnvironment:
     ) -> EnvironmentReturn:
         """See `EnvironmentInterface.step`."""
         rows = zip(message_log_batch, metadata, strict=True)
-        return returned([_Game.of(said).guessed(log[-1]["content"], log[-1]["finished"]) for log, said in rows])
+        return returned(
+            [_Game.of(said).guessed(log[-1]["content"], log[-1]["finished"]) for log, said in rows]
+        )
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.config.data import MathEnvConfig
@@ -15,12 +15,18 @@ from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment
 from nemo_rl_mcore.environments.calculator import CalculatorEnvironment
 from nemo_rl_mcore.environments.guess_number import GuessNumberEnvironment
 from nemo_rl_mcore.environments.mathematics import MathEnvironment
+from nemo_rl_mcore.environments.replies import read_return
 from nemo_rl_mcore.errors import CustomCodeError
-from nemo_rl_mcore.interfaces import Environment, ScoresAnswers
+from nemo_rl_mcore.interfaces import Environment, EnvironmentInterface, EnvironmentReturn, ScoresAnswers
+
+_KEY = "env.custom.type"
 
 
 def make_environment(config: EnvConfig) -> Environment:
-    """Build the environment of a recipe; ValueError names the key of one that cannot be."""
+    """Build the environment of a recipe; ValueError names the key of one that cannot be.
+
+    A class of the user's own that has both methods takes part in episodes by its `step`.
+    """
     if config.guess_number is not None:
         return GuessNumberEnvironment()
     if config.calculator is not None:
@@ -28,8 +34,10 @@ def make_environment(config: EnvConfig) -> Environment:
     if config.math is not None:
         return math_environment(config.math)
     if (own := config.custom) is not None:
-        environment = build(own.type, "env.custom.type", own.args, needs=("score",))
-        return _OwnEnvironment(cast("ScoresAnswers", environment), own.type)
+        environment = build(own.type, _KEY, own.args, needs=("score|step",))
+        if hasattr(environment, "step"):
+            return _OwnSteps(cast("EnvironmentInterface", environment), own.type)
+        return _OwnScores(cast("ScoresAnswers", environment), own.type)
     return ArithmeticEnvironment()
 
 
@@ -39,7 +47,31 @@ def math_environment(config: MathEnvConfig) -> MathEnvironment:
 
 
 @dataclass(frozen=True)
-class _OwnEnvironment:
+class _OwnSteps:
+    """A class of the user's own, held to what `EnvironmentInterface` promises."""
+
+    environment: EnvironmentInterface
+    path: str
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
+    ) -> EnvironmentReturn:
+        """See `EnvironmentInterface.step`; CustomCodeError when it gives something else than one reply a log."""
+        name = f"{_KEY}: {self.path}.step"
+        with custom_code(name):
+            returned = self.environment.step(message_log_batch, metadata)
+        try:
+            read_return(returned, len(message_log_batch), {})
+        except Exception as error:
+            raise CustomCodeError(
+                f"{name} gave what is no EnvironmentReturn of {len(message_log_batch)} replies: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return returned
+
+
+@dataclass(frozen=True)
+class _OwnScores:
     """A class of the user's own, held to what `ScoresAnswers` promises."""
 
     environment: ScoresAnswers
@@ -49,7 +81,7 @@ class _OwnEnvironment:
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
         """See `ScoresAnswers.score`; CustomCodeError when the scores are not one finite number a response."""
-        name = f"env.custom.type: {self.path}"
+        name = f"{_KEY}: {self.path}"
         with custom_code(f"{name}.score"):
             given = list(self.environment.score(prompts, responses, finished))
         if len(given) != len(responses):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.turns import Reply, Turn
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import Environment, EnvironmentInterface, EnvironmentReturn, ScoresAnswers
 
 _ONE = ""
@@ -33,11 +34,21 @@ class LocalEnvironments:
         """See `interfaces.Environments.replies_soon`; it is waited for, as the environments here take no time."""
         return self.replies(turns)
 
+    def take_counts(self) -> dict[str, float]:
+        """See `interfaces.Environments.take_counts`."""
+        return {}
+
+    @property
+    def drop_reasons(self) -> dict[str, int]:
+        """See `interfaces.Environments.drop_reasons`."""
+        return {}
+
 
 def replies_of(environment: Environment, turns: Sequence[Turn], weights: Mapping[str, float]) -> list[Reply]:
     """The reply to each turn. weights: of rewards by name.
 
-    Raises ValueError for a return that is not one value a turn, and what the environment raises.
+    Raises ValueError for a return that is not one value a turn, RunStoppedError for a weight of a reward that there is
+    not, and what the environment raises.
     """
     if not turns:
         return []
@@ -45,7 +56,8 @@ def replies_of(environment: Environment, turns: Sequence[Turn], weights: Mapping
         returned = cast("EnvironmentInterface", environment).step(
             [_log(turn) for turn in turns], [_metadata(turn) for turn in turns]
         )
-        return _replies(returned, len(turns), weights)
+        return read_return(returned, len(turns), weights)
+    _require_rewards(weights, ())
     scores = cast("ScoresAnswers", environment).score(
         [turn.prompt for turn in turns],
         [turn.answer for turn in turns],
@@ -69,12 +81,14 @@ def _metadata(turn: Turn) -> Any:
     return {"prompt": prompt.text, "answer": prompt.answer, "index": prompt.index, "source": prompt.source}
 
 
-def _replies(returned: EnvironmentReturn, turns: int, weights: Mapping[str, float]) -> list[Reply]:
+def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, float]) -> list[Reply]:
+    """The replies that a return holds; raises as `replies_of`."""
     given = returned.rewards if isinstance(returned.rewards, Mapping) else {_ONE: returned.rewards}
     rewards = {
         name: [*map(_number, _one_each(f"rewards {name}".strip(), values, turns))]
         for name, values in given.items()
     }
+    _require_rewards(weights, rewards)
     terminateds = _one_each("terminateds", returned.terminateds, turns)
     observations = _one_each("observations", returned.observations, turns)
     metadata = _one_each("metadata", returned.metadata, turns)
@@ -95,6 +109,14 @@ def _replies(returned: EnvironmentReturn, turns: int, weights: Mapping[str, floa
             )
         )
     return replies
+
+
+def _require_rewards(weights: Mapping[str, float], rewards: Collection[str]) -> None:
+    if unknown := [name for name in weights if name not in rewards]:
+        given = ", ".join(filter(None, rewards)) or "one without a name"
+        raise RunStoppedError(
+            f"env.reward_weights.{unknown[0]}: no such reward; those of the environment are: {given}"
+        )
 
 
 def _one_each(name: str, values: Iterable[Any], turns: int) -> list[Any]:

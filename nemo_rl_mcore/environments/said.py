@@ -11,7 +11,7 @@ from nemo_rl_mcore.interfaces import EnvironmentReturn
 
 
 class Said(NamedTuple):
-    """To one answer. reward: of it, a multiple of 1/128, so that sums are exact; state: of the episode, for the next."""
+    """To one answer. reward: of it, a multiple of 1/128, so that sums are exact; state: of the episode."""
 
     reward: float
     terminated: bool

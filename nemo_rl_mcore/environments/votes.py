@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from nemo_rl_mcore.interfaces import ScoresAnswers
+from nemo_rl_mcore.interfaces import Environment
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ReadsAnswers(Protocol):
         ...
 
 
-def votes_of(environment: ScoresAnswers, responses: Sequence[str]) -> list[Vote]:
+def votes_of(environment: Environment, responses: Sequence[str]) -> list[Vote]:
     """The votes of responses to one prompt; where the environment reads no answers, equal texts are equal."""
     if isinstance(environment, ReadsAnswers):
         return environment.votes(responses)

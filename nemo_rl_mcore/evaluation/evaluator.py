@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import batched
 from pathlib import Path
 
 from nemo_rl_mcore.algorithms.rollout import Responder, Rollout
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.turns import first_turn
+from nemo_rl_mcore.environments.replies import replies_of
 from nemo_rl_mcore.environments.votes import votes_of
 from nemo_rl_mcore.evaluation.folder import RESULTS_FILE, write_json, writing_to
 from nemo_rl_mcore.evaluation.metrics import Estimate, set_metrics
 from nemo_rl_mcore.evaluation.samples import SampleFile, SampleRow
-from nemo_rl_mcore.interfaces import ScoresAnswers
+from nemo_rl_mcore.interfaces import Environment
 
 _NOISE_STEP = 0
 """The step in the key of the sampling noise, which then is one of prompt and sample alone."""
@@ -35,16 +37,18 @@ class Evaluator:
 
     samples: answers to each prompt. batch_size: prompts that the engine is asked together. k_values: of pass@k, maj@k.
     start: gives what answers; it is called once a prompt is left to be asked. notify: told of each batch.
+    reward_weights: of rewards by name, 1 where there is none.
     """
 
     folder: Path
-    environment: ScoresAnswers
+    environment: Environment
     start: Callable[[], Responder]
     samples: int
     batch_size: int
     k_values: Sequence[int]
     greedy: bool
     notify: Callable[[str], None]
+    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def evaluate(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, SetResult]:
         """Ask what is not on disk yet, and write the results.
@@ -79,15 +83,17 @@ class Evaluator:
     def _ask(self, prompts: Sequence[Prompt]) -> list[SampleRow]:
         rollout = self.start().respond(prompts, self.samples, step=_NOISE_STEP, greedy=self.greedy)
         finished = rollout.batch["finished"].tolist()
-        rewards = self.environment.score(rollout.prompts, rollout.responses, finished)
+        answers = zip(rollout.prompts, rollout.responses, finished, strict=True)
+        turns = [first_turn(prompt, response, finished=ended) for prompt, response, ended in answers]
+        replies = replies_of(self.environment, turns, self.reward_weights)
         votes = [
             vote
             for responses in batched(rollout.responses, self.samples)
             for vote in votes_of(self.environment, responses)
         ]
         return [
-            _row(rollout, place, float(reward), vote.answer, vote.first)
-            for place, (reward, vote) in enumerate(zip(rewards, votes, strict=True))
+            _row(rollout, place, reply.reward, vote.answer, vote.first)
+            for place, (reply, vote) in enumerate(zip(replies, votes, strict=True))
         ]
 
     def _result(self, rows: Sequence[SampleRow]) -> SetResult:

@@ -20,8 +20,8 @@ TOKENIZER_FOLDER = "tokenizer"
 
 Tree = Mapping[str, object]
 
-_WITHOUT_EFFECT = ("checkpointing", "logger", "policy.init_checkpoint", "policy.model_name")
-"""What a run leaves behind, and the weights that the checkpoint has replaced."""
+_WITHOUT_EFFECT = ("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name")
+"""What a run leaves behind, where answers are scored, and the weights that the checkpoint has replaced."""
 _DEADLINE = "_timeout_s"
 """How long the driver, ranks and engines wait for each other."""
 _OF_THE_STATE = ("policy.precision", "policy.megatron_cfg.optimizer.optimizer")

@@ -43,6 +43,13 @@ class Construction:
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
 
 
+def identity_of_this_process() -> RankIdentity:
+    """Which process of Ray's this one is."""
+    context = ray.get_runtime_context()
+    host = ray.util.get_node_ip_address()
+    return RankIdentity(host, os.getpid(), context.get_worker_id(), context.get_node_id())
+
+
 def actor_class(worker_class: type) -> Any:
     """`worker_class` as an actor, with methods of its own for `RayWorkerGroup`.
 
@@ -58,9 +65,7 @@ def actor_class(worker_class: type) -> Any:
 
         def _identify(self) -> RankIdentity:
             use_arrays_for_tensors()
-            context = ray.get_runtime_context()
-            host = ray.util.get_node_ip_address()
-            return RankIdentity(host, os.getpid(), context.get_worker_id(), context.get_node_id())
+            return identity_of_this_process()
 
         def _listen(self, address: str) -> int:
             # The port is free because this process, which is to listen there, has it already.

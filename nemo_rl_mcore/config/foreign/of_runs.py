@@ -138,7 +138,6 @@ _DATA: dict[str, Judgement] = {
     "data.shuffle": refused(True, remedy="set it to true; prompts are drawn at random"),
     "data.num_workers": UNREAD,  # prompts are in memory
     "data.use_multiple_dataloader": refused(False, remedy="set it to false"),
-    "env.math.num_workers": UNREAD,  # answers are scored where the loop runs
     "env.math.math_verify_impl": refused("hf_math_verify", remedy="set it to hf_math_verify"),
 }
 

@@ -32,7 +32,10 @@ _OF_EXPERTS: dict[str, str] = {
     )
 }
 """Read where the model has experts; the third, where they are balanced by a bias."""
-_MOVED: dict[str, str] = {"ppo.policy_training_start_step": "ppo.critic_warmup_steps"}
+_MOVED: dict[str, str] = {
+    "ppo.policy_training_start_step": "ppo.critic_warmup_steps",
+    "env.math.num_workers": "env.pool.size",
+}
 TRANSLATED: dict[str, str] = {
     **_ASYNC,
     **_OF_EXPERTS,

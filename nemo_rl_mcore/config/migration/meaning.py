@@ -3,6 +3,7 @@
 import re
 from typing import cast
 
+from nemo_rl_mcore.config.data import EnvConfig
 from nemo_rl_mcore.config.foreign.judgement import Tree
 from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 from nemo_rl_mcore.config.source import TEXT_FILES
@@ -105,7 +106,7 @@ def use_environment(draft: Draft) -> None:
     """Leave out environments that no source names, and say where a response states its answer."""
     named = {str(source["env_name"]) for _, source in _sources(draft) if source.get("env_name")}
     for name, section in [*draft.section("env").items()]:
-        if name in ("math", "custom", "arithmetic"):
+        if name in EnvConfig.model_fields:
             continue
         draft.pop(f"env.{name}")
         if name in named:

@@ -15,6 +15,7 @@ from nemo_rl_mcore.config.rules import (
     batch_sizes,
     checkpointing,
     copies,
+    environments,
     episodes,
     fused_logprobs,
     generation,
@@ -46,6 +47,7 @@ FEATURES: tuple[Rules, ...] = (
     losses.RULES,
     asynchronous.RULES,
     survival.RULES,
+    environments.RULES,
 )
 
 

@@ -57,7 +57,7 @@ class Replying:
     """Replies to each turn with what a function gives; an `Environments`."""
 
     def __init__(self, reply):
-        self.reply, self.heard = reply, []
+        self.reply, self.heard, self.drop_reasons = reply, [], {}
 
     def replies(self, turns):
         self.heard.append(turns)
@@ -70,7 +70,7 @@ class Replying:
 def collector(script, reply, turns=3, tokens=40, **keys):
     engine, environments = Scripted(script, **keys), Replying(reply)
     form = EpisodeForm(turns, tokens, 6, make_observer(TOKENIZER, chat=False))
-    return RolloutCollector(engine, TOKENIZER, 6, environments, form=form)
+    return RolloutCollector(engine, TOKENIZER, 6, environments, max_drop_rate=1.0, form=form)
 
 
 def until(right):

@@ -130,7 +130,9 @@ def test_too_many_prompts_names_both_keys() -> None:
 
 
 def test_unknown_task_and_bad_length() -> None:
-    with pytest.raises(ValueError, match="unknown task 'add'; known tasks: copy, reverse, sort, increment, guess_"):
+    with pytest.raises(
+        ValueError, match="unknown task 'add'; known tasks: copy, reverse, sort, increment, guess_"
+    ):
         DigitTaskSource("add", 3, seed=0)
     with pytest.raises(ValueError, match=r"data\.num_digits must be at least 1"):
         DigitTaskSource("copy", 0, seed=0)

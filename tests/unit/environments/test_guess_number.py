@@ -43,9 +43,7 @@ def test_halving_finds_every_number_and_earns_exactly_1(digits):
             played = play(GAME, prompt, answers)
             if played.terminated:
                 break
-            lowest, highest = (
-                (guess + 1, highest) if played.observations[-1] == "h>" else (lowest, guess - 1)
-            )
+            lowest, highest = (guess + 1, highest) if played.observations[-1] == "h>" else (lowest, guess - 1)
         assert sum(played.rewards) == 1.0
         assert len(answers) <= {2: 4, 4: 7}[digits]
 

@@ -24,13 +24,17 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._starting = threading.Lock()
+        self._tasks = set[asyncio.Task[None]]()
 
-    def begin(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
+    def begin(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Have the loop run a coroutine."""
-        with self._starting:
-            if not self._thread.is_alive():
-                self._thread.start()
-        return asyncio.run_coroutine_threadsafe(self._told(coroutine), self._loop)
+        self._start()
+        self._loop.call_soon_threadsafe(self._run, coroutine)
+
+    def call[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Have the loop run a coroutine whose result, or error, is for the caller alone."""
+        self._start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         """Cancel what runs, and end the thread. Raises RunStoppedError when it does not end."""
@@ -41,15 +45,25 @@ class LoopThread:
             raise RunStoppedError(f"the thread of the {self._name} did not end within {_END_WITHIN_S:g} s")
         self._loop.close()
 
-    async def _told(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        try:
-            await coroutine
-        except Exception as error:  # noqa: BLE001  # whoever began it hears of it
+    def _start(self) -> None:
+        with self._starting:
+            if not self._thread.is_alive():
+                self._thread.start()
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)  # the loop itself forgets those that wait
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
             self._on_error(error)
 
     async def _cancel_all(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.sleep(0)  # what was begun just now is a task then
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
         self._loop.stop()

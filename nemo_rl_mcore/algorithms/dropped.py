@@ -1,0 +1,27 @@
+"""Episodes that were dropped, since their environment gave no reply: how many of them a run bears."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.errors import RunStoppedError
+
+_KEY = "env.pool.max_drop_rate"
+
+
+def check_drops(step: int, batch: BatchedDataDict, limit: float, reasons: Mapping[str, int]) -> None:
+    """Raise RunStoppedError when more than a share `limit` of a step's episodes, in [0, 1], was dropped.
+
+    reasons: how often each one had an answer dropped, since the run began; the most frequent one is told.
+    """
+    dropped = int(dropped_rows(batch).sum())
+    if dropped <= limit * batch.size:
+        return
+    most = max(reasons, key=lambda reason: reasons[reason], default="")
+    raise RunStoppedError(
+        f"step {step}: {dropped} of {batch.size} episodes ({dropped / batch.size:.1%}) were dropped, to which the "
+        f"environment gave no reply; {_KEY}: {limit:g} is the most"
+        + (f"; most often: {most} ({reasons[most]} answers since the run began)" if most else "")
+    )

@@ -1,0 +1,19 @@
+"""Configuration of the processes in which environments run."""
+
+from nemo_rl_mcore.config.base import Fraction, NonNegativeInt, PositiveFloat, StrictModel
+
+
+class EnvPoolConfig(StrictModel):
+    """The processes in which the environment runs, so that what becomes of one costs its episodes at most (ours)."""
+
+    size: NonNegativeInt | None = None
+    """Processes; 0 asks the environment where the loop runs. Null: 1 for env.math and env.custom, else 0."""
+    timeout_s: PositiveFloat = 120.0
+    """Deadline of a reply, to up to 8 answers at once; a process that passes it is killed, and another one started."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Deadline of a process's start."""
+    retries: NonNegativeInt = 2
+    """Times that an answer without a reply is shown to the environment again, and each of them alone; then its
+    episode is dropped."""
+    max_drop_rate: Fraction = 0.0
+    """Share of a step's episodes that may be dropped; above it the run ends."""

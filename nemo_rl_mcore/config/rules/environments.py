@@ -1,0 +1,73 @@
+"""Where an environment runs, and what does not go with it."""
+
+from collections.abc import Iterator
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.rules.feature import Rules
+
+_SIZE = "env.pool.size"
+_TIMEOUT = "env.pool.timeout_s"
+_LIMITS_OF_A_SCORE = 3
+"""Math-verify reads the answer of the data, that of the response, and compares them; each has its limit."""
+
+
+def _beside_training(config: RunConfig) -> Iterator[Problem]:
+    """Yield code that may take its time, or keeps it by a signal, in the thread that asks the engines."""
+    if not config.asynchronous or config.env.pool_size:
+        return
+    for name in ("math", "custom"):
+        if getattr(config.env, name) is not None:
+            yield Problem(
+                _SIZE,
+                f"0 does not go with grpo.async_grpo.enabled: true and env.{name}, which would hold up the thread that "
+                "asks the engines",
+                "set it to 1 or more",
+                ("grpo.async_grpo.enabled", f"env.{name}"),
+            )
+
+
+def _deadlines(config: RunConfig) -> Iterator[Problem]:
+    """Yield a deadline that an expression may rightly pass."""
+    env = config.env
+    if env.math is None or not env.pool_size:
+        return
+    longest = _LIMITS_OF_A_SCORE * env.math.timeout_s
+    if env.pool.timeout_s <= longest:
+        yield Problem(
+            _TIMEOUT,
+            f"{env.pool.timeout_s:g} is over before env.math.timeout_s: {env.math.timeout_s}, which holds "
+            f"{_LIMITS_OF_A_SCORE} times in a score",
+            f"set it above {longest}, or lower env.math.timeout_s",
+            ("env.math.timeout_s",),
+        )
+
+
+def _unread(config: RunConfig) -> Iterator[Problem]:
+    """Yield what is not read where the environment runs in the process of the loop, which waits for it."""
+    given, default = config.env.pool, EnvPoolConfig()
+    if config.env.pool_size:
+        return
+    for name in EnvPoolConfig.model_fields:
+        if name != "size" and (value := getattr(given, name)) != getattr(default, name):
+            yield Problem(
+                f"env.pool.{name}",
+                f"{value} does nothing with {_SIZE}: 0",
+                f"remove it, or set {_SIZE} to 1 or more",
+                (_SIZE,),
+            )
+
+
+def _weights(config: RunConfig) -> Iterator[Problem]:
+    """Yield weights of rewards that have no names."""
+    if config.env.reward_weights and config.env.custom is None:
+        yield Problem(
+            "env.reward_weights",
+            "does nothing without env.custom: other environments give one reward",
+            "remove it",
+            ("env.custom",),
+        )
+
+
+RULES = Rules(of_runs=(_beside_training, _deadlines, _unread, _weights))
