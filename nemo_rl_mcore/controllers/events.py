@@ -40,7 +40,8 @@ class Segment:
 class LoggedTurn:
     """A turn of a group's episodes: who drew the answers, and what was said to each, in the order of the rows.
 
-    replies: see `data.turns.Reply.to_json`; rows whose episodes had ended are left out.
+    segments: by decode step of an embedded engine, see `logged_turns.turns_of`. replies: see
+    `data.turns.Reply.to_json`; rows whose episodes had ended are left out.
     """
 
     segments: tuple[Segment, ...]

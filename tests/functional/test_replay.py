@@ -95,7 +95,8 @@ def test_episodes_of_several_turns_are_equal_and_no_environment_is_asked(tmp_pat
     assert all(" equal, " in line for line in lines)
 
     def other_observation(events):
-        event = next(e for e in events if e["kind"] == "committed" and len(e["turns"]) > 1)
+        of_first_step = (e for e in events if e["kind"] == "committed" and e["token"]["position"] < 16)
+        event = next(e for e in of_first_step if len(e["turns"]) > 1)
         said = next(reply for reply in event["turns"][0]["replies"] if "observation" in reply)
         said["observation"] = [["user", "0>"]]
 

@@ -88,8 +88,9 @@ class EmbeddedEngine:
         decoding = self._asked[ticket] = self._backend.decoding()
         try:
             decoding.add(self._as_request(requests, sampling))
-            while await self._step(ticket, decoding, growing):
-                pass
+            for step in itertools.count():
+                if not await self._step(ticket, decoding, growing, step):
+                    break
         finally:
             if self._asked.get(ticket) is decoding:
                 del self._asked[ticket]
@@ -97,9 +98,9 @@ class EmbeddedEngine:
             self._journal.note(request.seed, response.tokens)
         return [Response.of(**vars(response)) for response in growing]
 
-    async def _step(self, ticket: str, decoding: Decoding, growing: Sequence[_Growing]) -> bool:
-        """Draw a token for each response when it is this group's turn; false when none was left to draw."""
-        await self._admitted(ticket, max((len(response.tokens) for response in growing), default=0))
+    async def _step(self, ticket: str, decoding: Decoding, growing: Sequence[_Growing], step: int) -> bool:
+        """Draw a token for responses that run together when it is this group's turn; false when none was left."""
+        await self._admitted(ticket, step)
         async with self._turns:  # in the order in which they came
             await asyncio.sleep(0)  # a round of the loop for calls that come meanwhile
             await self._may_generate.wait()
@@ -124,8 +125,8 @@ class EmbeddedEngine:
             response.finished = stopped
         return True
 
-    async def _admitted(self, ticket: str, drawn: int) -> None:
-        """Wait until the group, of whose longest response so many tokens are drawn, may wait for its turn: at once."""
+    async def _admitted(self, ticket: str, step: int) -> None:
+        """Wait until the group, which has been drawn from in so many steps, may wait for its turn: at once."""
 
     async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
         """See `Engine.next_logprobs`."""

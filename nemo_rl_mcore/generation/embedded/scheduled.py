@@ -14,7 +14,7 @@ from nemo_rl_mcore.generation.refit.verification import Digests
 
 @dataclass(frozen=True)
 class ScheduledSettings(EmbeddedSettings):
-    """schedules: by ticket, from which token on (its place, counted from 0) a group is of which version."""
+    """schedules: by ticket, from which decode step on (counted from 0) a group is of which version."""
 
     schedules: Mapping[str, Sequence[tuple[int, int]]] = field(
         default_factory=dict[str, Sequence[tuple[int, int]]]
@@ -55,9 +55,9 @@ class ScheduledEngine(EmbeddedEngine):
             self._moved.notify_all()
         return finished
 
-    async def _admitted(self, ticket: str, drawn: int) -> None:
+    async def _admitted(self, ticket: str, step: int) -> None:
         schedule = self._schedules[ticket]
-        place = bisect_right(schedule, drawn, key=lambda segment: segment[0]) - 1
+        place = bisect_right(schedule, step, key=lambda segment: segment[0]) - 1
         async with self._moved:
             self._wanted[ticket] = schedule[place][1]
             self._moved.notify_all()

@@ -1,12 +1,15 @@
 """What a log says was trained, also after a resume, and which logs say what cannot be."""
 
 import pytest
+import torch
 
 from nemo_rl_mcore.controllers import events
 from nemo_rl_mcore.controllers.events import Segment, Token
 from nemo_rl_mcore.controllers.group_store import GroupStore
+from nemo_rl_mcore.controllers.logged_turns import turns_of
 from nemo_rl_mcore.controllers.replayed_rollouts import missing_groups, require_steps
 from nemo_rl_mcore.controllers.timeline import Timeline
+from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
 
 
@@ -68,3 +71,24 @@ def test_a_log_that_trains_what_was_not_there_is_refused(more, message):
 def test_groups_that_weights_of_before_have_begun_cannot_be_drawn_again():
     assert missing_groups(Timeline.of(LOG), range(2, 3), GroupStore()) == [2]
     assert missing_groups(Timeline.of(LOG), range(1, 3), GroupStore()) == []
+
+
+def test_a_turn_has_a_step_for_each_batch_of_rows_that_run_together():
+    # Row 0 answers twice; the others run with 3 and with 5 tokens at hand, one batch after the other.
+    numbers = torch.tensor([[0, 1, 0, 2, 2, 0], [0, 1, 1, 1, 0, 2], [0, 1, 0, 2, 0, 0], [0, 1, 1, 0, 0, 0]])
+    versions = torch.tensor(
+        [[-1, 3, -1, 4, 5, -1], [-1, 3, 3, 4, -1, 5], [-1, 3, -1, 4, -1, -1], [-1, 3, 3, -1, -1, -1]]
+    )
+    replies = [[{"reward": 0.0}] * int(row.max()) for row in numbers]
+    group = BatchedDataDict(
+        turn_of_token=numbers, token_mask=(numbers > 0).float(), weight_versions=versions, replies=replies
+    )
+    first, second = turns_of(group)
+    assert [(one.first, one.version) for one in first.segments] == [(0, 3), (2, 4)]
+    assert [(one.first, one.version) for one in second.segments] == [(0, 4), (1, 5)]
+    assert [len(turn.replies) for turn in (first, second)] == [4, 3]
+    # The other way round: what was drawn first of the longer batch comes after all of the shorter one.
+    versions[1, 5] = 6
+    versions[0, 4] = 4
+    _, second = turns_of(group)
+    assert [(one.first, one.version) for one in second.segments] == [(0, 4), (2, 6)]
