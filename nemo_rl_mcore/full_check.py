@@ -84,10 +84,11 @@ def _left_out(plan: Plan, source: PromptSource) -> Iterator[Row]:
 
 def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Row]:
     """What the environment gives for the answer that the data has, and for none, where it scores single answers."""
-    if hasattr(parts.environment, "step"):
+    if not hasattr(parts.environment, "score"):
         return
     turns = [first_turn(prompt, prompt.imitated), first_turn(prompt, "")]
-    given, none = (reply.reward for reply in replies_of(parts.environment, turns, {}))
+    replies = replies_of(parts.environment, turns, parts.config.env.reward_weights or {})
+    given, none = (reply.reward for reply in replies)
     yield (
         name,
         f"{shortened(prompt.imitated)} earns {given:g}, an empty response {none:g}",

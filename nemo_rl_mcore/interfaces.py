@@ -128,8 +128,11 @@ class GenerationInterface(Protocol):
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """Answer prompts: tokens int64 [B, T], logprobs fp32 [B, T], lengths [B], finished bool [B].
 
-        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]. The noise of a row depends
-        on (seed, step, prompt_index, sample_index) alone.
+        Also digests int64 [B] of the tokens of each row, taken where they were drawn; see `data.token_digests`.
+
+        data: input_ids [B, P], input_lengths [B], prompt_index and sample_index int64 [B]; optional are turn_index
+        int64 [B], 0 for the first answer of an episode, and stop_strings, a list of a tuple a row, which end it besides
+        those of the recipe. The noise of a row depends on (seed, step, prompt_index, sample_index, turn_index) alone.
         """
         ...
 
@@ -239,20 +242,20 @@ class ScoresAnswers(Protocol):
 type Environment = EnvironmentInterface | ScoresAnswers
 
 
-class RepliesToTurns(Protocol):
-    """What says something to each answer."""
-
-    def replies(self, turns: Sequence[Turn]) -> Sequence[Reply]:
-        """The reply to each turn, in their order; called by the thread that trains. Raises what ends the run."""
-        ...
+class Replies(Protocol):
+    """What replies to turns, from an asyncio loop."""
 
     async def replies_soon(self, turns: Sequence[Turn]) -> Sequence[Reply]:
-        """As `replies`, from an asyncio loop, which it never blocks."""
+        """The reply to each turn, in their order; the loop is never blocked. Raises what ends the run."""
         ...
 
 
-class Environments(RepliesToTurns, Protocol):
+class Environments(Replies, Protocol):
     """The environments of a run, wherever they run: each turn has a reply, or is dropped, whatever becomes of them."""
+
+    def replies(self, turns: Sequence[Turn]) -> Sequence[Reply]:
+        """As `replies_soon`, for the thread that trains, which waits."""
+        ...
 
     def take_counts(self) -> Mapping[str, float]:
         """Turns that were dropped and asked again, and environments started anew, since the last call; as `env/NAME`.

@@ -73,12 +73,12 @@ def play(ask, tokenizer, *, chat=False, tokens=96, prompts=PROMPTS, samples=SAMP
     return collector.collect(asked, samples, step=STEP)
 
 
-def trained_by_key(batch):
+def trained_by_key(batch, seed=SEED):
     """What is trained on of each turn, by the key of its noise."""
     found = {}
     for turn in range(1, TURNS + 1):
         rows = torch.full_like(batch["prompt_index"], turn - 1)
-        keys = sample_keys(SEED, STEP, batch["prompt_index"], batch["sample_index"], rows)
+        keys = sample_keys(seed, STEP, batch["prompt_index"], batch["sample_index"], rows)
         for row, key in enumerate(keys.tolist()):
             trained = (batch["token_mask"][row] != 0) & (batch["turn_of_token"][row] == turn)
             if trained.any():

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
 from nemo_rl_mcore.algorithms.rewards import group_statistics
 from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
@@ -29,7 +30,8 @@ class AdvantageEstimator(Protocol):
         """Add advantages [B,S], and returns [B,S] where a critic learns them, by what the batch has.
 
         Read are prompt_index [B], rewards [B], the masks, prev_logprobs and reference_policy_logprobs, values [B,S].
-        Raises ValueError for what is needed and not there.
+        An episode is judged as one row, its rows one after the other; one that was dropped has advantages of 0, and
+        is nothing to the others. Raises ValueError for what is needed and not there.
         """
         ...
 
@@ -51,13 +53,15 @@ class _WithoutCritic(ABC):
 
     def add_to(self, batch: BatchedDataDict) -> None:
         """See `AdvantageEstimator.add_to`."""
-        batch["advantages"] = self.compute_advantage(
-            batch["prompt_index"],
-            batch["rewards"],
-            _valid_tokens(batch),
-            logprobs_policy=batch.get("prev_logprobs"),
-            logprobs_reference=batch.get("reference_policy_logprobs"),
+        episodes = EpisodeRows.of(batch)
+        advantages = self.compute_advantage(
+            episodes.one_each(batch["prompt_index"]),
+            episodes.one_each(batch["rewards"]),
+            episodes.joined(_valid_tokens(batch)),
+            logprobs_policy=_joined(episodes, batch, "prev_logprobs"),
+            logprobs_reference=_joined(episodes, batch, "reference_policy_logprobs"),
         )
+        batch["advantages"] = episodes.parted(advantages)
 
 
 class GRPOAdvantageEstimator(_WithoutCritic):
@@ -157,14 +161,16 @@ class GeneralizedAdvantageEstimator:
 
     def add_to(self, batch: BatchedDataDict) -> None:
         """See `AdvantageEstimator.add_to`."""
-        batch["advantages"], batch["returns"] = self.compute_advantage(
+        episodes = EpisodeRows.of(batch)
+        advantages, returns = self.compute_advantage(
             None,
-            batch["rewards"],
-            _valid_tokens(batch),
-            values=require(batch, "values", "adv_estimator.name: gae"),
-            logprobs=batch.get("prev_logprobs"),
-            reference_logprobs=batch.get("reference_policy_logprobs"),
+            episodes.one_each(batch["rewards"]),
+            episodes.joined(_valid_tokens(batch)),
+            values=episodes.joined(require(batch, "values", "adv_estimator.name: gae")),
+            logprobs=_joined(episodes, batch, "prev_logprobs"),
+            reference_logprobs=_joined(episodes, batch, "reference_policy_logprobs"),
         )
+        batch["advantages"], batch["returns"] = episodes.parted(advantages), episodes.parted(returns)
 
     def _policy_lambda(self, lengths: Tensor) -> float | Tensor:
         alpha = self.cfg.length_adaptive_alpha
@@ -246,6 +252,10 @@ def make_advantage_estimator(
 
 def _valid_tokens(batch: BatchedDataDict) -> Tensor:
     return batch["token_mask"] * batch["sample_mask"].unsqueeze(1)
+
+
+def _joined(episodes: EpisodeRows, batch: BatchedDataDict, key: str) -> Tensor | None:
+    return episodes.joined(batch[key]) if key in batch else None
 
 
 def _to_columns(per_row: Tensor, mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from itertools import compress
 from typing import Protocol
 
 from nemo_rl_mcore import activity
-from nemo_rl_mcore.algorithms.dropped import kept_episodes
+from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -100,7 +100,7 @@ class Algorithm[Config: RunConfig](ABC):
             with activity.at(f"prompt {start} of {len(prompts)} of a validation", timed=False):
                 rollout = self.collector.collect(asked, 1, step=step, greedy=True)
             samples += rollout.samples(step, of_validation=True)
-            kept += map(bool, kept_episodes(rollout.batch))
+            kept += map(bool, ~dropped_rows(rollout.batch))
         self.collector.generation.offload()
         self.observer.add_samples(samples)  # of a validation that is whole
         by_source: dict[str, list[float]] = {"validation": []}

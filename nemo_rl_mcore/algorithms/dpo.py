@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
-from nemo_rl_mcore.algorithms.dropped import kept_episodes
+from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
 from nemo_rl_mcore.algorithms.logprobs import model_inputs
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
 from nemo_rl_mcore.config import DPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.preference import PreferenceSource
 from nemo_rl_mcore.losses import DPOLossFn
 
@@ -124,16 +125,21 @@ def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict,
     """A pair of each prompt's best and worst answer, and the share of the pairs whose rewards differ.
 
     A pair of equal rewards has no preference: its sample_mask is 0. The rollout's own mask is then 1 on the answers
-    that are in a pair which counts. An answer that was dropped has no reward to compare.
+    that are in a pair which counts. An answer that was dropped is neither best nor worst.
+    Raises ValueError for answers of several rows.
     """
+    if EPISODE in rollout.batch:
+        raise ValueError(
+            f"{EPISODE}: a pair compares rows, and the episodes of this rollout may have several"
+        )
+    dropped_PA = dropped_rows(rollout.batch).view(-1, answers)
     rewards_PA = rollout.batch["rewards"].view(-1, answers)
-    dropped_PA = ~kept_episodes(rollout.batch).view_as(rewards_PA)
-    best_P = rewards_PA.masked_fill(dropped_PA, -torch.inf).max(1)
-    worst_P = rewards_PA.masked_fill(dropped_PA, torch.inf).min(1)
+    best_P, chosen_P = rewards_PA.masked_fill(dropped_PA, -torch.inf).max(1)
+    worst_P, rejected_P = rewards_PA.masked_fill(dropped_PA, torch.inf).min(1)
     first_row_P = torch.arange(len(rewards_PA)) * answers
-    rows_P2 = torch.stack([first_row_P + best_P.indices, first_row_P + worst_P.indices], dim=1)
+    rows_P2 = torch.stack([first_row_P + chosen_P, first_row_P + rejected_P], dim=1)
     batch = rollout.batch.select_indices(rows_P2.flatten())
-    differs_P = best_P.values > worst_P.values
+    differs_P = best_P > worst_P
     batch["sample_mask"] = differs_P.float().repeat_interleave(_ROWS_PER_PAIR)
     trained = torch.zeros(rollout.batch.size).scatter(0, rows_P2.flatten(), batch["sample_mask"])
     rollout.batch["sample_mask"] = trained

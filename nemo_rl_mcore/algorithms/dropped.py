@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor
-
+from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.errors import RunStoppedError
 
 _KEY = "env.pool.max_drop_rate"
-
-
-def kept_episodes(batch: BatchedDataDict) -> Tensor:
-    """Which rows were not dropped, bool [B]; all of a batch that has no column `ending`."""
-    if "ending" not in batch:
-        return torch.ones(batch.size, dtype=torch.bool)
-    return batch["ending"] != Ending.DROPPED
 
 
 def check_drops(step: int, batch: BatchedDataDict, limit: float, reasons: Mapping[str, int]) -> None:
@@ -26,7 +16,7 @@ def check_drops(step: int, batch: BatchedDataDict, limit: float, reasons: Mappin
 
     reasons: how often each one had an answer dropped, since the run began; the most frequent one is told.
     """
-    dropped = int((~kept_episodes(batch)).sum())
+    dropped = int(dropped_rows(batch).sum())
     if dropped <= limit * batch.size:
         return
     most = max(reasons, key=lambda reason: reasons[reason], default="")

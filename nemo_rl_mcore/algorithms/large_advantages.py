@@ -6,6 +6,7 @@ import sys
 
 from torch import Tensor
 
+from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.output import write_line
 
@@ -18,19 +19,22 @@ def warn_of_large_advantages(step: int, rollout: Rollout) -> None:
     """Write one line to standard error if a trained token has an advantage above 100 in absolute value."""
     batch = rollout.batch
     trained = batch["token_mask"] * batch["sample_mask"].unsqueeze(1) > 0
-    largest_B = batch["advantages"].abs().masked_fill(~trained, 0.0).amax(1)
-    if (largest_B > USUAL_LIMIT).any():
-        write_line(sys.stderr, _describe(step, rollout, largest_B))
+    episodes = EpisodeRows.of(batch)
+    largest_E = episodes.joined(batch["advantages"].abs().masked_fill(~trained, 0.0)).amax(1)
+    if (largest_E > USUAL_LIMIT).any():
+        write_line(sys.stderr, _describe(step, rollout, episodes.first, largest_E))
 
 
-def _describe(step: int, rollout: Rollout, largest_B: Tensor) -> str:
-    rows = [
-        int(row) for row in largest_B.argsort(descending=True, stable=True) if largest_B[row] > USUAL_LIMIT
+def _describe(step: int, rollout: Rollout, first_E: Tensor, largest_E: Tensor) -> str:
+    order = largest_E.argsort(descending=True, stable=True)
+    above = [int(number) for number in order if largest_E[number] > USUAL_LIMIT]
+    named = [
+        _describe_row(rollout, int(first_E[number]), float(largest_E[number]))
+        for number in above[:_NAMED_SAMPLES]
     ]
-    named = [_describe_row(rollout, row, float(largest_B[row])) for row in rows[:_NAMED_SAMPLES]]
-    more = ", ..." if len(rows) > _NAMED_SAMPLES else ""
+    more = ", ..." if len(above) > _NAMED_SAMPLES else ""
     return (
-        f"step {step}: {len(rows)} of {len(largest_B)} responses have advantages above {USUAL_LIMIT:g} in absolute "
+        f"step {step}: {len(above)} of {len(largest_E)} responses have advantages above {USUAL_LIMIT:g} in absolute "
         f"value and outweigh the others: {', '.join(named)}{more}"
     )
 

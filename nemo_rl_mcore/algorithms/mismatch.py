@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
 from nemo_rl_mcore.config.loss import KLType
 from nemo_rl_mcore.config.vllm import MismatchConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -30,10 +31,10 @@ class MismatchError(RunStoppedError):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The disagreement of a rollout: means over its trained tokens, and the mean over each response's [B].
+    """The disagreement of a rollout: means over its trained tokens, and the mean over each response's [E].
 
-    token_mult_prob_error is exp|g - p|, gen_kl_error estimates the divergence of training from generation. A response
-    without trained tokens agrees perfectly.
+    Responses are the episodes that were not dropped. token_mult_prob_error is exp|g - p|, gen_kl_error estimates the
+    divergence of training from generation. A response without trained tokens agrees perfectly.
     """
 
     token_mult_prob_error: float
@@ -45,14 +46,17 @@ class Mismatch:
         metrics = {
             "mismatch/token_mult_prob_error": self.token_mult_prob_error,
             "mismatch/gen_kl_error": self.gen_kl_error,
-            "mismatch/max_seq_mult_prob_error": float(self.per_sequence.max()),
+            "mismatch/max_seq_mult_prob_error": float(self.per_sequence.max())
+            if len(self.per_sequence)
+            else 1.0,
         }
         if threshold is not None:
-            metrics["mismatch/seqs_above_threshold"] = float(self.above(threshold).float().mean())
+            above = self.above(threshold)
+            metrics["mismatch/seqs_above_threshold"] = float(above.float().mean()) if len(above) else 0.0
         return metrics
 
     def above(self, threshold: float) -> Tensor:
-        """Which responses disagree by more [B]; one that is not a number does."""
+        """Which responses disagree by more [E]; one that is not a number does."""
         return ~(self.per_sequence <= threshold)
 
 
@@ -64,9 +68,9 @@ def measure_mismatch(batch: BatchedDataDict, kl_type: KLType = "k3") -> Mismatch
     # Columns that do not count may hold anything, and infinity times zero is not zero.
     error = torch.exp((generated - computed).abs()).masked_fill(~trained, 0.0)
     divergence = kl_estimate(generated, computed, kl_type).masked_fill(~trained, 0.0)
-    tokens = trained.sum(1)
-    per_sequence = torch.where(tokens > 0, error.sum(1) / tokens.clamp(min=1), 1.0)
-    total = int(tokens.sum())
+    episodes, total = EpisodeRows.of(batch), int(trained.sum())
+    tokens_E, error_E = episodes.total(trained.sum(1)), episodes.total(error.sum(1))
+    per_sequence = torch.where(tokens_E > 0, error_E / tokens_E.clamp(min=1), 1.0)
     return Mismatch(
         token_mult_prob_error=float(error.sum()) / total if total else 1.0,
         gen_kl_error=float(divergence.sum()) / max(total, 1),
@@ -94,22 +98,23 @@ def check_mismatch(
         case "stop":
             raise MismatchError(f"{text}; are the engine's weights those of training, and its precision?")
         case "mask":
-            batch["sample_mask"] = batch["sample_mask"] * ~above
+            batch["sample_mask"] = batch["sample_mask"] * ~EpisodeRows.of(batch).on_rows(above)
         case "warn":
             write_line(sys.stderr, text)
     return metrics
 
 
 def _describe(step: int, batch: BatchedDataDict, found: Mismatch, above: Tensor, threshold: float) -> str:
-    rows = [row for row, differs in enumerate(above) if differs]
-    prompts: list[int] = batch["prompt_index"].tolist()
-    samples: list[int] = batch["sample_index"].tolist()
+    numbers = [number for number, differs in enumerate(above) if differs]
+    episodes = EpisodeRows.of(batch)
+    prompts = episodes.one_each(batch["prompt_index"])
+    samples = episodes.one_each(batch["sample_index"])
     named = [
-        f"prompt {prompts[row]} sample {samples[row]}: {float(found.per_sequence[row]):.4g}"
-        for row in rows[:_NAMED_SAMPLES]
+        f"prompt {int(prompts[number])} sample {int(samples[number])}: {float(found.per_sequence[number]):.4g}"
+        for number in numbers[:_NAMED_SAMPLES]
     ]
-    more = ", ..." if len(rows) > _NAMED_SAMPLES else ""
+    more = ", ..." if len(numbers) > _NAMED_SAMPLES else ""
     return (
-        f"step {step}: training and generation disagree about {len(rows)} of {len(above)} responses by more than "
+        f"step {step}: training and generation disagree about {len(numbers)} of {len(above)} responses by more than "
         f"policy.generation.mismatch.threshold: {threshold} ({', '.join(named)}{more})"
     )

@@ -68,19 +68,19 @@ class PPO(Algorithm[PPOMasterConfig]):
         of_policy: list[Mapping[str, Any]] = []
         of_critic: list[Mapping[str, Any]] = []
         for epoch in range(ppo.ppo_epochs):
-            rows = trained_columns(batch).select_indices(
-                shuffled_rows(batch.size, self.config.seed, step, epoch)
-            )
+            rows = shuffled(trained_columns(batch), self.config.seed, step, epoch)
             of_critic.append(self.critic.train(rows, value_loss))
             if step > ppo.critic_warmup_steps:
                 of_policy.append(self.policy.train(rows, policy_loss))
         return join_results(of_policy) if of_policy else None, join_results(of_critic)
 
 
-def shuffled_rows(rows: int, seed: int, step: int, epoch: int) -> torch.Tensor:
-    """The order of the rows in an epoch, int64 [rows]: other minibatches each time, the same in every run."""
+def shuffled(batch: BatchedDataDict, seed: int, step: int, epoch: int) -> BatchedDataDict:
+    """The episodes in the order of an epoch: other minibatches each time, the same in every run."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + epoch)
-    return torch.randperm(rows, generator=generator)
+    samples = batch.samples()
+    order: list[int] = torch.randperm(len(samples), generator=generator).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return batch.select_indices([row for number in order for row in samples[number]])
 
 
 def skip_reasons_of_both(

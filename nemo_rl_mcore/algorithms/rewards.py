@@ -1,6 +1,7 @@
 """Rewards before they become advantages: scaling, length penalties, and the statistics of groups.
 
 A group is the rows with equal prompt ids; prompt ids are [B] numbers or [B,P] token rows. G groups have N rows each.
+A row here is an answer: of an episode of several rows one is given, of one that was dropped none.
 """
 
 from collections.abc import Iterator
@@ -72,12 +73,16 @@ def group_statistics(prompt_ids: Tensor, rewards: Tensor, *, leave_one_out: bool
     return GroupStatistics(baseline, std)
 
 
-def rows_with_signal(prompt_ids: Tensor, rewards: Tensor) -> Tensor:
-    """Return [B] bool: whether the row's group has two different rewards, as dynamic sampling asks."""
+def rows_with_signal(prompt_ids: Tensor, rewards: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Return [B] bool: whether the row's group has two different rewards, as dynamic sampling asks.
+
+    counted: bool [B], the rows whose rewards are looked at; None is all.
+    """
     groups = group_numbers(prompt_ids)
     start = torch.zeros_like(rewards)
-    largest = start.scatter_reduce(0, groups, rewards, "amax", include_self=False)
-    smallest = start.scatter_reduce(0, groups, rewards, "amin", include_self=False)
+    of_counted, given = (groups, rewards) if counted is None else (groups[counted], rewards[counted])
+    largest = start.scatter_reduce(0, of_counted, given, "amax", include_self=False)
+    smallest = start.scatter_reduce(0, of_counted, given, "amin", include_self=False)
     return (largest != smallest)[groups]
 
 

@@ -23,7 +23,7 @@ from nemo_rl_mcore.algorithms.episodes import (
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.interfaces import Environments, GenerationInterface, RepliesToTurns
+from nemo_rl_mcore.interfaces import Environments, GenerationInterface, Replies
 from nemo_rl_mcore.observability import Sample
 
 
@@ -37,7 +37,8 @@ class Rollout:
     answer (`data.turns.Reply.to_json`). Engines that hold a copy of the weights
     add weight_versions int64 [B, S], of those that drew each token, else -1; engines that say what they drew,
     sampled_digests int64 [B, turns]; several turns turn_of_token int64 [B, S], from 1 on, 0 where none was sampled;
-    several rewards `rewards/NAME` [B].
+    several rewards `rewards/NAME` [B]. With episode_index int64 [B] rows of equal numbers are one episode, in the order
+    in which they were played, and what is said of an episode stands on all of them.
     """
 
     batch: BatchedDataDict
@@ -171,11 +172,13 @@ class Responder:
 
     def as_rollout(self, prompts: Sequence[Prompt], batch: BatchedDataDict) -> Rollout:
         """Read what was answered, as often to each prompt, from the joined rows."""
-        samples = batch.size // len(prompts)
+        episodes = batch.samples()
+        samples = len(episodes) // len(prompts)
+        of_rows = [prompts[number // samples] for number, rows in enumerate(episodes) for _ in rows]
         responses = [
             self._response(*row) for row in zip(batch["input_ids"], batch["token_mask"], strict=True)
         ]
-        return Rollout(batch, [prompt for prompt in prompts for _ in range(samples)], responses)
+        return Rollout(batch, of_rows, responses)
 
     def _response(self, ids: torch.Tensor, mask: torch.Tensor) -> str:
         """The text of a row's answer, or of all that came behind its prompt, where observations stand in between."""
@@ -281,14 +284,14 @@ class RolloutCollector(Responder):
         prompts: Sequence[Prompt],
         asked: BatchedDataDict,
         respond: Callable[[BatchedDataDict], Awaitable[BatchedDataDict]],
-        environments: RepliesToTurns | None = None,
+        replies: Replies | None = None,
     ) -> BatchedDataDict:
         """Play episodes that begin with `asked`, from an asyncio loop; `respond` gives the answers of a turn.
 
-        environments: in place of those that there are.
+        replies: in place of the environments.
         """
-        episodes, environments = self.episodes(prompts, asked), environments or self.environments
+        episodes, replies = self.episodes(prompts, asked), replies or self.environments
         while (asking := episodes.asked()) is not None:
             episodes.answer(await respond(asking))
-            episodes.hear(await environments.replies_soon(episodes.turns()))
+            episodes.hear(await replies.replies_soon(episodes.turns()))
         return episodes.batch()

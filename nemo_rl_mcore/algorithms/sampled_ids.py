@@ -17,19 +17,21 @@ def require_sampled_ids(batch: BatchedDataDict) -> None:
     """Compare the ids under token_mask, turn by turn, with sampled_digests int64 [B, turns], 0 where there was no turn.
 
     batch: see `Rollout`; without turn_of_token there is one turn, and without sampled_digests, of an engine that gives
-    none, nothing is compared. Raises RunStoppedError, naming the answer, for the first one that differs.
+    none, nothing is compared. An episode of several rows is compared as one. Raises RunStoppedError, naming the answer,
+    for the first one that differs.
     """
     if SAMPLED_DIGESTS not in batch:
         return
     mask_BS: NDArray[np.bool_] = batch["token_mask"].numpy() != 0
     ids_BS: NDArray[np.int64] = batch["input_ids"].numpy()
-    turns_BS = batch[TURN_OF_TOKEN].numpy() if TURN_OF_TOKEN in batch else mask_BS
+    turns_BS: NDArray[np.int64] = batch.get(TURN_OF_TOKEN, batch["token_mask"].long()).numpy()
     sampled_BN: list[list[int]] = batch[SAMPLED_DIGESTS].tolist()
-    for row, sampled in enumerate(sampled_BN):
-        trained = mask_BS[row]
-        wrong = _first_difference(ids_BS[row][trained], turns_BS[row][trained], sampled)
+    for episode in batch.samples():
+        first, rows = episode.start, slice(episode.start, episode.stop)
+        trained = mask_BS[rows]
+        wrong = _first_difference(ids_BS[rows][trained], turns_BS[rows][trained], sampled_BN[first])
         if wrong is not None:
-            prompt, sample = int(batch["prompt_index"][row]), int(batch["sample_index"][row])
+            prompt, sample = int(batch["prompt_index"][first]), int(batch["sample_index"][first])
             what = "an observation" if wrong == _OBSERVED else f"answer {wrong}"
             raise RunStoppedError(
                 f"prompt_index {prompt}, sample_index {sample}: {what} would be trained on as tokens that the engine "

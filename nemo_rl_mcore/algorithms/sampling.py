@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from nemo_rl_mcore.algorithms.algorithm import Algorithm
+from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
 from nemo_rl_mcore.algorithms.rewards import penalize_overlong, rows_with_signal, scale_rewards
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.config import RolloutConfig
+from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
 
 
@@ -43,28 +45,29 @@ class Sampling:
         wanted = section.num_prompts_per_step
         per_round = max(1, round(wanted * section.batch_multiplier))
         kept: list[Rollout] = []
-        kept_rows = 0
+        kept_samples = 0
         for generation_round in range(1, section.dynamic_sampling_max_gen_batches + 1):
             drawn = self.algorithm.prompts.train_batch(step, per_round * generation_round)[-per_round:]
             rollout = self._sample(step, drawn)
-            useful = rows_with_signal(rollout.batch["prompt_index"], rollout.batch["rewards"])
+            useful = _useful_rows(rollout.batch)
             kept.append(rollout.select([row for row in range(rollout.batch.size) if useful[row]]))
             dropped = rollout.select([row for row in range(rollout.batch.size) if not useful[row]])
             self._note_dropped(step, dropped)
-            kept_rows += kept[-1].batch.size
-            if kept_rows >= section.samples_per_step:
+            kept_samples += len(kept[-1].batch.samples())
+            if kept_samples >= section.samples_per_step:
                 together = Rollout.concatenate(kept, self.algorithm.collector.tokenizer.pad_token_id)
-                share = kept_rows / (per_round * generation_round * section.num_generations_per_prompt)
+                share = kept_samples / (per_round * generation_round * section.num_generations_per_prompt)
                 metrics = {
                     "train/dynamic_sampling_rounds": generation_round,
                     "train/dynamic_sampling_kept": share,
                 }
-                self._note_dropped(step, together.select(range(section.samples_per_step, kept_rows)))
-                return together.select(range(section.samples_per_step)), metrics
-        name = self.algorithm.config.algorithm
+                end = together.batch.samples()[section.samples_per_step - 1].stop
+                self._note_dropped(step, together.select(range(end, together.batch.size)))
+                return together.select(range(end)), metrics
+        name, groups = self.algorithm.config.algorithm, kept_samples // section.num_generations_per_prompt
         raise RunStoppedError(
             f"step {step}: {section.dynamic_sampling_max_gen_batches} generation rounds "
-            f"({name}.dynamic_sampling_max_gen_batches) gave {kept_rows // section.num_generations_per_prompt} groups "
+            f"({name}.dynamic_sampling_max_gen_batches) gave {groups} groups "
             f"with unequal rewards, and {name}.num_prompts_per_step is {wanted}: raise "
             f"{name}.num_generations_per_prompt or {name}.batch_multiplier, or set {name}.use_dynamic_sampling: false"
         )
@@ -85,6 +88,7 @@ class Sampling:
     def shape(self, rollout: Rollout) -> None:
         """Shape the rewards of scored answers as the config says."""
         section, batch = self.section, rollout.batch
+        episodes = EpisodeRows.of(batch)
         # The unshaped reward is what the run reports.
         batch["environment_rewards"] = batch["rewards"].clone()
         if section.reward_scaling.enabled:
@@ -99,10 +103,17 @@ class Sampling:
         if section.reward_shaping.enabled and section.reward_shaping.max_response_length is not None:
             batch["rewards"] = penalize_overlong(
                 batch["rewards"],
-                batch["token_mask"].sum(1),
+                episodes.on_rows(episodes.total(batch["token_mask"].sum(1))),
                 overlong_buffer_length=section.reward_shaping.overlong_buffer_length,
                 overlong_buffer_penalty=section.reward_shaping.overlong_buffer_penalty,
                 max_response_length=section.reward_shaping.max_response_length,
             )
         if section.overlong_filtering:
-            batch["sample_mask"] = batch["finished"].float()
+            batch["sample_mask"] = batch["sample_mask"] * batch["finished"]
+
+
+def _useful_rows(batch: BatchedDataDict) -> torch.Tensor:
+    """Bool [B]: the rows of groups that can be compared, in which dropped episodes stay but do not count."""
+    counted = torch.zeros(batch.size, dtype=torch.bool)
+    counted[EpisodeRows.of(batch).first] = True
+    return rows_with_signal(batch["prompt_index"], batch["rewards"], counted)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nemo_rl_mcore.algorithms.episode_metrics import episode_metrics
+from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
 from nemo_rl_mcore.algorithms.rewards import group_statistics, rows_with_signal
 from nemo_rl_mcore.algorithms.rollout import Rollout, prompt_lengths
 from nemo_rl_mcore.training.sums import EXTREMA, combine_steps, neutral_value
@@ -15,25 +16,32 @@ from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Rewards, lengths and advantages of the answers, where the batch has advantages."""
-    batch = rollout.batch
-    response_lengths = batch["token_mask"].sum(1)
-    metrics = {
-        "train/reward": float(rollout.environment_rewards.mean()),
-        **_spread(rollout.environment_rewards, batch["prompt_index"]),
-        "train/mean_prompt_length": float(prompt_lengths(batch).float().mean()),
+    """Rewards, lengths and advantages of the answers, where the batch has advantages.
+
+    An answer is an episode, whose prompt is that of its first row. Of those that were dropped only the tokens count
+    that ran through the model, and how many they are; where nothing else is left, there is no other metric.
+    """
+    batch, episodes = rollout.batch, EpisodeRows.of(rollout.batch)
+    metrics = {"train/total_num_tokens": float(batch["input_lengths"].sum())} | episode_metrics(batch)
+    if not len(episodes.first):
+        return metrics
+    prompt_index = episodes.one_each(batch["prompt_index"])
+    environment_rewards = episodes.one_each(rollout.environment_rewards)
+    response_lengths = episodes.total(batch["token_mask"].sum(1))
+    with_signal = rows_with_signal(prompt_index, episodes.one_each(batch["rewards"]))
+    metrics |= {
+        "train/reward": float(environment_rewards.mean()),
+        **_spread(environment_rewards, prompt_index),
+        "train/mean_prompt_length": float(episodes.one_each(prompt_lengths(batch)).float().mean()),
         "train/mean_gen_tokens_per_sample": float(response_lengths.mean()),
         "train/max_gen_tokens_per_sample": float(response_lengths.max()),
-        "train/truncation_rate": float((~batch["finished"]).float().mean()),
-        "train/groups_with_signal": float(
-            rows_with_signal(batch["prompt_index"], batch["rewards"]).float().mean()
-        ),
-        "train/total_num_tokens": float(batch["input_lengths"].sum()),
+        "train/truncation_rate": float((~episodes.one_each(batch["finished"])).float().mean()),
+        "train/groups_with_signal": float(with_signal.float().mean()),
     }
     if "advantages" in batch:
-        total = (batch["advantages"] * batch["token_mask"]).sum()
+        total = episodes.joined(batch["advantages"] * batch["token_mask"]).sum()
         metrics["train/advantages_mean"] = float(total / response_lengths.sum())
-    return metrics | episode_metrics(batch)
+    return metrics
 
 
 def _spread(rewards: torch.Tensor, prompt_index: torch.Tensor) -> dict[str, float]:

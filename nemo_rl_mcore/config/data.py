@@ -33,12 +33,15 @@ class RowKind(Enum):
 class DataConfig(StrictModel):
     """The prompts: an embedded task over strings of digits, sources of rows, or a class of one's own."""
 
-    dataset_name: Literal["copy", "reverse", "sort", "increment", "files", "custom"]
+    dataset_name: Literal[
+        "copy", "reverse", "sort", "increment", "guess_number", "calculator", "files", "custom"
+    ]
     """The task: answer the digits as they are, in reverse, sorted, or each one higher; or files; or custom.
 
+    Of several turns: guess_number, find a number between two bounds; calculator, have the sum of two numbers computed.
     Left out, data.train or data.type says it; jsonl is an older name of files."""
     num_digits: Annotated[int, Field(ge=1, le=9)] = 3
-    """Of an embedded task: digits of a prompt; its text is the digits and a `>`."""
+    """Of an embedded task: digits of a prompt; its text is the digits and a `>`, of calculator with a `+` between."""
     max_input_seq_length: PositiveInt | None = None
     """Tokens of a prompt at most; null takes the length that the task has, or what the response leaves room for."""
     default: SourceDefaults | None = None
@@ -99,19 +102,31 @@ class DataConfig(StrictModel):
         return self.dataset_name not in ("files", "custom")
 
     @property
+    def of_turns(self) -> bool:
+        """Whether the prompts are those of an embedded task of several turns."""
+        return self.dataset_name in ("guess_number", "calculator")
+
+    @property
     def prompt_length(self) -> int:
-        """Characters of a prompt of an embedded task: the digits and the `>`."""
-        return self.num_digits + 1
+        """Characters of a prompt of an embedded task: the digits, the `>` and a sign between two numbers."""
+        return self.num_digits + 1 + (self.dataset_name == "calculator")
 
     @property
     def train_prompts(self) -> int:
         """Different training prompts of an embedded task that surely exist; a hash decides the exact share."""
-        return 87 * 10**self.num_digits // 100
+        return 87 * self._all_prompts // 100
 
     @property
     def validation_prompts(self) -> int:
         """Held-out prompts of an embedded task that surely exist; a hash decides the exact share."""
-        return 9 * 10**self.num_digits // 100
+        return 9 * self._all_prompts // 100
+
+    @property
+    def _all_prompts(self) -> int:
+        """Of guess_number there is one for each number between each two bounds."""
+        bounds = 10 ** (self.num_digits // 2)
+        pairs = bounds * (bounds + 1) * (bounds + 2) // 6 - bounds
+        return pairs if self.dataset_name == "guess_number" else 10**self.num_digits
 
     @property
     def max_prompt_length(self) -> int | None:
@@ -124,6 +139,15 @@ class DataConfig(StrictModel):
         """Yield keys that the data set lacks or does not read, and prompts that are longer than the maximum."""
         yield from self._source_problems()
         yield from self._weight_problems()
+        if self.of_turns and (
+            self.num_digits < 2 or (self.dataset_name == "guess_number" and self.num_digits % 2)
+        ):
+            yield Problem(
+                "num_digits",
+                f"{self.num_digits} makes no two numbers of a prompt of dataset_name: {self.dataset_name}",
+                "set it to an even number" if self.dataset_name == "guess_number" else "set it to 2 or more",
+                ("dataset_name",),
+            )
         if self.embedded and self.apply_chat_template:
             yield Problem(
                 "apply_chat_template",
@@ -193,6 +217,14 @@ class ArithmeticEnvConfig(StrictModel):
     """The environment of the embedded tasks: the share of correct characters, end-of-sequence included."""
 
 
+class GuessNumberEnvConfig(StrictModel):
+    """The environment of guess_number: each guess is answered by `h>`, higher, or `l>`, lower, until one hits."""
+
+
+class CalculatorEnvConfig(StrictModel):
+    """The environment of calculator: a sum is answered by its value, a number ends the episode."""
+
+
 class MathEnvConfig(StrictModel):
     """1 for a response whose final answer equals the one of the data, as `math-verify` judges it, else 0."""
 
@@ -218,6 +250,10 @@ class EnvConfig(StrictModel):
 
     arithmetic: ArithmeticEnvConfig | None = None
     """The embedded tasks."""
+    guess_number: GuessNumberEnvConfig | None = None
+    """The embedded game; an episode has several turns (ours)."""
+    calculator: CalculatorEnvConfig | None = None
+    """The embedded tool; an episode has several turns (ours)."""
     math: MathEnvConfig | None = None
     """Mathematical expressions; needs the extra math."""
     custom: CustomEnvConfig | None = None

@@ -171,9 +171,10 @@ class AsyncGRPO(GRPO):
 def _drawn_by(version: int, batch: BatchedDataDict) -> BatchedDataDict:
     """The responses of which no token was drawn by other weights."""
     versions = batch[WEIGHT_VERSIONS]
-    young = ((versions < 0) | (versions == version)).all(1)
+    others = ((versions >= 0) & (versions != version)).any(1)
+    young = [row for rows in batch.samples() if not others[rows.start : rows.stop].any() for row in rows]
     # Not a copy where it is the whole: the mismatch's action may mask rows.
-    return batch if bool(young.all()) else batch.select_indices(young.nonzero().flatten())
+    return batch if len(young) == batch.size else batch.select_indices(young)
 
 
 def _id_of(step: int) -> str:

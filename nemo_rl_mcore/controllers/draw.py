@@ -9,7 +9,7 @@ from typing import Protocol
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
-from nemo_rl_mcore.interfaces import RepliesToTurns
+from nemo_rl_mcore.interfaces import Replies
 
 type Respond = Callable[[BatchedDataDict], Awaitable[BatchedDataDict]]
 """Asks an engine for the answers of a turn, see `interfaces.RolloutEngines.respond`."""
@@ -33,11 +33,11 @@ class Draw(Protocol):
         ...
 
     async def play(
-        self, group: DrawnGroup, respond: Respond, environments: RepliesToTurns | None = None
+        self, group: DrawnGroup, respond: Respond, replies: Replies | None = None
     ) -> BatchedDataDict:
         """The group's episodes, see `algorithms.rollout.Rollout`; called from the asyncio loop of who asks.
 
-        environments: in place of the run's.
+        replies: in place of the run's environments.
         """
         ...
 
@@ -57,10 +57,10 @@ class GroupDraw:
         return [DrawnGroup(prompt, self.collector.ask([prompt], self.samples), step) for prompt in drawn]
 
     async def play(
-        self, group: DrawnGroup, respond: Respond, environments: RepliesToTurns | None = None
+        self, group: DrawnGroup, respond: Respond, replies: Replies | None = None
     ) -> BatchedDataDict:
         """See `Draw.play`."""
-        return await self.collector.play_soon([group.prompt], group.asked, respond, environments)
+        return await self.collector.play_soon([group.prompt], group.asked, respond, replies)
 
 
 class DrawnGroups:

@@ -23,16 +23,12 @@ def turns_of(batch: BatchedDataDict) -> tuple[LoggedTurn, ...]:
     )
 
 
-class LoggedEnvironments:
-    """Implements `interfaces.RepliesToTurns` for one group, once: it says what the log has."""
+class LoggedReplies:
+    """Implements `interfaces.Replies` for one group, once: it says what the log has."""
 
     def __init__(self, turns: Sequence[LoggedTurn]) -> None:
         self._turns = iter(turns)
 
-    def replies(self, turns: Sequence[Turn]) -> list[Reply]:
-        """See `interfaces.RepliesToTurns.replies`."""
-        return [Reply.from_json(recorded) for recorded in next(self._turns).replies]
-
     async def replies_soon(self, turns: Sequence[Turn]) -> list[Reply]:
-        """See `interfaces.RepliesToTurns.replies_soon`."""
-        return self.replies(turns)
+        """See `interfaces.Replies.replies_soon`."""
+        return [Reply.from_json(recorded) for recorded in next(self._turns).replies]

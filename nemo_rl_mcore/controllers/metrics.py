@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
 from nemo_rl_mcore.algorithms.episodes import WEIGHT_VERSIONS
 from nemo_rl_mcore.data import BatchedDataDict
 
@@ -20,13 +21,14 @@ def age_metrics(batch: BatchedDataDict, version: int, max_age: int) -> dict[str,
     versions_BS = batch[WEIGHT_VERSIONS]
     drawn_BS = versions_BS >= 0
     ages = (version - versions_BS)[drawn_BS]
-    newest_B = versions_BS.amax(1)
-    oldest_B = versions_BS.masked_fill(~drawn_BS, torch.iinfo(versions_BS.dtype).max).amin(1)
+    versions_ES = EpisodeRows.of(batch).joined(versions_BS, fill=-1)
+    newest_E = versions_ES.amax(1)
+    oldest_E = versions_ES.masked_fill(versions_ES < 0, torch.iinfo(versions_BS.dtype).max).amin(1)
     shares = {f"async/age_{age}": float((ages == age).float().mean()) for age in range(max_age + 1)}
     return shares | {
         "async/age_mean": float(ages.float().mean()),
         "async/age_max": float(ages.max()),
-        "async/mixed_versions": float((oldest_B < newest_B).float().mean()),
+        "async/mixed_versions": float((oldest_E < newest_E).float().mean()),
     }
 
 

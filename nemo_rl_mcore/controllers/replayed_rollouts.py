@@ -11,7 +11,7 @@ from typing import Self
 
 from nemo_rl_mcore.controllers.draw import Draw, DrawnGroup
 from nemo_rl_mcore.controllers.group_store import GroupStore, digest_of_group
-from nemo_rl_mcore.controllers.logged_turns import LoggedEnvironments
+from nemo_rl_mcore.controllers.logged_turns import LoggedReplies
 from nemo_rl_mcore.controllers.metrics import Pace
 from nemo_rl_mcore.controllers.timeline import Timeline
 from nemo_rl_mcore.data import BatchedDataDict
@@ -146,7 +146,7 @@ class ReplayedRollouts:
                 self._changed.notify_all()
             return await answered
 
-        replies = LoggedEnvironments(self._timeline.groups[position].turns)
+        replies = LoggedReplies(self._timeline.groups[position].turns)
         batch = await self._draw.play(group, respond, replies)
         self.drawn_again += 1
         self._take(position, batch)

@@ -1,11 +1,14 @@
 """The batch that travels between driver, workers and losses."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import batched, pairwise
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+
+EPISODE = "episode_index"
+"""int64 [B]: rows with equal numbers stand together and are one episode; without it each row is one."""
 
 PadValue = int | float | bool
 Entries = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -93,11 +96,18 @@ class BatchedDataDict(dict[str, Any]):
             lambda value: [item for item in value for _ in range(num_repeats)],
         )
 
-    def samples(self, rows_per_sample: int = 1) -> list[range]:
-        """Return the rows of each sample, in order: of what a loss compares, such as two answers to a prompt.
+    def without(self, key: str) -> Self:
+        """Return the batch less this entry, if it is there."""
+        return type(self)({other: value for other, value in self.items() if other != key})
 
-        Raises ValueError when the rows are no whole number of samples.
+    def samples(self, rows_per_sample: int = 1) -> list[range]:
+        """Return the rows of each sample, in order: an episode, or what a loss compares, as two answers to a prompt.
+
+        Raises ValueError when the rows are no whole number of samples, when those of an episode do not stand together,
+        and for `episode_index` where a loss compares rows.
         """
+        if EPISODE in self:
+            return self._episodes(rows_per_sample)
         if rows_per_sample < 1 or self.size % rows_per_sample:
             raise ValueError(f"{self.size} rows are no whole samples of {rows_per_sample} rows each")
         return [range(row, row + rows_per_sample) for row in range(0, self.size, rows_per_sample)]
@@ -105,25 +115,30 @@ class BatchedDataDict(dict[str, Any]):
     def shard_by_batch_size(
         self, shards: int, batch_size: int | None = None, rows_per_sample: int = 1
     ) -> list[Self]:
-        """Split the rows into `shards` equal batches of whole samples, in order.
+        """Split the rows into `shards` equal batches of whole samples, in order; an episode counts as one row.
 
         With `batch_size` (the rows of one optimizer step) each run of that many rows is split on its own, so
         that step k takes the same rows of the batch whatever the number of shards.
         Raises ValueError when a division has a remainder: rows are never dropped, and samples never parted.
         """
-        batch_size = self.size if batch_size is None else batch_size
+        samples = self.samples(rows_per_sample)
+        rows, unit = len(samples) * rows_per_sample, "episodes" if EPISODE in self else "rows"
+        batch_size = rows if batch_size is None else batch_size
         if shards < 1 or batch_size < 0 or batch_size % shards:
-            raise ValueError(f"{batch_size} rows do not split into {shards} equal shards")
-        if rows_per_sample < 1 or batch_size // shards % rows_per_sample:
+            raise ValueError(f"{batch_size} {unit} do not split into {shards} equal shards")
+        if batch_size // shards % rows_per_sample:
             raise ValueError(
                 f"{batch_size} rows, {rows_per_sample} a sample, do not split into {shards} equal shards"
             )
-        if batch_size and self.size % batch_size:
-            raise ValueError(f"{self.size} rows do not split into batches of {batch_size}")
-        per_shard = batch_size // shards
-        starts = range(0, self.size, batch_size) if batch_size else range(0)
+        if batch_size and rows % batch_size:
+            raise ValueError(f"{rows} {unit} do not split into batches of {batch_size}")
+        per_step = batch_size // rows_per_sample
+        steps = [*batched(samples, per_step)] if per_step else []
+        size = per_step // shards
         return [
-            self.select_indices([start + shard * per_shard + i for start in starts for i in range(per_shard)])
+            self._select_samples(
+                sample for step in steps for sample in step[shard * size : (shard + 1) * size]
+            )
             for shard in range(shards)
         ]
 
@@ -137,7 +152,7 @@ class BatchedDataDict(dict[str, Any]):
         samples = self.samples(rows_per_sample)
         bounds = [len(samples) * shard // shards for shard in range(shards + 1)]
         parts = (samples[start:stop] for start, stop in pairwise(bounds))
-        return [self.select_indices([row for sample in part for row in sample]) for part in parts]
+        return [self._select_samples(part) for part in parts]
 
     @classmethod
     def from_batches(
@@ -145,6 +160,7 @@ class BatchedDataDict(dict[str, Any]):
     ) -> Self:
         """Concatenate batches by rows, padding dimension 1 of tensors on the right to the longest.
 
+        Episodes are numbered on from batch to batch, so that no two become one.
         `pad_value_dict` gives the padding per key, 0 elsewhere. Raises ValueError naming the key when the
         batches do not hold the same keys or differ in another dimension.
         """
@@ -155,9 +171,24 @@ class BatchedDataDict(dict[str, Any]):
             if missing:
                 raise ValueError(f"{key!r} is missing from batches {missing} of {len(batches)}")
         pad_values = pad_value_dict or {}
-        return cls(
+        whole = cls(
             {key: _concatenate(key, [b[key] for b in batches], pad_values.get(key, 0)) for key in batches[0]}
         )
+        if EPISODE in whole:
+            whole[EPISODE] = _numbered_on([batch[EPISODE] for batch in batches])
+        return whole
+
+    def _episodes(self, rows_per_sample: int) -> list[range]:
+        if rows_per_sample != 1:
+            raise ValueError(f"{EPISODE} with samples of {rows_per_sample} rows each, which are no episodes")
+        numbers: list[int] = self[EPISODE].tolist()
+        starts = [row for row, number in enumerate(numbers) if row == 0 or number != numbers[row - 1]]
+        if len(starts) != len(set(numbers)):
+            raise ValueError(f"{EPISODE}: rows of one episode do not stand together")
+        return [range(start, stop) for start, stop in pairwise([*starts, self.size])]
+
+    def _select_samples(self, samples: Iterable[range]) -> Self:
+        return self.select_indices([row for sample in samples for row in sample])
 
     def _map(self, on_tensor: Callable[[Tensor], Tensor], on_list: Callable[[list[Any]], list[Any]]) -> Self:
         return type(self)(
@@ -169,6 +200,16 @@ def _rows(key: str, value: Any) -> int:
     if isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0):
         return len(value)  # pyright: ignore[reportUnknownArgumentType]
     raise ValueError(f"{key!r} must be a tensor with a batch dimension or a list with one value per row")
+
+
+def _numbered_on(numbers: Sequence[Tensor]) -> Tensor:
+    parts: list[Tensor] = []
+    following = 0
+    for of_batch in numbers:
+        if len(of_batch):
+            parts.append(of_batch - of_batch.min() + following)
+            following = int(parts[-1].max()) + 1
+    return torch.cat([*parts, numbers[0][:0]])
 
 
 def _concatenate(key: str, values: list[Any], pad_value: PadValue) -> Any:

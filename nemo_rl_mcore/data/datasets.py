@@ -62,13 +62,20 @@ DIGIT_TASKS: dict[str, Callable[[str], str]] = {
     "sort": lambda digits: "".join(sorted(digits)),
     "increment": lambda digits: "".join(str((int(digit) + 1) % 10) for digit in digits),
 }
+"""The answer to a string of digits."""
+
+TURN_TASKS = ("guess_number", "calculator")
+"""Tasks of several turns, see `environments` for their rules."""
 
 
 class DigitTaskSource:
     """All strings of `num_digits` digits with the answer that the task defines: copy of "527>" is "527".
 
-    A tenth is held out by a hash of the digits, the same tenth for every task and seed, so that a model
-    trained on one task and then another never sees a validation prompt.
+    calculator: the digits are two numbers, "5+27>", and the answer is their sum. guess_number: they are two bounds of
+    as many digits, and there is a prompt "27>" for each number from the one to the other, which is the answer.
+
+    A tenth is held out by a hash of the text, the same tenth for every task of one answer and every seed, so that a
+    model trained on one task and then another never sees a validation prompt.
 
     count_keys: the keys that ask for the prompts of a step and of a validation, which an error names.
     """
@@ -76,28 +83,30 @@ class DigitTaskSource:
     def __init__(
         self, task: str, num_digits: int, seed: int, count_keys: tuple[str, str] = ("count", "count")
     ) -> None:
-        if task not in DIGIT_TASKS:
-            raise ValueError(f"unknown task {task!r}; known tasks: {', '.join(DIGIT_TASKS)}")
+        if task not in (*DIGIT_TASKS, *TURN_TASKS):
+            raise ValueError(f"unknown task {task!r}; known tasks: {', '.join((*DIGIT_TASKS, *TURN_TASKS))}")
         if num_digits < 1:
             raise ValueError(f"data.num_digits must be at least 1, got {num_digits}")
-        self._answer = DIGIT_TASKS[task]
+        self._task = task
         self._num_digits = num_digits
+        hidden = num_digits // 2 if task == "guess_number" else 0
+        self._index_digits = num_digits + hidden
         self._seed = seed
         self._step_key, self._validation_key = count_keys
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
         """Draw without replacement within the step; ValueError when the pool is smaller than `count`."""
-        order = shuffled(10**self._num_digits, key=f"train:{self._seed}:{step}")
+        order = shuffled(10**self._index_digits, key=f"train:{self._seed}:{step}")
         return self._take(order, count, held_out=False, count_key=self._step_key)
 
     def validation(self, count: int) -> list[Prompt]:
         """Give the first `count` held-out prompts of one fixed order."""
-        order = shuffled(10**self._num_digits, key="validation")
+        order = shuffled(10**self._index_digits, key="validation")
         return self._take(order, count, held_out=True, count_key=self._validation_key)
 
     def _take(self, order: Iterator[int], count: int, *, held_out: bool, count_key: str) -> list[Prompt]:
         candidates = (self._prompt(index) for index in order)
-        pool = (prompt for prompt in candidates if is_held_out(prompt.text) == held_out)
+        pool = (prompt for prompt in candidates if prompt and is_held_out(prompt.text) == held_out)
         prompts = list(islice(pool, count))
         if len(prompts) < count:
             share = "held-out prompts" if held_out else "training prompts"
@@ -107,9 +116,21 @@ class DigitTaskSource:
             )
         return prompts
 
-    def _prompt(self, index: int) -> Prompt:
-        digits = f"{index:0{self._num_digits}d}"
-        return Prompt(index=index, text=digits + PROMPT_END, answer=self._answer(digits))
+    def _prompt(self, index: int) -> Prompt | None:
+        """The prompt of an index; None where it is none."""
+        digits = f"{index:0{self._index_digits}d}"
+        half = self._num_digits // 2
+        match self._task:
+            case "calculator":
+                first, second = digits[:half], digits[half:]
+                return Prompt(index, f"{first}+{second}{PROMPT_END}", str(int(first) + int(second)))
+            case "guess_number":
+                lowest, highest, secret = digits[:half], digits[half : 2 * half], digits[2 * half :]
+                if not lowest <= secret <= highest or lowest == highest:
+                    return None
+                return Prompt(index, f"{lowest}{highest}{PROMPT_END}", secret)
+            case task:
+                return Prompt(index, digits + PROMPT_END, DIGIT_TASKS[task](digits))
 
 
 def is_held_out(text: str) -> bool:

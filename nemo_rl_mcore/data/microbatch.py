@@ -72,7 +72,8 @@ class BatchingStrategy(Protocol):
 class FixedRows:
     """Microbatches of `row_count` rows in the batch's order, filled up where the next sample does not fit.
 
-    All have the batch's columns, rounded up to a multiple of `column_multiple`.
+    An episode of more rows is a microbatch of its own, and the others are filled up to as many. All have the batch's
+    columns, rounded up to a multiple of `column_multiple`.
     """
 
     row_count: int
@@ -95,8 +96,9 @@ class FixedRows:
     def build(self, data: BatchedDataDict, groups: Groups) -> list[Microbatch]:
         """See `BatchingStrategy.build`."""
         columns = round_up(data["input_ids"].shape[1], self.column_multiple)
+        rows = max([self.row_count, *map(len, groups)])
         return [
-            Microbatch(take_rows(data, group, self.row_count, columns), torch.tensor(group, dtype=torch.long))
+            Microbatch(take_rows(data, group, rows, columns), torch.tensor(group, dtype=torch.long))
             for group in groups
         ]
 

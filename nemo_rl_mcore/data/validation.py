@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.batching import TokenBudgets
-from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import EPISODE, BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 
 _SHOWN_ROWS = 8
@@ -97,6 +97,8 @@ class BatchCheck:
         if data.size % rows_per_sample:
             found.problems.append(f"{data.size} rows; allowed: whole samples of {rows_per_sample} rows")
             samples_B = None
+        if EPISODE in data:
+            self._episodes(found, samples_B, rows_per_sample)
         counts = None
         if tokens_BS is not None and samples_B is not None:
             counts = _Counts(tokens_BS, samples_B, rows_per_sample)
@@ -143,6 +145,28 @@ class BatchCheck:
             behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.unsqueeze(1)
             found.values(
                 "token_mask", mask_BS, behind_BS & (mask_BS != 0), f"0 behind input_lengths ({name})"
+            )
+
+    def _episodes(self, found: _Findings, samples_B: Tensor | None, rows_per_sample: int) -> None:
+        """Note rows that stand apart from their episode, and episodes that count in part."""
+        if rows_per_sample > 1:
+            found.problems.append(
+                f"{EPISODE}: given; allowed: none beside a loss that reads {rows_per_sample} rows together"
+            )
+        numbers_B = found.tensor(EPISODE, "nothing", "B")
+        if numbers_B is None:
+            return
+        if numbers_B.dtype != torch.int64:
+            return found.wrong_dtype(EPISODE, numbers_B, "int64")
+        order = numbers_B.argsort(stable=True)
+        same = numbers_B[order].diff() == 0
+        apart_B, differs_B = torch.zeros(2, len(order), dtype=torch.bool)
+        apart_B[order[1:]] = same & (order.diff() != 1)
+        found.values(EPISODE, numbers_B, apart_B, "the rows of an episode one after the other")
+        if samples_B is not None:
+            differs_B[order[1:]] = same & (samples_B[order].diff() != 0)
+            found.values(
+                "sample_mask", samples_B, differs_B, f"one number for all rows of an episode ({EPISODE})"
             )
 
     @property

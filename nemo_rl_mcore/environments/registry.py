@@ -12,6 +12,8 @@ from nemo_rl_mcore.config.data import MathEnvConfig
 from nemo_rl_mcore.custom_code import build, custom_code
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment
+from nemo_rl_mcore.environments.calculator import CalculatorEnvironment
+from nemo_rl_mcore.environments.guess_number import GuessNumberEnvironment
 from nemo_rl_mcore.environments.mathematics import MathEnvironment
 from nemo_rl_mcore.environments.replies import read_return
 from nemo_rl_mcore.errors import CustomCodeError
@@ -25,6 +27,10 @@ def make_environment(config: EnvConfig) -> Environment:
 
     A class of the user's own that has both methods takes part in episodes by its `step`.
     """
+    if config.guess_number is not None:
+        return GuessNumberEnvironment()
+    if config.calculator is not None:
+        return CalculatorEnvironment()
     if config.math is not None:
         return math_environment(config.math)
     if (own := config.custom) is not None:

@@ -272,7 +272,10 @@ def as_requests(data: BatchedDataDict) -> list[Request]:
 
 
 def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
-    """What `interfaces.GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 behind the end."""
+    """What `interfaces.GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 behind the end.
+
+    The digests are those that came with the responses.
+    """
     tokens_BT = torch.zeros(len(responses), max_new_tokens, dtype=torch.long)
     logprobs_BT = torch.zeros(len(responses), max_new_tokens)
     versions_BT = torch.full_like(tokens_BT, -1)

@@ -1,6 +1,7 @@
 """What every loss function is: sums over a batch, each with a named denominator, divided once.
 
 Shapes: B rows, S tokens. A next-token tensor is [B,S-1]; its column i speaks of token i+1.
+A sequence is a row or, where the batch has `episode_index`, all rows of an episode.
 Masked positions are replaced by zero before any arithmetic, so NaN or infinity there reaches neither a value
 nor a gradient.
 """
@@ -14,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import EPISODE, BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 
 EPSILON = 1e-8
@@ -133,6 +134,7 @@ class Masks:
     """The masks of a batch in the next-token frame, and the reductions over them.
 
     tokens [B,S-1] is `token_mask[:, 1:]`, samples [B] is `sample_mask`, valid [B,S-1] is their product.
+    same_episode [B,B] says which rows are one sequence; None where each row is one.
     A critic speaks of all tokens: with `first_column` 0 the frame is [B,S].
     """
 
@@ -140,13 +142,23 @@ class Masks:
     samples: Tensor
     valid: Tensor
     first_column: int = 1
+    same_episode: Tensor | None = None
 
     @classmethod
     def of(cls, data: BatchedDataDict, dtype: torch.dtype = torch.float32, *, first_column: int = 1) -> Self:
         """Read the masks of a batch."""
         tokens = require(data, "token_mask", "every loss")[:, first_column:].to(dtype)
         samples = require(data, "sample_mask", "every loss").to(dtype)
-        return cls(tokens, samples, tokens * samples[:, None], first_column)
+        episodes = data.get(EPISODE)
+        same = None if episodes is None else episodes[:, None] == episodes
+        return cls(tokens, samples, tokens * samples[:, None], first_column, same)
+
+    @property
+    def sequences(self) -> Tensor:
+        """`sample_mask` [B] once a sequence: 0 on all rows of an episode but its first."""
+        if self.same_episode is None:
+            return self.samples
+        return self.samples * ~self.same_episode.tril(-1).any(dim=-1)
 
     def keep(self, values: Tensor, name: str) -> Tensor:
         """Return [B,S-1] `values` with zero wherever no token counts.
@@ -169,19 +181,26 @@ class Masks:
         """Return the sum of [B,S-1] `values` over the valid tokens."""
         return masked_sum(values, self.valid)
 
-    def row_mean(self, values: Tensor) -> Tensor:
-        """Return [B], the mean of [B,S-1] `values` over each row's token mask."""
-        return masked_sum(values, self.tokens, dim=-1) / (self.tokens.sum(dim=-1) + EPSILON)
+    def over_sequence(self, values: Tensor) -> Tensor:
+        """Return [B], the sum of [B] `values` over the rows of each row's sequence."""
+        if self.same_episode is None:
+            return values
+        return torch.where(self.same_episode, values, 0.0).sum(dim=-1)
 
-    def row_sum(self, values: Tensor) -> Tensor:
-        """Return the sum of [B] `values` over the valid rows."""
-        return masked_sum(values, self.samples)
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Return [B], the mean of [B,S-1] `values` over the token mask of each row's sequence."""
+        total = self.over_sequence(masked_sum(values, self.tokens, dim=-1))
+        return total / (self.over_sequence(self.tokens.sum(dim=-1)) + EPSILON)
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """Return the sum of [B] `values`, which are equal on the rows of an episode, over the valid sequences."""
+        return masked_sum(values, self.sequences)
 
     def reduce(self, values: Tensor, loss_type: LossType) -> Tensor:
-        """Return the sum a gradient is made of: over tokens, or over rows of their token means."""
+        """Return the sum a gradient is made of: over tokens, or over sequences of their token means."""
         if loss_type is LossType.TOKEN_LEVEL:
             return self.token_sum(values)
-        return self.row_sum(self.row_mean(values))
+        return self.sequence_sum(self.sequence_mean(values))
 
     def minimum(self, values: Tensor) -> Tensor:
         """Return the smallest valid entry of [B,S-1] `values`; +inf when there is none."""
@@ -201,7 +220,7 @@ def _extremum(values: Tensor, empty: float, *, largest: bool) -> Tensor:
 def valid_counts(data: BatchedDataDict) -> tuple[Tensor, Tensor]:
     """Return (valid sequences, valid tokens) of a batch, 0-d fp64: the counts that losses are divided by."""
     masks = Masks.of(data, torch.float64)
-    return masks.samples.sum(), masks.valid.sum()
+    return masks.sequences.sum(), masks.valid.sum()
 
 
 def gradient_kind(loss_type: LossType) -> MetricKind:
@@ -244,7 +263,7 @@ class LossFunction(ABC):
     """A loss of what a model says of a batch.
 
     A subclass says what it reads (`input_type`), what its gradient is averaged over (`loss_type`) and
-    computes sums; for any split of a batch by rows, the sums of the parts combine to the sums of the whole.
+    computes sums; for any split of a batch by samples, the sums of the parts combine to the sums of the whole.
     """
 
     loss_type: LossType

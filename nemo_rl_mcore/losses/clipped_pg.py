@@ -64,8 +64,8 @@ def token_log_ratio(tokens: PolicyTokens) -> Tensor:
 
 
 def sequence_log_ratio(tokens: PolicyTokens) -> Tensor:
-    """GSPO: return the row's mean of c - p, repeated along the row."""
-    mean = tokens.masks.row_mean(tokens.current - tokens.previous)
+    """GSPO: return the sequence's mean of c - p, repeated on its tokens."""
+    mean = tokens.masks.sequence_mean(tokens.current - tokens.previous)
     return mean[:, None].expand_as(tokens.current)
 
 
@@ -249,12 +249,12 @@ class ClippedPGLossFn(TokenLossFunction):
     def _sampling_metrics(self, weights: ImportanceWeights, tokens: PolicyTokens) -> dict[str, MetricSum]:
         masks = tokens.masks
         if self.cfg.sequence_level_importance_ratios:
-            ratio = MetricSum(masks.row_sum(weights.weights[:, 0]), MetricKind.SEQUENCES)
+            ratio = MetricSum(masks.sequence_sum(weights.weights[:, 0]), MetricKind.SEQUENCES)
         else:
             ratio = MetricSum(masks.token_sum(weights.weights), MetricKind.TOKENS)
         metrics = {
             "sampling_importance_ratio": ratio,
-            "num_valid_samples": MetricSum(masks.samples.sum(), MetricKind.NONE),
+            "num_valid_samples": MetricSum(masks.sequences.sum(), MetricKind.NONE),
         }
         if weights.out_of_bounds is not None:
             metrics["is_oob_ratio"] = weights.out_of_bounds

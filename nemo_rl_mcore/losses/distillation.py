@@ -153,7 +153,7 @@ class DistillationLossFn(LossFunction):
         metrics = {
             "kl": MetricSum(kl.detach(), MetricKind.TOKENS),
             "teacher_topk_mass": MetricSum(masks.token_sum(covered.detach()), MetricKind.TOKENS),
-            "num_valid_samples": MetricSum(masks.samples.sum(), MetricKind.NONE),
+            "num_valid_samples": MetricSum(masks.sequences.sum(), MetricKind.NONE),
         }
         loss = kl
         if self._policy_gradient is not None:

@@ -88,7 +88,7 @@ def _masked_by_pair(data: BatchedDataDict) -> BatchedDataDict:
 def _of_rows(values: Tensor, masks: Masks, *, mean: bool) -> Tensor:
     """Return [B] the sum of [B,S-1] values over each row's token mask, or their mean."""
     if mean:
-        return masks.row_mean(values)
+        return masks.sequence_mean(values)
     return (values * masks.tokens).sum(dim=-1)
 
 

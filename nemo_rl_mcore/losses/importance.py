@@ -18,7 +18,7 @@ from nemo_rl_mcore.losses.kl import finite_exp
 
 @dataclass(frozen=True)
 class ImportanceWeights:
-    """Weights per token [B,S-1] or per row [B,1], and how much of the batch the bounds touched (if any)."""
+    """Weights per token [B,S-1], or per sequence on its rows [B,1], and what share the bounds touched (if any)."""
 
     weights: Tensor
     out_of_bounds: MetricSum | None = None
@@ -33,8 +33,8 @@ def token_weights(log_ratio: Tensor, masks: Masks) -> ImportanceWeights:
 
 
 def sequence_weights(log_ratio: Tensor, masks: Masks) -> ImportanceWeights:
-    """Return exp(sum of p - g over the valid tokens), one per row [B,1]."""
-    return ImportanceWeights(finite_exp((log_ratio * masks.valid).sum(dim=-1, keepdim=True)))
+    """Return exp(sum of p - g over the sequence's valid tokens), on each of its rows [B,1]."""
+    return ImportanceWeights(finite_exp(masks.over_sequence((log_ratio * masks.valid).sum(dim=-1))[:, None]))
 
 
 def truncated(
@@ -58,11 +58,11 @@ def icepop(
 def sequence_masked(
     log_ratio: Tensor, masks: Masks, *, raw: WeightFunction, lower: float, upper: float
 ) -> ImportanceWeights:
-    """The raw weights, zero in the rows whose geometric-mean ratio over tokens leaves [lower, upper]."""
+    """The raw weights, zero in the sequences whose geometric-mean ratio over tokens leaves [lower, upper]."""
     finite = torch.where(torch.isfinite(log_ratio), log_ratio, 0.0)
-    geometric_mean = torch.exp(masks.row_mean(finite))
+    geometric_mean = torch.exp(masks.sequence_mean(finite))
     inside = (geometric_mean >= lower) & (geometric_mean <= upper)
-    dropped = MetricSum(masks.row_sum((~inside).to(log_ratio.dtype)), MetricKind.SEQUENCES)
+    dropped = MetricSum(masks.sequence_sum((~inside).to(log_ratio.dtype)), MetricKind.SEQUENCES)
     return ImportanceWeights(torch.where(inside[:, None], raw(log_ratio, masks).weights, 0.0), dropped)
 
 

@@ -31,6 +31,6 @@ class NLLLossFn(TokenLossFunction):
             {
                 "loss": MetricSum(loss.detach(), MetricKind.TOKENS),
                 "num_unmasked_tokens": MetricSum(masks.valid.sum(), MetricKind.NONE),
-                "num_valid_samples": MetricSum(masks.samples.sum(), MetricKind.NONE),
+                "num_valid_samples": MetricSum(masks.sequences.sum(), MetricKind.NONE),
             },
         )

@@ -4,6 +4,7 @@ Unlike next-token losses it reads all S columns: a value is of the state before 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -84,12 +85,12 @@ class MseValueLossFn(LossFunction):
                 "loss": MetricSum(loss.detach(), MetricKind.TOKENS),
                 "values_min": MetricSum(masks.minimum(values), MetricKind.MIN),
                 "values_max": MetricSum(masks.maximum(values), MetricKind.MAX),
-                "num_valid_samples": MetricSum(_rows(data, values), MetricKind.NONE),
+                "num_valid_samples": MetricSum(_sequences(data, masks), MetricKind.NONE),
             }
         return LossSums(loss, means | others)
 
 
-def _rows(data: BatchedDataDict, values: Tensor) -> Tensor:
-    """Return how many rows there are, without those of no length, which only fill a microbatch up."""
-    lengths = data.get("input_lengths")
-    return values.new_tensor(len(values)) if lengths is None else (lengths > 0).sum()
+def _sequences(data: BatchedDataDict, masks: Masks) -> Tensor:
+    """Return how many sequences there are, without rows of no length, which only fill a microbatch up."""
+    real = torch.ones_like(masks.samples) if "input_lengths" not in data else data["input_lengths"] > 0
+    return replace(masks, samples=real.to(masks.samples.dtype)).sequences.sum()

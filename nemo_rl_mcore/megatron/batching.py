@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.dynamic_batching import DynamicRows
 from nemo_rl_mcore.data.microbatch import BatchingStrategy, FixedRows, Microbatch, round_up
 from nemo_rl_mcore.data.sequence_packing import PackedRows
@@ -44,6 +45,7 @@ class Batching:
 
     def for_logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> list[Microbatch]:
         """The microbatches of one schedule call without a loss, row by row; a token budget overrules the size."""
+        data = data.without(EPISODE)
         if self.budgets is None:
             return self._split(data, FixedRows(micro_batch_size, self.column_multiple))
         return self._split(data, self._by_tokens(self.budgets, self.budgets.logprob))

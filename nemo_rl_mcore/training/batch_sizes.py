@@ -1,11 +1,16 @@
-"""The rows of an optimizer step and of a microbatch; recipes count samples, which a loss may make of several rows."""
+"""The rows of an optimizer step and of a microbatch; recipes count samples, which a loss may make of several rows.
+
+An episode of several rows counts as one row.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import batched
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.losses.base import LossFunction, LossInputType
 
 
@@ -50,13 +55,15 @@ class BatchSizes:
 
         Raises ValueError when that leaves some rows, or there is none.
         """
-        rows = self.of_shard(shards)
-        if not data.size or data.size % rows:
+        rows, samples = self.of_shard(shards), data.samples(self.rows_per_sample)
+        size, unit = len(samples) * self.rows_per_sample, "episodes" if EPISODE in data else "rows"
+        if not size or size % rows:
             raise ValueError(
-                f"{data.size} rows are no multiple of the {rows} that one step takes (gbs {self.gbs} over {shards} "
+                f"{size} {unit} are no multiple of the {rows} that one step takes (gbs {self.gbs} over {shards} "
                 "data-parallel ranks)"
             )
-        return [data.slice(start, start + rows) for start in range(0, data.size, rows)]
+        steps = batched(samples, rows // self.rows_per_sample)
+        return [data.slice(step[0].start, step[-1].stop) for step in steps]
 
 
 def _require_its_head(policy: PolicyConfig, loss_fn: LossFunction) -> None:

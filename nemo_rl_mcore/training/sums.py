@@ -36,7 +36,7 @@ AllReduce = Callable[[torch.Tensor, ReduceKind], None]
 
 @dataclass(frozen=True)
 class StepTotals:
-    """One step's sums over all data-parallel ranks: counts of valid rows and tokens, metrics already divided.
+    """One step's sums over all data-parallel ranks: counts of valid sequences and tokens, metrics already divided.
 
     moe_metrics, mtp_metrics: the losses of the model's own layers, for a model with experts or prediction layers.
     """

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.token_budget import split_balanced
 from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.generation.lengths import check_lengths
@@ -276,6 +277,7 @@ class Policy:
 
     def _map(self, method: str, data: BatchedDataDict, **kwargs: Any) -> BatchedDataDict:
         """Call a method that answers row by row. Rows that do not divide are made up with repeats of the last."""
+        data = data.without(EPISODE)  # such an answer is of a row, whatever episode that is of
         missing = -data.size % self._shards
         whole = data.select_indices([*range(data.size), *[data.size - 1] * missing]) if missing else data
         first_of_shard = [self._shard_of_rank.index(shard) for shard in range(self._shards)]

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import pad
 
+from nemo_rl_mcore.data.token_digests import digests_of_rows
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.training.train_step import TrainStepError
 
@@ -242,6 +243,7 @@ def answers_are_drawn_from_the_policy(make, _folder):
     found = worker.generate(data=asked, step=1, stop_ids=[])
     assert (found["lengths"] == 4).all()
     assert not found["finished"].any()
+    assert torch.equal(found["digests"], digests_of_rows(found["tokens"], found["lengths"]))
     for row, length in enumerate(asked["input_lengths"].tolist()):
         ids = torch.cat([asked["input_ids"][row, :length], found["tokens"][row]])[None]
         whole = tiny.BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([length + 4]))

@@ -138,8 +138,13 @@ def test_what_is_trained_on_is_what_the_journal_says_was_drawn(ranks, tmp_path, 
 
 def gradients_of_observations(fused):
     """Gradients of a step over episodes, of the same with other numbers at what was observed, and at what was drawn."""
+    from unittest.mock import patch
+
     import played_episodes as episodes
     import tiny
+    import torch
+
+    from nemo_rl_mcore.megatron import passes
 
     tokenizer, policy = config_of("char", 96)
     megatron = policy.megatron_cfg.model_copy(update={"use_fused_linear_logprobs": fused})
@@ -156,9 +161,15 @@ def gradients_of_observations(fused):
         worker.abort_train_step()
         return found
 
-    first, other = step(batch), step(episodes.observed_otherwise(batch))
-    drawn = episodes.replace_columns(batch, {"advantages": -batch["advantages"]})
-    moved = step(drawn)
+    def other_targets(rows):
+        """The ids that the loss is to find probable are other ones where no token was sampled."""
+        sampled, ids = rows["token_mask"] != 0, rows["input_ids"]
+        return torch.where(sampled, ids, (ids + 5) % 32).roll(-1, dims=1)
+
+    first = step(batch)
+    with patch.object(passes, "next_tokens", other_targets):
+        other = step(episodes.observed_otherwise(batch))
+    moved = step(episodes.replace_columns(batch, {"advantages": -batch["advantages"]}))
     return (
         all(first[name].equal(other[name]) for name in first),
         any(not first[name].equal(moved[name]) for name in first),

@@ -109,11 +109,11 @@ def messages(
     sender.close()
 
 
-def refit(engine: VllmEngine, model: Any, version: int) -> None:
+def refit(engine: VllmEngine, model: Any, version: int, bucket_bytes: int = 40_000) -> None:
     from nemo_rl_mcore.generation.refit.digests import digests
 
     engine.begin_refit(version)
-    for message in messages(weights(model)):
+    for message in messages(weights(model), bucket_bytes):
         engine.load_bucket(message)
     assert engine.finish_refit(version, digests(weights(model))) == version
 

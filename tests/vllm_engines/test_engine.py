@@ -183,6 +183,50 @@ def test_a_stop_string_ends_a_response_and_belongs_to_it(engine_process, tmp_pat
         assert finished or len(tokens) == 10
 
 
+def endings_of_bytes(folder):
+    """Tokens and whether they ended, and the end by our own stop conditions, of tokens that are parts of characters."""
+    import json
+
+    import engine_process as tiny
+    from chat_templates import byte_tokenizer
+
+    from nemo_rl_mcore.data.stop_conditions import StopConditions
+    from nemo_rl_mcore.generation.engine import Request, Sampling
+    from nemo_rl_mcore.generation.vllm.engine import VllmEngine
+
+    tiny.model_folder(folder)
+    tokenizer = byte_tokenizer(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": tokenizer.vocab_size}))
+    engine = VllmEngine(tiny.settings(folder, tokenizer=str(folder)))
+    tiny.refit(engine, tiny.transformers_model(folder, 0), 0, bucket_bytes=100_000)
+    strings = [
+        ("the", "er"),
+        (),
+        ("a", "o", "gh"),
+        ("é", "e", "i"),
+        ("0", "5", "9", "="),
+        ("<|im_end|>", "u"),
+    ]
+    asked = [Request([5, 9, 30], seed, strings[seed % len(strings)]) for seed in range(96)]
+    whole = engine.generate([Request(one.prompt, one.seed) for one in asked], Sampling(40), 0)
+    stopped = engine.generate(asked, Sampling(40), 0)
+    engine.shutdown()
+    found = []
+    for request, response, unstopped in zip(asked, stopped, whole, strict=True):
+        stops = StopConditions(strings=request.stop_strings, tokenizer=tokenizer)
+        lengths = range(1, 41) if request.stop_strings else ()
+        end = next((length for length in lengths if stops.met_by(unstopped.tokens[:length])), None)
+        found.append((response.tokens, response.finished, unstopped.tokens[:end], end is not None))
+    return found
+
+
+def test_stop_strings_of_requests_end_them_where_the_embedded_engine_does(engine_process, tmp_path):
+    [found] = engine_process.run(endings_of_bytes, tmp_path / "model")
+    assert [(tokens, finished) for tokens, finished, *_ in found] == [(ids, end) for *_, ids, end in found]
+    assert 10 < sum(finished for _, finished, *_ in found) < 86
+
+
 def greedy_answers(folder):
     import engine_process as tiny
     import torch

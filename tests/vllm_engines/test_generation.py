@@ -1,17 +1,22 @@
 """Engines and training ranks as a run has them, in processes of Ray: equal log-probabilities, and engines that die."""
 
+import json
 import os
 import signal
 import threading
 import time
 
+import played_episodes as episodes
 import pytest
 import torch
 from processes import ProcessWatch
 
 from nemo_rl_mcore.algorithms.engine_comparison import BOUNDS, EnginesDifferError, compare
+from nemo_rl_mcore.algorithms.logprobs import model_inputs
+from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.config import ClippedPGLossConfig, ClusterConfig, PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import WorkerError
@@ -48,19 +53,29 @@ class Run:
         self.cluster, self.folder, self.watch = cluster, folder, watch
         self.policy = Policy(policy_config(), cluster, seed=3, init_reference_model=False)
 
-    def engines(self, source=None, model=None, **generation):
-        """model: what the engines make of the weights, where that is something else than in training."""
+    def engines(self, source=None, model=None, stop_ids=(STOP,), journal=None, **generation):
+        """model: what the engines make of the weights, where that is something else than in training.
+
+        journal: the folder of theirs, where their requests have stop strings of their own.
+        """
         from nemo_rl_mcore.generation.vllm.kind import vllm_kind
         from nemo_rl_mcore.workers.engine_generation import EngineGeneration
 
         config = policy_config(**generation)
         other = config.model_copy(update={"model": config.model.model_copy(update=model or {})})
         return EngineGeneration(
-            vllm_kind(other, self.folder, os.environ, on_cpu=True),
+            vllm_kind(
+                other,
+                self.folder,
+                os.environ,
+                on_cpu=True,
+                reads_texts=journal is not None,
+                journal=journal,
+            ),
             config,
             self.cluster,
             source or self.policy,
-            stop_ids=(STOP,),
+            stop_ids=stop_ids,
             seed=3,
         )
 
@@ -200,6 +215,28 @@ def test_what_an_engine_makes_of_equal_weights_is_found(run, keys):
         found.require(BOUNDS["float32"])
     if "vllm_cfg" in keys:
         found.require(BOUNDS["bfloat16"])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["batches", "requests"])
+def test_over_several_turns_what_is_trained_on_was_drawn_and_as_likely_as_training_says(
+    run, tmp_path, asynchronous
+):
+    tokenizer = load_tokenizer("char")
+    cfg = {"async_engine": asynchronous, "cpu_engines": 1}
+    stops, journal = episodes.stop_ids(tokenizer), str(tmp_path)
+    with run.engines(stop_ids=stops, journal=journal, vllm_cfg=cfg, max_new_tokens=6) as engines:
+        engines.update_weights(0)
+        rollout = episodes.play(
+            lambda data, step: engines.generate(data, step=step), tokenizer, tokens=64, prompts=10, samples=4
+        )
+    batch = rollout.batch
+    require_sampled_ids(batch)
+    lines = [json.loads(line) for line in (tmp_path / "engine_0.jsonl").read_text().splitlines()]
+    assert {line["seed"]: line["ids"] for line in lines} == episodes.trained_by_key(batch, seed=3)
+    assert {1, 2, 3} <= {*batch["turn_of_token"].amax(1).tolist()}
+    logprobs = run.policy.get_logprobs(model_inputs(batch))["logprobs"]
+    apart = (logprobs - batch["generation_logprobs"]).abs() * batch["token_mask"]
+    assert apart.max() < LOGPROBS
 
 
 class BreaksOff:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from algorithm_fakes import LARGE_REWARDS, FakeModel, FakePolicy, Notes, collector, recipe, source, train
 
-from nemo_rl_mcore.algorithms.ppo import PPO, explained_variance, shuffled_rows
+from nemo_rl_mcore.algorithms.ppo import PPO, explained_variance, shuffled
 from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn, MseValueLossFn
@@ -112,11 +112,12 @@ def test_each_epoch_has_its_order_and_both_models_share_it():
 
 
 def test_the_order_depends_on_seed_step_and_epoch_alone():
-    first = shuffled_rows(50, seed=3, step=2, epoch=1)
-    assert torch.equal(first, shuffled_rows(50, seed=3, step=2, epoch=1))
+    batch = BatchedDataDict(row=torch.arange(50))
+    first = shuffled(batch, seed=3, step=2, epoch=1)["row"]
+    assert torch.equal(first, shuffled(batch, seed=3, step=2, epoch=1)["row"])
     assert sorted(first.tolist()) == list(range(50))
     for other in ((4, 2, 1), (3, 3, 1), (3, 2, 0)):
-        assert not torch.equal(first, shuffled_rows(50, *other))
+        assert not torch.equal(first, shuffled(batch, *other)["row"])
 
 
 def test_the_losses_are_those_of_the_recipe():

@@ -1,6 +1,44 @@
 """What the driver is told of vLLM's engines."""
 
+import os
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.generation.vllm.kind import vllm_environment
+from nemo_rl_mcore.launch import engine_kind
+
+LONGER = ("policy.max_total_sequence_length=16", "policy.model.max_position_embeddings=16")
+RECIPES = Path(__file__).parents[3] / "examples/configs"
+
+
+@pytest.mark.parametrize(
+    ("override", "reads_texts"),
+    [
+        ("seed=1", False),
+        ("grpo.max_rollout_turns=2", True),
+        ("policy.generation.stop_strings=['5']", True),
+    ],
+)
+def test_engines_have_the_tokenizer_where_texts_may_end_an_answer(tmp_path, override, reads_texts):
+    config = load_config(
+        RECIPES / "grpo_copy_vllm_cpu.yaml", [f"logger.log_dir={tmp_path}", *LONGER, override]
+    )
+    kind = engine_kind(config)
+    folder = kind.settings.tokenizer
+    assert (folder is not None) == reads_texts
+    assert not reads_texts or (Path(folder) / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("recipe", ["grpo_copy_vllm_cpu.yaml", "grpo_copy_async_cpu.yaml"])
+def test_engines_are_told_where_their_journal_is(tmp_path, recipe, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    keys = ["logger.log_dir=run"]
+    assert engine_kind(load_config(RECIPES / recipe, keys)).settings.journal is None
+    keys.append("policy.generation.journal=true")
+    found = engine_kind(load_config(RECIPES / recipe, keys)).settings.journal
+    assert found == os.fspath(tmp_path / "run/journal")
 
 
 def test_an_engine_gets_vllms_own_variables_and_defaults_that_they_override():

@@ -52,7 +52,7 @@ def test_masks_are_read_in_the_next_token_frame():
 
 def test_reductions_by_hand():
     assert EXAMPLE.token_sum(VALUES).item() == 1 + 2 + 8
-    assert EXAMPLE.row_mean(VALUES).tolist() == pytest.approx([1.5, 8, 24])
+    assert EXAMPLE.sequence_mean(VALUES).tolist() == pytest.approx([1.5, 8, 24])
     assert EXAMPLE.reduce(VALUES, LossType.TOKEN_LEVEL).item() == 11
     assert EXAMPLE.reduce(VALUES, LossType.SEQUENCE_LEVEL).item() == pytest.approx(9.5)
     assert (EXAMPLE.minimum(VALUES).item(), EXAMPLE.maximum(VALUES).item()) == (1, 8)
@@ -60,7 +60,7 @@ def test_reductions_by_hand():
 
 def test_a_row_without_tokens_has_mean_zero():
     empty = masks([[1, 0, 0]], [1])
-    assert empty.row_mean(VALUES[:1]).tolist() == [0]
+    assert empty.sequence_mean(VALUES[:1]).tolist() == [0]
 
 
 def test_extrema_of_nothing_change_nothing():

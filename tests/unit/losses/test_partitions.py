@@ -1,4 +1,7 @@
-"""Every loss is a sum over rows: however a batch is cut, the parts add up to the whole, metrics and gradients too."""
+"""Every loss is a sum over samples: however a batch is cut, the parts add up to the whole, metrics and gradients too.
+
+And an episode whose tokens are in several rows has the sums of the one row that has them all.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nemo_rl_mcore.algorithms.episode_rows import as_rows
 from nemo_rl_mcore.config import DistillationLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import (
@@ -18,6 +22,7 @@ from nemo_rl_mcore.losses import (
     DistillationOutputs,
     DPOLossFn,
     LossFunction,
+    LossSums,
     MetricKind,
     MseValueLossFn,
     NLLLossFn,
@@ -25,6 +30,7 @@ from nemo_rl_mcore.losses import (
     TopKLogprobs,
     ValueOutputs,
 )
+from nemo_rl_mcore.losses.base import valid_counts
 
 BatchMaker = Callable[..., tuple[Tensor, BatchedDataDict]]
 ROWS, VOCABULARY, K = 8, 9, 4
@@ -128,6 +134,46 @@ def test_the_parts_make_the_whole(name: str, partition: list[list[int]], seed: i
         rows = [size * sample + i for sample in samples if sample < ROWS // size for i in range(size)]
         if rows:
             parts.append(loss_fn.sums(rows_of(case.outputs, rows), case.data.select_indices(rows)))
+    assert_the_same(parts, whole, case)
+
+
+OF_EPISODES = [name for name, loss_fn in LOSSES.items() if loss_fn.rows_per_sample == 1]
+
+
+def in_several_rows(case: Case, seed: int) -> tuple[list[int], BatchedDataDict]:
+    """Of each row the parts that an episode may have, as row numbers of the case, and the batch of all parts."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = BatchedDataDict(case.data, input_ids=torch.zeros(ROWS, 5), input_lengths=torch.full((ROWS,), 5))
+    cuts = [
+        sorted(set(torch.randint(1, 5, (int(count),), generator=generator).tolist()))
+        for count in torch.randint(0, 4, (ROWS,), generator=generator)
+    ]
+    parts = as_rows(whole, cuts)
+    return parts["episode_index"].tolist(), parts
+
+
+@pytest.mark.parametrize("name", OF_EPISODES)
+@settings(max_examples=15, deadline=None)
+@given(partition=partitions(), seed=st.integers(0, 999))
+def test_the_rows_of_an_episode_make_its_one_row(
+    name: str, partition: list[list[int]], seed: int, make_batch: BatchMaker
+):
+    loss_fn = LOSSES[name]
+    case = case_of(loss_fn, make_batch, seed)
+    rows_of_parts, in_rows = in_several_rows(case, seed)
+    whole = loss_fn.sums(case.outputs, case.data)
+    parts: list[LossSums] = []
+    counts = torch.zeros(2, dtype=torch.float64)
+    for samples in partition:
+        at = [place for place, row in enumerate(rows_of_parts) if row in samples]
+        part = in_rows.select_indices(at)
+        parts.append(loss_fn.sums(rows_of(case.outputs, [rows_of_parts[place] for place in at]), part))
+        counts += torch.stack(valid_counts(part))
+    assert torch.equal(counts, torch.stack(valid_counts(case.data)))
+    assert_the_same(parts, whole, case)
+
+
+def assert_the_same(parts: list[LossSums], whole: LossSums, case: Case) -> None:
     total = torch.stack([part.loss for part in parts]).sum()
     torch.testing.assert_close(total, whole.loss)
     for found, expected in zip(
@@ -137,7 +183,7 @@ def test_the_parts_make_the_whole(name: str, partition: list[list[int]], seed: i
     combine = {MetricKind.MIN: min, MetricKind.MAX: max}
     for metric, value in whole.metrics.items():
         pieces = [part.metrics[metric].value.item() for part in parts]
-        assert combine.get(value.kind, sum)(pieces) == pytest.approx(value.value.item(), abs=1e-12)
+        assert combine.get(value.kind, sum)(pieces) == pytest.approx(value.value.item(), abs=1e-12), metric
 
 
 @pytest.mark.parametrize("name", LOSSES)

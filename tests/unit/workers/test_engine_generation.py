@@ -1,5 +1,6 @@
 """The driver's handle over a fake engine in real Ray actors: what it asks, when it refits, whom it starts again."""
 
+import json
 import re
 import signal
 import sys
@@ -14,7 +15,11 @@ import torch
 from fake_engine import VOCABULARY, FakeEngine, next_logprobs
 from fake_generation import STOP, Weights, engine_of, generation, kill, prompts, until
 
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.token_digests import digest_of_ids
 from nemo_rl_mcore.generation.engine import WrongWeightsError
+from nemo_rl_mcore.generation.journal import Journal
+from nemo_rl_mcore.ops.sampling import sample_keys
 from nemo_rl_mcore.workers.failures import WorkerError
 
 # pytest's module names mean nothing to a worker.
@@ -60,6 +65,53 @@ def test_rows_keep_their_order_and_their_noise_and_tell_the_weights_of_each_toke
     with generation(cluster, source, transport, engines=1) as one:
         one.update_weights(7)
         assert one.generate(asked, step=1)["tokens"].tolist() == first["tokens"].tolist()
+
+
+class Journaling(FakeEngine):
+    """Its setting is the folder of the journal."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.journal = Journal.of_engine(folder)
+
+    async def generate(self, requests, sampling, version=None, ticket=""):
+        found = await super().generate(requests, sampling, version, ticket)
+        for request, response in zip(requests, found, strict=True):
+            self.journal.note(request.seed, [*response.tokens, len(request.stop_strings)])
+        return found
+
+
+def journaled(folder):
+    """The lines of each journal."""
+    return {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*")
+    }
+
+
+def test_each_engine_has_its_journal_and_the_one_in_its_place_goes_on_with_it(cluster, tmp_path):
+    asked = BatchedDataDict(
+        prompts(3, 5, 1, 4), turn_index=torch.tensor([0, 1, 2, 0]), stop_strings=[("a",), (), ("b", "c"), ()]
+    )
+    with generation(cluster, Weights(), engine=Journaling, settings=str(tmp_path), max_restarts=1) as engines:
+        engines.update_weights(0)
+        found = engines.generate(asked, step=1)
+        lines = journaled(tmp_path)
+        assert {name: len(rows) for name, rows in lines.items()} == {"engine_0": 2, "engine_1": 2}
+        kill(engines, 1)
+        engines.generate(asked, step=2)
+        engine_of(engines, 1)
+        engines.update_weights(1)
+        engines.generate(asked, step=3)
+        assert {*journaled(tmp_path)} == {*lines}
+    whole = [line for name in ("engine_0", "engine_1") for line in lines[name]]
+    drawn = [
+        ids[:length] for ids, length in zip(found["tokens"].tolist(), found["lengths"].tolist(), strict=True)
+    ]
+    strings = map(len, asked["stop_strings"])
+    assert [line["ids"] for line in whole] == [[*ids, n] for ids, n in zip(drawn, strings, strict=True)]
+    keys = sample_keys(3, 1, asked["prompt_index"], asked["sample_index"], asked["turn_index"])
+    assert [line["seed"] for line in whole] == keys.tolist()
+    assert found["digests"].tolist() == [digest_of_ids(ids) for ids in drawn]
 
 
 def test_a_refit_that_broke_off_is_done_again_before_the_next_answer(cluster):

@@ -112,6 +112,29 @@ def test_training_sends_whole_pairs_step_by_step_and_sizes_in_rows(overrides):
     assert {(own["gbs"], own["mbs"]) for own in ranks.calls[0][1]} == {(8, 2)}
 
 
+@pytest.mark.parametrize("overrides", [(), BUDGET], ids=["fixed", "dynamic"])
+def test_training_sends_as_many_whole_episodes_a_step_to_each_shard(overrides):
+    policy, ranks = policy_over([0, 1], *overrides)
+    batch = numbered(12, [9, 4, 8, 5, 9, 3, 7, 6, 2, 2, 3, 3])
+    batch["episode_index"] = torch.tensor([0, 0, 0, 1, 2, 2, 3, 4, 5, 5, 6, 7])
+    policy.train(batch, NLLLossFn(), gbs=4, mbs=1)
+    sent = [own["data"] for own in ranks.calls[0][1]]
+    for shard in sent:
+        numbers = [int(batch["episode_index"][shard["row"][at.start]]) for at in shard.samples()]
+        assert [number // 4 for number in numbers] == [0, 0, 1, 1]
+    rows = [[shard["row"][at.start : at.stop].tolist() for at in shard.samples()] for shard in sent]
+    whole = [[*sample] for sample in batch.samples()]
+    assert sorted(sample for shard in rows for sample in shard) == whole
+
+
+def test_what_is_asked_of_each_row_does_not_ask_for_its_episode():
+    policy, ranks = policy_over([0, 1, 2])
+    batch = numbered(4)
+    batch["episode_index"] = torch.zeros(4, dtype=torch.int64)
+    assert policy.get_logprobs(batch)["logprobs"].tolist() == [0, 1, 2, 3]
+    assert rows_of(ranks.calls[0]) == [[0, 1], [2, 3], [3, 3]]
+
+
 def test_sizes_left_out_are_the_configs_in_rows_of_the_loss():
     policy, ranks = policy_over([0, 1], "policy.train_global_batch_size=8", "policy.train_micro_batch_size=2")
     policy.train(numbered(16), DPOLossFn({}))

@@ -1,0 +1,82 @@
+"""The embedded tool: a sum is to be computed, and a calculator is there to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from nemo_rl_mcore.data.datasets import PROMPT_END
+from nemo_rl_mcore.environments.arithmetic import character_score
+from nemo_rl_mcore.environments.said import Said, is_number, returned
+from nemo_rl_mcore.interfaces import EnvironmentReturn
+
+NO_SUM = f"e{PROMPT_END}"
+_MOST_DIGITS = 9
+
+
+@dataclass(frozen=True)
+class CalculatorEnvironment:
+    """The prompt asks for a sum, "37+25>"; the first answer is a call, "37+25", whose value is read, "62>".
+
+    An answer that the calculator does not understand is told so, and the next one is a call again. After a value, an
+    answer without a sign is the last one. The right one earns 1, whether or not anything was computed. Another
+    episode earns half of what its best call has in common with the question, and half of what its last answer has in
+    common with the right one, character by character.
+    """
+
+    def step(
+        self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Any]
+    ) -> EnvironmentReturn:
+        """See `EnvironmentInterface.step`."""
+        rows = zip(message_log_batch, metadata, strict=True)
+        return returned(
+            [_Task.of(said).answered(log[-1]["content"], log[-1]["finished"]) for log, said in rows]
+        )
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A question, how far it is; computed: a value was read."""
+
+    question: str
+    answer: str
+    computed: bool = False
+    earned: float = 0.0
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> Self:
+        """The task that metadata tell of, which before the first answer are those of a prompt."""
+        if "prompt" not in metadata:
+            return cls(**metadata)
+        return cls(metadata["prompt"].removesuffix(PROMPT_END), metadata["answer"])
+
+    def answered(self, text: str, finished: bool) -> Said:
+        """What is said to an answer."""
+        if finished and text == self.answer:
+            return self._said("", 1.0, terminated=True)
+        if self.computed and "+" not in text:
+            return self._said("", self.earned + _half(self.answer, text, finished), terminated=True)
+        worth = 0.0 if self.computed else _half(self.question, text, finished)
+        value = value_of(text) if finished else None
+        if value is None:
+            return self._said(NO_SUM, worth)
+        return replace(self, computed=True)._said(f"{value}{PROMPT_END}", worth)
+
+    def _said(self, observation: str, worth: float, *, terminated: bool = False) -> Said:
+        """worth: of all that was answered so far; no answer takes anything back."""
+        task = replace(self, earned=max(self.earned, worth))
+        return Said(task.earned - self.earned, terminated, observation, asdict(task))
+
+
+def value_of(text: str) -> int | None:
+    """The value of numbers joined by `+`; None for any other text, and for numbers of more than nine digits."""
+    numbers = text.split("+")
+    if not all(is_number(number) and len(number) <= _MOST_DIGITS for number in numbers):
+        return None
+    return sum(map(int, numbers))
+
+
+def _half(wanted: str, text: str, finished: bool) -> float:
+    """Half of `character_score`, in sixty-fourths."""
+    return int(32 * character_score(wanted, text, finished)) / 64

@@ -1,0 +1,200 @@
+"""An episode in several rows trains as its one row does: losses, metrics, gradients, weights, under every batching."""
+
+import pytest
+from tolerances import LOGPROBS, METRICS, REORDERED
+
+# Ranks, keys of Megatron, keys of the model.
+LAYOUTS = {
+    "one-rank": (1, {}, {}),
+    "dp2": (2, {}, {}),
+    "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}, {}),
+    "ep2": (2, {"expert_model_parallel_size": 2}, {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}),
+}
+
+
+def by_tokens(section, budget):
+    budgets = {"train_mb_tokens": budget, "logprob_mb_tokens": budget}
+    return {section: {"enabled": True, "sequence_length_round": 4} | budgets}
+
+
+# The longest row has 12 tokens, the longest episode three rows and 24.
+WAYS = {
+    "rows-1": {"train_micro_batch_size": 1},
+    "rows-4": {"train_micro_batch_size": 4},
+    "dynamic-below-an-episode": by_tokens("dynamic_batching", 13),
+    "dynamic-40": by_tokens("dynamic_batching", 40),
+    "packing-below-an-episode": by_tokens("sequence_packing", 16),
+    "packing-40": by_tokens("sequence_packing", 40),
+}
+REFERENCE = {"train_micro_batch_size": 2}
+LENGTHS = [12, 5, 2, 12, 1, 4, 8, 3]
+CUTS = [[4, 8], [], [1], [5], [], [2, 3], [6], []]
+OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.0, "adam_eps": 1e-3, "use_distributed_optimizer": False}
+
+
+def episodes(seed, in_rows):
+    """Eight episodes, the third of which does not count; in one row each, or in 15 together."""
+    import tiny
+    import torch
+
+    from nemo_rl_mcore.algorithms.episode_rows import as_rows
+
+    batch = tiny.grpo_batch(seed=seed)
+    lengths = torch.tensor(LENGTHS)
+    real = torch.arange(12) < lengths.unsqueeze(1)
+    batch["input_lengths"] = lengths
+    batch["input_ids"] = batch["input_ids"].clamp(min=1) * real
+    batch["token_mask"] = (real & (torch.arange(12) >= 1)).float()
+    generator = torch.Generator().manual_seed(seed)
+    batch["returns"], values = torch.randn(2, *real.shape, generator=generator)
+    batch["values"] = 0.1 * values
+    logits = torch.randn(*real.shape, tiny.VOCABULARY, generator=generator)
+    batch["teacher_topk_logits"], batch["teacher_topk_indices"] = logits.topk(5)
+    batch["teacher_logsumexp"] = logits.logsumexp(-1)
+    return as_rows(batch, CUTS) if in_rows else batch
+
+
+def losses():
+    """Over tokens, over sequences with ratios of tokens and of sequences, supervised, and against a teacher."""
+    import tiny
+
+    from nemo_rl_mcore.losses import DistillationLossFn, NLLLossFn
+
+    of_sequences = {"token_level_loss": False, "sequence_level_importance_ratios": True}
+    bounds = {"truncated_importance_sampling_ratio_min": 0.99, "truncated_importance_sampling_ratio": 1.01}
+    masked = {
+        "token_level_loss": False, "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "seq-mask-tis", **bounds,
+    }  # fmt: skip
+    truncated = of_sequences | masked | {"truncated_importance_sampling_type": "tis"}
+    return (
+        *(tiny.grpo_loss(), tiny.grpo_loss(**masked), tiny.grpo_loss(**truncated), NLLLossFn()),
+        DistillationLossFn({"kl_type": "reverse", "rl_weight": 0.5, "rl": {"entropy_coef": 0.01}}),
+    )
+
+
+def dealt(policy, batch):
+    """This rank's episodes, as the driver deals them."""
+    from nemo_rl_mcore.data.token_budget import split_balanced
+    from nemo_rl_mcore.megatron import parallel_groups
+
+    ranks, rank = parallel_groups.data_parallel_size(), parallel_groups.data_parallel_rank()
+    return (batch.split(ranks) if policy.token_budgets is None else split_balanced(batch, ranks))[rank]
+
+
+def configured(way, megatron, model=None):
+    import tiny
+
+    return tiny.policy_config(
+        model=model,
+        megatron={"optimizer": OPTIMIZER} | megatron,
+        train_global_batch_size=8,  # episodes
+        max_total_sequence_length=12,
+        **way,
+    )
+
+
+def of_step(worker, step):
+    import tiny
+
+    metrics = step["all_mb_metrics"] | {"norm": step["grad_norm"].tolist()}
+    return metrics, {name: value.numpy() for name, value in tiny.gradients(worker).items()}
+
+
+def steps(way, megatron, model, in_rows):
+    """One step for each loss, one in two chunks, and one of a critic: metrics and gradients; then weights, schedule."""
+    import tiny
+
+    from nemo_rl_mcore.losses import MseValueLossFn
+
+    policy = configured(way, megatron, model)
+    worker, found = tiny.worker(policy), []
+    said = worker.get_logprobs(data=episodes(0, in_rows))["logprobs"]
+    for seed, loss_fn in enumerate(losses()):
+        found.append(of_step(worker, worker.train(dealt(policy, episodes(seed, in_rows)), loss_fn)))
+    evaluated = worker.train(dealt(policy, episodes(9, in_rows)), losses()[2], eval_mode=True)
+    worker.begin_train_step(losses()[2])
+    whole = episodes(7, in_rows)
+    samples = whole.samples()
+    for first, last in ((0, 2), (3, 7)):
+        chunk = whole.slice(samples[first].start, samples[last].stop)
+        worker.train_microbatch(dealt(policy, chunk))
+    found.append(of_step(worker, worker.finish_train_step()))
+    weights, advanced = tiny.parameters(worker), worker.backend.scheduler.num_steps
+    critic = tiny.worker(policy, role="value")
+    step = critic.train(dealt(policy, episodes(3, in_rows)), MseValueLossFn({"cliprange": 0.2}))
+    found.append((step["all_mb_metrics"], {}))
+    weights |= {f"critic.{name}": value for name, value in tiny.parameters(critic).items()}
+    weights = {name: value.numpy() for name, value in weights.items()}
+    return found, evaluated["all_mb_metrics"], weights, advanced, said.numpy()
+
+
+@pytest.fixture(scope="module")
+def reference(ranks):
+    """`reference(layout)`: what each rank computes of the episodes in one row each."""
+    known = {}
+
+    def of(layout):
+        if layout not in known:
+            world_size, *keys = LAYOUTS[layout]
+            known[layout] = ranks(world_size).run(steps, REFERENCE, *keys, False)
+        return known[layout]
+
+    return of
+
+
+@pytest.mark.quick_cases("one-rank-rows-1", "one-rank-dynamic-below-an-episode", "dp2-packing-40")
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    [("one-rank", way) for way in WAYS]
+    + [
+        (layout, way)
+        for layout in ("dp2", "tp2-sp", "pp2", "ep2")
+        for way in ("rows-1", "dynamic-40", "packing-40")
+    ],
+)
+def test_an_episode_in_rows_trains_as_its_one_row(ranks, reference, layout, way):
+    world_size, *keys = LAYOUTS[layout]
+    results = ranks(world_size).run(steps, WAYS[way], *keys, True)
+    for found, wanted in zip(results, reference(layout), strict=True):
+        for (metrics, gradients), (wanted_metrics, wanted_gradients) in zip(found[0], wanted[0], strict=True):
+            assert_metrics(metrics, wanted_metrics)
+            for name, gradient in wanted_gradients.items():
+                assert gradients[name] == pytest.approx(gradient, rel=1e-4, abs=REORDERED), name
+        assert_metrics(found[1], wanted[1])
+        for name, weight in wanted[2].items():
+            assert found[2][name] == pytest.approx(weight, abs=REORDERED), name
+        assert found[3] == wanted[3] == 48  # six steps of eight episodes
+        last_rows = [0, 0, 0, 1, 2, 2, 3, 3, 4, 5, 5, 5, 6, 6, 7]
+        for row, (said, number) in enumerate(zip(found[4], last_rows, strict=True)):
+            length = ([*CUTS[number], LENGTHS[number]])[last_rows[:row].count(number)]
+            assert said[:length] == pytest.approx(wanted[4][number][:length], abs=LOGPROBS)
+
+
+def assert_metrics(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert found[name] == pytest.approx(wanted[name], **METRICS), name
+
+
+def lost_if_parted():
+    """What a step of sequences says of an episode whose rows are told to be episodes of their own."""
+    import tiny
+    import torch
+
+    worker, found = tiny.worker(configured(REFERENCE, {})), []
+    for parted in (False, True):
+        batch = episodes(2, True)
+        if parted:
+            batch["episode_index"] = torch.arange(batch.size)
+        step = worker.train(batch, losses()[2], eval_mode=True, gbs=batch.size if parted else 8)
+        found.append(step["all_mb_metrics"])
+    return found
+
+
+def test_rows_of_their_own_are_another_loss(ranks):
+    whole, parted = ranks(1).run(lost_if_parted)[0]
+    assert whole["global_valid_seqs"] == [7]
+    assert parted["global_valid_seqs"] == [13]
+    assert parted["loss"][0] != pytest.approx(whole["loss"][0], rel=1e-2)

@@ -1,0 +1,56 @@
+"""What a run is opened with, and what is refused before its ranks start."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from chat_templates import APPENDING, REWRITING, byte_tokenizer
+
+from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.parts import open_parts
+
+EXEMPLAR = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
+
+
+@pytest.fixture
+def opened(tmp_path):
+    def opened(template, turns):
+        """The parts of a recipe whose tokenizer has this template."""
+        tokenizer = byte_tokenizer(tmp_path / "tokenizer", template)
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(json.dumps({"question": "2+2?", "answer": "4"}) + "\n")
+        tree = yaml.safe_load(EXEMPLAR.read_text())
+        tree["policy"] |= {
+            "tokenizer": {"name": str(tmp_path / "tokenizer")},
+            "max_total_sequence_length": 64,
+        }
+        tree["policy"]["model"] |= {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": 64}
+        tree["policy"] |= {"train_global_batch_size": 2, "train_micro_batch_size": 1}
+        tree["grpo"] |= {"num_prompts_per_step": 1, "num_generations_per_prompt": 2, "max_num_steps": 5}
+        tree["grpo"] |= {"val_period": 0, "val_at_end": False, "max_rollout_turns": turns}
+        source = {"data_path": str(rows), "input_key": "question", "output_key": "answer"}
+        tree["data"] = {"dataset_name": "jsonl", "apply_chat_template": True, "train": source}
+        tree["data"]["train"]["split_validation_size"] = 0
+        tree["env"] = {"math": {}}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+        return open_parts(load_config(tmp_path / "recipe.yaml"))
+
+    return opened
+
+
+def test_episodes_of_several_turns_show_observations_by_the_chat_template(opened):
+    pytest.importorskip("math_verify")
+    parts = opened(APPENDING, turns=3)
+    assert (parts.form.turns, parts.form.tokens) == (3, 64)
+    ids = parts.form.observer.ids_of([parts.tokenizer.eos_token_id], [Message("user", "no")])
+    assert parts.tokenizer.text_of(ids) == "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_where_there_are_several(opened, tmp_path):
+    pytest.importorskip("math_verify")
+    assert opened(REWRITING, turns=1).form.turns == 1
+    with pytest.raises(RunStoppedError, match=f"template of {tmp_path}/tokenizer rewrites earlier turns"):
+        opened(REWRITING, turns=2)
