@@ -25,7 +25,7 @@ class AnyReply:
     """An `Environments` of random texts, in any role, that ends an episode after any of its turns."""
 
     def __init__(self, texts):
-        self.texts = texts
+        self.texts, self.drop_reasons = texts, {}
 
     def replies(self, turns):
         return [self._reply(turn) for turn in turns]

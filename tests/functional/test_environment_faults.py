@@ -44,7 +44,7 @@ def steps_of(tmp_path):
         done = subprocess.run(
             [sys.executable, "-m", "nemo_rl_mcore", "grpo", "--config", f"{name}.yaml", *overrides],
             cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
-            timeout=400, check=False,
+            timeout=900, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

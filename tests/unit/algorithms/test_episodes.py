@@ -1,7 +1,6 @@
 import asyncio
 import json
 from dataclasses import replace
-from types import MappingProxyType
 
 import pytest
 import torch
@@ -57,10 +56,8 @@ class Scripted:
 class Replying:
     """Replies to each turn with what a function gives; an `Environments`."""
 
-    drop_reasons = MappingProxyType({"it died": 1})
-
     def __init__(self, reply):
-        self.reply, self.heard = reply, []
+        self.reply, self.heard, self.drop_reasons = reply, [], {}
 
     def replies(self, turns):
         self.heard.append(turns)
@@ -69,14 +66,11 @@ class Replying:
     async def replies_soon(self, turns):
         return self.replies(turns)
 
-    def take_counts(self):
-        return {}
 
-
-def collector(script, reply, turns=3, tokens=40, max_drop_rate=0.0, **keys):
+def collector(script, reply, turns=3, tokens=40, **keys):
     engine, environments = Scripted(script, **keys), Replying(reply)
     form = EpisodeForm(turns, tokens, 6, make_observer(TOKENIZER, chat=False))
-    return RolloutCollector(engine, TOKENIZER, 6, environments, form=form, max_drop_rate=max_drop_rate)
+    return RolloutCollector(engine, TOKENIZER, 6, environments, max_drop_rate=1.0, form=form)
 
 
 def until(right):
@@ -172,7 +166,7 @@ def test_a_dropped_episode_teaches_nothing():
     def reply(turn):
         return Reply(0.0, dropped="it died") if turn.prompt.index == 4 else Reply(1.0)
 
-    batch = collector(SCRIPT, reply, max_drop_rate=0.5).collect(PROMPTS, 2, step=5).batch
+    batch = collector(SCRIPT, reply).collect(PROMPTS, 2, step=5).batch
     assert batch["sample_mask"].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert batch["ending"].tolist()[:3] == [Ending.DROPPED, Ending.DROPPED, Ending.TERMINATED]
     assert batch["rewards"].tolist() == [0.0, 0.0, 1.0, 1.0]
