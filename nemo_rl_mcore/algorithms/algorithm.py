@@ -10,7 +10,7 @@ from itertools import compress
 from typing import Protocol
 
 from nemo_rl_mcore import activity
-from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
+from nemo_rl_mcore.algorithms.episode_rows import dropped_rows, first_rows
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -94,17 +94,20 @@ class Algorithm[Config: RunConfig](ABC):
         loop = self.config.loop
         prompts = self.prompts.validation(loop.max_val_samples)
         samples: list[Sample] = []
+        judged: list[Sample] = []
         kept: list[bool] = []
         for start in range(0, len(prompts), loop.val_batch_size):
             asked = prompts[start : start + loop.val_batch_size]
             with activity.at(f"prompt {start} of {len(prompts)} of a validation", timed=False):
                 rollout = self.collector.collect(asked, 1, step=step, greedy=True)
-            samples += rollout.samples(step, of_validation=True)
-            kept += map(bool, ~dropped_rows(rollout.batch))
+            of_rows, first = rollout.samples(step, of_validation=True), first_rows(rollout.batch)
+            samples += of_rows
+            judged += [of_rows[row] for row in first]
+            kept += map(bool, ~dropped_rows(rollout.batch)[first])
         self.collector.generation.offload()
         self.observer.add_samples(samples)  # of a validation that is whole
         by_source: dict[str, list[float]] = {"validation": []}
-        for prompt, sample in compress(zip(prompts, samples, strict=True), kept):
+        for prompt, sample in compress(zip(prompts, judged, strict=True), kept):
             by_source["validation"].append(sample.reward)
             if prompt.source:
                 by_source.setdefault(f"validation/{prompt.source}", []).append(sample.reward)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
+from nemo_rl_mcore.algorithms.episode_rows import dropped_rows, first_rows
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
 
@@ -16,12 +16,13 @@ def check_drops(step: int, batch: BatchedDataDict, limit: float, reasons: Mappin
 
     reasons: how often each one had an answer dropped, since the run began; the most frequent one is told.
     """
-    dropped = int(dropped_rows(batch).sum())
-    if dropped <= limit * batch.size:
+    of_episodes = dropped_rows(batch)[first_rows(batch)]
+    dropped, episodes = int(of_episodes.sum()), len(of_episodes)
+    if dropped <= limit * episodes:
         return
     most = max(reasons, key=lambda reason: reasons[reason], default="")
     raise RunStoppedError(
-        f"step {step}: {dropped} of {batch.size} episodes ({dropped / batch.size:.1%}) were dropped, to which the "
+        f"step {step}: {dropped} of {episodes} episodes ({dropped / episodes:.1%}) were dropped, to which the "
         f"environment gave no reply; {_KEY}: {limit:g} is the most"
         + (f"; most often: {most} ({reasons[most]} answers since the run began)" if most else "")
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nemo_rl_mcore.algorithms.episode_rows import ENDING, EpisodeRows
+from nemo_rl_mcore.algorithms.episode_rows import ENDING, EpisodeRows, first_rows
 from nemo_rl_mcore.algorithms.episodes import REWARDS_PREFIX, TURN_OF_TOKEN
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.turns import Ending
@@ -35,7 +35,7 @@ def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
 
 
 def _ending_rates(batch: BatchedDataDict) -> dict[str, float]:
-    endings = batch[ENDING][[rows.start for rows in batch.samples()]]
+    endings = batch[ENDING][first_rows(batch)]
     return {
         f"episodes/{ending.name.lower()}_rate": float((endings == ending).float().mean()) for ending in Ending
     }

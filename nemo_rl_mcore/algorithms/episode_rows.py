@@ -29,6 +29,11 @@ def dropped_rows(batch: BatchedDataDict) -> Tensor:
     return batch[ENDING] == Ending.DROPPED if ENDING in batch else torch.zeros(batch.size, dtype=torch.bool)
 
 
+def first_rows(batch: BatchedDataDict) -> list[int]:
+    """The first row of each episode, dropped ones too."""
+    return [rows.start for rows in batch.samples()]
+
+
 @dataclass(frozen=True)
 class EpisodeRows:
     """Where in a batch of B `rows` the episodes stand that count: all but the dropped ones.

@@ -6,6 +6,7 @@ from algorithm_fakes import TOKENIZER
 
 from nemo_rl_mcore.algorithms.dropped import check_drops
 from nemo_rl_mcore.algorithms.episode_metrics import episode_metrics
+from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector, concatenate_batches
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
@@ -36,8 +37,8 @@ def test_a_run_bears_as_many_as_it_is_told(dropped, limit, ends):
         check_drops(3, batch, limit, {"it died": 1, "it hung": 3, "it raised": 2})
 
 
-def test_of_a_batch_without_endings_none_was_dropped():
-    check_drops(1, BatchedDataDict(rewards=torch.ones(2)), 0.0, {})
+def test_a_batch_without_endings_has_dropped_none():
+    assert dropped_rows(BatchedDataDict(rewards=torch.ones(2))).tolist() == [False, False]
 
 
 def test_rewards_by_name_are_means_over_the_episodes_that_are_kept():

@@ -1,6 +1,6 @@
 """Rows of one episode are what its one row is: in advantages, metrics and runs; and dropped episodes are nothing."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from test_ppo import FakeCritic
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.algorithms.dpo import best_against_worst
+from nemo_rl_mcore.algorithms.dropped import check_drops
 from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows, as_rows
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch, measure_mismatch
@@ -177,6 +178,13 @@ def test_metrics_leave_dropped_episodes_out():
     assert found["episodes/dropped_rate"] == pytest.approx(2 / 6)
 
 
+def test_a_dropped_episode_of_several_rows_is_one_of_those_that_a_run_bears():
+    _, parts = whole_and_parts(dropped=(2,))
+    check_drops(1, parts, 1 / 6, {})
+    with pytest.raises(RunStoppedError, match=r"1 of 6 episodes \(16\.7%\)"):
+        check_drops(1, parts, 0.1, {})
+
+
 def test_a_step_of_dropped_episodes_alone_tells_how_many():
     found = metrics_of(one_row_each(range(6)))
     assert found["episodes/dropped_rate"] == 1
@@ -270,8 +278,6 @@ class InRows(RolloutCollector):
 
     def collect(self, prompts, samples, *, step, greedy=False):
         rollout = super().collect(prompts, samples, step=step, greedy=greedy)
-        if greedy:
-            return rollout
         first, lengths = rollout.batch["token_mask"].argmax(1), rollout.batch["input_lengths"]
         cuts = [
             [start, start + 1] if start + 1 < length else [start]
@@ -282,7 +288,7 @@ class InRows(RolloutCollector):
 
 def run(algorithm, in_rows, keys):
     policy, notes = FakePolicy(), Notes()
-    config = recipe(algorithm, **{algorithm: keys})
+    config = recipe(algorithm, **{algorithm: keys | {"val_at_start": True, "val_at_end": True}})
     plain = collector(config, policy)
     collects = InRows(plain.generation, plain.tokenizer, plain.max_prompt_length, plain.environments)
     given = config, policy, collects if in_rows else plain, source(config), notes
@@ -313,7 +319,8 @@ def test_a_run_trains_the_tokens_of_its_episodes_whatever_rows_they_are_in(algor
             found = (rows["advantages"] * rows["token_mask"]).sum(0)
             assert torch.allclose(found, wanted["advantages"][row] * mask, atol=1e-6)
     for step, wanted in plain_notes.steps.items():
-        assert notes.steps[step].pop("train/total_num_tokens") > wanted.pop("train/total_num_tokens")
+        if step:
+            assert notes.steps[step].pop("train/total_num_tokens") > wanted.pop("train/total_num_tokens")
         assert notes.steps[step] == pytest.approx(wanted, abs=1e-6)
 
 
@@ -324,16 +331,9 @@ def test_dynamic_sampling_keeps_groups_whole_with_their_dropped_episodes():
         policy, notes = FakePolicy(), Notes()
         config = recipe("grpo", grpo={"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 9})
         plain = collector(config, policy)
-        environments = Dropping(plain.environments, dropped_sample)
-        train(
-            GRPO(
-                config,
-                policy,
-                replace(plain, environments=environments, max_drop_rate=0.5),
-                source(config),
-                notes,
-            )
-        )
+        environments = Dropping(plain.environments.environment, dropped=dropped_sample)
+        lossy = replace(plain, environments=environments, max_drop_rate=0.5)
+        train(GRPO(config, policy, lossy, source(config), notes))
         return policy.batches[0], notes
 
     batch, notes = run_with(2)
@@ -341,28 +341,23 @@ def test_dynamic_sampling_keeps_groups_whole_with_their_dropped_episodes():
     assert (batch["sample_mask"] == 0).equal(batch["sample_index"] == 2)
     assert not batch["advantages"][batch["sample_index"] == 2].any()
     assert notes.steps[1]["train/reward_max"] > notes.steps[1]["train/reward_min"]
-    assert notes.steps[1]["env/dropped"] == 4
     # Without the one answer that is ever right in part, no group has a signal.
     with pytest.raises(RuntimeError, match="groups with unequal rewards"):
         run_with(0)
 
 
-class Dropping:
+@dataclass(frozen=True)
+class Dropping(LocalEnvironments):
     """Environments whose replies to one answer of three are lost; the others earn half a point more."""
 
-    def __init__(self, inner: LocalEnvironments, dropped: int):
-        self.inner, self.dropped = inner, dropped
-        self.drop_reasons = {"lost": 1}
-
-    def take_counts(self):
-        return {"env/dropped": 4.0}
+    dropped: int = 0
 
     def replies(self, turns):
         return [
             replace(reply, dropped="lost")
             if row % 3 == self.dropped
             else replace(reply, reward=reply.reward + 0.5)
-            for row, reply in enumerate(self.inner.replies(turns))
+            for row, reply in enumerate(super().replies(turns))
         ]
 
 
