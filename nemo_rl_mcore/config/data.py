@@ -21,6 +21,11 @@ from nemo_rl_mcore.config.source import (
     with_defaults,
 )
 
+TURN_TASKS = ("guess_number", "calculator")
+"""Embedded tasks of several turns; the environment of each has its name."""
+ENVIRONMENTS = ("arithmetic", *TURN_TASKS, "math", "custom")
+"""The sections of `env`, one of which a run has."""
+
 
 class RowKind(Enum):
     """What an algorithm reads of a row."""
@@ -102,11 +107,6 @@ class DataConfig(StrictModel):
         return self.dataset_name not in ("files", "custom")
 
     @property
-    def of_turns(self) -> bool:
-        """Whether the prompts are those of an embedded task of several turns."""
-        return self.dataset_name in ("guess_number", "calculator")
-
-    @property
     def prompt_length(self) -> int:
         """Characters of a prompt of an embedded task: the digits, the `>` and a sign between two numbers."""
         return self.num_digits + 1 + (self.dataset_name == "calculator")
@@ -139,13 +139,12 @@ class DataConfig(StrictModel):
         """Yield keys that the data set lacks or does not read, and prompts that are longer than the maximum."""
         yield from self._source_problems()
         yield from self._weight_problems()
-        if self.of_turns and (
-            self.num_digits < 2 or (self.dataset_name == "guess_number" and self.num_digits % 2)
-        ):
+        if self.dataset_name in TURN_TASKS and self.num_digits % 2:
             yield Problem(
                 "num_digits",
-                f"{self.num_digits} makes no two numbers of a prompt of dataset_name: {self.dataset_name}",
-                "set it to an even number" if self.dataset_name == "guess_number" else "set it to 2 or more",
+                f"{self.num_digits} is odd, and a prompt of dataset_name: {self.dataset_name} has two numbers of as "
+                "many digits",
+                f"set it to {self.num_digits + 1} or {self.num_digits - 1}",
                 ("dataset_name",),
             )
         if self.embedded and self.apply_chat_template:
@@ -270,10 +269,14 @@ class EnvConfig(StrictModel):
             return self.pool.size
         return 0 if self.math is None and self.custom is None else 1
 
+    @property
+    def given(self) -> list[str]:
+        """The environments that there are sections of."""
+        return [name for name in ENVIRONMENTS if getattr(self, name) is not None]
+
     def problems(self) -> Iterator[Problem]:
         """Yield a second environment."""
-        sections = (name for name in type(self).model_fields if name not in ("reward_weights", "pool"))
-        given = [name for name in sections if getattr(self, name) is not None]
+        given = self.given
         if len(given) > 1:
             yield Problem(
                 given[-1],

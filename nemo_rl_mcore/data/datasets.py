@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
+from nemo_rl_mcore.config.data import TURN_TASKS
 from nemo_rl_mcore.data.messages import Message
 
 PROMPT_END = ">"
@@ -63,9 +64,6 @@ DIGIT_TASKS: dict[str, Callable[[str], str]] = {
     "increment": lambda digits: "".join(str((int(digit) + 1) % 10) for digit in digits),
 }
 """The answer to a string of digits."""
-
-TURN_TASKS = ("guess_number", "calculator")
-"""Tasks of several turns, see `environments` for their rules."""
 
 
 class DigitTaskSource:
@@ -123,7 +121,9 @@ class DigitTaskSource:
         match self._task:
             case "calculator":
                 first, second = digits[:half], digits[half:]
-                return Prompt(index, f"{first}+{second}{PROMPT_END}", str(int(first) + int(second)))
+                return Prompt(
+                    index, f"{first}+{second}{PROMPT_END}", f"{int(first) + int(second):0{len(second) + 1}d}"
+                )
             case "guess_number":
                 lowest, highest, secret = digits[:half], digits[half : 2 * half], digits[2 * half :]
                 if not lowest <= secret <= highest or lowest == highest:

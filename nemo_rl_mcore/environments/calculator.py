@@ -20,9 +20,9 @@ class CalculatorEnvironment:
     """The prompt asks for a sum, "37+25>"; the first answer is a call, "37+25", whose value is read, "62>".
 
     An answer that the calculator does not understand is told so, and the next one is a call again. After a value, an
-    answer without a sign is the last one. The right one earns 1, whether or not anything was computed. Another
-    episode earns half of what its best call has in common with the question, and half of what its last answer has in
-    common with the right one, character by character.
+    answer without a sign is the last one. The right one earns 1, whether or not anything was computed. Another episode
+    earns half of what its best call has in common with the question, and up to as much again for the last answer, by
+    what it has in common with the value that it was shown: reading is learnt long before calls are right.
     """
 
     def step(
@@ -37,11 +37,12 @@ class CalculatorEnvironment:
 
 @dataclass(frozen=True)
 class _Task:
-    """A question, how far it is; computed: a value was read."""
+    """A question, and how far it is; shown: the last value, called: what its call is worth, up to 1/2."""
 
     question: str
     answer: str
-    computed: bool = False
+    shown: str | None = None
+    called: float = 0.0
     earned: float = 0.0
 
     @classmethod
@@ -55,13 +56,15 @@ class _Task:
         """What is said to an answer."""
         if finished and text == self.answer:
             return self._said("", 1.0, terminated=True)
-        if self.computed and "+" not in text:
-            return self._said("", self.earned + _half(self.answer, text, finished), terminated=True)
-        worth = 0.0 if self.computed else _half(self.question, text, finished)
+        if self.shown is not None and "+" not in text:
+            read = character_score(self.shown, text, finished)
+            return self._said("", _whole_64ths(self.called * (1 + read)), terminated=True)
+        called = _whole_64ths(character_score(self.question, text, finished) / 2)
         value = value_of(text) if finished else None
         if value is None:
-            return self._said(NO_SUM, worth)
-        return replace(self, computed=True)._said(f"{value}{PROMPT_END}", worth)
+            return self._said(NO_SUM, called)
+        shown = f"{value:0{len(self.answer)}d}"
+        return replace(self, shown=shown, called=called)._said(f"{shown}{PROMPT_END}", called)
 
     def _said(self, observation: str, worth: float, *, terminated: bool = False) -> Said:
         """worth: of all that was answered so far; no answer takes anything back."""
@@ -77,6 +80,5 @@ def value_of(text: str) -> int | None:
     return sum(map(int, numbers))
 
 
-def _half(wanted: str, text: str, finished: bool) -> float:
-    """Half of `character_score`, in sixty-fourths."""
-    return int(32 * character_score(wanted, text, finished)) / 64
+def _whole_64ths(worth: float) -> float:
+    return int(64 * worth) / 64

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from grpo_run import Run
+from grpo_run import RECIPE, Run
 
 STEPS = 8
 ASYNC = (
@@ -81,6 +81,31 @@ def test_steps_behind_a_checkpoint_are_trained_on_the_groups_that_were_kept(fini
     assert "were begun by weights from before step 4, and the run did not keep them" in errors
 
 
+@pytest.mark.exhaustive
+def test_episodes_of_several_turns_are_equal_and_no_environment_is_asked(tmp_path):
+    recipe = RECIPE.with_name("grpo_guess_number_async_cpu.yaml")
+    run = Run(tmp_path, "grpo.max_num_steps=5", "grpo.val_at_end=false", recipe=recipe)
+    status, output, errors = run.end(within_s=240)
+    assert status == 0, output + errors
+    log = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    turns = [event["turns"] for event in map(json.loads, log) if event["kind"] == "committed"]
+    assert max(map(len, turns)) == 4
+    status, lines, errors = replay(tmp_path)
+    assert (status, len(lines)) == (0, 5), errors
+    assert all(" equal, " in line for line in lines)
+
+    def other_observation(events):
+        event = next(e for e in events if e["kind"] == "committed" and len(e["turns"]) > 1)
+        said = next(reply for reply in event["turns"][0]["replies"] if "observation" in reply)
+        said["observation"] = [["user", "0>"]]
+
+    # It is the log that speaks: with another observation the answers are others.
+    changed(tmp_path, other_observation)
+    status, _, errors = replay(tmp_path, "--steps", "0:1")
+    assert status == 1
+    assert "are not those of the log" in errors
+
+
 def changed(folder, change):
     log = folder / "rollouts.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
@@ -91,7 +116,7 @@ def changed(folder, change):
 def shift_a_segment(events):
     """Say of a group of the second step that its last tokens were drawn one version later, or one token later."""
     event = next(e for e in events if e["kind"] == "committed" and e["token"]["position"] == 20)
-    segments = event["segments"]
+    segments = event["turns"][0]["segments"]
     if len(segments) > 1:
         segments[1]["first"] += 1
     else:

@@ -2,7 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from nemo_rl_mcore.config import GRPOMasterConfig
-from nemo_rl_mcore.data.datasets import is_held_out
+from nemo_rl_mcore.data.datasets import DigitTaskSource, is_held_out
 
 SHRINKING = (
     "cluster.elastic=shrink",
@@ -21,6 +21,18 @@ def test_the_prompts_that_the_config_promises_exist(load, digits):
     data = load().data.model_copy(update={"num_digits": digits})
     assert data.validation_prompts <= held_out(digits)
     assert data.train_prompts <= 10**digits - held_out(digits)
+
+
+@pytest.mark.parametrize(
+    ("task", "digits"), [("calculator", 2), ("calculator", 4), ("guess_number", 2), ("guess_number", 4)]
+)
+def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task, digits):
+    data = load().data.model_copy(update={"num_digits": digits, "dataset_name": task})
+    source = DigitTaskSource(task, digits, seed=0)
+    few = min(data.train_prompts, 2000)
+    assert len(source.validation(data.validation_prompts)) == data.validation_prompts > 0
+    assert len(source.train_batch(1, few)) == few
+    assert {len(prompt.text) for prompt in source.validation(5)} == {data.prompt_length}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,29 @@ def test_prompts_show_the_digits_and_carry_the_answer() -> None:
         assert prompt.answer == f"{prompt.index:03d}"[::-1]
 
 
+def test_the_calculators_digits_are_two_numbers_to_add() -> None:
+    for prompt in DigitTaskSource("calculator", 4, seed=0).train_batch(step=1, count=50):
+        digits = f"{prompt.index:04d}"
+        assert prompt.text == f"{digits[:2]}+{digits[2:]}>"
+        assert prompt.answer == f"{int(digits[:2]) + int(digits[2:]):03d}"
+
+
+@pytest.mark.parametrize("digits", [2, 4])
+def test_the_games_digits_are_bounds_with_every_number_between_them(digits: int) -> None:
+    source, width = DigitTaskSource("guess_number", digits, seed=0), digits // 2
+    held_out, trained = source.validation(18), source.train_batch(1, 180)
+    for prompt in (*held_out, *trained):
+        assert len(prompt.text) == digits + 1
+        assert len(prompt.answer) == width
+        lowest, highest = prompt.text[:width], prompt.text[width:-1]
+        assert lowest <= prompt.answer <= highest
+        assert lowest < highest
+    assert len({prompt.index for prompt in trained}) == len(trained)
+    assert not {prompt.text for prompt in held_out} & {prompt.text for prompt in trained}
+    if digits == 2:
+        assert len({(prompt.text, prompt.answer) for prompt in trained}) == len(trained)
+
+
 def test_a_batch_is_a_pure_function_of_seed_and_step() -> None:
     source = DigitTaskSource("copy", 3, seed=4)
     source.train_batch(step=9, count=30)
@@ -107,7 +130,9 @@ def test_too_many_prompts_names_both_keys() -> None:
 
 
 def test_unknown_task_and_bad_length() -> None:
-    with pytest.raises(ValueError, match="unknown task 'add'; known tasks: copy, reverse, sort, increment"):
+    with pytest.raises(
+        ValueError, match="unknown task 'add'; known tasks: copy, reverse, sort, increment, guess_"
+    ):
         DigitTaskSource("add", 3, seed=0)
     with pytest.raises(ValueError, match=r"data\.num_digits must be at least 1"):
         DigitTaskSource("copy", 0, seed=0)

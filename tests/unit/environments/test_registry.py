@@ -5,7 +5,12 @@ import pytest
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.turns import first_turn
-from nemo_rl_mcore.environments import ArithmeticEnvironment, make_environment
+from nemo_rl_mcore.environments import (
+    ArithmeticEnvironment,
+    CalculatorEnvironment,
+    GuessNumberEnvironment,
+    make_environment,
+)
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import CustomCodeError, RunStoppedError
 from nemo_rl_mcore.interfaces import EnvironmentReturn
@@ -20,6 +25,13 @@ def make(**sections):
 @pytest.mark.parametrize("sections", [{}, {"arithmetic": {}}])
 def test_without_another_the_environment_is_that_of_the_embedded_tasks(sections):
     assert type(make(**sections)) is ArithmeticEnvironment
+
+
+@pytest.mark.parametrize(
+    ("section", "kind"), [("guess_number", GuessNumberEnvironment), ("calculator", CalculatorEnvironment)]
+)
+def test_tasks_of_several_turns_have_environments_of_their_own(section, kind):
+    assert type(make(**{section: {}})) is kind
 
 
 def test_a_class_of_ones_own_scores():

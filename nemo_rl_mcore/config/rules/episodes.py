@@ -1,0 +1,57 @@
+"""Which tasks and environments take several turns, and which answer once."""
+
+from collections.abc import Iterator
+
+from nemo_rl_mcore.config.algorithm import EpisodesConfig
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.data import TURN_TASKS
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.rules.feature import Rules
+
+
+def _environment(config: RunConfig) -> Iterator[Problem]:
+    """Yield an embedded task of several turns without its environment, and such an environment without its task."""
+    task, given = config.data.dataset_name, next(iter(config.env.given), None)
+    if task in TURN_TASKS and given not in (task, "custom"):
+        yield Problem(
+            f"env.{task}",
+            f"missing with data.dataset_name: {task}",
+            f"set it to {{}}{f', and env.{given} to null' if given else ''}",
+            ("data.dataset_name", f"env.{given}"),
+        )
+    if given in TURN_TASKS and task != given:
+        yield Problem(
+            f"env.{given}",
+            f"knows the prompts of data.dataset_name: {given} alone, which is {task}",
+            f"set it to null, or data.dataset_name: {given}",
+            ("data.dataset_name",),
+        )
+
+
+def _turns(config: RunConfig) -> Iterator[Problem]:
+    """Yield environments of several turns where there is one, and several turns of an environment that scores."""
+    loop, task, given = config.loop, config.data.dataset_name, next(iter(config.env.given), "arithmetic")
+    if not isinstance(loop, EpisodesConfig):
+        if task in TURN_TASKS:
+            yield Problem(
+                "data.dataset_name",
+                f"{task} has several turns, and {config.algorithm} takes one answer to a prompt",
+                "name another task, or run grpo or ppo",
+            )
+        return
+    key = f"{config.algorithm}.max_rollout_turns"
+    if given in TURN_TASKS and loop.max_rollout_turns == 1:
+        yield Problem(
+            key, f"1 ends every episode of env.{given} with its first answer", "raise it", (f"env.{given}",)
+        )
+    if given in ("arithmetic", "math") and task not in TURN_TASKS and loop.max_rollout_turns > 1:
+        yield Problem(
+            key,
+            f"{loop.max_rollout_turns} does nothing with env.{given}, which scores the first answer "
+            "and ends the episode",
+            "set it to 1, or name an environment of several turns",
+            (f"env.{given}",),
+        )
+
+
+RULES = Rules(of_runs=(_environment, _turns))
