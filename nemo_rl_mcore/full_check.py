@@ -84,7 +84,7 @@ def _left_out(plan: Plan, source: PromptSource) -> Iterator[Row]:
 
 def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Row]:
     """What the environment gives for the answer that the data has, and for none, where it scores single answers."""
-    if not hasattr(parts.environment, "score"):
+    if hasattr(parts.environment, "step"):
         return
     turns = [first_turn(prompt, prompt.imitated), first_turn(prompt, "")]
     replies = replies_of(parts.environment, turns, parts.config.env.reward_weights or {})
