@@ -75,6 +75,16 @@ class NeverStarts(Length):
         time.sleep(600)
 
 
+class NeedsKey:
+    """Gives the length of a secret."""
+
+    def __init__(self):
+        self.key = os.environ.get("WORKERS_TEST_TOKEN", "")
+
+    def score(self, prompts, responses, finished):
+        return [float(len(self.key))] * len(responses)
+
+
 class AlwaysNew:
     def score(self, prompts, responses, finished):
         raise ValueError(f"not {prompts[0].index}")

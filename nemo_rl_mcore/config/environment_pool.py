@@ -1,6 +1,6 @@
 """Configuration of the processes in which environments run."""
 
-from nemo_rl_mcore.config.base import Fraction, NonNegativeInt, PositiveFloat, StrictModel
+from nemo_rl_mcore.config.base import Fraction, NonNegativeInt, PositiveFloat, StrictModel, StrTuple
 
 
 class EnvPoolConfig(StrictModel):
@@ -17,3 +17,6 @@ class EnvPoolConfig(StrictModel):
     episode is dropped."""
     max_drop_rate: Fraction = 0.0
     """Share of a step's episodes that may be dropped; above it the run ends."""
+    variables: StrTuple = ()
+    """Names of environment variables of the driver that the processes see besides those of ranks, such as the key of a
+    service; neither Ray nor a log is told their values."""

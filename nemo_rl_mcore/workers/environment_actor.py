@@ -6,7 +6,7 @@ import asyncio
 import faulthandler
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from nemo_rl_mcore.config import EnvConfig
+from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
 from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.environments.registry import make_environment
 from nemo_rl_mcore.environments.replies import replies_of
@@ -46,8 +47,9 @@ class EnvironmentProcess:
         """Which process it is."""
         return identity_of_this_process()
 
-    def build(self, config: EnvConfig) -> None:
-        """Build the environment."""
+    def build(self, config: EnvConfig, variables: Mapping[str, str]) -> None:
+        """Build the environment; variables: added to those of the process."""
+        os.environ.update(variables)
         self._environment = make_environment(config)
         self._weights = config.reward_weights or {}
 
@@ -90,7 +92,9 @@ class EnvironmentActor:
         deadline = time.monotonic() + limit_s
         late = f"did not start within {limit_s:g} s (env.pool.start_timeout_s)"
         self._identity = await self._result(self._actor.identify.remote(), limit_s, late)
-        await self._result(self._actor.build.remote(config), deadline - time.monotonic(), late)
+        # As an argument: what stands in Ray's `runtime_env` is written into Ray's logs.
+        built = self._actor.build.remote(config, given_variables(config.pool))
+        await self._result(built, deadline - time.monotonic(), late)
 
     async def ask(self, turns: Sequence[Turn], within_s: float) -> list[Reply]:
         """The reply to each turn.
@@ -129,6 +133,15 @@ class EnvironmentActor:
     def _stderr(self) -> str:
         tail = stderr_tail(self._cluster.log_dir, self._identity)
         return tail and f"--- end of its standard error ---\n{tail}"
+
+
+def given_variables(config: EnvPoolConfig) -> dict[str, str]:
+    """What the driver gives to the processes of its environment variables; RunStoppedError for one that it lacks."""
+    if missing := [name for name in config.variables if name not in os.environ]:
+        raise RunStoppedError(
+            f"env.pool.variables: {missing[0]} is not set where the run was started; export it"
+        )
+    return {name: os.environ[name] for name in config.variables}
 
 
 async def _settled(ref: Any, within_s: float) -> Future[Any] | None:

@@ -19,7 +19,7 @@ from nemo_rl_mcore.loop_thread import LoopThread
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.signals import deferred_stop_signals
 from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.environment_actor import EnvironmentActor, EnvironmentFailedError
+from nemo_rl_mcore.workers.environment_actor import EnvironmentActor, EnvironmentFailedError, given_variables
 from nemo_rl_mcore.workers.environment_pieces import Pieces
 from nemo_rl_mcore.workers.failures import Call
 
@@ -44,9 +44,11 @@ class EnvironmentPool:
 
     All state belongs to an asyncio loop in a thread of its own; any thread may ask. A context manager, whose end kills
     the actors. They start with `start`, or with the first turns, and nobody waits for them before.
+    Raises RunStoppedError for an environment variable that is to be handed on, and is not set.
     """
 
     def __init__(self, config: EnvConfig, cluster: RayCluster) -> None:
+        given_variables(config.pool)  # one that is missing is told before ranks start to work
         self._config, self._cluster = config, cluster
         self._size, self._limits = config.pool_size, config.pool
         self._pieces = Pieces(self._size)

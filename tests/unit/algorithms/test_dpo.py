@@ -133,11 +133,9 @@ def test_equal_rewards_make_no_pair():
 
 
 def test_a_dropped_answer_is_neither_the_best_nor_the_worst():
-    dropped = [0, 4, 4, 0, 4, 4, 0, 4, 4]
     given = [[0.5, 1.0, -1.0], [0.25, 0.0, 0.5], [0.0, 0.0, 0.0]]
-    ending = torch.tensor([Ending.DROPPED if one else Ending.TERMINATED for one in dropped])
-    ending[2] = ending[4] = Ending.TERMINATED
-    batch, with_signal = pairs_of(*given, ending=ending)
+    endings = [Ending.DROPPED if row in (1, 5, 7, 8) else Ending.TERMINATED for row in range(9)]
+    batch, with_signal = pairs_of(*given, ending=torch.tensor(endings))
     assert batch["row"][:4].tolist() == [0, 2, 3, 4]
     assert batch["sample_mask"].tolist() == [1, 1, 1, 1, 0, 0]
     assert with_signal == pytest.approx(2 / 3)

@@ -341,6 +341,7 @@ def test_dynamic_sampling_keeps_groups_whole_with_their_dropped_episodes():
     assert (batch["sample_mask"] == 0).equal(batch["sample_index"] == 2)
     assert not batch["advantages"][batch["sample_index"] == 2].any()
     assert notes.steps[1]["train/reward_max"] > notes.steps[1]["train/reward_min"]
+    assert notes.steps[1]["env/dropped"] == 4
     # Without the one answer that is ever right in part, no group has a signal.
     with pytest.raises(RuntimeError, match="groups with unequal rewards"):
         run_with(0)
@@ -351,6 +352,9 @@ class Dropping(LocalEnvironments):
     """Environments whose replies to one answer of three are lost; the others earn half a point more."""
 
     dropped: int = 0
+
+    def take_counts(self):
+        return {"env/dropped": 4.0}
 
     def replies(self, turns):
         return [

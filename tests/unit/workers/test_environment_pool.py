@@ -206,6 +206,20 @@ def test_weights_of_rewards_by_name_are_applied_and_unknown_ones_end_the_run(clu
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
+    ("variables", "length"), [((), 0), (("WORKERS_TEST_TOKEN",), 7)], ids=["none", "key"]
+)
+def test_the_driver_s_secrets_are_seen_where_the_recipe_hands_them_on(cluster, variables, length):
+    with pool_of(cluster, "fragile_parts:NeedsKey", variables=variables) as pool:
+        assert rewards(pool.replies(turns(1))) == [float(length)]
+
+
+def test_a_variable_that_is_not_there_is_named_at_once(cluster):
+    with pytest.raises(RunStoppedError, match=r"env\.pool\.variables: NO_SUCH_KEY is not set"):
+        EnvironmentPool(config(variables=("NO_SUCH_KEY",)), cluster)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
     ("how", "limit_s", "message"),
     [
         ("raise", 60.0, "raised OSError: no tool"),

@@ -1,0 +1,97 @@
+"""Runs whose environment raises, dies and hangs: no run ends, and the numbers are those of an undisturbed one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_mcore.observability import read_rollouts
+
+REPOSITORY = Path(__file__).parents[2]
+ASYNCHRONOUS = (
+    "+grpo.async_grpo.enabled=true",
+    "policy.generation.colocated.enabled=false",
+    "loss_fn.use_importance_sampling_correction=true",
+)
+RECIPE = """
+defaults: {exemplar}
+grpo: {{max_num_steps: {steps}, val_period: 0, val_at_end: true, num_prompts_per_step: 2,
+        num_generations_per_prompt: 4, max_val_samples: 4}}
+policy: {{train_global_batch_size: 8, train_micro_batch_size: 4, logprob_batch_size: 4}}
+env:
+  arithmetic: null
+  custom: {{type: "fragile_parts:Fragile", args: {{share: {share}}}}}
+  pool: {{size: {size}, retries: {retries}, timeout_s: 3, max_drop_rate: 1.0}}
+seed: 0
+logger: {{log_dir: {name}}}
+"""
+
+
+@pytest.fixture
+def steps_of(tmp_path):
+    """The metrics of a run in which a share of the environment's calls fails."""
+
+    def run(name, steps, *overrides, share=0.0, size=2, retries=6):
+        recipe = RECIPE.format(
+            exemplar=REPOSITORY / "examples/configs/grpo_copy_cpu.yaml",
+            steps=steps, share=share, size=size, retries=retries, name=name,
+        )  # fmt: skip
+        (tmp_path / f"{name}.yaml").write_text(recipe)
+        paths = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests")))
+        done = subprocess.run(
+            [sys.executable, "-m", "nemo_rl_mcore", "grpo", "--config", f"{name}.yaml", *overrides],
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
+            timeout=900, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+def numbers(steps):
+    """What is the same in each run: neither times nor what the environments went through."""
+    kept = ("train/", "validation/", "mismatch/", "rewards/")
+    return [{name: value for name, value in step.items() if name.startswith(kept)} for step in steps]
+
+
+@pytest.mark.exhaustive
+def test_with_retries_all_numbers_are_those_of_an_undisturbed_run(steps_of):
+    steps = steps_of("disturbed", 8, share=0.08, size=3)
+    assert numbers(steps) == numbers(steps_of("undisturbed", 8))
+    assert sum(step["env/retried"] for step in steps) > 0
+    assert all(step["env/dropped"] == 0 for step in steps)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("overrides", [(), ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
+def test_fifty_steps_of_faults_change_no_number(steps_of, overrides):
+    # With a maximal age of 0 an asynchronous run is equal to the bit whenever its groups are answered.
+    age = ("+grpo.async_grpo.max_trajectory_age_steps=0",) if overrides else ()
+    disturbed = steps_of("disturbed", 50, *overrides, *age, share=0.05, size=3)
+    assert numbers(disturbed) == numbers(steps_of("undisturbed", 50, *overrides, *age))
+    assert sum(step["env/restarts"] for step in disturbed) > 0
+
+
+@pytest.mark.nightly
+def test_what_is_dropped_where_weights_stay_changes_nothing_else(steps_of, tmp_path):
+    # By which no weight changes: a rate of 0 itself is refused.
+    still = ("policy.megatron_cfg.optimizer.lr=1e-30", "policy.megatron_cfg.optimizer.min_lr=1e-30")
+    disturbed = steps_of("disturbed", 50, *still, "grpo.val_at_end=false", share=0.05, retries=0)
+    steps_of("undisturbed", 50, *still)
+    kept = 0
+    for step in range(1, 51):
+        rows, others = (
+            read_rollouts(tmp_path / name / f"rollouts/step_{step}.jsonl.gz")
+            for name in ("disturbed", "undisturbed")
+        )
+        for row, other in zip(rows, others, strict=True):
+            if row["sample_mask"]:
+                kept += 1
+                assert (row["response"], row["reward"]) == (other["response"], other["reward"])
+    dropped = sum(step["env/dropped"] for step in disturbed)
+    assert dropped > 0
+    assert kept == 50 * 8 - dropped
