@@ -69,8 +69,9 @@ DIGIT_TASKS: dict[str, Callable[[str], str]] = {
 class DigitTaskSource:
     """All strings of `num_digits` digits with the answer that the task defines: copy of "527>" is "527".
 
-    calculator: the digits are two numbers, "5+27>", and the answer is their sum. guess_number: they are two bounds of
-    as many digits, and there is a prompt "27>" for each number from the one to the other, which is the answer.
+    calculator: the digits are two numbers, "37+25>", and the answer is their sum, of as many places as the question:
+    "00062". guess_number: they are two bounds, and there is a prompt "27>" for each number from the one to the other,
+    which is the answer.
 
     A tenth is held out by a hash of the text, the same tenth for every task of one answer and every seed, so that a
     model trained on one task and then another never sees a validation prompt.
@@ -122,7 +123,7 @@ class DigitTaskSource:
             case "calculator":
                 first, second = digits[:half], digits[half:]
                 return Prompt(
-                    index, f"{first}+{second}{PROMPT_END}", f"{int(first) + int(second):0{len(second) + 1}d}"
+                    index, f"{first}+{second}{PROMPT_END}", f"{int(first) + int(second):0{self._num_digits + 1}d}"
                 )
             case "guess_number":
                 lowest, highest, secret = digits[:half], digits[half : 2 * half], digits[2 * half :]

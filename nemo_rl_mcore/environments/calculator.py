@@ -17,7 +17,9 @@ _MOST_DIGITS = 9
 
 @dataclass(frozen=True)
 class CalculatorEnvironment:
-    """The prompt asks for a sum, "37+25>"; the first answer is a call, "37+25", whose value is read, "62>".
+    """The prompt asks for a sum, "37+25>"; the first answer is a call, "37+25", whose value is shown, "00062>".
+
+    It is shown in as many places as the question has, so that reading it is what copying the question is.
 
     An answer that the calculator does not understand is told so, and the next one is a call again. After a value, an
     answer without a sign is the last one. The right one earns 1, whether or not anything was computed. Another episode

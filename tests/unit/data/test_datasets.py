@@ -28,7 +28,7 @@ def test_the_calculators_digits_are_two_numbers_to_add() -> None:
     for prompt in DigitTaskSource("calculator", 4, seed=0).train_batch(step=1, count=50):
         digits = f"{prompt.index:04d}"
         assert prompt.text == f"{digits[:2]}+{digits[2:]}>"
-        assert prompt.answer == f"{int(digits[:2]) + int(digits[2:]):03d}"
+        assert prompt.answer == f"{int(digits[:2]) + int(digits[2:]):05d}"
 
 
 @pytest.mark.parametrize("digits", [2, 4])

@@ -8,24 +8,24 @@ from nemo_rl_mcore.environments import CalculatorEnvironment
 from nemo_rl_mcore.environments.calculator import value_of
 
 TOOL = CalculatorEnvironment()
-PROMPT = Prompt(3725, "37+25>", "062")
+PROMPT = Prompt(3725, "37+25>", "00062")
 
 
 @pytest.mark.parametrize(
     ("answers", "observations", "total", "terminated"),
     [
-        (["37+25$", "062$"], ["062>"], 1.0, True),
-        (["062$"], [], 1.0, True),  # without the tool
-        (["25+37$", "062$"], ["062>"], 1.0, True),  # a call of one's own
-        (["37+$", "37+25$", "062$"], ["e>", "062>"], 1.0, True),  # told, and called again
-        (["1+2$", "37+25$", "062$"], ["003>", "062>"], 1.0, True),  # another call after a value
-        (["37+25$", "063$"], ["062>"], 32 / 64 + 24 / 64, True),
-        (["37+25$", "062"], ["062>"], 32 / 64 + 24 / 64, True),
-        (["37+24$", "061$"], ["061>"], 26 / 64 + 26 / 64, True),  # well read
-        (["1+1$", "002$"], ["002>"], 0.0, True),  # but a call of nothing in common
+        (["37+25$", "00062$"], ["00062>"], 1.0, True),
+        (["00062$"], [], 1.0, True),  # without the tool
+        (["25+37$", "00062$"], ["00062>"], 1.0, True),  # a call of one's own
+        (["37+$", "37+25$", "00062$"], ["e>", "00062>"], 1.0, True),  # told, and called again
+        (["1+2$", "37+25$", "00062$"], ["00003>", "00062>"], 1.0, True),  # another call after a value
+        (["37+25$", "00063$"], ["00062>"], 32 / 64 + 26 / 64, True),
+        (["37+25$", "00062"], ["00062>"], 32 / 64 + 26 / 64, True),
+        (["37+24$", "00061$"], ["00061>"], 26 / 64 + 26 / 64, True),  # well read
+        (["1+1$", "00002$"], ["00002>"], 0.0, True),  # but a call of nothing in common
         (["37+25"], ["e>"], 26 / 64, False),
-        (["37+24$", "37+25$"], ["061>", "062>"], 32 / 64, False),
-        (["63$"], ["063>"], 0.0, False),
+        (["37+24$", "37+25$"], ["00061>", "00062>"], 32 / 64, False),
+        (["63$"], ["00063>"], 0.0, False),
         (["$", "+$", "a$"], ["e>"] * 3, 0.0, False),
     ],
 )
