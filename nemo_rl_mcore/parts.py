@@ -41,6 +41,7 @@ def open_parts(config: RunConfig) -> Parts:
         check_losses(config)
         form = _form(config, tokenizer)
         environment = make_environment(config.env)
+        _require_turns(config, environment)
         prompts = open_prompts(config, tokenizer)
         require_golds(config, prompts)
         require_golds_run_first(config)
@@ -51,6 +52,16 @@ def open_parts(config: RunConfig) -> Parts:
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
     return Parts(config, tokenizer, prompts, environment, form)
+
+
+def _require_turns(config: RunConfig, environment: Environment) -> None:
+    """Raise ValueError for a class of the user's own that scores one answer where there may be several."""
+    turns, own = config.max_rollout_turns, config.env.custom
+    if own is not None and turns > 1 and not hasattr(environment, "step"):
+        raise ValueError(
+            f"{config.algorithm}.max_rollout_turns: {turns} does nothing with env.custom.type: {own.type}, which "
+            "scores the first answer and has no `step`; set it to 1"
+        )
 
 
 def _form(config: RunConfig, tokenizer: Tokenizer) -> EpisodeForm:

@@ -118,6 +118,7 @@ def _train(
         config.max_prompt_length,
         LocalEnvironments(parts.environment),
         form=parts.form,
+        max_drop_rate=1.0,  # the run has borne what it dropped
     )
     groups, samples = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
     draw = GroupDraw(parts.prompts, collector, groups, samples)

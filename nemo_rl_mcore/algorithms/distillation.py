@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
+from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
@@ -38,7 +39,7 @@ class Distillation(Algorithm[DistillationMasterConfig]):
         require_sampled_ids(batch)
         begin_update()
         with self.observer.phase("train"):
-            result = self.policy.train(batch, make_loss(self.config.loss_fn))
+            result = self.policy.train(trained_columns(batch), make_loss(self.config.loss_fn))
         metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
         return StepOutcome(metrics | train_metrics(result), result["skip_reasons"], batch)
 

@@ -14,6 +14,7 @@ import torch
 
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
+from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.logprobs import model_inputs
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
@@ -71,7 +72,8 @@ class DPO(Algorithm[DPOMasterConfig]):
 
     def _train(self, batch: BatchedDataDict, *, eval_mode: bool = False) -> Mapping[str, Any]:
         fused = self.config.policy.megatron_cfg.use_fused_linear_logprobs
-        return self.policy.train(batch, DPOLossFn(self.config.dpo.loss, fused), eval_mode=eval_mode)
+        loss = DPOLossFn(self.config.dpo.loss, fused)
+        return self.policy.train(trained_columns(batch), loss, eval_mode=eval_mode)
 
     def _add_reference(self, batch: BatchedDataDict) -> None:
         reference = self._cached_reference(batch) if self.pairs is not None else self._ask_reference(batch)

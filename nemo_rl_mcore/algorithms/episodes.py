@@ -17,6 +17,7 @@ from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.observations import Observer
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
+from nemo_rl_mcore.errors import RunStoppedError
 
 WEIGHT_VERSIONS = "weight_versions"
 TURN_OF_TOKEN = "turn_of_token"
@@ -149,7 +150,10 @@ class Episodes:
         return [Turn(row.prompt, tuple(row.messages), row.finished, row.metadata) for row in self._open]
 
     def hear(self, replies: Sequence[Reply]) -> None:
-        """Take the replies, in the order of `turns`; raises ValueError when they are not as many."""
+        """Take the replies, in the order of `turns`; raises ValueError when they are not as many.
+
+        RunStoppedError for an observation that is no tokens.
+        """
         for row, reply in zip(self._open, replies, strict=True):
             row.take(reply)
             row.ending = self._ending(row, reply)
@@ -167,7 +171,12 @@ class Episodes:
 
     def _observe(self, row: _Row, observation: tuple[Message, ...]) -> None:
         assert self._form.observer is not None  # an episode of one answer has ended
-        ids = self._form.observer.ids_of(row.last_answer, observation)
+        try:
+            ids = self._form.observer.ids_of(row.last_answer, observation)
+        except ValueError as error:
+            raise RunStoppedError(
+                f"prompt {row.prompt.index}: what the environment observed: {error}"
+            ) from error
         if len(row.ids) + len(ids) + self._form.new_tokens > self._form.tokens:
             row.ending = Ending.NO_ROOM
             return

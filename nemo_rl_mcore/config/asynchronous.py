@@ -23,7 +23,7 @@ class AsyncGRPOConfig(StrictModel):
     max_inflight_prompts: PositiveInt | None = None
     """Groups that are being answered at most; null is (max_trajectory_age_steps + 1) * num_prompts_per_step."""
     rollout_timeout_s: PositiveFloat | None = None
-    """Time in which a group must be answered before it is given up and tried again (ours); null: no limit."""
+    """Time in which a group must be answered, each turn, or it is given up and tried again (ours); null: no limit."""
     stall_timeout_s: PositiveFloat | None = None
     """Time without an answered group or a finished step that ends the run; saves and validations do not count."""
     keep_groups: bool | None = None

@@ -16,7 +16,7 @@ class EnvPoolConfig(StrictModel):
     """Times that an answer without a reply is shown to the environment again, and each of them alone; then its
     episode is dropped."""
     max_drop_rate: Fraction = 0.0
-    """Share of a step's episodes that may be dropped; above it the run ends."""
+    """Share of the episodes of a step, or of a batch of a validation, that may be dropped; above it the run ends."""
     variables: StrTuple = ()
     """Names of environment variables of the driver that the processes see besides those of ranks, such as the key of a
     service; neither Ray nor a log is told their values."""

@@ -12,6 +12,7 @@ from nemo_rl_mcore.controllers.events import LoggedTurn
 from nemo_rl_mcore.controllers.group_store import segments_of
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.turns import Reply, Turn
+from nemo_rl_mcore.errors import RunStoppedError
 
 
 def turns_of(batch: BatchedDataDict) -> tuple[LoggedTurn, ...]:
@@ -50,5 +51,12 @@ class LoggedReplies:
         self._turns = iter(turns)
 
     async def replies_soon(self, turns: Sequence[Turn]) -> list[Reply]:
-        """See `interfaces.Replies.replies_soon`."""
-        return [Reply.from_json(recorded) for recorded in next(self._turns).replies]
+        """See `interfaces.Replies.replies_soon`; RunStoppedError for turns that the log does not have."""
+        logged = next(self._turns, None)
+        if logged is None or len(logged.replies) != len(turns):
+            rows = 0 if logged is None else len(logged.replies)
+            raise RunStoppedError(
+                f"prompt {turns[0].prompt.index}: {len(turns)} answers of a turn, and {rows} in the log: they are not "
+                "those of the log"
+            )
+        return [Reply.from_json(recorded) for recorded in logged.replies]

@@ -142,7 +142,7 @@ class ReplayedRollouts:
             answered = asyncio.ensure_future(answering)
             await asyncio.sleep(0)  # it is asked for
             with self._changed:
-                del self._ahead[position][0]
+                del self._ahead[position][:1]
                 self._changed.notify_all()
             return await answered
 

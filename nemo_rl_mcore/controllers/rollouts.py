@@ -287,10 +287,7 @@ class Rollouts:
         halts = self._halts
         try:
             with self._watch.asking(ticket):
-                async with asyncio.timeout(self._section.rollout_timeout_s):
-                    batch = await self._draw.play(
-                        group, partial(self._engines.respond, step=group.step, ticket=ticket)
-                    )
+                batch = await self._draw.play(group, partial(self._respond, group.step, ticket))
         except TimeoutError:
             if self._refitting or halts != self._halts:  # its engine could not answer
                 self._cancel(token, "timeout")
@@ -309,6 +306,11 @@ class Rollouts:
             self._commit(token, batch, segments_of(sampled_versions(batch)))
         finally:
             self._dispatch()
+
+    async def _respond(self, step: int, ticket: str, asked: BatchedDataDict) -> BatchedDataDict:
+        """The answers of a turn, in time; environments have a deadline of their own."""
+        async with asyncio.timeout(self._section.rollout_timeout_s):
+            return await self._engines.respond(asked, step=step, ticket=ticket)
 
     def _engines_changed(self) -> None:
         with self._changed:

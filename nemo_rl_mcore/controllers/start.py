@@ -11,6 +11,7 @@ from typing import Self
 
 import torch
 
+from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
 from nemo_rl_mcore.algorithms.episodes import sampled_versions
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
@@ -168,7 +169,7 @@ def read_saved(config: RunConfig, start: Checkpoint | None) -> SavedRollouts | N
 
 
 def without_strangers(saved: SavedRollouts, draw: Draw) -> SavedRollouts:
-    """What is left without the groups whose prompts, or numbers of answers, are not those that the run draws."""
+    """What is left without groups whose prompts, or numbers of answers, are not those of the run, or are not scored."""
     of_steps: dict[int, Sequence[DrawnGroup]] = {}
     strangers: list[int] = []
     for position, group in saved.ready.items():
@@ -177,7 +178,8 @@ def without_strangers(saved: SavedRollouts, draw: Draw) -> SavedRollouts:
             of_steps[step] = draw.groups_of(step + 1)
         asked = of_steps[step][place].asked["input_ids"]
         same_prompts = torch.equal(group["input_ids"][:, : asked.shape[1]], asked)
-        if not same_prompts or "rewards" not in group:
+        # What an environment did not reply to may be replied to now.
+        if not same_prompts or "rewards" not in group or bool(dropped_rows(group).any()):
             strangers.append(position)
     return _answered_again(
         saved, strangers, "they are not the run's prompts, not as many answers to them, or not scored"

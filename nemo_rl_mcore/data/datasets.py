@@ -123,7 +123,9 @@ class DigitTaskSource:
             case "calculator":
                 first, second = digits[:half], digits[half:]
                 return Prompt(
-                    index, f"{first}+{second}{PROMPT_END}", f"{int(first) + int(second):0{self._num_digits + 1}d}"
+                    index,
+                    f"{first}+{second}{PROMPT_END}",
+                    f"{int(first) + int(second):0{self._num_digits + 1}d}",
                 )
             case "guess_number":
                 lowest, highest, secret = digits[:half], digits[half : 2 * half], digits[2 * half :]

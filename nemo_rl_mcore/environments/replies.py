@@ -103,9 +103,9 @@ def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, f
                 terminated=bool(terminateds[place]),
                 observation=_observation(observations[place]),
                 metadata=metadata[place],
-                stop_strings=tuple(stop_strings[place] or ()),
+                stop_strings=_stop_strings(stop_strings[place]),
                 rewards={} if _ONE in parts else parts,
-                answer=answers[place],
+                answer=None if answers[place] is None else _text("answers", answers[place]),
             )
         )
     return replies
@@ -137,4 +137,24 @@ def _number(value: object) -> float:
 
 
 def _observation(given: Mapping[str, str] | None) -> tuple[Message, ...]:
-    return () if given is None else (Message(given["role"], given["content"]),)
+    if given is None:
+        return ()
+    return (
+        Message(_text("an observation's role", given["role"]), _text("an observation", given["content"])),
+    )
+
+
+def _stop_strings(given: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise ValueError(f"next_stop_strings: {given!r} is one text, and each answer has a list of them")
+    found = tuple(_text("next_stop_strings", text) for text in given or ())
+    if "" in found:
+        raise ValueError("next_stop_strings: an empty text would end every answer")
+    return found
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: {value!r:.80} is no text")
+    value.encode()  # halves of a character are none, and raise a ValueError
+    return value

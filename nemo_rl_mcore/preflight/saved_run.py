@@ -31,6 +31,7 @@ _OF_THE_ANSWERS = (
         f"policy.generation.{key}"
         for key in ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings")
     ),
+    "policy.max_total_sequence_length",
     "grpo.max_rollout_turns",
     "env",
 )

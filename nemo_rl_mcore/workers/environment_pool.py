@@ -180,7 +180,7 @@ class EnvironmentPool:
 
     async def _watch(self) -> None:
         """Raise the end of the Ray session, for those who wait."""
-        while (lost := self._session_lost()) is None:
+        while (lost := await asyncio.to_thread(self._session_lost)) is None:
             await asyncio.sleep(_LOOK_EVERY_S)
         raise lost
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 
 _TIMEOUT_S = 3.0
@@ -27,14 +28,16 @@ class GcsProbe:
         self._address = address
         self._asked_at = time.monotonic()
         self._misses = 0
+        self._lock = threading.Lock()  # two threads that ask at once miss once
 
     def lost(self) -> str | None:
         """What died, or None."""
-        if self._misses < _MISSES and time.monotonic() - self._asked_at >= _EVERY_S:
-            try:
-                probe(self._address)
-                self._misses = 0
-            except OSError:
-                self._misses += 1
-            self._asked_at = time.monotonic()
+        with self._lock:
+            if self._misses < _MISSES and time.monotonic() - self._asked_at >= _EVERY_S:
+                try:
+                    probe(self._address)
+                    self._misses = 0
+                except OSError:
+                    self._misses += 1
+                self._asked_at = time.monotonic()
         return f"Ray's GCS at {self._address} does not answer" if self._misses >= _MISSES else None

@@ -34,7 +34,7 @@ def opened(tmp_path):
         source = {"data_path": str(rows), "input_key": "question", "output_key": "answer"}
         tree["data"] = {"dataset_name": "jsonl", "apply_chat_template": True, "train": source}
         tree["data"]["train"]["split_validation_size"] = 0
-        tree["env"] = {"math": {}}
+        tree["env"] = {"custom": {"type": f"custom_parts:{'Steps' if turns > 1 else 'LengthReward'}"}}
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
         return open_parts(load_config(tmp_path / "recipe.yaml"))
 
@@ -42,7 +42,6 @@ def opened(tmp_path):
 
 
 def test_episodes_of_several_turns_show_observations_by_the_chat_template(opened):
-    pytest.importorskip("math_verify")
     parts = opened(APPENDING, turns=3)
     assert (parts.form.turns, parts.form.tokens) == (3, 64)
     ids = parts.form.observer.ids_of([parts.tokenizer.eos_token_id], [Message("user", "no")])
@@ -50,7 +49,17 @@ def test_episodes_of_several_turns_show_observations_by_the_chat_template(opened
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_where_there_are_several(opened, tmp_path):
-    pytest.importorskip("math_verify")
     assert opened(REWRITING, turns=1).form.turns == 1
     with pytest.raises(RunStoppedError, match=f"template of {tmp_path}/tokenizer rewrites earlier turns"):
         opened(REWRITING, turns=2)
+
+
+def test_a_class_that_scores_takes_one_answer(opened, tmp_path):
+    opened(APPENDING, turns=1)
+    recipe = tmp_path / "recipe.yaml"
+    tree = yaml.safe_load(recipe.read_text())
+    tree["grpo"]["max_rollout_turns"] = 2
+    recipe.write_text(yaml.safe_dump(tree))
+    message = "grpo.max_rollout_turns: 2 does nothing with env.custom.type: custom_parts:LengthReward"
+    with pytest.raises(RunStoppedError, match=message):
+        open_parts(load_config(recipe))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.master import GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 
 _SIZE = "env.pool.size"
@@ -44,6 +44,22 @@ def _deadlines(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _stall(config: RunConfig) -> Iterator[Problem]:
+    """Yield a stall that is told before a reply that does not come is given up."""
+    if not (isinstance(config, GRPOMasterConfig) and config.asynchronous and config.env.pool_size):
+        return
+    pool, stall = config.env.pool, config.grpo.async_grpo.stall_timeout_s
+    longest = pool.timeout_s * (pool.retries + 1)
+    if stall is not None and stall <= longest:
+        yield Problem(
+            "grpo.async_grpo.stall_timeout_s",
+            f"{stall:g} is over before a reply is given up, after {longest:g} (env.pool.timeout_s: "
+            f"{pool.timeout_s:g}, asked once and env.pool.retries: {pool.retries} times more)",
+            f"set it above {longest:g}, or lower the other two",
+            (_TIMEOUT, "env.pool.retries"),
+        )
+
+
 def _unread(config: RunConfig) -> Iterator[Problem]:
     """Yield what is not read where the environment runs in the process of the loop, which waits for it."""
     given, default = config.env.pool, EnvPoolConfig()
@@ -70,4 +86,4 @@ def _weights(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-RULES = Rules(of_runs=(_beside_training, _deadlines, _unread, _weights))
+RULES = Rules(of_runs=(_beside_training, _deadlines, _stall, _unread, _weights))

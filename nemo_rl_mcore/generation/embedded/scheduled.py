@@ -34,6 +34,8 @@ class ScheduledEngine(EmbeddedEngine):
         self, requests: Sequence[Request], sampling: Sampling, version: int | None = None, ticket: str = ""
     ) -> list[Response]:
         """See `Engine.generate`; `ticket` has a schedule."""
+        if ticket not in self._schedules:
+            raise ValueError(f"{ticket} is not in the log: answers before it are not those of the log")
         self._wanted[ticket] = self._schedules[ticket][0][1]
         try:
             return await super().generate(requests, sampling, version, ticket)

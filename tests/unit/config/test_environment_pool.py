@@ -46,6 +46,11 @@ def test_what_is_not_ours_to_trust_runs_apart(section, size):
             "set it above 15",
         ),
         (
+            (*CUSTOM, *ASYNCHRONOUS, "+grpo.async_grpo.stall_timeout_s=360"),
+            "grpo.async_grpo.stall_timeout_s: 360 is over before a reply is given up, after 360 (env.pool.timeout_s: "
+            "120, asked once and env.pool.retries: 2 times more); set it above 360, or lower the other two",
+        ),
+        (
             ("+env.pool.max_drop_rate=0.1",),
             "env.pool.max_drop_rate: 0.1 does nothing with env.pool.size: 0; remove it, or set "
             "env.pool.size to 1 or more",
@@ -69,6 +74,7 @@ def test_what_does_not_go_together_is_named(refusals, overrides, message):
         (*CUSTOM, "+env.reward_weights={form: 0.5}", "+env.pool.max_drop_rate=0.1"),
         (*MATH, "+env.pool.timeout_s=15.5"),
         (*MATH, "+env.pool.size=0"),
+        (*CUSTOM, *ASYNCHRONOUS, "+grpo.async_grpo.stall_timeout_s=361"),
     ],
 )
 def test_what_goes_together_loads(load, overrides):

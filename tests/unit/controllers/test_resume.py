@@ -15,12 +15,14 @@ from fake_engines import TOKENS, FakeEngines
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.controllers.draw import GroupDraw
 from nemo_rl_mcore.controllers.event_log import read_events
 from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
-from nemo_rl_mcore.controllers.start import open_rollouts, read_saved
+from nemo_rl_mcore.controllers.start import open_rollouts, read_saved, without_strangers
 from nemo_rl_mcore.controllers.states import GroupState, StepState
 from nemo_rl_mcore.controllers.timeline import Timeline
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.parts import open_parts
@@ -110,6 +112,12 @@ def going(root, *overrides, engines=None, **keys):
 
 def same(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def asking(config):
+    parts = open_parts(config)
+    environments = LocalEnvironments(parts.environment)
+    return RolloutCollector(Answering(), parts.tokenizer, config.max_prompt_length, environments)
 
 
 def log_of(root):
@@ -393,6 +401,16 @@ def test_groups_that_are_none_of_the_run_any_more_are_answered_again(tmp_path, o
     assert f"{len(ready)} prompts are answered again: " in said
     assert told in said
     assert "prompts are answered from number 6 on: no answers were kept" in said
+
+
+def test_a_group_with_an_answer_that_nobody_replied_to_is_answered_again(tmp_path, capsys):
+    ready = run_to_a_checkpoint(tmp_path)
+    config = configure(tmp_path)
+    saved = read_saved(config, latest(tmp_path))
+    saved.ready[min(ready)]["ending"][1] = Ending.DROPPED
+    left = without_strangers(saved, GroupDraw(open_parts(config).prompts, asking(config), N, ROWS))
+    assert [*left.ready] == [*ready][1:]
+    assert "1 prompts are answered again: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,52 @@
+"""What an environment returns is held to its contract before it reaches an episode."""
+
+import pytest
+import torch
+
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.turns import first_turn
+from nemo_rl_mcore.environments.replies import replies_of
+from nemo_rl_mcore.interfaces import EnvironmentReturn
+
+TURN = first_turn(Prompt(3, "1>", "1"), "2")
+
+
+class Saying:
+    def __init__(self, **changes):
+        self.changes = changes
+
+    def step(self, message_log_batch, metadata):
+        assert message_log_batch[0][-1] == {"role": "assistant", "content": "2", "finished": True}
+        assert metadata[0]["answer"] == "1"
+        said = {
+            "observations": [{"role": "user", "content": "3>"}],
+            "metadata": [None],
+            "next_stop_strings": [["#"]],
+            "rewards": torch.tensor([0.5]),
+            "terminateds": torch.tensor([False]),
+        }
+        return EnvironmentReturn(**{**said, **self.changes})
+
+
+def test_what_is_right_is_a_reply():
+    [reply] = replies_of(Saying(answers=["2"]), [TURN], {})
+    assert (reply.reward, reply.terminated, reply.stop_strings, reply.answer) == (0.5, False, ("#",), "2")
+    assert [message.content for message in reply.observation] == ["3>"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"observations": [{"role": "user", "content": None}]}, "an observation: None is no text"),
+        ({"observations": [{"role": 1, "content": "a"}]}, "an observation's role: 1 is no text"),
+        ({"observations": [{"role": "user", "content": "\ud83d"}]}, "surrogates not allowed"),
+        ({"next_stop_strings": ["</call>"]}, "next_stop_strings: '</call>' is one text"),
+        ({"next_stop_strings": [[""]]}, "an empty text would end every answer"),
+        ({"answers": [torch.tensor(1)]}, "answers: tensor"),
+        ({"terminateds": torch.tensor([True, False])}, "terminateds: 2 values for 1 answers"),
+        ({"rewards": torch.tensor([float("nan")])}, "not finite"),
+    ],
+)
+def test_what_is_wrong_is_told_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replies_of(Saying(**changes), [TURN], {})
