@@ -14,16 +14,16 @@ RECIPES = Path(__file__).parents[3] / "examples/configs"
 
 
 @pytest.mark.parametrize(
-    ("override", "reads_texts"),
+    ("overrides", "reads_texts"),
     [
-        ("seed=1", False),
-        ("grpo.max_rollout_turns=2", True),
-        ("policy.generation.stop_strings=['5']", True),
+        (["seed=1"], False),
+        (["grpo.max_rollout_turns=2", "env.arithmetic=null", "+env.custom.type=mine:Env"], True),
+        (["policy.generation.stop_strings=['5']"], True),
     ],
 )
-def test_engines_have_the_tokenizer_where_texts_may_end_an_answer(tmp_path, override, reads_texts):
+def test_engines_have_the_tokenizer_where_texts_may_end_an_answer(tmp_path, overrides, reads_texts):
     config = load_config(
-        RECIPES / "grpo_copy_vllm_cpu.yaml", [f"logger.log_dir={tmp_path}", *LONGER, override]
+        RECIPES / "grpo_copy_vllm_cpu.yaml", [f"logger.log_dir={tmp_path}", *LONGER, *overrides]
     )
     kind = engine_kind(config)
     folder = kind.settings.tokenizer
