@@ -25,7 +25,7 @@ BESIDE = (
 
 
 def reward_that_sleeps(marker: Path) -> tuple[str, ...]:
-    custom = f"env.custom={{type: 'chaos_parts:SleepyReward', args: {{marker: {marker}, at: 6}}}}"
+    custom = f"env.custom={{type: 'chaos_parts:SleepyReward', args: {{marker: {marker}, at: 1500}}}}"
     return ("env.arithmetic=null", custom)
 
 
@@ -60,12 +60,20 @@ def ended(run: ChaosRun) -> str:
 
 
 @pytest.mark.exhaustive
-def test_a_reward_that_never_returns_is_told_and_the_last_step_is_saved(folder: Path) -> None:
-    run = ChaosRun(folder, *BESIDE, *reward_that_sleeps(folder / "struck"))
-    said = ended(run)
-    assert re.search(r"^training: scoring \d+ responses \(\d+\.\d s\)$", said, re.MULTILINE)
-    assert re.search(r"^engines: no group is in flight", said, re.MULTILINE)
-    assert "time.sleep(EVER)" in said
+def test_a_reward_that_never_returns_has_a_deadline_of_its_own_and_the_last_step_is_saved(
+    folder: Path,
+) -> None:
+    pool = ("+env.pool.timeout_s=5", "+env.pool.retries=0", "grpo.async_grpo.stall_timeout_s=60")
+    run = ChaosRun(folder, *BESIDE, *reward_that_sleeps(folder / "struck"), *pool)
+    try:
+        run.wait_until(run.marker.exists)
+        status, _, errors = run.end(within_s=LIMIT_S + 30)
+        assert status == 1, errors
+        assert run.watch.all_gone(within_s=15), run.watch.alive()
+    finally:
+        run.close()
+    assert re.search(r"^the run stopped: step \d+: \d+ of \d+ episodes .* were dropped", errors, re.MULTILINE)
+    assert "most often: no reply within 5 s (env.pool.timeout_s)" in errors
     assert max(steps_saved(run)) == len(run.steps()) > 0
 
 
