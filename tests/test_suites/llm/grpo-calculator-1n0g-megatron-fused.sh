@@ -3,8 +3,8 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/common.env"
 
 # ===== BEGIN CONFIG =====
 NUM_NODES=1
-STEPS_PER_RUN=300
-MAX_STEPS=300
+STEPS_PER_RUN=350
+MAX_STEPS=350
 NUM_RUNS=$(((MAX_STEPS + STEPS_PER_RUN - 1) / STEPS_PER_RUN)) # Round up
 NUM_MINUTES=3
 # ===== END CONFIG =====
@@ -17,4 +17,4 @@ check_metrics \
   'mean(data["episodes/turns_mean"], -20) > 1.9' \
   'mean(data["train/reward"], 1, 6) < 0.1' \
   'mean(data["train/reward"], -20) > 0.85' \
-  'data["validation/accuracy"]["300"] >= 0.7'
+  'data["validation/accuracy"]["350"] >= 0.7'
