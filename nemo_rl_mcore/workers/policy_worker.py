@@ -80,7 +80,7 @@ class MegatronPolicyWorker:
         self._check = BatchCheck.of(self.policy)
         self._seed = seed
         self._sender: WeightSender | None = None
-        self._journal = Journal(journal, f"rank_{os.environ['RANK']}")
+        self._journal = Journal(journal, f"rank_{os.environ.get('RANK', '0')}")
         temperature = self.policy.generation.temperature if temperature is None else temperature
         options = BackendOptions(seed, self.role, trained, temperature, verify_checksums)
         self.backend = backend(self.policy, options)

@@ -229,9 +229,9 @@ class JournaledEngine(EmbeddedEngine):
             found["versions"] = digest([response.versions for response in responses])
         return responses
 
-    async def _step(self, ticket, decoding, growing):
+    async def _step(self, ticket, decoding, growing, step):
         self.journal.pass_by("decoding")
-        return await super()._step(ticket, decoding, growing)
+        return await super()._step(ticket, decoding, growing, step)
 
     async def begin_refit(self, version):
         with self.journal.call("begin_refit", version=version):

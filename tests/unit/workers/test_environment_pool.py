@@ -120,8 +120,9 @@ def test_actors_that_raise_die_or_hang_at_random_change_no_reply(cluster, steps)
         assert counts["env/retried"] > 0 or steps < 50
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(4, marks=pytest.mark.exhaustive), pytest.param(50, marks=pytest.mark.nightly)]
+)
 def test_without_retries_the_replies_that_there_are_are_those_of_an_undisturbed_run(cluster, steps, capfd):
     undisturbed = itertools.chain(*played(LocalEnvironments(make_environment(config())), steps))
     with pool_of(cluster, "fragile_parts:Fragile", {"share": 0.05}, size=3, retries=0, timeout_s=2.0) as pool:
