@@ -144,7 +144,7 @@ def reference(ranks):
     return of
 
 
-@pytest.mark.quick_cases("one-rank-rows-1", "one-rank-dynamic-below-an-episode", "dp2-packing-40")
+@pytest.mark.exhaustive_cases("one-rank-dynamic-below-an-episode", "dp2-packing-40", "tp2-sp-dynamic-40")
 @pytest.mark.parametrize(
     ("layout", "way"),
     [("one-rank", way) for way in WAYS]
