@@ -206,7 +206,16 @@ def test_a_first_interrupt_waits_for_the_call_a_second_one_ends_the_group(cluste
             group.call("pause", 0)
 
 
-def test_a_group_that_is_shut_down_ends_the_wait_of_another_thread(cluster: RayCluster) -> None:
+def test_a_group_that_is_shut_down_ends_the_wait_of_another_thread(
+    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = RayCluster.kill
+
+    def kill_slowly(*args: object) -> None:
+        killed(*args)
+        time.sleep(3)  # the thread that waits hears of it before all are killed
+
+    monkeypatch.setattr(RayCluster, "kill", kill_slowly)
     with RayWorkerGroup(Rank, cluster, name="policy") as group:
         call = group.call("pause", 60.0)
         threading.Timer(1.0, group.shutdown).start()
