@@ -50,7 +50,7 @@ class DataConfig(StrictModel):
     max_input_seq_length: PositiveInt | None = None
     """Tokens of a prompt at most; null takes the length that the task has, or what the response leaves room for."""
     default: SourceDefaults | None = None
-    """Keys of every source that leaves them out."""
+    """Keys of every source that leaves them out; the embedded tasks of several turns are shown in its texts, too."""
     train: Sources | None = None
     """Of files: the rows to train on, a source or a list of them."""
     validation: SourcesOrNames | None = None
@@ -107,6 +107,16 @@ class DataConfig(StrictModel):
         return self.dataset_name not in ("files", "custom")
 
     @property
+    def has_turns(self) -> bool:
+        """Whether the prompts are those of an embedded task of several turns."""
+        return self.dataset_name in TURN_TASKS
+
+    @property
+    def shown_in_texts(self) -> bool:
+        """Whether other text than the prompt's own is shown with it: a chat template's, or that of a file."""
+        return self.apply_chat_template or self.default is not None
+
+    @property
     def prompt_length(self) -> int:
         """Characters of a prompt of an embedded task: the digits, the `>` and a sign between two numbers."""
         return self.num_digits + 1 + (self.dataset_name == "calculator")
@@ -131,7 +141,7 @@ class DataConfig(StrictModel):
     @property
     def max_prompt_length(self) -> int | None:
         """Tokens that a sequence must have room for before the response; None where the response says it."""
-        if self.max_input_seq_length is None and self.embedded:
+        if self.max_input_seq_length is None and self.embedded and not self.shown_in_texts:
             return self.prompt_length
         return self.max_input_seq_length
 
@@ -139,7 +149,8 @@ class DataConfig(StrictModel):
         """Yield keys that the data set lacks or does not read, and prompts that are longer than the maximum."""
         yield from self._source_problems()
         yield from self._weight_problems()
-        if self.dataset_name in TURN_TASKS and self.num_digits % 2:
+        yield from self._text_problems()
+        if self.has_turns and self.num_digits % 2:
             yield Problem(
                 "num_digits",
                 f"{self.num_digits} is odd, and a prompt of dataset_name: {self.dataset_name} has two numbers of as "
@@ -147,17 +158,18 @@ class DataConfig(StrictModel):
                 f"set it to {self.num_digits + 1} or {self.num_digits - 1}",
                 ("dataset_name",),
             )
-        if self.embedded and self.apply_chat_template:
+        if self.embedded and not self.has_turns and self.apply_chat_template:
             yield Problem(
                 "apply_chat_template",
                 f"true does not go with dataset_name: {self.dataset_name}, whose prompts are no conversations",
                 "set it to false, or name a data set of conversations in data.train",
                 ("dataset_name",),
             )
-        if self.embedded and (self.max_prompt_length or 0) < self.prompt_length:
+        longest = self.max_input_seq_length
+        if self.embedded and longest is not None and longest < self.prompt_length:
             yield Problem(
                 "max_input_seq_length",
-                f"{self.max_input_seq_length} is shorter than the prompts of {self.dataset_name} with "
+                f"{longest} is shorter than the prompts of {self.dataset_name} with "
                 f"num_digits: {self.num_digits}, which have {self.prompt_length} tokens",
                 f"set max_input_seq_length to {self.prompt_length} or more, or lower num_digits",
                 ("num_digits",),
@@ -166,7 +178,7 @@ class DataConfig(StrictModel):
     def _source_problems(self) -> Iterator[Problem]:
         read_by = (
             ("train", self.train is not None, "files", True),
-            ("default", self.default is not None, "files", False),
+            ("default", self.default is not None and not self.has_turns, "files", False),
             ("validation", self.validation is not None, "files", False),
             ("type", self.type is not None, "custom", True),
             ("args", bool(self.args), "custom", False),
@@ -186,6 +198,16 @@ class DataConfig(StrictModel):
                 yield Problem(
                     key, f"missing with dataset_name: {reader}", f"set {example}", ("dataset_name",)
                 )
+
+    def _text_problems(self) -> Iterator[Problem]:
+        """Yield a reader of rows where there are none."""
+        if self.has_turns and self.default is not None and self.default.processor is not None:
+            yield Problem(
+                "default.processor",
+                f"does nothing with dataset_name: {self.dataset_name}",
+                "remove it",
+                ("dataset_name",),
+            )
 
     def _weight_problems(self) -> Iterator[Problem]:
         """Yield weights without others beside them, and such as have no order that begins anew."""

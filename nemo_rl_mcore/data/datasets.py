@@ -117,23 +117,29 @@ class DigitTaskSource:
 
     def _prompt(self, index: int) -> Prompt | None:
         """The prompt of an index; None where it is none."""
-        digits = f"{index:0{self._index_digits}d}"
-        half = self._num_digits // 2
+        width = self._num_digits // 2
         match self._task:
             case "calculator":
-                first, second = digits[:half], digits[half:]
+                first, second = numbers_of(index, 2, width)
                 return Prompt(
                     index,
                     f"{first}+{second}{PROMPT_END}",
                     f"{int(first) + int(second):0{self._num_digits + 1}d}",
                 )
             case "guess_number":
-                lowest, highest, secret = digits[:half], digits[half : 2 * half], digits[2 * half :]
+                lowest, highest, secret = numbers_of(index, 3, width)
                 if not lowest <= secret <= highest or lowest == highest:
                     return None
                 return Prompt(index, f"{lowest}{highest}{PROMPT_END}", secret)
             case task:
+                digits = f"{index:0{self._index_digits}d}"
                 return Prompt(index, digits + PROMPT_END, DIGIT_TASKS[task](digits))
+
+
+def numbers_of(index: int, count: int, width: int) -> list[str]:
+    """The numbers of `width` digits each that the index of a prompt is made of."""
+    digits = f"{index:0{count * width}d}"
+    return [digits[start : start + width] for start in range(0, count * width, width)]
 
 
 def is_held_out(text: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from string import Formatter
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.config.source import SourceDefaults
 from nemo_rl_mcore.data.messages import Context, Message
 
 
@@ -41,7 +41,7 @@ class PromptTexts:
         return tuple(messages)
 
 
-def read_texts(source: SourceConfig) -> tuple[PromptTexts, list[Problem]]:
+def read_texts(source: SourceDefaults) -> tuple[PromptTexts, list[Problem]]:
     """The texts of a source; what is wrong with their files comes as problems, with paths relative to the source.
 
     A text with a problem is left out: rows can be read without it, and nothing in it is evaluated.

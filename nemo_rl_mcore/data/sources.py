@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import cast
 
@@ -11,12 +11,14 @@ from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.source import SourceDefaults
 from nemo_rl_mcore.custom_code import build, custom_code
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt, PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.examples import read_run_examples, read_set
 from nemo_rl_mcore.data.limits import Limits
 from nemo_rl_mcore.data.preference import GivenPairs, PreferenceSource, WrongAnswerPairs
+from nemo_rl_mcore.data.prompt_texts import PromptTexts, read_texts
 from nemo_rl_mcore.data.row_counts import count_problems, require_enough_left
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import CustomCodeError
@@ -30,7 +32,8 @@ def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
         case "custom":
             return _open_class(config, tokenizer)
         case task:
-            return DigitTaskSource(task, config.data.num_digits, config.seed, _count_keys(config))
+            prompts = DigitTaskSource(task, config.data.num_digits, config.seed, _count_keys(config))
+            return _in_texts(prompts, config, tokenizer) if config.data.shown_in_texts else prompts
 
 
 def _count_keys(config: RunConfig) -> tuple[str, str]:
@@ -39,6 +42,35 @@ def _count_keys(config: RunConfig) -> tuple[str, str]:
     if isinstance(config.loop, RolloutConfig):
         return f"{name}.num_prompts_per_step", f"{name}.max_val_samples"
     return "policy.train_global_batch_size", f"{name}.max_val_samples or {name}.val_batches"
+
+
+def _in_texts(prompts: PromptSource, config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
+    texts, wrong = read_texts(config.data.default or SourceDefaults())
+    if wrong:
+        raise ConfigError([problem.below("data.default") for problem in wrong])
+    return _ShownInTexts(prompts, texts, Limits(config, tokenizer))
+
+
+@dataclass(frozen=True)
+class _ShownInTexts:
+    """The prompts of an embedded task between the texts of the recipe, and in the chat template."""
+
+    prompts: PromptSource
+    texts: PromptTexts
+    limits: Limits
+
+    def train_batch(self, step: int, count: int) -> list[Prompt]:
+        """See `PromptSource.train_batch`."""
+        return [*map(self._shown, self.prompts.train_batch(step, count))]
+
+    def validation(self, count: int) -> list[Prompt]:
+        """See `PromptSource.validation`."""
+        return [*map(self._shown, self.prompts.validation(count))]
+
+    def _shown(self, prompt: Prompt) -> Prompt:
+        shown = self.texts.shown(prompt.text, chat=self.limits.config.data.apply_chat_template)
+        text, context = (shown, ()) if isinstance(shown, str) else ("", shown)
+        return self.limits.rendered(replace(prompt, text=text, context=context))
 
 
 def open_pairs(config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer) -> PreferenceSource:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from nemo_rl_mcore.data.datasets import PROMPT_END
+from nemo_rl_mcore.data.datasets import PROMPT_END, numbers_of
 from nemo_rl_mcore.environments.arithmetic import character_score
 from nemo_rl_mcore.environments.said import Said, is_number, returned
 from nemo_rl_mcore.interfaces import EnvironmentReturn
@@ -49,10 +49,11 @@ class _Task:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Self:
-        """The task that metadata tell of, which before the first answer are those of a prompt."""
-        if "prompt" not in metadata:
+        """The task that metadata tell of; those of a prompt by its index, whatever stands around its text."""
+        if "index" not in metadata:
             return cls(**metadata)
-        return cls(metadata["prompt"].removesuffix(PROMPT_END), metadata["answer"])
+        answer = metadata["answer"]
+        return cls("+".join(numbers_of(metadata["index"], 2, (len(answer) - 1) // 2)), answer)
 
     def answered(self, text: str, finished: bool) -> Said:
         """What is said to an answer."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from nemo_rl_mcore.data.datasets import PROMPT_END
+from nemo_rl_mcore.data.datasets import PROMPT_END, numbers_of
 from nemo_rl_mcore.environments.said import Said, is_number, returned
 from nemo_rl_mcore.interfaces import EnvironmentReturn
 
@@ -46,12 +46,12 @@ class _Game:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Self:
-        """The game that metadata tell of, which before the first guess are those of a prompt."""
-        if "prompt" not in metadata:
+        """The game that metadata tell of; those of a prompt by its index, whatever stands around its text."""
+        if "index" not in metadata:
             return cls(**metadata)
-        prompt, digits = metadata["prompt"], len(metadata["answer"])
-        lowest, highest = int(prompt[:digits]), int(prompt[digits : 2 * digits])
-        return cls(int(metadata["answer"]), digits, lowest, highest, highest - lowest + 1)
+        digits = len(metadata["answer"])
+        lowest, highest, secret = map(int, numbers_of(metadata["index"], 3, digits))
+        return cls(secret, digits, lowest, highest, highest - lowest + 1)
 
     def guessed(self, answer: str, finished: bool) -> Said:
         """What is said to an answer."""

@@ -38,7 +38,8 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
     """Read the data set's files; None where its rows cannot be counted: they have no end, or are fetched later."""
     problems = [*template_problems(config)]
     if not config.data.from_files:
-        return None, problems
+        texts = config.data.default
+        return None, problems + [one.below("data.default") for one in (read_texts(texts)[1] if texts else ())]
     if fetched(config) or streamed(config):
         return None, problems + _problems_of_what_is_here(config)
     examples, wrong = read_run_examples(config)

@@ -201,7 +201,8 @@ class RayWorkerGroup:
 
         keep_places: the placement is not given back: another group is started in it.
         """
-        ranks, self._ranks = self._ranks, replace(self._ranks, actors=())  # before a thread that waits sees them die
+        ranks = self._ranks
+        self._ranks = replace(ranks, actors=())  # first: a thread that waits soon sees them die
         ranks.kill(range(len(ranks.actors)))
         if self._cluster.lost() is None and not keep_places:
             self._placement.release()

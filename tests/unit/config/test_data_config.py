@@ -29,6 +29,15 @@ def refused(kind, given):
         ({"dataset_name": "custom", "type": "a:B", "train": {"data_path": "a"}}, "train: does nothing with"),
         ({"dataset_name": "sort", "args": {"a": 1}}, "args: does nothing with dataset_name: sort"),
         ({"dataset_name": "sort", "apply_chat_template": True}, "apply_chat_template: true does not go with"),
+        ({"dataset_name": "copy", "default": {"prompt_file": "a"}}, "default: does nothing with"),
+        (
+            {
+                "dataset_name": "calculator",
+                "num_digits": 2,
+                "default": {"processor": "math_hf_data_processor"},
+            },
+            "default.processor: does nothing with dataset_name: calculator",
+        ),
         ({"dataset_name": "jsonl", "train": {"data_path": "a", "split_validation_size": 1.0}}, "less than 1"),
     ],
 )

@@ -6,14 +6,17 @@ import yaml
 from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 
 from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.datasets import DigitTaskSource, Prompt
 from nemo_rl_mcore.data.preference import GivenPairs, WrongAnswerPairs
 from nemo_rl_mcore.data.sources import open_pairs, open_prompts, open_set
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.preflight.data_files import examine_data
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
+GAME = "examples/configs/grpo_guess_number_cpu.yaml"
 CHAR = load_tokenizer("char")
 
 
@@ -53,6 +56,47 @@ def test_an_embedded_task_draws_as_ever(recipe):
     source = open_prompts(config, CHAR)
     assert source.train_batch(3, 16) == DigitTaskSource("copy", 3, config.seed).train_batch(3, 16)
     assert type(open_pairs(config, source, CHAR)) is WrongAnswerPairs
+
+
+@pytest.fixture
+def game(tmp_path, request):
+    """A recipe of the game, its prompts shown with rules around them."""
+    (tmp_path / "rules.txt").write_text("Find it: {}\n")
+
+    def make(**data):
+        tree = yaml.safe_load((request.config.rootpath / GAME).read_text())
+        tree["defaults"] = str(request.config.rootpath / EXEMPLAR)
+        tree["data"] |= {"default": {"prompt_file": "rules.txt"}, **data}
+        tokenizer = {"name": save_chat_tokenizer(tmp_path / "tokenizer")}
+        model = {"vocab_size": VOCABULARY, "max_position_embeddings": 128}
+        tree["policy"] |= {"tokenizer": tokenizer, "max_total_sequence_length": 96, "model": model}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+        return load_config(tmp_path / "recipe.yaml")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("chat", "shown"), [(False, "Find it: {}\n"), (True, "<turn>user\nFind it: {}\n<end>\n<turn>assistant\n")]
+)
+def test_a_task_of_several_turns_is_shown_in_the_texts_of_the_recipe(game, chat, shown):
+    config = game(apply_chat_template=chat)
+    bare = DigitTaskSource("guess_number", 2, config.seed)
+    source = open_prompts(config, load_tokenizer(config.policy.tokenizer.name))
+    pairs = [(source.train_batch(3, 16), bare.train_batch(3, 16)), (source.validation(4), bare.validation(4))]
+    for shown_prompts, bare_prompts in pairs:
+        assert [one.text for one in shown_prompts] == [shown.format(one.text) for one in bare_prompts]
+        assert [(one.index, one.answer) for one in shown_prompts] == [
+            (one.index, one.answer) for one in bare_prompts
+        ]
+    assert config.max_prompt_length == 96 - config.policy.generation.max_new_tokens
+
+
+def test_a_text_of_a_task_that_does_not_serve_is_named_before_the_run(game):
+    config = game(default={"prompt_file": "none.txt"})
+    assert [one.path for one in examine_data(config)[1]] == ["data.default.prompt_file"]
+    with pytest.raises(ConfigError, match=r"data\.default\.prompt_file"):
+        open_prompts(config, CHAR)
 
 
 EXEMPLARS = Path(__file__).parents[3] / "examples/configs"

@@ -57,7 +57,7 @@ def test_less_than_the_number_earns_at_most_a_half():
 
 
 def test_numbers_of_two_digits_are_guessed_with_two():
-    played = play(GAME, Prompt(0, "0832>", "17"), ["9$", "09$", "20$", "17$"])
+    played = play(GAME, Prompt(83217, "0832>", "17"), ["9$", "09$", "20$", "17$"])
     assert played.observations == ["e>", "h>", "l>"]
     assert sum(played.rewards) == 1.0
 
