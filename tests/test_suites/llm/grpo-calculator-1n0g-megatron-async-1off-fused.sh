@@ -18,4 +18,4 @@ check_metrics \
   'mean(data["episodes/turns_mean"], -20) > 1.9' \
   'mean(data["train/reward"], 1, 6) < 0.1' \
   'mean(data["train/reward"], -20) > 0.85' \
-  'data["validation/accuracy"]["350"] >= 0.7'
+  'data["validation/accuracy"]["350"] >= 0.8'

@@ -14,7 +14,7 @@ check_metrics \
   'max(data["train/skipped_steps"]) == 0' \
   'max(data["train/token_mult_prob_error"]) < 1.001' \
   '0 < median(data["train/grad_norm"]) < 10' \
-  'mean(data["episodes/turns_mean"], -20) > 1.9' \
+  '1.9 < mean(data["episodes/turns_mean"], -20) < 2.2' \
   'mean(data["train/reward"], 1, 6) < 0.1' \
-  'mean(data["train/reward"], -20) > 0.85' \
-  'data["validation/accuracy"]["350"] >= 0.7'
+  'mean(data["train/reward"], -20) > 0.95' \
+  'data["validation/accuracy"]["350"] >= 0.8'

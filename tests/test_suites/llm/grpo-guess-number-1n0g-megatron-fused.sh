@@ -16,5 +16,5 @@ check_metrics \
   '0 < median(data["train/grad_norm"]) < 10' \
   '1 < mean(data["episodes/turns_mean"], -20) < 3' \
   'mean(data["train/reward"], 1, 6) < 0.1' \
-  'mean(data["train/reward"], -20) > 0.85' \
-  'data["validation/accuracy"]["300"] >= 0.7'
+  'mean(data["train/reward"], -20) > 0.9' \
+  'data["validation/accuracy"]["300"] >= 0.8'
