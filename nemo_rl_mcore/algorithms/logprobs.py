@@ -1,8 +1,11 @@
 """What models say of a rollout before it is trained on."""
 
-from nemo_rl_mcore.config import ClippedPGLossConfig
+from nemo_rl_mcore.config import ClippedPGLossConfig, GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.interfaces import PolicyInterface
+from nemo_rl_mcore.losses import ClippedPGLossFn, LossFunction, make_loss
+from nemo_rl_mcore.losses.sampler_check import SamplerCheck
 
 
 def model_inputs(batch: BatchedDataDict) -> BatchedDataDict:
@@ -10,10 +13,22 @@ def model_inputs(batch: BatchedDataDict) -> BatchedDataDict:
     return BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
 
 
-def add_logprobs(batch: BatchedDataDict, policy: PolicyInterface, loss: ClippedPGLossConfig) -> None:
-    """Add prev_logprobs and, where a KL penalty needs them, reference_policy_logprobs, fp32 [B, S]."""
+def policy_loss(config: GRPOMasterConfig | PPOMasterConfig) -> LossFunction:
+    """The loss of the policy; where no pass before training is to give prev_logprobs, one that asks for none."""
+    fused = config.policy.megatron_cfg.use_fused_linear_logprobs
+    if reader_of_prev_logprobs(config) is not None:
+        return make_loss(config.loss_fn, fused)
+    check = SamplerCheck(config.policy.generation.mismatch.threshold)
+    return ClippedPGLossFn(config.loss_fn, fused, sampler_check=check)
+
+
+def add_logprobs(
+    batch: BatchedDataDict, policy: PolicyInterface, loss: ClippedPGLossConfig, *, previous: bool = True
+) -> None:
+    """Add prev_logprobs, if asked for, and, where a KL penalty needs them, reference_policy_logprobs, fp32 [B, S]."""
     inputs = model_inputs(batch)
-    batch["prev_logprobs"] = policy.get_logprobs(inputs)["logprobs"]
+    if previous:
+        batch["prev_logprobs"] = policy.get_logprobs(inputs)["logprobs"]
     if loss.reference_policy_kl_penalty != 0:
         reference = policy.get_reference_policy_logprobs(inputs)
         batch["reference_policy_logprobs"] = reference["reference_logprobs"]

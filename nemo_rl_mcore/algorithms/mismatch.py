@@ -20,6 +20,7 @@ from nemo_rl_mcore.config.vllm import MismatchConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.losses.kl import kl_estimate
+from nemo_rl_mcore.losses.sampler_check import SamplerSums
 from nemo_rl_mcore.output import write_line
 
 _NAMED_SAMPLES = 4
@@ -52,7 +53,7 @@ class Mismatch:
         }
         if threshold is not None:
             above = self.above(threshold)
-            metrics["mismatch/seqs_above_threshold"] = float(above.float().mean()) if len(above) else 0.0
+            metrics["mismatch/seqs_above_threshold"] = float(above.double().mean()) if len(above) else 0.0
         return metrics
 
     def above(self, threshold: float) -> Tensor:
@@ -102,6 +103,35 @@ def check_mismatch(
         case "warn":
             write_line(sys.stderr, text)
     return metrics
+
+
+def responses(batch: BatchedDataDict) -> int:
+    """How many episodes were not dropped."""
+    return len(EpisodeRows.of(batch).first)
+
+
+def mismatch_of_training(
+    step: int, sums: SamplerSums, responses: int, config: MismatchConfig
+) -> dict[str, float]:
+    """The same metrics of a step whose training pass gave the log-probabilities; `warn` then writes no names.
+
+    responses: episodes that were not dropped, of those that the weights that train have drawn.
+    """
+    largest = max(sums.largest, 1.0)  # below 1 is nothing to measure
+    metrics = {
+        "mismatch/token_mult_prob_error": sums.error / sums.tokens if sums.tokens else 1.0,
+        "mismatch/gen_kl_error": sums.divergence / max(sums.tokens, 1.0),
+        "mismatch/max_seq_mult_prob_error": largest,
+    }
+    if config.threshold is None:
+        return metrics
+    if sums.above:
+        write_line(
+            sys.stderr,
+            f"step {step}: training and generation disagree about {sums.above:.0f} of {responses} responses by more "
+            f"than policy.generation.mismatch.threshold: {config.threshold} (up to {largest:.4g})",
+        )
+    return metrics | {"mismatch/seqs_above_threshold": sums.above / responses if responses else 0.0}
 
 
 def _describe(step: int, batch: BatchedDataDict, found: Mismatch, above: Tensor, threshold: float) -> str:

@@ -15,15 +15,17 @@ from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
-from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs
-from nemo_rl_mcore.algorithms.mismatch import check_mismatch
+from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs, policy_loss
+from nemo_rl_mcore.algorithms.mismatch import check_mismatch, mismatch_of_training, responses
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
 from nemo_rl_mcore.config import PPOMasterConfig
+from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.interfaces import ValueInterface
 from nemo_rl_mcore.losses import make_loss
+from nemo_rl_mcore.losses.sampler_check import SamplerSums
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 
@@ -39,10 +41,14 @@ class PPO(Algorithm[PPOMasterConfig]):
         with self.observer.phase("generation"):
             rollout, metrics = Sampling(self, config.ppo).roll_out(step)
         batch = rollout.batch
+        mismatch, passes_before = (
+            config.policy.generation.mismatch,
+            reader_of_prev_logprobs(config) is not None,
+        )
         with self.observer.phase("logprobs"):
-            add_logprobs(batch, self.policy, loss)
-        mismatch = config.policy.generation.mismatch
-        metrics |= check_mismatch(step, batch, mismatch, loss.reference_policy_kl_type)
+            add_logprobs(batch, self.policy, loss, previous=passes_before)
+        if passes_before:
+            metrics |= check_mismatch(step, batch, mismatch, loss.reference_policy_kl_type)
         with self.observer.phase("values"):
             batch["values"] = self.critic.get_values(model_inputs(batch))["values"]
         make_advantage_estimator(config.ppo.adv_estimator, loss).add_to(batch)
@@ -56,14 +62,16 @@ class PPO(Algorithm[PPOMasterConfig]):
         metrics["value/explained_variance"] = explained_variance(batch)
         reasons = of_critic["skip_reasons"]
         if of_policy is not None:
+            if not passes_before:
+                sums = SamplerSums.taken_from(of_policy)
+                metrics |= mismatch_of_training(step, sums, responses(batch), mismatch)
             metrics |= train_metrics(of_policy)
             reasons = skip_reasons_of_both(of_policy["skip_reasons"], reasons)
         return StepOutcome(metrics, reasons, batch)
 
     def _train(self, step: int, batch: BatchedDataDict) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
         """Results of the policy, None while only the critic warms up, and of the critic, over all epochs."""
-        ppo, fused = self.config.ppo, self.config.policy.megatron_cfg.use_fused_linear_logprobs
-        policy_loss = make_loss(self.config.loss_fn, fused)
+        ppo, loss = self.config.ppo, policy_loss(self.config)
         value_loss = make_loss(self.config.value_loss_fn, section="value_loss_fn")
         of_policy: list[Mapping[str, Any]] = []
         of_critic: list[Mapping[str, Any]] = []
@@ -71,7 +79,7 @@ class PPO(Algorithm[PPOMasterConfig]):
             rows = shuffled(trained_columns(batch), self.config.seed, step, epoch)
             of_critic.append(self.critic.train(rows, value_loss))
             if step > ppo.critic_warmup_steps:
-                of_policy.append(self.policy.train(rows, policy_loss))
+                of_policy.append(self.policy.train(rows, loss))
         return join_results(of_policy) if of_policy else None, join_results(of_critic)
 
 

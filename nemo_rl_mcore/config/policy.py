@@ -61,6 +61,8 @@ class PolicyConfig(StrictModel):
     """Samples per forward and backward pass of one rank."""
     logprob_batch_size: PositiveInt = 1
     """Samples per log-probability pass of one rank; left out, it is train_micro_batch_size."""
+    recompute_prev_logprobs: Literal["auto", "always"] = "auto"
+    """auto takes those of the training pass where nothing reads them before; always computes them in a pass (ours)."""
     generation_batch_size: PositiveInt | None = None
     """Samples that one rank generates at a time; null is all of its samples."""
     max_total_sequence_length: PositiveInt

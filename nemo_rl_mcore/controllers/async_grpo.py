@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from nemo_rl_mcore.algorithms.algorithm import StepOutcome
 from nemo_rl_mcore.algorithms.episodes import WEIGHT_VERSIONS, trained_columns
 from nemo_rl_mcore.algorithms.grpo import GRPO
-from nemo_rl_mcore.algorithms.mismatch import measure_mismatch
+from nemo_rl_mcore.algorithms.mismatch import measure_mismatch, mismatch_of_training, responses
 from nemo_rl_mcore.algorithms.rollout import (
     Rollout,
     concatenate_batches,
@@ -19,10 +21,17 @@ from nemo_rl_mcore.algorithms.rollout import (
 from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
 from nemo_rl_mcore.controllers.group_store import GroupStore
-from nemo_rl_mcore.controllers.metrics import Pace, age_metrics, correction_metrics, pace_metrics
+from nemo_rl_mcore.controllers.metrics import (
+    Pace,
+    age_metrics,
+    correction_metrics,
+    correction_of_training,
+    pace_metrics,
+)
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.losses.sampler_check import ON_POLICY, SamplerSums
 
 
 class StepGroups(Protocol):
@@ -87,10 +96,14 @@ class AsyncGRPO(GRPO):
                 result = self.policy.finish_train_step()
             pace = self.rollouts.finish()
         self.observer.add_samples(whole.samples(step))
-        metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(step, whole.batch)
+        if self._passes_before:
+            metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(step, whole.batch)
+            metrics |= correction_metrics(whole.batch)
+        else:
+            metrics = self._found_in_training(step, whole.batch, SamplerSums.taken_from(result))
         metrics |= rollout_metrics(whole) | train_metrics(result)
         metrics |= age_metrics(whole.batch, step - 1, self.config.grpo.async_grpo.max_trajectory_age_steps)
-        metrics |= correction_metrics(whole.batch) | pace_metrics(pace, time.monotonic())
+        metrics |= pace_metrics(pace, time.monotonic())
         metrics |= self.collector.environments.take_counts()
         return StepOutcome(metrics, result["skip_reasons"], whole.batch)
 
@@ -99,6 +112,8 @@ class AsyncGRPO(GRPO):
         self.policy.begin_train_step(self._loss_fn, step_id=_id_of(step))
         chunks = [self._train_chunk(step, positions)[0] for positions in self.rollouts.chunks_of(step)]
         result = self.policy.finish_train_step()
+        if not self._passes_before:
+            SamplerSums.taken_from(result)
         whole = Rollout.concatenate(chunks, self.collector.tokenizer.pad_token_id)
         return StepOutcome(train_metrics(result), result["skip_reasons"], whole.batch)
 
@@ -135,10 +150,11 @@ class AsyncGRPO(GRPO):
     def _train_chunk(self, step: int, positions: Sequence[int]) -> tuple[Rollout, dict[str, float]]:
         rollout = self._rollout_of(positions)
         metrics = self._judge(step, rollout)
+        trained = trained_columns(rollout.batch)
+        if not self._passes_before:
+            trained[ON_POLICY] = _drawn_on_policy(step - 1, rollout.batch).to(trained["sample_mask"].dtype)
         with self.observer.phase("train"):
-            self.policy.train_microbatch(
-                trained_columns(rollout.batch), chunk_id=f"groups from {positions[0]}"
-            )
+            self.policy.train_microbatch(trained, chunk_id=f"groups from {positions[0]}")
         return rollout, metrics
 
     def _wait_for(self, chunks: Iterator[Sequence[int]]) -> Sequence[int] | None:
@@ -159,22 +175,38 @@ class AsyncGRPO(GRPO):
         young = _drawn_by(step - 1, batch)
         return super()._check_mismatch(step, young) if young.size else {}
 
+    def _found_in_training(self, step: int, batch: BatchedDataDict, sums: SamplerSums) -> dict[str, float]:
+        """Both comparisons of weights with those that drew, of a step whose pass before training was left out."""
+        young, correction = _drawn_by(step - 1, batch), correction_of_training(sums)
+        if not young.size:
+            return correction
+        return mismatch_of_training(step, sums, responses(young), self._mismatch) | correction
+
     def _measure_mismatch(self, step: int, batch: BatchedDataDict) -> dict[str, float]:
         """Of a whole step, whose chunks have been checked."""
-        young, config = _drawn_by(step - 1, batch), self.config
+        young = _drawn_by(step - 1, batch)
         if not young.size:
             return {}
-        found = measure_mismatch(young, config.loss_fn.reference_policy_kl_type)
-        return found.metrics(config.policy.generation.mismatch.threshold)
+        found = measure_mismatch(young, self.config.loss_fn.reference_policy_kl_type)
+        return found.metrics(self._mismatch.threshold)
 
 
 def _drawn_by(version: int, batch: BatchedDataDict) -> BatchedDataDict:
     """The responses of which no token was drawn by other weights."""
-    versions = batch[WEIGHT_VERSIONS]
-    others = ((versions >= 0) & (versions != version)).any(1)
-    young = [row for rows in batch.samples() if not others[rows.start : rows.stop].any() for row in rows]
+    young_B = _drawn_on_policy(version, batch)
     # Not a copy where it is the whole: the mismatch's action may mask rows.
-    return batch if len(young) == batch.size else batch.select_indices(young)
+    return (
+        batch if young_B.all() else batch.select_indices([row for row, young in enumerate(young_B) if young])
+    )
+
+
+def _drawn_on_policy(version: int, batch: BatchedDataDict) -> Tensor:
+    """Bool [B]: no token of the response, in none of its rows, was drawn by other weights."""
+    versions_BS = batch[WEIGHT_VERSIONS]
+    young_B = ~((versions_BS >= 0) & (versions_BS != version)).any(1)
+    for rows in batch.samples():
+        young_B[rows.start : rows.stop] = young_B[rows.start : rows.stop].all()
+    return young_B
 
 
 def _id_of(step: int) -> str:

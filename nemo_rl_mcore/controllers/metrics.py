@@ -11,6 +11,7 @@ import torch
 from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
 from nemo_rl_mcore.algorithms.episodes import WEIGHT_VERSIONS
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.sampler_check import SamplerSums
 
 
 def age_metrics(batch: BatchedDataDict, version: int, max_age: int) -> dict[str, float]:
@@ -47,6 +48,18 @@ def correction_metrics(batch: BatchedDataDict) -> dict[str, float]:
         "async/ess": float(ratios.sum() ** 2 / (ratios.square().sum() * len(ratios))),
         "async/importance_ratio_max": float(ratios.max()),
         "async/behaviour_kl": float((ratios - 1 - log_ratios).mean()),
+    }
+
+
+def correction_of_training(sums: SamplerSums) -> dict[str, float]:
+    """The same of a step whose training pass gave the log-probabilities."""
+    tokens = sums.trained_tokens
+    if not tokens:
+        return {}
+    return {
+        "async/ess": sums.ratio**2 / (sums.ratio_squares * tokens),
+        "async/importance_ratio_max": sums.ratio_max,
+        "async/behaviour_kl": sums.behaviour_kl / tokens,
     }
 
 

@@ -31,6 +31,7 @@ from nemo_rl_mcore.losses.base import (
 )
 from nemo_rl_mcore.losses.importance import ImportanceWeights, weight_function
 from nemo_rl_mcore.losses.kl import finite_exp, kl_estimate, log_ratio_estimate
+from nemo_rl_mcore.losses.sampler_check import ON_POLICY, SamplerCheck
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,14 @@ def surrogate_function(cfg: ClippedPGLossConfig) -> SurrogateFunction:
     return clipped_surrogate
 
 
-def policy_columns(cfg: ClippedPGLossConfig, kl_penalty: float) -> Iterator[Column]:
-    """Yield what a configuration reads of the batch; `kl_penalty` is that inside the loss."""
-    if not cfg.force_on_policy_ratio:
+def policy_columns(
+    cfg: ClippedPGLossConfig, kl_penalty: float, *, own_previous: bool = False
+) -> Iterator[Column]:
+    """Yield what a configuration reads of the batch; `kl_penalty` is that inside the loss.
+
+    own_previous: the log-probabilities of the pass itself take the place of those before training.
+    """
+    if not (cfg.force_on_policy_ratio or own_previous):
         yield Column("prev_logprobs", "force_on_policy_ratio: false")
     generation_is_needed_by = (
         "the comparison of training with generation (token_mult_prob_error and its like)"
@@ -165,8 +171,12 @@ class ClippedPGLossFn(TokenLossFunction):
     """The clipped policy-gradient loss with KL penalty, importance correction and entropy bonus."""
 
     def __init__(
-        self, cfg: ClippedPGLossConfig | Mapping[str, object], use_fused_linear_logprobs: bool = False
+        self,
+        cfg: ClippedPGLossConfig | Mapping[str, object],
+        use_fused_linear_logprobs: bool = False,
+        sampler_check: SamplerCheck | None = None,
     ) -> None:
+        """sampler_check: the batch has no prev_logprobs, as no weight has changed since it was drawn or judged."""
         self.cfg = (
             cfg if isinstance(cfg, ClippedPGLossConfig) else ClippedPGLossConfig.model_validate(dict(cfg))
         )
@@ -176,7 +186,10 @@ class ClippedPGLossFn(TokenLossFunction):
         self._ratios = ratio_function(self.cfg)
         self._surrogate = surrogate_function(self.cfg)
         self._weights = weight_function(self.cfg)
-        self._columns = tuple(policy_columns(self.cfg, self.kl_penalty))
+        self._check = sampler_check
+        self._columns = tuple(
+            policy_columns(self.cfg, self.kl_penalty, own_previous=sampler_check is not None)
+        )
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -210,6 +223,7 @@ class ClippedPGLossFn(TokenLossFunction):
                     **ratio_metrics(ratios, tokens.masks),
                     **mismatch_metrics(tokens, self.cfg.reference_policy_kl_type),
                     **self._sampling_metrics(weights, tokens),
+                    **self._check_sums(tokens, data),
                 },
             )
 
@@ -223,7 +237,7 @@ class ClippedPGLossFn(TokenLossFunction):
         given = {column.key: masks.read(data, column.key, column.needed_by) for column in self._columns}
         return PolicyTokens(
             current=current,
-            previous=current.detach() if self.cfg.force_on_policy_ratio else given["prev_logprobs"],
+            previous=given["prev_logprobs"] if "prev_logprobs" in given else current.detach(),
             generation=given["generation_logprobs"],
             advantages=given["advantages"],
             reference=given.get("reference_policy_logprobs"),
@@ -245,6 +259,12 @@ class ClippedPGLossFn(TokenLossFunction):
             weight=finite_exp(tokens.current - sampled),
         )
         return tokens.masks.reduce(kl, self.loss_type)
+
+    def _check_sums(self, tokens: PolicyTokens, data: BatchedDataDict) -> dict[str, MetricSum]:
+        if self._check is None:
+            return {}
+        kl_type, on_policy_B = self.cfg.reference_policy_kl_type, data.get(ON_POLICY)
+        return self._check.sums(tokens.masks, tokens.previous, tokens.generation, kl_type, on_policy_B)
 
     def _sampling_metrics(self, weights: ImportanceWeights, tokens: PolicyTokens) -> dict[str, MetricSum]:
         masks = tokens.masks

@@ -72,6 +72,8 @@ def _batch_rows(plan: Plan) -> Iterator[Row]:
         kind = "packed" if budgets.packed else "of like length"
         yield "microbatches", f"up to {budgets.of_training(batch.rows_per_sample)} tokens, samples {kind}"
         yield "log-probability passes", f"up to {budgets.logprob} tokens, samples {kind}"
+    if batch.prev_logprobs is not None:
+        yield "prev_logprobs", batch.prev_logprobs
     used = f"{batch.longest_prompt} prompt + {batch.max_new_tokens} new"
     yield "tokens", f"{used} <= {batch.max_sequence}"
 

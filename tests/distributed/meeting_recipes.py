@@ -108,6 +108,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "temperature": (1.0, 0.7),
     "kl": (False, True),
     "distributed optimizer": (False, True),
+    "prev_logprobs": ("always", "auto"),
     "state": ("fresh", "resumed", "foreign"),
 }
 # What changes the mathematics; the plain sibling of a combination shares it.
@@ -128,6 +129,7 @@ def name_of(case: Case) -> str:
         "temperature": f"t {case['temperature']}",
         "kl": "kl" if case["kl"] else "no kl",
         "distributed optimizer": "distributed" if case["distributed optimizer"] else "plain",
+        "prev_logprobs": "two passes" if case["prev_logprobs"] == "always" else "one pass",
     }
     return ", ".join(str(said.get(name, value)) for name, value in case.items())
 
@@ -228,6 +230,8 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         "policy.generation.temperature": case["temperature"],
         f"{OPTIMIZER}.use_distributed_optimizer": case["distributed optimizer"],
     }
+    if algorithm.shipped.algorithm in ("grpo", "ppo"):
+        values["policy.recompute_prev_logprobs"] = case["prev_logprobs"]
     if algorithm.shipped.algorithm == "ppo":
         values["value.optimizer.use_distributed_optimizer"] = case["distributed optimizer"]
     if case["batching"] != "fixed":

@@ -129,6 +129,23 @@ def _distillation(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _prev_logprobs(config: RunConfig) -> Iterator[Problem]:
+    if config.policy.recompute_prev_logprobs == "always" and _policy_gradient(config) is None:
+        without = " without loss_fn.rl_weight" if isinstance(config, DistillationMasterConfig) else ""
+        yield Problem(
+            "policy.recompute_prev_logprobs",
+            f"always does nothing with {config.algorithm}{without}, which has no ratio to earlier weights",
+            "remove it",
+        )
+
+
 RULES = Rules(
-    of_runs=(_one_step_per_rollout, _bounds_of_nothing, _lost_penalty, _critic_warmup, _distillation)
+    of_runs=(
+        _one_step_per_rollout,
+        _bounds_of_nothing,
+        _lost_penalty,
+        _critic_warmup,
+        _prev_logprobs,
+        _distillation,
+    )
 )

@@ -12,9 +12,9 @@ from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
 
 
-def master(grpo=None, loss_fn=None, **top):
+def master(grpo=None, loss_fn=None, recompute="auto", **top):
     generations = (grpo or {}).get("num_generations_per_prompt", 3)
-    policy = {"train_global_batch_size": 4 * generations}
+    policy = {"train_global_batch_size": 4 * generations, "recompute_prev_logprobs": recompute}
     return recipe("grpo", policy, grpo=grpo or {}, loss_fn=loss_fn or {}, **top)
 
 
@@ -44,7 +44,7 @@ def test_each_step_reports_the_mismatch_and_masks_what_is_above_the_threshold():
 
 
 def test_a_step_is_generate_logprobs_train():
-    policy, notes = run(master())
+    policy, notes = run(master(recompute="always"))
     assert policy.calls == ["update_weights", "generate", "offload", "logprobs", "train"] * 2
     phases = ["generation", "logprobs", "train"]
     assert notes.phases == [*phases, "weight_sync", *phases]
@@ -54,9 +54,17 @@ def test_a_step_is_generate_logprobs_train():
     assert first != second
 
 
+@pytest.mark.parametrize(("recompute", "passes"), [("auto", []), ("always", ["logprobs"])])
+def test_a_pass_before_training_is_left_out_where_nothing_reads_it(recompute, passes):
+    policy, notes = run(master(recompute=recompute))
+    assert policy.calls == ["update_weights", "generate", "offload", *passes, "train"] * 2
+    assert all(("prev_logprobs" in batch) == bool(passes) for batch in policy.batches)
+    assert notes.steps[1]["mismatch/max_seq_mult_prob_error"] >= 1
+
+
 def test_the_reference_is_asked_only_where_the_kl_penalty_is_not_zero():
     policy, _ = run(master(loss_fn={"reference_policy_kl_penalty": 0.1}))
-    assert policy.calls == ["update_weights", "generate", "offload", "logprobs", "reference", "train"] * 2
+    assert policy.calls == ["update_weights", "generate", "offload", "reference", "train"] * 2
     reference = policy.batches[0]["reference_policy_logprobs"]
     assert torch.equal(reference, torch.arange(float(reference.shape[1])).expand_as(reference))
 
@@ -260,7 +268,7 @@ def test_a_resumed_run_is_the_rest_of_the_run(tmp_path):
     first, before = run_with_checkpoints(tmp_path / "cut", 3, val_at_start=True)
     assert first.calls.count("save") == 2, "after step 2 and after the last one"
     second, after = run_with_checkpoints(tmp_path / "cut", 4, val_at_start=True)
-    assert second.calls == ["load", "update_weights", "generate", "offload", "logprobs", "train", "save"]
+    assert second.calls == ["load", "update_weights", "generate", "offload", "train", "save"]
     assert before.steps | after.steps == whole.steps
     assert after.steps[4]["train/skipped_steps"] == 8, "the skipped steps before count"
 

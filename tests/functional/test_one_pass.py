@@ -1,0 +1,74 @@
+"""Runs without the pass before training, beside runs with it: equal to the bit where microbatches are equal."""
+
+import math
+from pathlib import Path
+
+import pytest
+from grpo_run import Run
+
+CONFIGS = Path(__file__).parents[2] / "examples/configs"
+TWO_STEPS = ("logger.tensorboard_enabled=false", "policy.megatron_cfg.optimizer.lr=0.01")
+# Seconds and memory; and what measures the log-probabilities, whose sums are added in another order.
+OF_THE_MACHINE = ("timing/", "performance/")
+SUMMED = ("mismatch/", "async/ess", "async/importance_ratio_max", "async/behaviour_kl")
+PACE = ("async/trainer_idle", "async/engine_idle", "async/buffer_ready", "async/inflight")
+
+
+def steps_of(folder, recompute, recipe, *overrides, algorithm="grpo"):
+    run = Run(
+        folder / recompute,
+        *(f"{algorithm}.max_num_steps=3", f"{algorithm}.val_at_end=false", *TWO_STEPS),
+        *(f"policy.recompute_prev_logprobs={recompute}", *overrides),
+        algorithm=algorithm,
+        recipe=CONFIGS / recipe,
+    )
+    try:
+        code, _, errors = run.end(within_s=240)
+    finally:
+        run.close()
+    assert code == 0, errors
+    return run.steps(), [line.partition(" (")[0] for line in errors.splitlines()]
+
+
+def compare(run, other):
+    """The runs have equal numbers, and have warned alike."""
+    (steps, warnings), (wanted, warned) = run, other
+    assert warnings == warned
+    assert len(steps) == len(wanted) == 3
+    for found, expected in zip(steps, wanted, strict=True):
+        names = {name for name in expected if not name.startswith((*OF_THE_MACHINE, *PACE))}
+        assert names == {name for name in found if not name.startswith((*OF_THE_MACHINE, *PACE))}
+        for name in names:
+            if name.startswith(SUMMED):
+                assert math.isclose(found[name], expected[name], rel_tol=1e-9, abs_tol=1e-9), name
+            else:
+                assert found[name] == expected[name], name
+
+
+@pytest.mark.exhaustive
+def test_a_run_is_the_same_to_the_bit(tmp_path):
+    sizes = ("policy.train_micro_batch_size=64", "policy.logprob_batch_size=64")
+    threshold = "policy.generation.mismatch.threshold=1.0000001"
+    wanted = steps_of(tmp_path, "always", "grpo_copy_cpu.yaml", *sizes, threshold)
+    assert len(wanted[1]) == 3
+    compare(steps_of(tmp_path, "auto", "grpo_copy_cpu.yaml", *sizes, threshold), wanted)
+
+
+@pytest.mark.exhaustive_cases(["several turns"])
+@pytest.mark.parametrize(
+    ("algorithm", "recipe", "overrides"),
+    [
+        ("ppo", "ppo_cpu.yaml", ("warm_start=null", "policy.logprob_batch_size=128")),
+        ("grpo", "grpo_guess_number_cpu.yaml", ("loss_fn.reference_policy_kl_penalty=0.05",)),
+        (
+            "grpo",
+            "grpo_copy_async_cpu.yaml",
+            ("grpo.async_grpo.max_trajectory_age_steps=0", "cluster.cpu_workers_per_node=1"),
+        ),
+    ],
+    ids=["ppo", "several turns", "asynchronous, K = 0"],
+)
+def test_so_are_runs_of_other_kinds(tmp_path, algorithm, recipe, overrides):
+    sizes = ("policy.train_micro_batch_size=128", "policy.logprob_batch_size=128")
+    wanted = steps_of(tmp_path, "always", recipe, *sizes, *overrides, algorithm=algorithm)
+    compare(steps_of(tmp_path, "auto", recipe, *sizes, *overrides, algorithm=algorithm), wanted)
