@@ -103,15 +103,22 @@ class ValueInterface(TrainedModel, Protocol):
 class PolicyInterface(TrainedModel, Protocol):
     """A policy."""
 
-    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
-        """{"logprobs": fp32 [B, S]}, column i about token i."""
+    def get_logprobs(self, data: BatchedDataDict, *, trained_only: bool = False) -> BatchedDataDict:
+        """{"logprobs": fp32 [B, S]}, column i about token i.
+
+        trained_only, here and below: only of tokens that token_mask [B, S] marks; 0 elsewhere, where no loss reads.
+        """
         ...
 
-    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, *, trained_only: bool = False
+    ) -> BatchedDataDict:
         """{"reference_logprobs": fp32 [B, S]} of the weights at the start of the run."""
         ...
 
-    def get_topk_logits(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
+    def get_topk_logits(
+        self, data: BatchedDataDict, k: int, *, trained_only: bool = False
+    ) -> BatchedDataDict:
         """The k most probable next tokens at each position; the keys are those of `MegatronPolicyWorker`."""
         ...
 

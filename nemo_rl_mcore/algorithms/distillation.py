@@ -12,7 +12,7 @@ from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
-from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs
+from nemo_rl_mcore.algorithms.logprobs import add_logprobs, trained_inputs
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
@@ -62,6 +62,6 @@ class Distillation(Algorithm[DistillationMasterConfig]):
 
     def _add_teacher(self, batch: BatchedDataDict) -> None:
         k = self.config.distillation.topk_logits_k or self.config.policy.model.vocab_size
-        said = self.teacher.get_topk_logits(model_inputs(batch), k)
+        said = self.teacher.get_topk_logits(trained_inputs(batch), k, trained_only=True)
         for name, value in said.items():
             batch[f"teacher_{name}"] = value

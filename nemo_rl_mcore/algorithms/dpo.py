@@ -15,7 +15,7 @@ import torch
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
 from nemo_rl_mcore.algorithms.episodes import trained_columns
-from nemo_rl_mcore.algorithms.logprobs import model_inputs
+from nemo_rl_mcore.algorithms.logprobs import trained_inputs
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
@@ -81,7 +81,9 @@ class DPO(Algorithm[DPOMasterConfig]):
         batch["reference_policy_logprobs"] = reference.roll(-1, dims=1)
 
     def _ask_reference(self, batch: BatchedDataDict) -> torch.Tensor:
-        return self.policy.get_reference_policy_logprobs(model_inputs(batch))["reference_logprobs"]
+        return self.policy.get_reference_policy_logprobs(trained_inputs(batch), trained_only=True)[
+            "reference_logprobs"
+        ]
 
     def _cached_reference(self, batch: BatchedDataDict) -> torch.Tensor:
         """[B, S]; given answers come again with every pass over the data set, and the reference never changes."""

@@ -13,6 +13,11 @@ def model_inputs(batch: BatchedDataDict) -> BatchedDataDict:
     return BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
 
 
+def trained_inputs(batch: BatchedDataDict) -> BatchedDataDict:
+    """What one needs that is asked about the trained tokens alone."""
+    return BatchedDataDict(model_inputs(batch) | {"token_mask": batch["token_mask"]})
+
+
 def policy_loss(config: GRPOMasterConfig | PPOMasterConfig) -> LossFunction:
     """The loss of the policy; where no pass before training is to give prev_logprobs, one that asks for none."""
     fused = config.policy.megatron_cfg.use_fused_linear_logprobs
@@ -25,10 +30,13 @@ def policy_loss(config: GRPOMasterConfig | PPOMasterConfig) -> LossFunction:
 def add_logprobs(
     batch: BatchedDataDict, policy: PolicyInterface, loss: ClippedPGLossConfig, *, previous: bool = True
 ) -> None:
-    """Add prev_logprobs, if asked for, and, where a KL penalty needs them, reference_policy_logprobs, fp32 [B, S]."""
-    inputs = model_inputs(batch)
+    """Add prev_logprobs, if asked for, and, where a KL penalty needs them, reference_policy_logprobs, fp32 [B, S].
+
+    Both are 0 where token_mask is.
+    """
+    inputs = trained_inputs(batch)
     if previous:
-        batch["prev_logprobs"] = policy.get_logprobs(inputs)["logprobs"]
+        batch["prev_logprobs"] = policy.get_logprobs(inputs, trained_only=True)["logprobs"]
     if loss.reference_policy_kl_penalty != 0:
-        reference = policy.get_reference_policy_logprobs(inputs)
+        reference = policy.get_reference_policy_logprobs(inputs, trained_only=True)
         batch["reference_policy_logprobs"] = reference["reference_logprobs"]

@@ -54,10 +54,12 @@ class BatchCheck:
             next((name for name, present in layers.items() if present), None),
         )
 
-    def reading(self, data: BatchedDataDict, *, k: int | None = None) -> None:
-        """A pass that says something of every token; `k` is how many choices are asked for."""
+    def reading(self, data: BatchedDataDict, *, k: int | None = None, trained_only: bool = False) -> None:
+        """A pass that says something of every token, or of those that token_mask marks; `k`: choices asked for."""
         found = _Findings(data)
         lengths_B = self._inputs(found, "a pass without a loss")
+        if trained_only:
+            found.mask("token_mask", "BS")
         if self.budgets is not None and lengths_B is not None:
             self._budget(found, lengths_B, "logprob_mb_tokens", self.budgets.logprob)
         if k is not None and not 1 <= k <= self.vocab_size:

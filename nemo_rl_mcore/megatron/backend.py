@@ -93,26 +93,32 @@ class MegatronBackend(MegatronTrainBackend):
 
     # Reads
 
-    def logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
+    def logprobs(self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False) -> Tensor:
         """Log-probabilities fp32 [B, S]; see `PolicyBackend.logprobs`."""
-        return self._logprobs("get_logprobs", data, micro_batch_size)
+        return self._logprobs("get_logprobs", data, micro_batch_size, trained_only)
 
     def keep_reference(self) -> None:
         """Copy the weights to the CPU."""
         self._reference = ReferencePolicy(self.chunks)
 
-    def reference_logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
+    def reference_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
+    ) -> Tensor:
         """Log-probabilities fp32 [B, S] under the reference weights."""
         assert self._reference is not None
         with self._reference.swapped_in():
-            return self._logprobs("get_reference_policy_logprobs", data, micro_batch_size)
+            return self._logprobs("get_reference_policy_logprobs", data, micro_batch_size, trained_only)
 
-    def topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int) -> TopKLogits:
+    def topk_logits(
+        self, data: BatchedDataDict, k: int, micro_batch_size: int, *, trained_only: bool = False
+    ) -> TopKLogits:
         """The k most probable next tokens; see `PolicyBackend.topk_logits`."""
         names = ("topk_logits", "topk_indices", "logsumexp", "tail_logmass")
         read = self._read(
             "get_topk_logits",
-            lambda: self.forward.topk(data, k, micro_batch_size) or [None] * len(names),
+            lambda: (
+                self.forward.topk(data, k, micro_batch_size, trained_only=trained_only) or [None] * len(names)
+            ),
         )
         return TopKLogits(**dict(zip(names, read, strict=True)))
 
@@ -133,8 +139,12 @@ class MegatronBackend(MegatronTrainBackend):
         """See `GeneratorBackend.next_logprobs`."""
         return generation.next_logprobs(self.forward, self._policy.model.vocab_size, prompts, temperature)
 
-    def _logprobs(self, call: str, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
-        return self._read(call, lambda: [self.forward.logprobs(data, micro_batch_size)])[0]
+    def _logprobs(
+        self, call: str, data: BatchedDataDict, micro_batch_size: int, trained_only: bool
+    ) -> Tensor:
+        return self._read(
+            call, lambda: [self.forward.logprobs(data, micro_batch_size, trained_only=trained_only)]
+        )[0]
 
     @staticmethod
     def _read(call: str, read: Callable[[], Sequence[Tensor | None]]) -> list[Tensor]:

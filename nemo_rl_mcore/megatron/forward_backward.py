@@ -70,12 +70,16 @@ class ForwardBackward:
         """The losses that layers attach to their own backward pass."""
         return AuxiliaryLosses(self.config, self.chunks)
 
-    def logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> torch.Tensor | None:
+    def logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
+    ) -> torch.Tensor | None:
         """Log-probabilities of `input_ids` [B, S] as fp32 [B, S]; None off the last pipeline stage.
 
         Column i is log p of token i given those before it; column 0 and the right padding are 0.
+        trained_only: so is all that `token_mask` does not mark.
         """
-        return (self._read(data, micro_batch_size, self.passes.logprobs()) or [None])[0]
+        kind = self.passes.logprobs(trained_only=trained_only)
+        return (self._read(data, micro_batch_size, kind) or [None])[0]
 
     def values(self, data: BatchedDataDict, micro_batch_size: int) -> torch.Tensor | None:
         """A critic's values as fp32 [B, S]; None off the last pipeline stage.
@@ -84,12 +88,15 @@ class ForwardBackward:
         """
         return (self._read(data, micro_batch_size, self.passes.values()) or [None])[0]
 
-    def topk(self, data: BatchedDataDict, k: int, micro_batch_size: int) -> list[torch.Tensor]:
+    def topk(
+        self, data: BatchedDataDict, k: int, micro_batch_size: int, *, trained_only: bool = False
+    ) -> list[torch.Tensor]:
         """The k best next tokens at each position: logits and ids [B, S, k], logsumexp and tail's log-mass [B, S].
 
-        Empty off the last pipeline stage; 0 where the next token is not real.
+        Empty off the last pipeline stage; 0 where the next token is not real or, with trained_only, not marked by
+        `token_mask`.
         """
-        return self._read(data, micro_batch_size, self.passes.topk(k))
+        return self._read(data, micro_batch_size, self.passes.topk(k, trained_only=trained_only))
 
     def loss_sums(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int, *, forward_only: bool

@@ -16,6 +16,7 @@ import torch
 
 from nemo_rl_mcore.megatron.parallel_groups import tensor_parallel_group
 from nemo_rl_mcore.megatron.value_head import ValueHead
+from nemo_rl_mcore.ops._token_rows import TokenRows
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions, fused_linear_logprobs
 from nemo_rl_mcore.ops.linear_logprobs_at import linear_logprobs_at
 from nemo_rl_mcore.ops.linear_topk import linear_topk_logprobs
@@ -59,26 +60,44 @@ class StudentSelection:
 
 
 # A tensor or a tuple of tensors: what 16-bit models know to convert.
-Processor = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+Processor = Callable[..., Outputs]
+
+
+def all_of(output: Outputs) -> tuple[torch.Tensor, ...]:
+    """The tensors that a processor returned."""
+    return output if isinstance(output, tuple) else (output,)
 
 
 def unfused_processor(vocab_size: int) -> Processor:
-    """A processor that calls the output layer and takes the selected log-probabilities from its logits."""
+    """A processor that calls the output layer and takes the selected log-probabilities from its logits.
+
+    Only the selected positions have logits, unless the sequence is divided over ranks: then its own gather has all.
+    """
 
     def process(
         *, hidden_states: torch.Tensor, output_layer: Any, output_weight: torch.Tensor | None, context: TokenSelection,
         scale_logits: Callable[[torch.Tensor], torch.Tensor], **_unused: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
-        logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=False)
-        return vocab_parallel_logprobs(
-            scale_logits(logits),
-            context.targets_SB,
-            tp_group=tensor_parallel_group(),
-            temperature=context.temperature,
-            mask=context.mask_SB,
-            with_entropy=context.with_entropy,
-            vocab_size=vocab_size,
-        )
+        def logprobs(hidden: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor | None) -> Any:
+            logits, _ = output_layer(hidden, weight=output_weight, runtime_gather_output=False)
+            return vocab_parallel_logprobs(
+                scale_logits(logits),
+                targets,
+                tp_group=tensor_parallel_group(),
+                temperature=context.temperature,
+                mask=mask,
+                with_entropy=context.with_entropy,
+                vocab_size=vocab_size,
+            )
+
+        rows = TokenRows.of(context.mask_SB, context.mask_SB.numel())
+        if output_layer.sequence_parallel or rows.count in (0, rows.total):
+            return logprobs(hidden_states, context.targets_SB, context.mask_SB)
+        hidden_N1H = rows.select(hidden_states.flatten(0, 1)).unsqueeze(1)
+        found = logprobs(hidden_N1H, rows.select(context.targets_SB.flatten()).unsqueeze(1), None)
+        spread = [rows.spread(one.squeeze(1)).view_as(context.targets_SB) for one in all_of(found)]
+        return tuple(spread) if context.with_entropy else spread[0]
 
     return process
 

@@ -24,10 +24,12 @@ from nemo_rl_mcore.losses.base import (
     ValueOutputs,
 )
 from nemo_rl_mcore.megatron.output_processor import (
+    Outputs,
     Processor,
     StudentSelection,
     TokenSelection,
     TopKSelection,
+    all_of,
     student_processor,
     topk_processor,
     value_processor,
@@ -38,7 +40,6 @@ from nemo_rl_mcore.training.sums import LocalSums
 
 # What a schedule's loss function returns: the loss, a token count that Megatron is not to use, and our own result.
 LossTriple = tuple[torch.Tensor, torch.Tensor, Any]
-Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -72,22 +73,25 @@ class Passes:
     linear_options: LinearLogprobsOptions
     value_head: ValueHead | None = None
 
-    def logprobs(self) -> ModelPass:
-        """Log-probabilities of all real tokens; a result is (places, ([B, S],))."""
-        return ModelPass(self.token_processor, real_next_tokens, self._select_tokens, _collect_logprobs)
+    def logprobs(self, *, trained_only: bool = False) -> ModelPass:
+        """Log-probabilities of all real tokens, or of those that token_mask marks; a result is (places, ([B, S],))."""
+        return ModelPass(
+            self.token_processor, _of_a_read(trained_only), self._select_tokens, _collect_logprobs
+        )
 
     def values(self) -> ModelPass:
         """Values of the states before all real tokens; a result is (places, ([B, S],))."""
         # The hidden state that predicts a token is the state before it, so values shift as log-probabilities do.
         return ModelPass(value_processor(self.value_head), real_next_tokens, _mask, _collect_logprobs)
 
-    def topk(self, k: int) -> ModelPass:
+    def topk(self, k: int, *, trained_only: bool = False) -> ModelPass:
         """The k best next tokens; a result is (places, (logits [B, S, K], ids, logsumexp [B, S], tail [B, S]))."""
 
         def context(_microbatch: Microbatch, mask_BS: torch.Tensor) -> TopKSelection:
             return TopKSelection(k, _by_position(mask_BS), self.temperature)
 
-        return ModelPass(topk_processor(self.linear_options), real_next_tokens, context, _collect_unshifted)
+        processor = topk_processor(self.linear_options)
+        return ModelPass(processor, _of_a_read(trained_only), context, _collect_unshifted)
 
     def loss(self, loss_fn: LossFunction) -> ModelPass:
         """What a loss function reads, and its sums; a result is `LocalSums`."""
@@ -143,13 +147,22 @@ def real_next_tokens(rows: BatchedDataDict) -> torch.Tensor:
     return positions < (rows["input_lengths"] - 1).unsqueeze(1)
 
 
+def _of_a_read(trained_only: bool) -> Callable[[BatchedDataDict], torch.Tensor]:
+    return marked_next_tokens if trained_only else real_next_tokens
+
+
+def marked_next_tokens(rows: BatchedDataDict) -> torch.Tensor:
+    """[B, S], true at each position whose next token token_mask marks, whether or not its row counts."""
+    return torch.nn.functional.pad(rows["token_mask"].bool()[:, 1:], (0, 1))
+
+
 def tokens_to_train(rows: BatchedDataDict, rows_per_sample: int = 1) -> torch.Tensor:
     """[B, S], true at each position whose next token enters the loss.
 
     A sample counts where any of its rows does: which of them decides is the loss's to say.
     """
     kept = rows["sample_mask"].bool().view(-1, rows_per_sample).any(dim=1).repeat_interleave(rows_per_sample)
-    return torch.nn.functional.pad((rows["token_mask"].bool() & kept.unsqueeze(1))[:, 1:], (0, 1))
+    return marked_next_tokens(rows) & kept.unsqueeze(1)
 
 
 def _by_position(values_BS: torch.Tensor) -> torch.Tensor:
@@ -217,8 +230,3 @@ def _distillation_outputs(microbatch: Microbatch, output: Outputs) -> Distillati
         teacher=TopKLogprobs(logprobs[:, :-1], None if teacher_tail is None else teacher_tail[:, :-1]),
         tokens=TokenOutputs(*of_tokens) if of_tokens else None,
     )
-
-
-def all_of(output: Outputs) -> tuple[torch.Tensor, ...]:
-    """The tensors that a processor returned."""
-    return output if isinstance(output, tuple) else (output,)

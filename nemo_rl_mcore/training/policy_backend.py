@@ -148,9 +148,10 @@ class PolicyBackend(TrainStepBackend, Protocol):
         """How many shards a batch has."""
         ...
 
-    def logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
+    def logprobs(self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False) -> Tensor:
         """fp32 [B, S] on the CPU: column i is log p of token i; column 0 and the right padding are 0.
 
+        trained_only: so is all that token_mask [B, S] does not mark, for which no logits are computed.
         In evaluation mode, as all reads; an open train step is left as it is.
         """
         ...
@@ -159,12 +160,16 @@ class PolicyBackend(TrainStepBackend, Protocol):
         """Keep the present weights as those of the reference policy."""
         ...
 
-    def reference_logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
+    def reference_logprobs(
+        self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
+    ) -> Tensor:
         """`logprobs` under the weights that `keep_reference` kept; the policy's own are back also after an error."""
         ...
 
-    def topk_logits(self, data: BatchedDataDict, k: int, micro_batch_size: int) -> TopKLogits:
-        """The k most probable next tokens."""
+    def topk_logits(
+        self, data: BatchedDataDict, k: int, micro_batch_size: int, *, trained_only: bool = False
+    ) -> TopKLogits:
+        """The k most probable next tokens; trained_only: of those that token_mask marks."""
         ...
 
     def values(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:

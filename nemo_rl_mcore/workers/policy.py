@@ -126,20 +126,24 @@ class Policy:
             return error.usable
         return True
 
-    def get_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+    def get_logprobs(self, data: BatchedDataDict, *, trained_only: bool = False) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_logprobs`."""
-        self._check.reading(data)
-        return self._map("get_logprobs", data)
+        self._check.reading(data, trained_only=trained_only)
+        return self._map("get_logprobs", data, trained_only=trained_only)
 
-    def get_reference_policy_logprobs(self, data: BatchedDataDict) -> BatchedDataDict:
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict, *, trained_only: bool = False
+    ) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_reference_policy_logprobs`."""
-        self._check.reading(data)
-        return self._map("get_reference_policy_logprobs", data)
+        self._check.reading(data, trained_only=trained_only)
+        return self._map("get_reference_policy_logprobs", data, trained_only=trained_only)
 
-    def get_topk_logits(self, data: BatchedDataDict, k: int) -> BatchedDataDict:
+    def get_topk_logits(
+        self, data: BatchedDataDict, k: int, *, trained_only: bool = False
+    ) -> BatchedDataDict:
         """See `interfaces.PolicyInterface.get_topk_logits`."""
-        self._check.reading(data, k=k)
-        return self._map("get_topk_logits", data, k=k)
+        self._check.reading(data, k=k, trained_only=trained_only)
+        return self._map("get_topk_logits", data, k=k, trained_only=trained_only)
 
     def get_values(self, data: BatchedDataDict) -> BatchedDataDict:
         """See `interfaces.ValueInterface.get_values`; for the role value."""

@@ -95,37 +95,50 @@ class MegatronPolicyWorker:
 
     # Reads and generation
 
-    def get_logprobs(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
+    def get_logprobs(
+        self, *, data: BatchedDataDict, micro_batch_size: int | None = None, trained_only: bool = False
+    ) -> BatchedDataDict:
         """{"logprobs": fp32 [B, S] on the CPU}: column i is log p of token i; column 0 and right padding are 0.
 
         data: input_ids [B, S], input_lengths [B]. Evaluation mode; the worker's temperature divides the logits.
+        trained_only: for the tokens that token_mask [B, S] marks alone, and 0 for all others: no logits are computed
+        for prompts and observations, which no loss reads.
         """
-        self._meet("get_logprobs", partial(self._check.reading, data))
-        return BatchedDataDict(logprobs=self.backend.logprobs(data, self._rows(micro_batch_size)))
+        self._meet("get_logprobs", partial(self._check.reading, data, trained_only=trained_only))
+        logprobs = self.backend.logprobs(data, self._rows(micro_batch_size), trained_only=trained_only)
+        return BatchedDataDict(logprobs=logprobs)
 
     def get_reference_policy_logprobs(
-        self, *, data: BatchedDataDict, micro_batch_size: int | None = None
+        self, *, data: BatchedDataDict, micro_batch_size: int | None = None, trained_only: bool = False
     ) -> BatchedDataDict:
         """{"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the weights that the run started from."""
         if not self._has_reference:
             raise ValueError(
                 "this worker has no reference policy: it was built with init_reference_model=False"
             )
-        self._meet("get_reference_policy_logprobs", partial(self._check.reading, data))
-        logprobs = self.backend.reference_logprobs(data, self._rows(micro_batch_size))
+        check = partial(self._check.reading, data, trained_only=trained_only)
+        self._meet("get_reference_policy_logprobs", check)
+        rows = self._rows(micro_batch_size)
+        logprobs = self.backend.reference_logprobs(data, rows, trained_only=trained_only)
         return BatchedDataDict(reference_logprobs=logprobs)
 
     def get_topk_logits(
-        self, *, data: BatchedDataDict, k: int, micro_batch_size: int | None = None
+        self,
+        *,
+        data: BatchedDataDict,
+        k: int,
+        micro_batch_size: int | None = None,
+        trained_only: bool = False,
     ) -> BatchedDataDict:
         """The k most probable next tokens, as a teacher gives them, on the CPU.
 
         {"topk_logits": fp32 [B, S, k] divided by the temperature, "topk_indices": int64 global ids, "logsumexp": fp32
         [B, S] over the whole vocabulary, "tail_logmass": fp32 [B, S], the log of the probability of all other ids}.
-        Column i is about token i + 1; where that is not real, all is 0.
+        Column i is about token i + 1; where that is not real or, with trained_only, not marked, all is 0.
         """
-        self._meet("get_topk_logits", partial(self._check.reading, data, k=k))
-        return BatchedDataDict(vars(self.backend.topk_logits(data, k, self._rows(micro_batch_size))))
+        self._meet("get_topk_logits", partial(self._check.reading, data, k=k, trained_only=trained_only))
+        rows = self._rows(micro_batch_size)
+        return BatchedDataDict(vars(self.backend.topk_logits(data, k, rows, trained_only=trained_only)))
 
     def get_values(self, *, data: BatchedDataDict, micro_batch_size: int | None = None) -> BatchedDataDict:
         """{"values": fp32 [B, S] on the CPU} of a worker whose role is value.

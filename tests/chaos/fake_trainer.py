@@ -144,7 +144,7 @@ class FakeTrainer:
             self.dead = True
             raise self._error("the new ranks died", usable=False)
 
-    def get_logprobs(self, data):
+    def get_logprobs(self, data, trained_only=False):
         self._do("get_logprobs", dict)
         return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
 

@@ -163,11 +163,11 @@ class FakePolicy(FakeModel):
     def offload(self):
         self.calls.append("offload")
 
-    def get_logprobs(self, data):
+    def get_logprobs(self, data, *, trained_only=False):
         self.calls.append("logprobs")
         return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
 
-    def get_reference_policy_logprobs(self, data):
+    def get_reference_policy_logprobs(self, data, *, trained_only=False):
         """Another number for each column, so that a shift shows."""
         self.calls.append("reference")
         columns = torch.arange(data["input_ids"].shape[1], dtype=torch.float32)

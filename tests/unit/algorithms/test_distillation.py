@@ -29,7 +29,7 @@ class FakeTeacher(FakeModel):
         super().__init__(calls, "teacher")
         self.asked = []
 
-    def get_topk_logits(self, data, k):
+    def get_topk_logits(self, data, k, *, trained_only=False):
         self.calls.append("topk")
         self.asked.append((set(data), k))
         shape = data["input_ids"].shape
@@ -53,7 +53,7 @@ def test_on_policy_the_teacher_judges_the_students_answers():
     policy, teacher, notes, _ = run()
     assert policy.calls == ["update_weights", "generate", "offload", "topk", "train"] * 2
     assert notes.phases == ["generation", "teacher", "train", "weight_sync", "generation", "teacher", "train"]
-    assert teacher.asked == [({"input_ids", "input_lengths"}, 2)] * 2
+    assert teacher.asked == [({"input_ids", "input_lengths", "token_mask"}, 2)] * 2
     assert not teacher.trained
     assert policy.batches[0].size == 12
     assert "train/reward" in notes.steps[1]

@@ -34,7 +34,7 @@ class Policy:
     def __init__(self, temperature=1.0):
         self.temperature, self.lengths = temperature, []
 
-    def get_topk_logits(self, data, k):
+    def get_topk_logits(self, data, k, *, trained_only=False):
         [ids] = data["input_ids"].tolist()
         self.lengths.append(int(data["input_lengths"]))
         rows = [logits(ids[: end + 1], k) / self.temperature for end in range(len(ids) - 1)]
