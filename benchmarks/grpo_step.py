@@ -15,9 +15,9 @@ sides differ from the recipe in what TRL lacks: the decay of the rate and the ba
 Seconds are of the wall: a step is from the end of the one before to its own, logging included; `generation` has the
 sampling and the scoring, `rest` is the step without it. Each is the median over the steps but the first three, so that
 two need not add up to the third; `quickest` is the least of those steps, which a busy machine disturbs less. What is
-printed is the median of that over the rounds, and its ratio to trl's. Further columns: ours' own phases (a dash where a side does not tell), the mean reward of
-the last steps, and the tokens that were generated in a step. An answer may end early on both sides, so tokens can
-differ; with `mid`'s vocabulary the end of sequence almost never comes up.
+printed is the median of that over the rounds, and its ratio to trl's. Further columns: ours' own phases (a dash where a
+side does not tell), the mean reward of the last steps, and the tokens that were generated in a step. An answer may end
+early on both sides, so tokens can differ; with `mid`'s vocabulary the end of sequence almost never comes up.
 """
 
 from __future__ import annotations
