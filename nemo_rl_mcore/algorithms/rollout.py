@@ -175,19 +175,21 @@ class Responder:
         episodes = batch.samples()
         samples = len(episodes) // len(prompts)
         of_rows = [prompts[number // samples] for number, rows in enumerate(episodes) for _ in rows]
-        responses = [
-            self._response(*row) for row in zip(batch["input_ids"], batch["token_mask"], strict=True)
-        ]
-        return Rollout(batch, of_rows, responses)
+        return Rollout(batch, of_rows, self._responses(batch))
 
-    def _response(self, ids: torch.Tensor, mask: torch.Tensor) -> str:
-        """The text of a row's answer, or of all that came behind its prompt, where observations stand in between."""
-        sampled = mask.nonzero().flatten()
-        if not len(sampled):
-            return ""
-        first, end = int(sampled[0]), int(sampled[-1]) + 1
-        text = self.tokenizer.decode if end - first == len(sampled) else self.tokenizer.text_of
-        return text(ids[first:end].tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    def _responses(self, batch: BatchedDataDict) -> list[str]:
+        """The text of each row's answer, or of all that came behind its prompt, where observations stand in between."""
+        ids_BS, sampled_BS = batch["input_ids"].numpy(), batch["token_mask"].numpy() != 0
+        first_B, end_B = sampled_BS.argmax(1), sampled_BS.shape[1] - sampled_BS[:, ::-1].argmax(1)
+        spans = zip(ids_BS, first_B.tolist(), end_B.tolist(), sampled_BS.sum(1).tolist(), strict=True)
+        return [
+            (self.tokenizer.decode if end - first == count else self.tokenizer.text_of)(
+                ids[first:end].tolist()
+            )
+            if count
+            else ""
+            for ids, first, end, count in spans
+        ]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt.text)

@@ -1,4 +1,7 @@
-"""What is trained on is what was sampled: token ids against the digests that engines took of what they drew."""
+"""What is trained on is what was sampled: token ids against the digests that engines took of what they drew.
+
+Shapes: E episodes of R rows in all, S columns, N turns from 1 on; turn 0 is of observations, which nobody sampled.
+"""
 
 from __future__ import annotations
 
@@ -22,32 +25,42 @@ def require_sampled_ids(batch: BatchedDataDict) -> None:
     """
     if SAMPLED_DIGESTS not in batch:
         return
+    episodes = batch.samples()
+    sampled_EN: NDArray[np.int64] = batch[SAMPLED_DIGESTS].numpy()[[rows.start for rows in episodes]]
+    found_EN = _digests_of_turns(batch, episodes)
+    turns = max(sampled_EN.shape[1] + 1, found_EN.shape[1])
+    expected_EN = _widened(np.pad(sampled_EN, ((0, 0), (1, 0))), turns)
+    wrong = np.argwhere(_widened(found_EN, turns) != expected_EN)
+    if not len(wrong):
+        return
+    episode, turn = map(int, wrong[0])
+    first = episodes[episode].start
+    prompt, sample = int(batch["prompt_index"][first]), int(batch["sample_index"][first])
+    what = "an observation" if turn == _OBSERVED else f"answer {turn}"
+    raise RunStoppedError(
+        f"prompt_index {prompt}, sample_index {sample}: {what} would be trained on as tokens that the engine "
+        "did not sample, by the digest of the ids that it drew; what stands between generation and training "
+        "changes input_ids, token_mask or turn_of_token"
+    )
+
+
+def _digests_of_turns(batch: BatchedDataDict, episodes: list[range]) -> NDArray[np.int64]:
+    """Of the trained ids of each turn [E, 1 + N]; 0 where there are none."""
     mask_BS: NDArray[np.bool_] = batch["token_mask"].numpy() != 0
-    ids_BS: NDArray[np.int64] = batch["input_ids"].numpy()
     turns_BS: NDArray[np.int64] = batch.get(TURN_OF_TOKEN, batch["token_mask"].long()).numpy()
-    sampled_BN: list[list[int]] = batch[SAMPLED_DIGESTS].tolist()
-    for episode in batch.samples():
-        first, rows = episode.start, slice(episode.start, episode.stop)
-        trained = mask_BS[rows]
-        wrong = _first_difference(ids_BS[rows][trained], turns_BS[rows][trained], sampled_BN[first])
-        if wrong is not None:
-            prompt, sample = int(batch["prompt_index"][first]), int(batch["sample_index"][first])
-            what = "an observation" if wrong == _OBSERVED else f"answer {wrong}"
-            raise RunStoppedError(
-                f"prompt_index {prompt}, sample_index {sample}: {what} would be trained on as tokens that the engine "
-                "did not sample, by the digest of the ids that it drew; what stands between generation and training "
-                "changes input_ids, token_mask or turn_of_token"
-            )
+    episode_of_row = np.repeat(np.arange(len(episodes)), [len(rows) for rows in episodes])
+    # All trained tokens, one after the other: those of a turn together, in their order.
+    turn_T, id_T = turns_BS[mask_BS], np.ascontiguousarray(batch["input_ids"].numpy()[mask_BS])
+    turns = 1 + int(turn_T.max(initial=0))
+    group_T = episode_of_row[mask_BS.nonzero()[0]] * turns + turn_T
+    order = group_T.argsort(kind="stable")
+    groups, starts = np.unique(group_T[order], return_index=True)
+    parts = np.split(id_T[order], starts[1:])
+    found = np.zeros(len(episodes) * turns, dtype=np.int64)
+    found[groups] = [digest_of_ids(ids) for ids in parts[: len(groups)]]
+    return found.reshape(len(episodes), turns)
 
 
-def _first_difference(ids_N: NDArray[np.int64], turns_N: NDArray[np.int64], sampled: list[int]) -> int | None:
-    """The first turn whose ids are not those that were sampled; `_OBSERVED` for a trained token of no turn."""
-    if (turns_N == _OBSERVED).any():
-        return _OBSERVED
-    last = max(len(sampled), int(turns_N.max(initial=0)))
-    for turn in range(1, last + 1):
-        ids = ids_N[turns_N == turn]
-        found = digest_of_ids(ids) if len(ids) else 0
-        if found != (sampled[turn - 1] if turn <= len(sampled) else 0):
-            return turn
-    return None
+def _widened(values_EN: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
+    """With columns of 0 behind, up to as many."""
+    return np.pad(values_EN, ((0, 0), (0, columns - values_EN.shape[1])))
