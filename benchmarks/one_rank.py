@@ -15,8 +15,8 @@ def be_the_only_rank() -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
 
-def batch(rows: int, tokens: int, vocab: int) -> Any:
-    """Rows of random tokens, whose first quarter is the prompt."""
+def batch(rows: int, tokens: int, vocab: int, prompt: float = 0.25) -> Any:
+    """Rows of random tokens, of which the given share is the prompt."""
     import torch
 
     from nemo_rl_mcore.data import BatchedDataDict
@@ -26,7 +26,7 @@ def batch(rows: int, tokens: int, vocab: int) -> Any:
     return BatchedDataDict(
         input_ids=torch.randint(0, vocab, (rows, tokens), generator=noise),
         input_lengths=torch.full((rows,), tokens),
-        token_mask=(torch.arange(tokens) >= tokens // 4).float().expand(rows, -1),
+        token_mask=(torch.arange(tokens) >= tokens * prompt).float().expand(rows, -1),
         sample_mask=torch.ones(rows),
         advantages=torch.randn(rows, tokens, generator=noise),
         prev_logprobs=logprobs,

@@ -1,8 +1,9 @@
 """A worker's train step and log-probabilities, fused against unfused: the whole model, loss and optimizer.
 
 One rank of the GRPO recipe `examples/configs/grpo_copy_cpu.yaml` with a vocabulary of 32 thousand and rows of two
-thousand tokens. See `measuring` for how the methods take turns. CPU times are of one thread; memory is the peak that
-the call adds to what the built worker holds, after a warm-up.
+thousand tokens, a quarter of which are the prompt; `of trained` are log-probabilities of the others alone. See
+`measuring` for how the methods take turns. CPU times are of one thread; memory is the peak that the call adds to what
+the built worker holds, after a warm-up.
 
   python benchmarks/worker_step.py
   python benchmarks/worker_step.py --tokens 1024 --rows 4 --set policy.precision=bfloat16
@@ -43,16 +44,18 @@ def child(request: str) -> None:
     from nemo_rl_mcore.losses import ClippedPGLossFn
     from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 
-    rows, tokens, changes = json.loads(request)
+    rows, tokens, prompt, changes = json.loads(request)
     torch.set_num_threads(1)
     be_the_only_rank()
     config = load_config(ROOT / "examples/configs/grpo_copy_cpu.yaml", changes)
     worker = MegatronPolicyWorker(config.policy, init_reference_model=False)
-    data, loss_fn = batch(rows, tokens, config.policy.model.vocab_size), ClippedPGLossFn(config.loss_fn)
+    data = batch(rows, tokens, config.policy.model.vocab_size, prompt)
+    loss_fn = ClippedPGLossFn(config.loss_fn)
     figures: Figures = {}
     for name, call in {
         "train": lambda: worker.train(data, loss_fn),
         "logprobs": lambda: worker.get_logprobs(data=data),
+        "of trained": lambda: worker.get_logprobs(data=data, trained_only=True),
     }.items():
         seconds, peak = cost(call)
         figures |= {f"{name} s": seconds, f"{name} peak": peak}
@@ -79,6 +82,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32_768)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--prompt", type=float, default=0.25, help="share of a row that is not trained on")
     parser.add_argument("--set", nargs="+", default=[], help="more overrides of the recipe")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -88,10 +92,11 @@ def main() -> None:
         return
     print(f"{args.rows} rows of {args.tokens} tokens, vocabulary {args.vocab}, {load()}", flush=True)
     methods = {
-        name: [args.rows, args.tokens, overrides(args, fused)]
+        name: [args.rows, args.tokens, args.prompt, overrides(args, fused)]
         for name, fused in (("fused", True), ("unfused", False))
     }
     columns = {"train s": 1, "train peak": 1e6, "logprobs s": 1, "logprobs peak": 1e6}
+    columns |= {"of trained s": 1, "of trained peak": 1e6}
     median = alternate(__file__, methods, args.rounds)
     header(columns)
     table(median, columns)
