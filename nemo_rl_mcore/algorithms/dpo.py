@@ -33,7 +33,9 @@ class DPO(Algorithm[DPOMasterConfig]):
     """Direct preference optimization, https://arxiv.org/abs/2305.18290. `pairs` is None where they are made online."""
 
     pairs: PreferenceSource | None
-    _reference: dict[bytes, torch.Tensor] = field(default_factory=dict[bytes, torch.Tensor])
+    _reference: dict[tuple[bytes, bytes], torch.Tensor] = field(
+        default_factory=dict[tuple[bytes, bytes], torch.Tensor]
+    )
     """The reference's log-probabilities of given answers by their tokens: they are asked for once."""
 
     def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
@@ -87,8 +89,11 @@ class DPO(Algorithm[DPOMasterConfig]):
 
     def _cached_reference(self, batch: BatchedDataDict) -> torch.Tensor:
         """[B, S]; given answers come again with every pass over the data set, and the reference never changes."""
-        tokens = zip(batch["input_ids"], batch["input_lengths"].tolist(), strict=True)
-        keys = [row[:length].numpy().tobytes() for row, length in tokens]
+        # The same tokens may be divided into prompt and answer in another way: then others are asked for.
+        tokens = zip(batch["input_ids"], batch["token_mask"], batch["input_lengths"].tolist(), strict=True)
+        keys = [
+            (ids[:length].numpy().tobytes(), mask[:length].numpy().tobytes()) for ids, mask, length in tokens
+        ]
         new = [row for row, key in enumerate(keys) if key not in self._reference]
         if new:
             asked = batch.select_indices(new)

@@ -1,7 +1,8 @@
 """How far the generation engine's log-probabilities are from those that training computes, and what follows from it.
 
-Every step is checked before it trains: so is the first one of a run, and the first one after a resume, when weights
-that reached the engine wrong would show.
+Every step is checked: so is the first one of a run, and the first one after a resume, when weights that reached the
+engine wrong would show. What `mask` and `stop` act on is computed before the step trains; else the training pass may be
+what gives the log-probabilities, see `config.prev_logprobs`.
 
 Shapes: [B,S-1] in the next-token frame.
 """

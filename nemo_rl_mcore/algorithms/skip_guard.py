@@ -81,7 +81,8 @@ def _suspects(batch: BatchedDataDict) -> str:
                 broken.setdefault(int(row), []).append(key)
     if not broken:
         return (
-            f"the batch itself is finite, so the weights or the loss are at fault; its prompts are "
+            f"the batch itself is finite, so the weights or the loss are at fault (policy.recompute_prev_logprobs: "
+            f"always names rows whose log-probabilities are not finite); its prompts are "
             f"{sorted(set(prompts))[:_NAMED_SAMPLES]}{' ...' if len(set(prompts)) > _NAMED_SAMPLES else ''}"
         )
     named = [

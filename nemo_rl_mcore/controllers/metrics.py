@@ -57,7 +57,9 @@ def correction_of_training(sums: SamplerSums) -> dict[str, float]:
     if not tokens:
         return {}
     return {
-        "async/ess": sums.ratio**2 / (sums.ratio_squares * tokens),
+        "async/ess": sums.ratio / sums.ratio_squares * sums.ratio / tokens
+        if sums.ratio_squares
+        else float("nan"),
         "async/importance_ratio_max": sums.ratio_max,
         "async/behaviour_kl": sums.behaviour_kl / tokens,
     }

@@ -48,7 +48,9 @@ def _in_texts(prompts: PromptSource, config: RunConfig, tokenizer: Tokenizer) ->
     texts, wrong = read_texts(config.data.default or SourceDefaults())
     if wrong:
         raise ConfigError([problem.below("data.default") for problem in wrong])
-    return _ShownInTexts(prompts, texts, Limits(config, tokenizer))
+    shown = _ShownInTexts(prompts, texts, Limits(config, tokenizer))
+    shown.train_batch(1, 1)  # all prompts of a task are as long: one that has no room is told now
+    return shown
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,10 @@ class _ShownInTexts:
     def _shown(self, prompt: Prompt) -> Prompt:
         shown = self.texts.shown(prompt.text, chat=self.limits.config.data.apply_chat_template)
         text, context = (shown, ()) if isinstance(shown, str) else ("", shown)
-        return self.limits.rendered(replace(prompt, text=text, context=context))
+        whole = self.limits.rendered(replace(prompt, text=text, context=context))
+        if (excess := self.limits.excess(whole, sampled=True)) is not None:
+            raise ValueError(f"data.dataset_name: {self.limits.config.data.dataset_name}: {excess}")
+        return whole
 
 
 def open_pairs(config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer) -> PreferenceSource:

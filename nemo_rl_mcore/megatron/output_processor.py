@@ -91,9 +91,12 @@ def unfused_processor(vocab_size: int) -> Processor:
                 vocab_size=vocab_size,
             )
 
+        whole = hidden_states, context.targets_SB, context.mask_SB
+        if output_layer.sequence_parallel:
+            return logprobs(*whole)
         rows = TokenRows.of(context.mask_SB, context.mask_SB.numel())
-        if output_layer.sequence_parallel or rows.count in (0, rows.total):
-            return logprobs(hidden_states, context.targets_SB, context.mask_SB)
+        if rows.count in (0, rows.total):
+            return logprobs(*whole)
         hidden_N1H = rows.select(hidden_states.flatten(0, 1)).unsqueeze(1)
         found = logprobs(hidden_N1H, rows.select(context.targets_SB.flatten()).unsqueeze(1), None)
         spread = [rows.spread(one.squeeze(1)).view_as(context.targets_SB) for one in all_of(found)]

@@ -8,7 +8,7 @@ from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
-from nemo_rl_mcore.config.prev_logprobs import computes_prev_logprobs, reader_of_prev_logprobs
+from nemo_rl_mcore.config.prev_logprobs import source_of_prev_logprobs
 from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrails
 from nemo_rl_mcore.config.rules.packing import fused_guardrail
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
@@ -168,23 +168,12 @@ def _batch(config: RunConfig) -> BatchArithmetic:
         optimizer_steps=samples // policy.train_global_batch_size,
         microbatches_per_optimizer_step=-(-policy.train_global_batch_size // per_pass),
         logprob_passes=-(-per_rank // policy.logprob_batch_size),
-        prev_logprobs=_prev_logprobs(config),
+        prev_logprobs=source_of_prev_logprobs(config),
         token_budgets=policy.token_budgets,
         longest_prompt=config.max_prompt_length,
         max_new_tokens=policy.generation.max_new_tokens,
         max_sequence=policy.max_total_sequence_length,
     )
-
-
-def _prev_logprobs(config: RunConfig) -> str | None:
-    if not computes_prev_logprobs(config):
-        return None
-    reader = reader_of_prev_logprobs(config)
-    if reader is None:
-        return (
-            "those of the training pass: one optimizer step over each rollout, and nothing reads them before"
-        )
-    return f"a pass before training, for {reader}"
 
 
 def _environment_problems(config: RunConfig, of_a_run: bool) -> Iterator[Problem]:

@@ -165,13 +165,15 @@ class FakePolicy(FakeModel):
 
     def get_logprobs(self, data, *, trained_only=False):
         self.calls.append("logprobs")
+        assert not trained_only or "token_mask" in data
         return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
 
     def get_reference_policy_logprobs(self, data, *, trained_only=False):
         """Another number for each column, so that a shift shows."""
         self.calls.append("reference")
         columns = torch.arange(data["input_ids"].shape[1], dtype=torch.float32)
-        return BatchedDataDict(reference_logprobs=columns.expand(data["input_ids"].shape).clone())
+        asked = data["token_mask"] if trained_only else torch.ones(data["input_ids"].shape)
+        return BatchedDataDict(reference_logprobs=columns * asked)
 
 
 class Notes:

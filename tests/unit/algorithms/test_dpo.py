@@ -7,7 +7,8 @@ from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, sou
 from nemo_rl_mcore.algorithms.dpo import DPO, best_against_worst
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.preference import WrongAnswerPairs
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.preference import GivenPairs, WrongAnswerPairs
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.losses import DPOLossFn
 
@@ -37,9 +38,10 @@ def test_offline_a_step_takes_the_pairs_asks_the_reference_and_trains():
 def test_the_reference_of_column_i_is_that_of_token_i_plus_1():
     policy, _, _ = run()
     reference = policy.batches[0]["reference_policy_logprobs"]
-    columns = reference.shape[1]
-    # The fake's log-probability of a token is the number of its column.
-    assert reference[0, :-1].tolist() == list(range(1, columns))
+    # The fake's log-probability of a token is the number of its column, and 0 where none is asked for.
+    columns, mask = torch.arange(reference.shape[1]), policy.batches[0]["token_mask"]
+    assert reference[0, :-1].tolist() == (columns * mask[0])[1:].tolist()
+    assert reference.any()
 
 
 def test_a_step_takes_as_many_pairs_as_the_batch_has_samples():
@@ -73,7 +75,8 @@ def test_a_validation_offline_takes_the_loss_of_held_out_pairs_too():
     assert policy.calls[-5:] == ["update_weights", "validate", "offload", "reference", "evaluate"]
     (call,) = policy.evaluated
     assert torch.equal(call.data["input_ids"], pairs.validation(8)["input_ids"])
-    assert call.data["reference_policy_logprobs"][0, 0] == 1, "rolled as in training"
+    first = int(call.data["token_mask"][0].argmax())
+    assert call.data["reference_policy_logprobs"][0, first - 1] == first, "rolled as in training"
     found = notes.steps[2]
     assert found["validation/loss"] == 0.75
     assert found["validation/preference_accuracy"] == pytest.approx((0.25 * 30 + 0.75 * 10) / 40)
@@ -154,3 +157,25 @@ def test_the_reference_of_given_answers_is_asked_for_once():
     assert policy.calls.count("reference") == 3, "two steps of new pairs, and the first validation"
     first, last = (call.data["reference_policy_logprobs"] for call in policy.evaluated)
     assert torch.equal(first, last)
+
+
+class Continued:
+    """Pairs whose chosen answers are the same tokens, divided into prompt and answer in other ways."""
+
+    def train_batch(self, step, count):
+        assert count == 4
+        texts = (("12>", "345"), ("12>3", "45"), ("12>34", "5"), ("1", "2>345"))
+        return [
+            Prompt(index, text, answer, rejected="0") for index, (text, answer) in enumerate(texts, 4 * step)
+        ]
+
+
+def test_the_same_tokens_divided_in_another_way_have_a_reference_of_their_own():
+    policy, notes = FakePolicy(), Notes()
+    config, prompts = recipe("dpo", {"max_total_sequence_length": 16}), Continued()
+    pairs = GivenPairs(prompts, TOKENIZER)
+    train(DPO(config, policy, collector(config, policy), prompts, notes, pairs=pairs))
+    for batch in policy.batches:
+        columns = torch.arange(batch["input_ids"].shape[1])
+        reference = batch["reference_policy_logprobs"].roll(1, dims=1)
+        assert torch.equal(reference, columns * batch["token_mask"])

@@ -66,7 +66,8 @@ def test_the_reference_is_asked_only_where_the_kl_penalty_is_not_zero():
     policy, _ = run(master(loss_fn={"reference_policy_kl_penalty": 0.1}))
     assert policy.calls == ["update_weights", "generate", "offload", "reference", "train"] * 2
     reference = policy.batches[0]["reference_policy_logprobs"]
-    assert torch.equal(reference, torch.arange(float(reference.shape[1])).expand_as(reference))
+    columns = torch.arange(float(reference.shape[1]))
+    assert torch.equal(reference, columns * policy.batches[0]["token_mask"])
 
 
 def test_advantages_compare_a_sample_with_the_others_of_its_prompt():

@@ -6,12 +6,13 @@ import pytest
 from rich.console import Console
 
 from nemo_rl_mcore.config import ConfigError, load_config
-from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
+from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs, source_of_prev_logprobs
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.render import render
 
 EXAMPLES = "examples/configs"
 GRPO, PPO = f"{EXAMPLES}/grpo_copy_cpu.yaml", f"{EXAMPLES}/ppo_cpu.yaml"
+ONE_STEP = ["ppo.ppo_epochs=1", "policy.train_global_batch_size=256"]
 THRESHOLD = "policy.generation.mismatch.threshold=1.5"
 
 
@@ -43,8 +44,9 @@ THRESHOLD = "policy.generation.mismatch.threshold=1.5"
             "policy.generation.mismatch.action: stop",
         ),
         (GRPO, ["loss_fn.type=custom_parts:Loss"], "loss_fn.type: custom_parts:Loss"),
+        (PPO, [*ONE_STEP, "value_loss_fn.type=custom_parts:Loss"], "value_loss_fn.type: custom_parts:Loss"),
         (f"{EXAMPLES}/grpo_copy_async_cpu.yaml", [], None),
-        (PPO, ["ppo.ppo_epochs=1", "policy.train_global_batch_size=256"], None),
+        (PPO, ONE_STEP, None),
         (
             PPO,
             ["ppo.ppo_epochs=2", "policy.train_global_batch_size=256"],
@@ -52,7 +54,7 @@ THRESHOLD = "policy.generation.mismatch.threshold=1.5"
         ),
         (
             PPO,
-            ["ppo.ppo_epochs=1", "policy.train_global_batch_size=256", "ppo.critic_warmup_steps=3"],
+            [*ONE_STEP, "ppo.critic_warmup_steps=3"],
             "ppo.critic_warmup_steps, which train no policy",
         ),
     ],
@@ -75,3 +77,11 @@ def test_always_is_refused_where_there_is_no_ratio(name):
         ConfigError, match=rf"policy\.recompute_prev_logprobs: always does nothing with {name}"
     ):
         load_config(f"{EXAMPLES}/{name}_cpu.yaml", ["policy.recompute_prev_logprobs=always"])
+
+
+def test_a_distillation_with_rewards_runs_the_pass():
+    config = load_config(
+        f"{EXAMPLES}/distillation_cpu.yaml",
+        ["loss_fn.rl_weight=0.5", "loss_fn.rl.reference_policy_kl_penalty=0.0"],
+    )
+    assert source_of_prev_logprobs(config) == "a pass before training, for loss_fn.rl_weight"

@@ -92,6 +92,15 @@ def test_a_task_of_several_turns_is_shown_in_the_texts_of_the_recipe(game, chat,
     assert config.max_prompt_length == 96 - config.policy.generation.max_new_tokens
 
 
+def test_a_prompt_in_texts_that_has_no_room_is_told_when_the_source_opens(game, tmp_path):
+    config = game()
+    (tmp_path / "rules.txt").write_text("x" * 100 + "{}")
+    with pytest.raises(
+        ValueError, match=r"data\.dataset_name: guess_number: the prompt has 103 tokens, and 94"
+    ):
+        open_prompts(config, load_tokenizer(config.policy.tokenizer.name))
+
+
 def test_a_text_of_a_task_that_does_not_serve_is_named_before_the_run(game):
     config = game(default={"prompt_file": "none.txt"})
     assert [one.path for one in examine_data(config)[1]] == ["data.default.prompt_file"]

@@ -1,5 +1,7 @@
 """What the training pass sums up is what `algorithms.mismatch` and the controller measure of prev_logprobs."""
 
+import math
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -140,6 +142,13 @@ def test_a_step_without_a_chunk_agrees():
         "mismatch/seqs_above_threshold": 0.0,
     }
     assert correction_of_training(sums) == {}
+
+
+def test_ratios_that_no_number_holds_are_no_error():
+    zero = {field.name: 0.0 for field in fields(SamplerSums)}
+    assert math.isnan(correction_of_training(SamplerSums(**zero | {"trained_tokens": 4.0}))["async/ess"])
+    large = SamplerSums(**zero | {"trained_tokens": 1.0, "ratio": 1e200, "ratio_squares": math.inf})
+    assert correction_of_training(large)["async/ess"] == 0.0
 
 
 def test_a_warning_says_how_many_without_names(capsys):
