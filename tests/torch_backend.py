@@ -37,24 +37,27 @@ class TorchBackend:
         return model[1](model[0](ids_BS).cumsum(1)) / self.temperature
 
     @torch.no_grad()
-    def logprobs(self, data, micro_batch_size, model=None):
+    def logprobs(self, data, micro_batch_size, *, trained_only=False, model=None):
         every = self._scaled_logits(data["input_ids"], model).log_softmax(-1)
-        return _from_second(_of_next(every, data), data)
+        found = _from_second(_of_next(every, data), data)
+        return found * data["token_mask"] if trained_only else found
 
     def keep_reference(self):
         self.reference = copy.deepcopy(self.model)
 
-    def reference_logprobs(self, data, micro_batch_size):
-        return self.logprobs(data, micro_batch_size, self.reference)
+    def reference_logprobs(self, data, micro_batch_size, *, trained_only=False):
+        return self.logprobs(data, micro_batch_size, trained_only=trained_only, model=self.reference)
 
     @torch.no_grad()
-    def topk_logits(self, data, k, micro_batch_size):
+    def topk_logits(self, data, k, micro_batch_size, *, trained_only=False):
         logits = self._scaled_logits(data["input_ids"])
         best, total = logits.topk(k), logits.logsumexp(-1)
         tail = logits.scatter(2, best.indices, -torch.inf).logsumexp(-1) - total
-        padding = torch.arange(logits.shape[1]) >= data["input_lengths"][:, None] - 1
+        empty = torch.arange(logits.shape[1]) >= data["input_lengths"][:, None] - 1
+        if trained_only:
+            empty |= data["token_mask"].roll(-1, 1) == 0
         parts = best.values, best.indices, total, tail
-        return TopKLogits(*(part.index_put((padding,), part.new_tensor(0)) for part in parts))
+        return TopKLogits(*(part.index_put((empty,), part.new_tensor(0)) for part in parts))
 
     @torch.no_grad()
     def values(self, data, micro_batch_size):

@@ -100,6 +100,23 @@ def topk_is_the_head_of_the_distribution(make, _folder):
     assert refuses(ValueError, lambda: worker.get_topk_logits(data=batch, k=tiny.VOCABULARY + 1))
 
 
+def what_is_asked_of_trained_tokens_alone_is_0_elsewhere(make, _folder):
+    worker, batch = make(), tiny.grpo_batch()
+    of_token, before_token = batch["token_mask"] != 0, batch["token_mask"].roll(-1, 1) != 0
+    reads = (
+        (worker.get_logprobs, {}),
+        (worker.get_reference_policy_logprobs, {}),
+        (worker.get_topk_logits, {"k": 3}),
+    )
+    for read, more in reads:
+        every, asked = read(data=batch, **more), read(data=batch, trained_only=True, **more)
+        for name in every:
+            there = of_token if name.endswith("logprobs") else before_token
+            assert torch.allclose(asked[name][there], every[name][there], **CLOSE)
+            assert (every[name][~there] != 0).any()
+            assert (asked[name][~there] == 0).all()
+
+
 def the_reference_stays_at_the_start(make, _folder):
     worker, batch = make(), tiny.grpo_batch()
     start = worker.get_logprobs(data=batch)["logprobs"]

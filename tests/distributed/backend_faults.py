@@ -9,24 +9,28 @@ from nemo_rl_mcore.data.stop_conditions import StopConditions
 def nothing(*_args): ...
 
 
-def logprobs_of_padding(self, data, micro_batch_size, model=None):
+def logprobs_of_padding(self, data, micro_batch_size, **more):
     whole = {**data, "input_lengths": torch.full_like(data["input_lengths"], data["input_ids"].shape[1])}
-    return TorchBackend.logprobs(self, whole, micro_batch_size, model)
+    return TorchBackend.logprobs(self, whole, micro_batch_size, **more)
+
+
+def logprobs_of_prompts(self, data, micro_batch_size, *, trained_only=False, model=None):
+    return TorchBackend.logprobs(self, data, micro_batch_size, model=model)
 
 
 def unscaled(self, ids, model=None):
     return TorchBackend._scaled_logits(self, ids, model) * self.temperature
 
 
-def tail_of_one(self, data, k, micro_batch_size):
-    best = TorchBackend.topk_logits(self, data, k, micro_batch_size)
+def tail_of_one(self, data, k, micro_batch_size, **more):
+    best = TorchBackend.topk_logits(self, data, k, micro_batch_size, **more)
     best.tail_logmass.zero_()
     return best
 
 
-def policy_stays_swapped(self, data, micro_batch_size):
+def policy_stays_swapped(self, data, micro_batch_size, **more):
     self.model = self.reference
-    return self.logprobs(data, micro_batch_size)
+    return self.logprobs(data, micro_batch_size, **more)
 
 
 def trains_in_evaluation(self, data, loss_fn, micro_batch_size):
@@ -76,6 +80,7 @@ FAULTS = (
     ("logprobs_are_those_of_the_next_token", "logprobs", logprobs_of_padding),
     ("the_temperature_divides_the_logits", "_scaled_logits", unscaled),
     ("topk_is_the_head_of_the_distribution", "topk_logits", tail_of_one),
+    ("what_is_asked_of_trained_tokens_alone_is_0_elsewhere", "logprobs", logprobs_of_prompts),
     ("the_reference_stays_at_the_start", "reference_logprobs", TorchBackend.logprobs),
     ("the_reference_stays_at_the_start", "reference_logprobs", policy_stays_swapped),
     ("a_step_is_of_the_loss_over_all_valid_tokens", "evaluate", trains_in_evaluation),

@@ -6,6 +6,7 @@ CHECKS = (
     "logprobs_are_those_of_the_next_token",
     "the_temperature_divides_the_logits",
     "topk_is_the_head_of_the_distribution",
+    "what_is_asked_of_trained_tokens_alone_is_0_elsewhere",
     "the_reference_stays_at_the_start",
     "a_step_is_of_the_loss_over_all_valid_tokens",
     "a_step_that_cannot_be_taken_moves_nothing",
