@@ -1,4 +1,4 @@
-"""Random schedules of faults: some on the fake trainer each time, two on real ranks with `-m exhaustive`."""
+"""Random schedules of faults: some on the fake trainer each time, two on real ranks, one with `-m exhaustive`."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -74,7 +74,7 @@ def test_a_product_that_redoes_wrongly_is_told(wrongly, tmp_path, monkeypatch):
     assert problems, line
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("0")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_real_ranks_and_engines_keep_the_invariants(seed, tmp_path):
     problems, line = real_schedule(seed, tmp_path)

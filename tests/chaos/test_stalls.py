@@ -59,7 +59,7 @@ def ended(run: ChaosRun) -> str:
     return errors
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_reward_that_never_returns_has_a_deadline_of_its_own_and_the_last_step_is_saved(
     folder: Path,
 ) -> None:

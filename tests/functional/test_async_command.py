@@ -84,7 +84,7 @@ def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start: START, steps, r
     assert not [name for name in wanted if not wanted[name].equal(found[name])]
 
 
-@pytest.mark.exhaustive_cases("15-143-terminated")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stop", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 )
@@ -134,7 +134,7 @@ def test_a_signal_amid_answers_stops_cleanly_and_the_same_command_finishes(
     assert resumed.watch.all_gone(within_s=10)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("asynchronous")
 @pytest.mark.parametrize("how", [(), (*BESIDE, *TIS)], ids=["synchronous", "asynchronous"])
 def test_a_stop_does_not_wait_for_a_rank_that_hangs_and_says_what_is_lost(start: START, how) -> None:
     run = start("run", "grpo.max_num_steps=500", "checkpointing.save_period=99999", *how)

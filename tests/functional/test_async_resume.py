@@ -119,7 +119,7 @@ def test_what_was_logged_behind_the_checkpoint_is_set_aside(resumed):
     assert "aside_step_4" in groups
 
 
-@pytest.mark.exhaustive_cases("True-0")
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kept", "after"), [(True, 0), (False, 0), (False, PERIOD)])
 def test_a_replay_goes_over_the_seam_and_begins_at_it(resumed, kept, after, tmp_path):
     """At the seam the groups that the checkpoint holds are read from there: older weights have drawn them."""

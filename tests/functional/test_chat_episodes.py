@@ -14,7 +14,7 @@ CPU = Path(__file__).parents[2] / "examples/configs"
 TEXT = "data.default.prompt_file"
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive_cases("guess_number")
 @pytest.mark.parametrize("task", ["guess_number", "calculator"])
 def test_the_rules_stand_around_the_prompts_of_both_tasks(tmp_path, task):
     recipe = RECIPES / f"grpo-qwen2.5-1.5b-instruct-{task.replace('_', '-')}-1n8g-megatron-fused.yaml"

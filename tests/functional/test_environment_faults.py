@@ -58,7 +58,7 @@ def numbers(steps):
     return [{name: value for name, value in step.items() if name.startswith(kept)} for step in steps]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_with_retries_all_numbers_are_those_of_an_undisturbed_run(steps_of):
     steps = steps_of("disturbed", 8, share=0.08, size=3)
     assert numbers(steps) == numbers(steps_of("undisturbed", 8))

@@ -121,7 +121,7 @@ def test_a_signal_stops_cleanly_and_the_same_command_goes_on(start, stop, status
     assert (run.log_dir / "curves.png").exists()
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_second_ctrl_c_saves_nothing_and_keeps_rows_and_report(start) -> None:
     run = start("grpo.max_num_steps=100000")
     run.wait_for_step(2)
@@ -175,7 +175,7 @@ def test_the_limit_of_time_ends_a_run_with_its_last_step_saved(start) -> None:
     assert run.watch.all_gone(within_s=10)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_numbers_that_explode_are_skipped_then_end_the_run_with_step_and_samples(start) -> None:
     run = start(
         *("policy.megatron_cfg.optimizer.lr=1e30", "policy.max_grad_norm=0", "max_consecutive_skips=3"),

@@ -76,7 +76,7 @@ def lose(raylets: Raylets, address: str, run: Run) -> None:
     raylets.kill(address)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.nightly
 def test_a_machine_in_place_of_one_that_is_gone(raylets: Raylets, second: str, start: Start) -> None:
     """The run waits for it, and ends as one on a single machine that nothing befell: bit for bit."""
     undisturbed = start("undisturbed", "cluster.cpu_workers_per_node=2")

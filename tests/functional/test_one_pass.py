@@ -54,7 +54,7 @@ def test_a_run_is_the_same_to_the_bit(tmp_path):
     compare(steps_of(tmp_path, "auto", "grpo_copy_cpu.yaml", *sizes, threshold), wanted)
 
 
-@pytest.mark.exhaustive_cases(["several turns"])
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("algorithm", "recipe", "overrides"),
     [
