@@ -32,13 +32,21 @@ def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogit
 
 @dataclass(frozen=True)
 class CachedLogits:
-    """Feeds only the tokens that the cache has not seen: the prompts, then one token a row."""
+    """Feeds only tokens that the cache has not seen: each prompt once, however many rows answer it, then one a row."""
 
     model: ForwardBackward
     cache: StaticInferenceContext
 
     def __call__(self, sequences_BL: torch.Tensor) -> torch.Tensor:
         """See `NextLogits`."""
+        if self.cache.sequence_len_offset:
+            return self._read(sequences_BL)
+        distinct_DL, place_B = torch.unique(sequences_BL, dim=0, return_inverse=True)
+        logits_DV = self._read(distinct_DL)
+        self.cache.swap_key_value_dict(place_B)
+        return logits_DV[place_B]
+
+    def _read(self, sequences_BL: torch.Tensor) -> torch.Tensor:
         offset = self.cache.sequence_len_offset
         unread = sequences_BL[:, offset:]
         logits_BV = self.model.chunks[0](

@@ -105,6 +105,32 @@ def test_tokens_do_not_depend_on_the_generation_batch_size(ranks):
     assert whole == single == threes
 
 
+def several_answers_to_a_prompt():
+    import tiny
+    import torch
+
+    asked = requests([5] * 3).repeat_interleave(4)
+    asked["sample_index"] = torch.arange(4).repeat(3)
+    answered = []
+    for size in (None, 1):
+        worker = tiny.worker(tiny.policy_config(generation=generation_config(), generation_batch_size=size))
+        read = []
+        worker.backend.chunks[0].register_forward_pre_hook(
+            lambda _chunk, given, read=read: read.append(tuple(given[0].shape))
+        )
+        found = worker.generate(data=asked, step=5, stop_ids=[])
+        answered.append((found["tokens"].tolist(), found["logprobs"].numpy(), read))
+    return answered
+
+
+def test_a_prompt_is_read_once_for_all_its_answers(ranks):
+    (tokens, logprobs, read), (tokens_alone, logprobs_alone, _) = ranks(1).run(several_answers_to_a_prompt)[0]
+    assert read == [(3, 5)] + [(12, 1)] * 5
+    assert tokens == tokens_alone
+    assert len({tuple(row) for row in tokens}) > 3  # they are answers of their own
+    assert logprobs == pytest.approx(logprobs_alone, abs=GENERATION)
+
+
 def recomputed_and_cached():
     import tiny
     import torch
