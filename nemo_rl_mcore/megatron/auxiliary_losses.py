@@ -258,7 +258,9 @@ def without_prediction_layers(modules: Sequence[torch.nn.Module]) -> Iterator[No
     GPTModel.forward would run them in every pass and compute their logits in full. A last stage that shares its
     embedding with another one keeps them: there the embedding of those layers is the output weight.
     """
-    models: list[Any] = [model for model in language_models(modules) if model.mtp_process]
+    wrapped: Sequence[Any] = modules
+    with_layers = [module for module in wrapped if module.config.mtp_num_layers]
+    models: list[Any] = [model for model in language_models(with_layers) if model.mtp_process]
     if any(model.share_embeddings_and_output_weights and not model.pre_process for model in models):
         models = []
     configs = [(model.config, model.config.mtp_num_layers) for model in models]

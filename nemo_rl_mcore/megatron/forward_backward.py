@@ -34,15 +34,15 @@ MicrobatchIterator = Iterator[tuple[Microbatch, AuxiliaryTerms | None]]
 @contextmanager
 def evaluation_mode(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Inside, no dropout, no gradients, no layers that only training needs; all comes back also after an exception."""
-    was_training = [module.training for module in modules]
-    for module in modules:
+    training = [module for module in modules if module.training]
+    for module in training:
         module.eval()
     try:
         with torch.no_grad(), without_prediction_layers(modules):
             yield
     finally:
-        for module, training in zip(modules, was_training, strict=True):
-            module.train(training)
+        for module in training:
+            module.train()
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,8 @@ class ForwardBackward:
                 forward_only=trained_by is None,
             )
         finally:
-            _forget_routing(self.chunks)
+            if self.config.num_moe_experts is not None:
+                _forget_routing(self.chunks)
         guard.raise_error()
         return parts
 

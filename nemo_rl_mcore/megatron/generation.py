@@ -27,11 +27,12 @@ def generate(session: DecodingSession, request: GenerationRequest) -> GeneratedR
     rows, steps = len(request.prompts), request.max_new_tokens
     tokens_BT, logprobs_BT = torch.zeros(rows, steps, dtype=torch.long), torch.zeros(rows, steps)
     lengths_B, finished_B = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.bool)
-    while (sampled := session.step()) is not None:
-        at = sampled.rows_N, lengths_B[sampled.rows_N]
-        tokens_BT[at], logprobs_BT[at] = sampled.tokens_N, sampled.logprobs_N
-        lengths_B[sampled.rows_N] += 1
-        finished_B[sampled.rows_N] = sampled.stopped_N
+    with evaluation_mode(session.model.chunks):  # once, not at each token
+        while (sampled := session.step()) is not None:
+            at = sampled.rows_N, lengths_B[sampled.rows_N]
+            tokens_BT[at], logprobs_BT[at] = sampled.tokens_N, sampled.logprobs_N
+            lengths_B[sampled.rows_N] += 1
+            finished_B[sampled.rows_N] = sampled.stopped_N
     return GeneratedRows(tokens_BT, logprobs_BT, lengths_B, finished_B, digests_of_rows(tokens_BT, lengths_B))
 
 
@@ -57,7 +58,7 @@ class DecodingSession:
     """
 
     def __init__(self, model: ForwardBackward, vocab_size: int):
-        self._model, self._vocab_size = model, vocab_size
+        self.model, self._vocab_size = model, vocab_size
         self._waiting: deque[_Waiting] = deque()
         self._batch: _Batch | None = None
         self._rows = 0
@@ -74,7 +75,7 @@ class DecodingSession:
 
         There may be no row among them: the others that this rank exchanges tokens with are then kept company.
         """
-        with evaluation_mode(self._model.chunks):
+        with evaluation_mode(self.model.chunks):
             self._batch = self._batch or self._next_batch()
             if self._batch is None:
                 return None
@@ -86,16 +87,16 @@ class DecodingSession:
     def reread(self) -> None:
         """See `Decoding.reread`."""
         if self._batch is not None:
-            self._batch.reread(self._model)
+            self._batch.reread(self.model)
 
     def _next_batch(self) -> _Batch | None:
         waiting = self._waiting.popleft() if self._waiting else None
         steps = self._largest(0 if waiting is None else waiting.request.max_new_tokens)
-        return _Batch.of(self._model, waiting or _NOTHING, steps) if steps else None
+        return _Batch.of(self.model, waiting or _NOTHING, steps) if steps else None
 
     def _largest(self, number: int) -> int:
         """The largest of the numbers of this rank and those that it exchanges tokens with in a forward pass."""
-        if self._model.config.expert_model_parallel_size == 1:
+        if self.model.config.expert_model_parallel_size == 1:
             return number
         return parallel_groups.largest_of_data_parallel_ranks(number)
 
