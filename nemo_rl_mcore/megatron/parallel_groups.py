@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from nemo_rl_mcore import accelerator, rendezvous
 from nemo_rl_mcore.config import MegatronConfig
+from nemo_rl_mcore.ops._groups import all_gather_rows
 
 _computing_ranks: dist.ProcessGroup | None = None
 
@@ -125,6 +126,11 @@ def pipeline_stages() -> int:
 def is_last_stage() -> bool:
     """Whether this rank holds the output layer (of the last virtual stage, if there are several)."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def gather_over_data_parallel_ranks(numbers: torch.Tensor) -> torch.Tensor:
+    """From [N] on each rank to [ranks, N], on the CPU."""
+    return all_gather_rows(numbers[None].to(accelerator.device()), data_parallel_group()).cpu()
 
 
 def broadcast_from_last_stage(value: Any) -> Any:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
@@ -31,15 +30,10 @@ from nemo_rl_mcore.megatron.passes import Passes
 from nemo_rl_mcore.megatron.value_head import give_value_head, value_head_of
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 from nemo_rl_mcore.training.policy_backend import BackendOptions
-from nemo_rl_mcore.training.sums import LocalSums, ReduceKind, StepTotals
+from nemo_rl_mcore.training.sums import LocalSums, StepTotals
 from nemo_rl_mcore.training.train_step import UnequalChunksError
 
 _CALLS_OF_A_STEP = ("begin_train_step", "train_microbatch", "finish_train_step")
-_REDUCE_OPS = {
-    ReduceKind.SUM: dist.ReduceOp.SUM,
-    ReduceKind.MIN: dist.ReduceOp.MIN,
-    ReduceKind.MAX: dist.ReduceOp.MAX,
-}
 
 
 @dataclass(frozen=True)
@@ -151,14 +145,8 @@ class MegatronTrainBackend:
 
     def _totals(self, sums: LocalSums) -> StepTotals:
         """Sum over data-parallel ranks on the last stage, then hand the totals to the other pipeline stages."""
-        group = parallel_groups.data_parallel_group()
-
-        def all_reduce(packed: torch.Tensor, kind: ReduceKind) -> None:
-            on_device = packed.to(accelerator.device())
-            dist.all_reduce(on_device, op=_REDUCE_OPS[kind], group=group)
-            packed.copy_(on_device)
-
-        totals = sums.reduce(all_reduce) if parallel_groups.is_last_stage() else None
+        gather = parallel_groups.gather_over_data_parallel_ranks
+        totals = sums.reduce(gather) if parallel_groups.is_last_stage() else None
         return parallel_groups.broadcast_from_last_stage(totals)
 
     def scale_gradients(self, factor: float) -> None:

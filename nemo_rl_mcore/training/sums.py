@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 
@@ -22,16 +21,8 @@ EXTREMA = frozenset((MetricKind.MIN, MetricKind.MAX))
 _NEUTRAL = {MetricKind.MIN: float("inf"), MetricKind.MAX: float("-inf")}
 
 
-class ReduceKind(Enum):
-    """How a packed tensor combines over ranks."""
-
-    SUM = "sum"
-    MIN = "min"
-    MAX = "max"
-
-
-AllReduce = Callable[[torch.Tensor, ReduceKind], None]
-"""Reduces a 1-d fp64 tensor over ranks, in place."""
+Gather = Callable[[torch.Tensor], torch.Tensor]
+"""From this rank's numbers, fp64 [N], to those of all ranks, [ranks, N]."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +64,14 @@ class LocalSums:
         """Take in further microbatches of this rank."""
         self.parts.extend(other.parts)
 
-    def reduce(self, all_reduce: AllReduce) -> StepTotals:
+    def reduce(self, gather: Gather) -> StepTotals:
         """Sum over ranks; the one place where a step's metrics wait for the device. A step without a chunk is all 0.
 
         All ranks have added equally many chunks, or none: see `TrainStepBackend.called_together`.
         """
         if not self.parts:
             return StepTotals(0.0, 0.0, {"loss": 0.0}, {"loss": MetricKind.TOKENS})
-        totals = reduce_metrics(combine_metrics(self.parts), all_reduce)
+        totals = reduce_metrics(combine_metrics(self.parts), gather)
         seqs, toks = (float(totals.pop(name).value) for name in (_VALID_SEQS, _VALID_TOKS))
         kinds = {name: metric.kind for name, metric in totals.items()}
         return StepTotals(seqs, toks, divide(totals, seqs, toks), kinds)
@@ -113,22 +104,24 @@ def combine_metrics(parts: Iterable[Mapping[str, MetricSum]]) -> dict[str, Metri
     return {name: combine(metrics) for name, metrics in grouped.items()}
 
 
-def reduce_metrics(sums: Mapping[str, MetricSum], all_reduce: AllReduce) -> dict[str, MetricSum]:
+def reduce_metrics(sums: Mapping[str, MetricSum], gather: Gather) -> dict[str, MetricSum]:
     """Return the metrics of all ranks together, each value a 0-d fp64 tensor.
 
-    Every rank passes the same names and kinds, in any order; `all_reduce` is called at most once per
-    ReduceKind. Further counts (valid sequences and tokens) may ride along as metrics of kind NONE.
+    Every rank passes the same names and kinds, in any order; `gather` is called once, for sums and extrema together.
+    Further counts (valid sequences and tokens) may ride along as metrics of kind NONE.
     """
-    reduced: dict[str, MetricSum] = {}
-    for reduce_kind in ReduceKind:
-        names = sorted(name for name, metric in sums.items() if _reduction(metric.kind) is reduce_kind)
-        if not names:
-            continue
-        packed = torch.stack([sums[name].value.to(torch.float64) for name in names])
-        all_reduce(packed, reduce_kind)
-        for name, value in zip(names, packed.unbind(), strict=True):
-            reduced[name] = MetricSum(value, sums[name].kind)
-    return {name: reduced[name] for name in sums}
+    if not sums:
+        return {}
+    names = sorted(sums)
+    of_ranks = gather(torch.stack([sums[name].value.to(torch.float64) for name in names]))
+    total, least, most = of_ranks.sum(0), of_ranks.amin(0), of_ranks.amax(0)
+    place = {name: number for number, name in enumerate(names)}
+
+    def reduced(name: str, kind: MetricKind) -> MetricSum:
+        of_kind = {MetricKind.MIN: least, MetricKind.MAX: most}.get(kind, total)
+        return MetricSum(of_kind[place[name]], kind)
+
+    return {name: reduced(name, metric.kind) for name, metric in sums.items()}
 
 
 def combine_steps(
@@ -149,9 +142,3 @@ def combine_steps(
 def neutral_value(kind: MetricKind) -> float:
     """Return the value that changes nothing when steps are combined."""
     return _NEUTRAL.get(kind, 0.0)
-
-
-def _reduction(kind: MetricKind) -> ReduceKind:
-    if kind is MetricKind.MIN:
-        return ReduceKind.MIN
-    return ReduceKind.MAX if kind is MetricKind.MAX else ReduceKind.SUM

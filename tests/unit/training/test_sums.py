@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 
 from nemo_rl_mcore.losses.base import MetricKind, MetricSum, divide
 from nemo_rl_mcore.training.sums import (
-    ReduceKind,
     combine,
     combine_metrics,
     combine_steps,
@@ -95,34 +95,21 @@ def rank_metrics(rank: int) -> dict[str, MetricSum]:
     return {name: MetricSum(torch.tensor(entries[name][0]), entries[name][1]) for name in names}
 
 
-class Exchange:
-    """A collective over ranks that run one after the other: first all tensors are collected, then reduced."""
+def gathered(ranks: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A collective over ranks that run one after the other: what each would send, in rank order."""
+    sent: list[torch.Tensor] = []
 
-    def __init__(self, ranks: int) -> None:
-        self.sent: list[list[tuple[ReduceKind, torch.Tensor]]] = []
-        for rank in range(ranks):
-            calls: list[tuple[ReduceKind, torch.Tensor]] = []
-            reduce_metrics(rank_metrics(rank), lambda t, kind, calls=calls: calls.append((kind, t.clone())))
-            self.sent.append(calls)
-        self.step = 0
+    def collect(numbers: torch.Tensor) -> torch.Tensor:
+        sent.append(numbers)
+        return numbers[None]
 
-    def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> None:
-        calls = [sent[self.step] for sent in self.sent]
-        assert {sent_kind for sent_kind, _ in calls} == {kind}
-        stacked = torch.stack([sent for _, sent in calls])
-        fold = {
-            ReduceKind.SUM: stacked.sum(0),
-            ReduceKind.MIN: stacked.amin(0),
-            ReduceKind.MAX: stacked.amax(0),
-        }
-        tensor.copy_(fold[kind])
-        self.step += 1
+    for rank in range(ranks):
+        reduce_metrics(rank_metrics(rank), collect)
+    return lambda _numbers: torch.stack(sent)
 
 
-def test_ranks_combine_by_kind_in_at_most_three_collectives():
-    exchange = Exchange(ranks=3)
-    reduced = reduce_metrics(rank_metrics(0), exchange.all_reduce)
-    assert exchange.step == 3
+def test_ranks_combine_by_kind():
+    reduced = reduce_metrics(rank_metrics(0), gathered(ranks=3))
     assert {name: (m.value.item(), m.kind) for name, m in reduced.items()} == {
         "loss": (9, MetricKind.TOKENS),
         "row": (9, MetricKind.SEQUENCES),
@@ -134,24 +121,21 @@ def test_ranks_combine_by_kind_in_at_most_three_collectives():
     assert list(reduced) == list(rank_metrics(0))
 
 
-def test_a_kind_that_does_not_occur_needs_no_collective():
-    kinds: list[ReduceKind] = []
-    sums = {"loss": rank_metrics(0)["loss"], "count": rank_metrics(0)["count"]}
-    reduce_metrics(sums, lambda tensor, kind: kinds.append(kind))
-    assert kinds == [ReduceKind.SUM]
-    assert reduce_metrics({}, lambda tensor, kind: kinds.append(kind)) == {}
-    assert len(kinds) == 1
+def test_all_kinds_share_one_collective_and_no_metric_needs_none():
+    sent: list[torch.Tensor] = []
+
+    def gather(numbers: torch.Tensor) -> torch.Tensor:
+        sent.append(numbers)
+        return numbers[None]
+
+    reduce_metrics(rank_metrics(0), gather)
+    assert reduce_metrics({}, gather) == {}
+    assert [(one.shape, one.dtype) for one in sent] == [((6,), torch.float64)]
 
 
-def test_reducing_leaves_the_local_sums_alone_and_packs_fp64():
+def test_reducing_leaves_the_local_sums_alone():
     sums = rank_metrics(0)
-
-    def double(tensor: torch.Tensor, kind: ReduceKind) -> None:
-        assert tensor.dtype is torch.float64
-        assert tensor.ndim == 1
-        tensor.mul_(2)
-
-    assert reduce_metrics(sums, double)["loss"].value.item() == 3
+    assert reduce_metrics(sums, lambda numbers: torch.stack([numbers, numbers]))["loss"].value.item() == 3
     assert sums["loss"].value.item() == 1.5
 
 
