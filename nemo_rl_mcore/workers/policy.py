@@ -291,9 +291,10 @@ class Policy:
     def _run(
         self, method: str, shards: Sequence[BatchedDataDict], answering: Collection[int], **kwargs: Any
     ) -> list[Any]:
-        # One object for all the ranks of a shard.
-        refs = [self._workers.share(shard) for shard in shards]
-        per_rank: list[Mapping[str, Any]] = [{"data": refs[shard]} for shard in self._shard_of_rank]
+        # One object for all the ranks of a shard; for one rank alone it travels with the call.
+        alone = len(self._shard_of_rank) == len(shards)
+        given = shards if alone else [self._workers.share(shard) for shard in shards]
+        per_rank: list[Mapping[str, Any]] = [{"data": given[shard]} for shard in self._shard_of_rank]
         return self._workers.run_all(
             method, per_rank_kwargs=per_rank, answering=answering, context=self._next_call(method), **kwargs
         )
