@@ -52,11 +52,13 @@ class EpisodeRows:
 
         Raises ValueError for rows of an episode that stand apart.
         """
-        dropped = dropped_rows(batch)
-        counted = [rows for rows in batch.samples() if not dropped[rows.start]]
-        at = [(row, number, place) for number, rows in enumerate(counted) for place, row in enumerate(rows)]
-        first = torch.tensor([rows.start for rows in counted], dtype=torch.int64)
-        return cls(batch.size, first, torch.tensor(at, dtype=torch.int64).view(-1, 3).t())
+        first = torch.tensor(first_rows(batch), dtype=torch.int64)
+        counted = ~dropped_rows(batch)[first]
+        of_row = torch.zeros(batch.size, dtype=torch.int64).index_fill(0, first, 1).cumsum(0) - 1
+        row = counted[of_row].nonzero().squeeze(1)
+        episode = of_row[row]
+        number = counted.cumsum(0)[episode] - 1
+        return cls(batch.size, first[counted], torch.stack([row, number, row - first[episode]]))
 
     def one_each(self, values_B: Tensor) -> Tensor:
         """Return [E, ...], what stands on the first row of each."""

@@ -51,7 +51,8 @@ class GroupStatistics:
 
 def group_numbers(prompt_ids: Tensor) -> Tensor:
     """Return [B] the number of each row's group, counted from 0."""
-    _, numbers = cast("tuple[Tensor, Tensor]", torch.unique(prompt_ids, dim=0, return_inverse=True))  # pyright: ignore[reportUnknownMemberType]
+    rows = None if prompt_ids.ndim == 1 else 0  # numbers are sorted, rows compared one by one
+    _, numbers = cast("tuple[Tensor, Tensor]", torch.unique(prompt_ids, dim=rows, return_inverse=True))  # pyright: ignore[reportUnknownMemberType]
     return numbers
 
 

@@ -83,7 +83,7 @@ class Rollout:
             **self._advantages(),
             **self._weight_versions(step if of_validation else step - 1),
         }
-        values: dict[str, list[Any]] = {name: column.tolist() for name, column in columns.items()}  # pyright: ignore[reportUnknownMemberType]
+        values: list[list[Any]] = [column.tolist() for column in columns.values()]  # pyright: ignore[reportUnknownMemberType]
         return [
             Sample(
                 step=step,
@@ -91,9 +91,9 @@ class Rollout:
                 answer=self.prompts[row].answer,
                 response=self.responses[row],
                 source=self.prompts[row].source,
-                **{name: column[row] for name, column in values.items()},
+                **dict(zip(columns, of_row, strict=True)),
             )
-            for row in range(batch.size)
+            for row, of_row in enumerate(zip(*values, strict=True))
         ]
 
     def _advantages(self) -> dict[str, torch.Tensor]:

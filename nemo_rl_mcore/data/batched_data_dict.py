@@ -27,9 +27,10 @@ class BatchedDataDict(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         rows = _rows(key, value)
-        for other, existing in self.items():
-            if other != key and len(existing) != rows:
-                raise ValueError(f"{key!r} has {rows} rows, but {other!r} has {len(existing)}")
+        # One other stands for all: they have equally many.
+        other = next((other for other in self if other != key), None)
+        if other is not None and (others := _rows(other, self[other])) != rows:
+            raise ValueError(f"{key!r} has {rows} rows, but {other!r} has {others}")
         super().__setitem__(key, value)
 
     def update(self, *args: Any, **entries: Any) -> None:
@@ -197,7 +198,9 @@ class BatchedDataDict(dict[str, Any]):
 
 
 def _rows(key: str, value: Any) -> int:
-    if isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0):
+    if isinstance(value, Tensor) and value.ndim > 0:
+        return value.shape[0]
+    if isinstance(value, list):
         return len(value)  # pyright: ignore[reportUnknownArgumentType]
     raise ValueError(f"{key!r} must be a tensor with a batch dimension or a list with one value per row")
 

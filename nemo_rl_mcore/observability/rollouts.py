@@ -125,8 +125,8 @@ def read_rollouts(path: Path) -> Iterator[dict[str, object]]:
 
 def _write(path: Path, samples: Sequence[Sample]) -> int:
     """Write a file under another name first; returns its bytes."""
-    encode = json.JSONEncoder(ensure_ascii=False).encode
-    lines = "".join(f"{encode(_finite(sample))}\n" for sample in samples)
+    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+    lines = "".join(f"{_encoded(sample, encode)}\n" for sample in samples)
     # A lone surrogate, which no encoding takes, becomes the escape that JSON has for it.
     packed = gzip.compress(lines.encode(errors="backslashreplace"), _COMPRESSION, mtime=0)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,11 +140,17 @@ def _write(path: Path, samples: Sequence[Sample]) -> int:
     return len(packed)
 
 
-def _finite(sample: Sample) -> dict[str, object]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in vars(sample).items()
-    }
+def _encoded(sample: Sample, encode: Callable[[object], str]) -> str:
+    """As JSON, which has no numbers that are not finite: None stands for them."""
+    try:
+        return encode(vars(sample))
+    except ValueError:
+        return encode(
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in vars(sample).items()
+            }
+        )
 
 
 def _files(folder: Path) -> list[Path]:
