@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
@@ -200,7 +200,7 @@ class Episodes:
             input_lengths=torch.tensor([row.length for row in rows]),
             token_mask=(turn_of_token > 0).float(),
             sample_mask=(~dropped).float(),
-            generation_logprobs=_padded(rows, lambda piece: piece.logprobs_N, 0.0, np.float32),
+            generation_logprobs=_padded(rows, lambda piece: piece.logprobs_N, 0.0),
             finished=torch.tensor([row.finished for row in rows]) & (ending == Ending.TERMINATED),
             prompt_index=self._first["prompt_index"],
             sample_index=self._first["sample_index"],
@@ -228,19 +228,16 @@ class Episodes:
 
 
 def _padded(
-    rows: Sequence[_Row],
-    values: Callable[[_Piece], NDArray[Any] | float],
-    fill: float,
-    dtype: DTypeLike = np.int64,
+    rows: Sequence[_Row], values: Callable[[_Piece], NDArray[Any] | float], fill: float
 ) -> torch.Tensor:
-    """[B, S] of a value for each token, filled on the right."""
-    padded_BS = np.full((len(rows), max(row.length for row in rows)), fill, dtype)
-    for padded_S, row in zip(padded_BS, rows, strict=True):
+    """[B, S] of a value for each token, filled on the right: fp32 where `fill` is a float, else int64."""
+    padded_BS = torch.full((len(rows), max(row.length for row in rows)), fill)
+    for padded_S, row in zip(padded_BS.numpy(), rows, strict=True):
         start = 0
         for piece in row.pieces:
             padded_S[start : start + len(piece.ids_N)] = values(piece)
             start += len(piece.ids_N)
-    return torch.from_numpy(padded_BS)
+    return padded_BS
 
 
 def sampled_versions(batch: BatchedDataDict, turn: int | None = None) -> torch.Tensor:
