@@ -183,7 +183,7 @@ def child(request: str) -> None:
             found[samples] = {key: statistics.median(run[key] for run in runs[1:]) for key in runs[0]}
         if given["profile"]:
             profile = cProfile.Profile()
-            profile.runcall(driver.step, algorithm, number + 1)
+            profile.runcall(driver.step, driver.algorithm(given["samples"][-1]), number + 1)
             profile.dump_stats(given["profile"])
     print(json.dumps(found))
 
