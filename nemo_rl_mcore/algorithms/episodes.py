@@ -5,11 +5,13 @@ Shapes: B rows, P tokens at hand, T new tokens, S longest episode. No engine and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
@@ -46,19 +48,28 @@ ONE_ANSWER = EpisodeForm(turns=1, tokens=0, new_tokens=0, observer=None)
 """What comes behind the answer to a prompt plays no part."""
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A prompt, an observation or an answer of N tokens, and what is known of each, or one number for all of them.
+
+    No lists: they would have an object for each token of a step.
+    """
+
+    ids_N: NDArray[np.int64]
+    turn: int = 0
+    logprobs_N: NDArray[np.float32] | float = 0.0
+    versions_N: NDArray[np.int64] | int = -1
+
+
 @dataclass
 class _Row:
-    """An episode so far. All lists but `ids` say something of each token that came behind the prompt."""
+    """An episode so far."""
 
     prompt: Prompt
     sample: int
-    ids: list[int]
     messages: list[Message]
-    turn_of_token: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
+    pieces: list[_Piece]
     turns: int = 0
-    last_answer: list[int] = field(default_factory=list[int])
     digests: list[int] = field(default_factory=list[int])
     finished: bool = False
     metadata: Any = None
@@ -76,14 +87,10 @@ class _Row:
         self.metadata, self.stop_strings = reply.metadata, reply.stop_strings
         self.replies.append(reply.to_json())
 
-    def append(
-        self, ids: Sequence[int], turn: int, logprobs: Sequence[float], versions: Sequence[int]
-    ) -> None:
-        """Add tokens of an answer, or with turn 0 of an observation."""
-        self.ids += ids
-        self.turn_of_token += [turn] * len(ids)
-        self.logprobs += logprobs
-        self.versions += versions
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return sum(len(piece.ids_N) for piece in self.pieces)
 
 
 class Episodes:
@@ -102,12 +109,11 @@ class Episodes:
         """Columns of the answers."""
         self._turn = 0
         lengths, samples = asked["input_lengths"].tolist(), asked["sample_index"].tolist()
-        rows = zip(prompts, samples, asked["input_ids"].tolist(), lengths, strict=True)
+        rows = zip(prompts, samples, asked["input_ids"].numpy(), lengths, strict=True)
         self._rows = [
-            _Row(prompt, sample, ids[:length], [*conversation(prompt)])
-            for prompt, sample, ids, length in rows
+            _Row(prompt, sample, [*conversation(prompt)], [_Piece(ids_P[:length])])
+            for prompt, sample, ids_P, length in rows
         ]
-        self._prompt_lengths: list[int] = lengths
 
     @property
     def _open(self) -> list[_Row]:
@@ -121,8 +127,8 @@ class Episodes:
         if not rows:
             return None
         asked = BatchedDataDict(
-            input_ids=_padded([row.ids for row in rows], self._tokenizer.pad_token_id),
-            input_lengths=torch.tensor([len(row.ids) for row in rows]),
+            input_ids=self._input_ids(rows),
+            input_lengths=torch.tensor([row.length for row in rows]),
             prompt_index=torch.tensor([row.prompt.index for row in rows]),
             sample_index=torch.tensor([row.sample for row in rows]),
             turn_index=torch.full((len(rows),), self._turn),
@@ -135,15 +141,15 @@ class Episodes:
         """Take the answers to what was asked, see `GenerationInterface.generate`."""
         self._turn += 1
         self._given = frozenset(answered)
-        given: dict[str, list[Any]] = {name: column.tolist() for name, column in answered.items()}
+        given: dict[str, NDArray[Any]] = {name: column.numpy() for name, column in answered.items()}
         for place, row in enumerate(self._open):
-            length = given["lengths"][place]
-            row.last_answer = given["tokens"][place][:length]
-            versions: list[int] = given[WEIGHT_VERSIONS][place][:length] if WEIGHT_VERSIONS in given else []
-            row.append(row.last_answer, self._turn, given["logprobs"][place][:length], versions)
-            row.digests += [given[DIGESTS][place]] if DIGESTS in given else []
-            row.turns, row.finished = self._turn, given["finished"][place]
-            row.messages.append(Message("assistant", self._tokenizer.decode(row.last_answer)))
+            of_tokens = slice(given["lengths"][place])
+            ids_N, logprobs_N = given["tokens"][place, of_tokens], given["logprobs"][place, of_tokens]
+            versions_N = given[WEIGHT_VERSIONS][place, of_tokens] if WEIGHT_VERSIONS in given else -1
+            row.pieces.append(_Piece(ids_N, self._turn, logprobs_N, versions_N))
+            row.digests += [int(given[DIGESTS][place])] if DIGESTS in given else []
+            row.turns, row.finished = self._turn, bool(given["finished"][place])
+            row.messages.append(Message("assistant", self._tokenizer.decode(ids_N.tolist())))
 
     def turns(self) -> list[Turn]:
         """What the environment is to reply to."""
@@ -172,29 +178,29 @@ class Episodes:
     def _observe(self, row: _Row, observation: tuple[Message, ...]) -> None:
         assert self._form.observer is not None  # an episode of one answer has ended
         try:
-            ids = self._form.observer.ids_of(row.last_answer, observation)
+            ids = self._form.observer.ids_of(row.pieces[-1].ids_N.tolist(), observation)
         except ValueError as error:
             raise RunStoppedError(
                 f"prompt {row.prompt.index}: what the environment observed: {error}"
             ) from error
-        if len(row.ids) + len(ids) + self._form.new_tokens > self._form.tokens:
+        if row.length + len(ids) + self._form.new_tokens > self._form.tokens:
             row.ending = Ending.NO_ROOM
             return
-        row.append(ids, 0, [0.0] * len(ids), [-1] * len(ids))
+        row.pieces.append(_Piece(np.array(ids, dtype=np.int64)))
         row.messages += observation
 
     def batch(self) -> BatchedDataDict:
         """All episodes, in the order of their prompts; the columns are those of `Rollout`, scored."""
         rows = self._rows
-        turn_of_token = self._columns([row.turn_of_token for row in rows], 0)
+        turn_of_token = _padded(rows, lambda piece: piece.turn, 0)
         ending = torch.tensor([int(row.ending or Ending.TERMINATED) for row in rows])
         dropped = ending == Ending.DROPPED
         return BatchedDataDict(
-            input_ids=_padded([row.ids for row in rows], self._tokenizer.pad_token_id),
-            input_lengths=torch.tensor([len(row.ids) for row in rows]),
+            input_ids=self._input_ids(rows),
+            input_lengths=torch.tensor([row.length for row in rows]),
             token_mask=(turn_of_token > 0).float(),
             sample_mask=(~dropped).float(),
-            generation_logprobs=self._columns([row.logprobs for row in rows], 0.0),
+            generation_logprobs=_padded(rows, lambda piece: piece.logprobs_N, 0.0),
             finished=torch.tensor([row.finished for row in rows]) & (ending == Ending.TERMINATED),
             prompt_index=self._first["prompt_index"],
             sample_index=self._first["sample_index"],
@@ -204,12 +210,15 @@ class Episodes:
             **self._where_given(turn_of_token),
         )
 
+    def _input_ids(self, rows: Sequence[_Row]) -> torch.Tensor:
+        return _padded(rows, lambda piece: piece.ids_N, self._tokenizer.pad_token_id)
+
     def _where_given(self, turn_of_token: torch.Tensor) -> dict[str, torch.Tensor]:
         """The columns that depend on the run, the engine or the environment."""
         rows, turns = self._rows, self._form.turns
         columns = {TURN_OF_TOKEN: turn_of_token} if turns > 1 else {}
         if WEIGHT_VERSIONS in self._given:
-            columns[WEIGHT_VERSIONS] = self._columns([row.versions for row in rows], -1)
+            columns[WEIGHT_VERSIONS] = _padded(rows, lambda piece: piece.versions_N, -1)
         if DIGESTS in self._given:
             digests = [row.digests + [0] * (turns - len(row.digests)) for row in rows]
             columns[SAMPLED_DIGESTS] = torch.tensor(digests, dtype=torch.long)
@@ -217,16 +226,18 @@ class Episodes:
             columns[f"{REWARDS_PREFIX}{name}"] = torch.tensor([row.rewards.get(name, 0.0) for row in rows])
         return columns
 
-    def _columns(self, values: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
-        """[B, S] of a value for each token behind the prompts."""
-        rows = zip(self._prompt_lengths, values, strict=True)
-        return _padded([[fill] * length + [*row] for length, row in rows], fill)
 
-
-def _padded(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
-    """Rows as a rectangle, filled on the right."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
+def _padded(
+    rows: Sequence[_Row], values: Callable[[_Piece], NDArray[Any] | float], fill: float
+) -> torch.Tensor:
+    """[B, S] of a value for each token, filled on the right: fp32 where `fill` is a float, else int64."""
+    padded_BS = torch.full((len(rows), max(row.length for row in rows)), fill)
+    for padded_S, row in zip(padded_BS.numpy(), rows, strict=True):
+        start = 0
+        for piece in row.pieces:
+            padded_S[start : start + len(piece.ids_N)] = values(piece)
+            start += len(piece.ids_N)
+    return padded_BS
 
 
 def sampled_versions(batch: BatchedDataDict, turn: int | None = None) -> torch.Tensor:

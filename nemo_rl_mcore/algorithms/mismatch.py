@@ -25,6 +25,9 @@ from nemo_rl_mcore.losses.sampler_check import SamplerSums
 from nemo_rl_mcore.output import write_line
 
 _NAMED_SAMPLES = 4
+_ROWS_AT_A_TIME = 64
+"""Double precision of a whole batch would be several times the batch."""
+_COMPARED = ("token_mask", "sample_mask", "generation_logprobs", "prev_logprobs")
 
 
 class MismatchError(RunStoppedError):
@@ -64,20 +67,31 @@ class Mismatch:
 
 def measure_mismatch(batch: BatchedDataDict, kl_type: KLType = "k3") -> Mismatch:
     """Compare generation_logprobs with prev_logprobs where token_mask and sample_mask are set."""
+    compared = BatchedDataDict({name: batch[name] for name in _COMPARED})
+    sums_3B = torch.zeros(3, batch.size, dtype=torch.float64)
+    for start in range(0, batch.size, _ROWS_AT_A_TIME):
+        end = min(start + _ROWS_AT_A_TIME, batch.size)
+        sums_3B[:, start:end] = _sums_of_rows(compared.slice(start, end), kl_type)
+    tokens_B, error_B, divergence_B = sums_3B
+    episodes, total = EpisodeRows.of(batch), int(tokens_B.sum())
+    tokens_E, error_E = episodes.total(tokens_B), episodes.total(error_B)
+    per_sequence = torch.where(tokens_E > 0, error_E / tokens_E.clamp(min=1), 1.0)
+    return Mismatch(
+        token_mult_prob_error=float(error_B.sum()) / total if total else 1.0,
+        gen_kl_error=float(divergence_B.sum()) / max(total, 1),
+        per_sequence=per_sequence,
+    )
+
+
+def _sums_of_rows(batch: BatchedDataDict, kl_type: KLType) -> Tensor:
+    """[3, B]: how many tokens are trained, and the sums over them of exp|g - p| and of the divergence."""
     trained = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1))[:, 1:] > 0
     generated = batch["generation_logprobs"][:, 1:].double()
     computed = batch["prev_logprobs"][:, 1:].double()
     # Columns that do not count may hold anything, and infinity times zero is not zero.
     error = torch.exp((generated - computed).abs()).masked_fill(~trained, 0.0)
     divergence = kl_estimate(generated, computed, kl_type).masked_fill(~trained, 0.0)
-    episodes, total = EpisodeRows.of(batch), int(trained.sum())
-    tokens_E, error_E = episodes.total(trained.sum(1)), episodes.total(error.sum(1))
-    per_sequence = torch.where(tokens_E > 0, error_E / tokens_E.clamp(min=1), 1.0)
-    return Mismatch(
-        token_mult_prob_error=float(error.sum()) / total if total else 1.0,
-        gen_kl_error=float(divergence.sum()) / max(total, 1),
-        per_sequence=per_sequence,
-    )
+    return torch.stack([trained.sum(1), error.sum(1), divergence.sum(1)])
 
 
 def check_mismatch(

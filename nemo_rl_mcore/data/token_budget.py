@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Groups, round_up
@@ -40,12 +41,12 @@ def balanced(lengths: Sequence[int], shards: int) -> Groups:
     least, more = divmod(len(lengths), shards)
     room = [least + (shard < more) for shard in range(shards)]
     shares: Groups = [[] for _ in room]
-    tokens = [0] * shards
+    open_shards = [(0, shard) for shard in range(shards) if room[shard]]  # a heap, by their tokens
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
-        open_shards = (shard for shard in range(shards) if len(shares[shard]) < room[shard])
-        emptiest = min(open_shards, key=lambda shard: tokens[shard])
+        tokens, emptiest = heappop(open_shards)
         shares[emptiest].append(sample)
-        tokens[emptiest] += lengths[sample]
+        if len(shares[emptiest]) < room[emptiest]:
+            heappush(open_shards, (tokens + lengths[sample], emptiest))
     return shares
 
 

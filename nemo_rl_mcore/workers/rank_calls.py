@@ -153,10 +153,11 @@ class RankCalls:
 
     def take(self, wait_s: float) -> None:
         """Take the answers that are there, if need be wait so long for one."""
-        while self._refs and (ready := ray.wait(list(self._refs), num_returns=1, timeout=wait_s)[0]):
-            wait_s = 0
+        wanted = 1
+        while self._refs and (ready := ray.wait(list(self._refs), num_returns=wanted, timeout=wait_s)[0]):
             for ref in ready:
                 self._take(ref)
+            wait_s, wanted = 0, len(self._refs)  # one by one it would cost the square of the ranks
 
     def wait_at_most(self, seconds: float) -> None:
         """Take the answers that come within so many seconds, progress or not."""

@@ -1,12 +1,19 @@
 import asyncio
 import json
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 import torch
 
 from nemo_rl_mcore.algorithms.episode_metrics import episode_metrics
-from nemo_rl_mcore.algorithms.episodes import EpisodeForm, sampled_versions, trained_columns
+from nemo_rl_mcore.algorithms.episodes import (
+    ONE_ANSWER,
+    EpisodeForm,
+    Episodes,
+    sampled_versions,
+    trained_columns,
+)
 from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
@@ -226,3 +233,65 @@ def test_texts_lengths_and_metrics_of_episodes():
 def test_the_versions_of_sampled_tokens_stand_together():
     batch = BatchedDataDict(weight_versions=torch.tensor([[-1, 3, -1, 4], [2, -1, -1, -1]]))
     assert sampled_versions(batch).tolist() == [[3, 4], [2, -1]]
+
+
+def test_rows_of_any_lengths_are_the_tokens_of_prompt_and_answer_one_by_one():
+    noise = torch.Generator().manual_seed(0)
+    asked, answered = drawn(rows=40, prompt=7, new=9, noise=noise)
+    batch = played_once(asked, answered)
+    columns = {"input_ids": TOKENIZER.pad_token_id, "generation_logprobs": 0.0, "weight_versions": -1}
+    sampled = {"input_ids": "tokens", "generation_logprobs": "logprobs", "weight_versions": "weight_versions"}
+    lengths = zip(asked["input_lengths"].tolist(), answered["lengths"].tolist(), strict=True)
+    for row, (prompt, new) in enumerate(lengths):
+        assert batch["input_lengths"][row] == prompt + new
+        for column, fill in columns.items():
+            before = asked["input_ids"][row, :prompt].tolist() if column == "input_ids" else [fill] * prompt
+            expected = before + answered[sampled[column]][row, :new].tolist()
+            width = batch[column].shape[1]
+            assert batch[column][row].tolist() == expected + [fill] * (width - len(expected))
+        assert batch["token_mask"][row].nonzero().flatten().tolist() == [*range(prompt, prompt + new)]
+    assert (batch["input_ids"].dtype, batch["generation_logprobs"].dtype) == (torch.int64, torch.float32)
+
+
+def test_no_python_object_is_kept_or_made_of_each_token():
+    rows, new = 64, 1500
+    asked, answered = drawn(rows, prompt=500, new=new, noise=torch.Generator().manual_seed(0), ragged=False)
+    tracemalloc.start()
+    try:
+        batch = played_once(asked, answered)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    arrays = sum(batch[column].nbytes for column in ("input_ids", "generation_logprobs", "weight_versions"))
+    arrays += batch["input_ids"].nbytes  # turns
+    assert peak < arrays + 4 * rows * new  # a pointer alone has 8 bytes
+
+
+def drawn(rows, prompt, new, noise, ragged=True):
+    """What is asked, and random answers to it; ragged: some of no token."""
+    lengths = torch.randint(0, new + 1, (rows,), generator=noise) if ragged else torch.full((rows,), new)
+    prompts = (
+        torch.randint(1, prompt + 1, (rows,), generator=noise) if ragged else torch.full((rows,), prompt)
+    )
+    asked = BatchedDataDict(
+        input_ids=torch.randint(0, 10, (rows, prompt), generator=noise),
+        input_lengths=prompts,
+        prompt_index=torch.arange(rows),
+        sample_index=torch.zeros(rows, dtype=torch.long),
+    )
+    answered = BatchedDataDict(
+        tokens=torch.randint(0, 10, (rows, new), generator=noise),
+        logprobs=-torch.rand(rows, new, generator=noise),
+        lengths=lengths,
+        finished=lengths > 0,
+        weight_versions=torch.where(torch.arange(new) < lengths.unsqueeze(1), 3, -1),
+    )
+    return asked, answered
+
+
+def played_once(asked, answered):
+    prompts = [Prompt(row, "1>", "1") for row in range(asked.size)]
+    episodes = Episodes(prompts, asked, TOKENIZER, ONE_ANSWER)
+    episodes.answer(answered)
+    episodes.hear([Reply(1.0) for _ in episodes.turns()])
+    return episodes.batch()

@@ -96,3 +96,18 @@ def test_agreement_below_the_threshold_changes_nothing(action, capsys):
     check_mismatch(1, rollout, MismatchConfig(threshold=1.2, action=action))
     assert rollout["sample_mask"].tolist() == [1, 1]
     assert capsys.readouterr().err == ""
+
+
+def test_many_rows_are_measured_as_each_of_them_alone():
+    noise = torch.Generator().manual_seed(0)
+    errors, mask = torch.randn(150, 5, generator=noise), torch.rand(150, 5, generator=noise) > 0.4
+    many = batch(
+        errors.tolist(), mask.float().tolist(), (torch.rand(150, generator=noise) > 0.1).float().tolist()
+    )
+    trained = (many["token_mask"] * many["sample_mask"].unsqueeze(1))[:, 1:].sum(1)
+    alone = [measure_mismatch(many.slice(row, row + 1)) for row in range(150)]
+    found = measure_mismatch(many)
+    assert found.per_sequence.tolist() == [float(one.per_sequence) for one in alone]
+    for mean in ("token_mult_prob_error", "gen_kl_error"):
+        sums = sum(getattr(one, mean) * count for one, count in zip(alone, trained.tolist(), strict=True))
+        assert getattr(found, mean) == pytest.approx(sums / float(trained.sum()))

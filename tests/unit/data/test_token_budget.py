@@ -27,6 +27,17 @@ def test_balancing_spreads_long_samples():
     assert balanced(lengths, 2) == [[0, 3, 4], [1, 2, 5]]  # 11 and 16 tokens; in the batch's order 24 and 3
 
 
+@given(st.integers(1, 6), st.lists(st.integers(1, 5), max_size=30))
+def test_each_sample_goes_to_the_first_of_the_emptiest_shards_with_room(shards: int, lengths: list[int]):
+    room = [len(lengths) // shards + (shard < len(lengths) % shards) for shard in range(shards)]
+    expected: list[list[int]] = [[] for _ in room]
+    for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
+        with_room = [shard for shard in range(shards) if len(expected[shard]) < room[shard]]
+        emptiest = min(with_room, key=lambda shard: sum(lengths[of_shard] for of_shard in expected[shard]))
+        expected[emptiest].append(sample)
+    assert balanced(lengths, shards) == expected
+
+
 def test_pairs_are_balanced_whole():
     # Tokens of the pairs: 7, 6, 2, 9.
     data = batch([1, 6, 3, 3, 1, 1, 5, 4])

@@ -15,6 +15,7 @@ from nemo_rl_mcore.signals import stop_signals
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import WorkerError
 from nemo_rl_mcore.workers.pending_call import GroupInUseError
+from nemo_rl_mcore.workers.rank_calls import Ended, RankCalls
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
 # pytest's module names mean nothing to a worker.
@@ -225,3 +226,23 @@ def test_a_group_that_is_shut_down_ends_the_wait_of_another_thread(
         assert time.monotonic() - began < 10
         with pytest.raises(WorkerError, match="the worker group is shut down"):
             group.call("pause", 0)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_answers_that_are_there_are_taken_in_two_looks_however_many_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, wait = list[int](), ray.wait
+
+    def counted(
+        refs: list[ray.ObjectRef], **options: float
+    ) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+        looks.append(len(refs))
+        return wait(refs, **options)
+
+    monkeypatch.setattr(ray, "wait", counted)
+    refs = {ray.put(10 * rank): rank for rank in range(20)}
+    calls = RankCalls(refs, actors=(), timeout_s=60, lost=lambda: None)
+    assert calls.poll(1.0) is Ended.ANSWERED
+    assert calls.results == {rank: 10 * rank for rank in range(20)}
+    assert looks == [20, 19]
