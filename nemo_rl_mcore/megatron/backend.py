@@ -18,7 +18,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.megatron import checkpoint, generation, notices, parallel_groups
 from nemo_rl_mcore.megatron.hf_weights.export import full_tensors, save_pretrained
 from nemo_rl_mcore.megatron.hf_weights.receive import WholeWeightFilling
-from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
+from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy, is_kept_on_device
 from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.training.policy_backend import (
     BackendOptions,
@@ -98,8 +98,9 @@ class MegatronBackend(MegatronTrainBackend):
         return self._logprobs("get_logprobs", data, micro_batch_size, trained_only)
 
     def keep_reference(self) -> None:
-        """Copy the weights to the CPU."""
-        self._reference = ReferencePolicy(self.chunks)
+        """Copy the weights, see `megatron.reference_policy`."""
+        on_device = is_kept_on_device(self._policy, self.chunks)
+        self._reference = ReferencePolicy(self.chunks, on_device=on_device)
 
     def reference_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
@@ -164,15 +165,13 @@ class MegatronBackend(MegatronTrainBackend):
 
     def load(self, folder: Path) -> Sequence[str]:
         """See `megatron.checkpoint.load_policy`."""
-        loaded = checkpoint.load_policy(
+        return checkpoint.load_policy(
             self,
             self._policy.megatron_cfg,
             self._reference,
             folder,
             verify_checksums=self._verify_checksums,
         )
-        self._reference = loaded.reference
-        return loaded.committed_step_ids
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
         """See `megatron.checkpoint.load_weights_of`; an optimizer takes its copies anew."""
