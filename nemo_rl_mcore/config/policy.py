@@ -68,6 +68,8 @@ class PolicyConfig(StrictModel):
     """auto takes those of the training pass where nothing reads them before; always computes them in a pass (ours)."""
     reference_on_device: bool | Literal["auto"] = "auto"
     """Keep the reference policy's weights on the GPU, or in the CPU's memory; auto: on a GPU with much room (ours)."""
+    offload: Literal["none", "grads_optimizer", "all"] = "none"
+    """What leaves the device while weights are only read; all: the weights too, while engines there answer (ours)."""
     generation_batch_size: PositiveInt | None = None
     """Samples that one rank generates at a time; null is all of its samples."""
     max_total_sequence_length: PositiveInt

@@ -18,6 +18,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.megatron import checkpoint, generation, notices, parallel_groups
 from nemo_rl_mcore.megatron.hf_weights.export import full_tensors, save_pretrained
 from nemo_rl_mcore.megatron.hf_weights.receive import WholeWeightFilling
+from nemo_rl_mcore.megatron.offload import Offload
 from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy, is_kept_on_device
 from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.training.policy_backend import (
@@ -25,6 +26,7 @@ from nemo_rl_mcore.training.policy_backend import (
     GeneratedRows,
     GenerationRequest,
     GeneratorBackend,
+    OnDevice,
     TopKLogits,
     WeightFilling,
 )
@@ -77,6 +79,7 @@ class MegatronBackend(MegatronTrainBackend):
         self._policy = policy
         self._verify_checksums = options.verify_checksums
         self._reference: ReferencePolicy | None = None
+        self._offload = Offload(self.chunks, self._wrapped, self.optimizer if self.trained else None)
 
     @property
     def device(self) -> torch.device:
@@ -158,6 +161,10 @@ class MegatronBackend(MegatronTrainBackend):
         return [parallel_groups.broadcast_tensor_from_last_stage(values).cpu() for values in local]
 
     # Checkpoints and weights
+
+    def keep_on_device(self, what: OnDevice) -> None:
+        """See `PolicyBackend.keep_on_device`."""
+        self._offload.keep(what)
 
     def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
         """See `megatron.checkpoint.save_policy`."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 import torch
-from megatron.core.utils import unwrap_model
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.policy import REFERENCE_SHARE
-from nemo_rl_mcore.megatron.parameters import gather_parameters
+from nemo_rl_mcore.megatron.parameters import gather_parameters, weights_of
 
 PIECE_BYTES = 16 * 2**20  # long beside the start of a copy, small beside the weights
 _SPARES = 2  # one is filled while the other is emptied
@@ -63,9 +61,7 @@ class ReferencePolicy:
 
         In place: the parameters are views of Megatron's buckets (distributed/param_and_grad_buffer.py).
         """
-        models = [cast(torch.nn.Module, unwrap_model(chunk)) for chunk in self._chunks]
-        # Buffers too: the bias of experts is one, and training moves it.
-        for weight in (part for model in models for part in (*model.parameters(), *model.buffers())):
+        for weight in weights_of(self._chunks):
             yield from weight.detach().view(-1).view(torch.uint8).split(PIECE_BYTES)
 
     def _exchange(self, spares: Sequence[torch.Tensor]) -> None:
@@ -92,5 +88,5 @@ def is_kept_on_device(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -
     free = accelerator.free_memory_bytes()
     if free is None:
         return True
-    weights = sum(weight.numel() * weight.element_size() for chunk in chunks for weight in chunk.parameters())
-    return not policy.generation.takes_turns and weights <= REFERENCE_SHARE * free
+    room = REFERENCE_SHARE * free
+    return not policy.generation.takes_turns and sum(weight.nbytes for weight in weights_of(chunks)) <= room

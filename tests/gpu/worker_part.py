@@ -72,6 +72,7 @@ def run(report: Report, device: str) -> None:
         for precision in PRECISIONS:
             check_precision(report, precision, device, folder)
         check_reference_places(report, folder, device)
+        check_offload(report, folder, device)
         if device == "cuda":
             check_transformer_engine(report, folder)
         report.doing("leaving the process group")
@@ -362,6 +363,41 @@ def _seconds_of_exchanges(chunks: Any, on_device: bool, repeats: int = 10) -> fl
             pass
     accelerator.synchronize(accelerator.device())
     return (time.perf_counter() - start) / repeats
+
+
+def check_offload(report: Report, folder: Path, device: str) -> None:
+    """Three steps with everything off the device between them are three without; what is away takes no memory."""
+    import tiny
+
+    from nemo_rl_mcore.training.policy_backend import OnDevice
+
+    for precision in PRECISIONS:
+        group = f"{precision}: offloading between steps"
+        with report.attempt(group, "three steps"):
+            config = _config(folder, precision, device, fused=False)
+            found, _ = trained(config, device, fused=False)
+            worker = tiny.worker(config.model_copy(update={"offload": "all"}))
+            before, vocabulary = weights(worker), config.model.vocab_size
+            for step in range(STEPS):
+                worker.train(batch(device, step, vocabulary), tiny.grpo_loss())
+                held = {what: _allocated(worker, what) for what in (OnDevice.WEIGHTS, OnDevice.NOTHING)}
+                worker.get_logprobs(data=batch(device, 9, vocabulary))
+                held[OnDevice.EVERYTHING] = _allocated(worker, OnDevice.EVERYTHING)
+            difference = _changed_otherwise(_changes(before, weights(worker)), found)
+            report.compared(group, "weights", difference, REPEATED[device][precision])
+            whole = held[OnDevice.EVERYTHING]
+            if whole:  # torch counts memory on GPUs alone
+                shares = {f"{what.value} kept": kept / whole for what, kept in held.items()}
+                report.figure("share of the device memory", {"": precision, **shares})
+                report.compared(
+                    group, "memory with nothing kept, of all", held[OnDevice.NOTHING] / whole, 0.5
+                )
+
+
+def _allocated(worker: Any, what: Any) -> int:
+    worker.backend.keep_on_device(what)
+    accelerator.synchronize(accelerator.device())
+    return torch.cuda.memory_allocated()
 
 
 def check_transformer_engine(report: Report, folder: Path) -> None:
