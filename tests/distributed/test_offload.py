@@ -113,7 +113,8 @@ def memory_of(offload, megatron, precision):
         weights = [*worker.backend.chunks[0].parameters()]
         held = [tensor for weight in weights for tensor in (weight, weight.main_grad)]
         for part in worker.backend.optimizer.chained_optimizers:
-            held += [weight for group in part.optimizer.param_groups for weight in group["params"]]
+            main = [weight for group in part.optimizer.param_groups for weight in group["params"]]
+            held += [tensor for weight in main for tensor in (weight, weight.grad) if tensor is not None]
             held += [tensor for state in part.optimizer.state.values() for tensor in state.values()]
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
         return sum(storages.values())
@@ -135,15 +136,20 @@ def memory_of(offload, megatron, precision):
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("megatron", [{}, PLAIN], ids=["distributed", "plain"])
+@pytest.mark.parametrize(
+    "megatron",
+    [{}, PLAIN, {**PLAIN, "distributed_data_parallel_config": {"grad_reduce_in_fp32": False}}],
+    ids=["distributed", "plain", "plain-main-gradients"],
+)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_what_is_away_takes_no_memory(ranks, megatron, precision):
     (everything, same, still), _ = ranks(1).run(memory_of, "none", megatron, precision)[0]
-    assert everything == same == still
+    assert everything == same >= still
     (before, reading, after), weights = ranks(1).run(memory_of, "grads_optimizer", megatron, precision)[0]
-    assert before == after == everything
+    # Gradients of main weights in memory of their own come with the next step.
+    assert after <= before == everything
     assert weights <= reading < 1.1 * weights < before / 3  # buckets are a little longer than their weights
     (before, reading, nothing, after), _ = ranks(1).run(memory_of, "all", megatron, precision)[0]
-    assert (before, after) == (everything, everything)
+    assert after <= before == everything
     assert weights <= reading < 1.1 * weights
     assert nothing == 0
