@@ -72,6 +72,11 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def free_memory_bytes() -> int | None:
+    """What nobody has taken of this process's GPU memory; None on CPU."""
+    return torch.cuda.mem_get_info()[0] if has_cuda() else None
+
+
 def synchronize(of: torch.device) -> None:
     """Wait until everything that was launched on this device is done; nothing to do on CPU."""
     if of.type == "cuda":

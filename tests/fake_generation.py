@@ -31,7 +31,7 @@ class Weights:
 
     def __init__(self):
         self.scale, self.fail, self.sent, self.connected = 1.0, False, 0, []
-        self.before_sending = None
+        self.before_sending = self.before_waking = None
 
     def gpus(self):
         return ()
@@ -39,6 +39,9 @@ class Weights:
     def connect_engines(self, engines, settings):
         self.connected.append(engines._numbers)
         self._sender = open_sender(settings, engines, torch.device("cpu"))
+
+    def prepare_for_lp_inference(self):
+        self.before_waking()
 
     def send_weights(self):
         if self.fail:
@@ -61,7 +64,7 @@ def kind(**changes):
     )  # fmt: skip
 
 
-def generation(cluster, source, transport=None, keys=None, check=None, **changes):
+def generation(cluster, source, transport=None, keys=None, check=None, offload="none", **changes):
     config = PolicyConfig.model_validate(
         {
             "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 32},
@@ -70,6 +73,7 @@ def generation(cluster, source, transport=None, keys=None, check=None, **changes
             "train_micro_batch_size": 8,
             "max_total_sequence_length": 16,
             "megatron_cfg": {"optimizer": {"lr": 1e-3}},
+            "offload": offload,
             "generation": {
                 "backend": "vllm",
                 "max_new_tokens": 6,

@@ -22,6 +22,7 @@ class TorchBackend:
     deferred_grad_sync = staticmethod(nullcontext)
     snapshot, restore = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
     reduce = staticmethod(lambda sums: sums.reduce(lambda numbers: numbers[None]))
+    keep_on_device = staticmethod(lambda _what: None)
     finalize_gradients = shutdown = staticmethod(lambda: None)
 
     def __init__(self, policy, options):

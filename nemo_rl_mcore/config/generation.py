@@ -72,6 +72,11 @@ class GenerationConfig(StrictModel):
         """Whether the training ranks answer themselves; otherwise engines do, to which weights are sent."""
         return self.backend == "embedded" and self.colocated.enabled
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines of their own compute on the ranks' GPUs, in turn with them."""
+        return self.colocated.enabled and not self.decodes_on_ranks
+
     def problems(self) -> Iterator[Problem]:
         """Yield a text that every response contains."""
         if "" in (self.stop_strings or ()):

@@ -23,6 +23,9 @@ from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.megatron import MegatronConfig
 from nemo_rl_mcore.config.model import ModelConfig
 
+REFERENCE_SHARE = 0.1
+"""Of a GPU's memory that is free when the run starts: a reference policy that takes more is not kept there by auto."""
+
 
 def _refuse_fp16(value: object) -> object:
     if value in ("float16", "fp16", "half"):
@@ -63,6 +66,10 @@ class PolicyConfig(StrictModel):
     """Samples per log-probability pass of one rank; left out, it is train_micro_batch_size."""
     recompute_prev_logprobs: Literal["auto", "always"] = "auto"
     """auto takes those of the training pass where nothing reads them before; always computes them in a pass (ours)."""
+    reference_on_device: bool | Literal["auto"] = "auto"
+    """Keep the reference policy's weights on the GPU, or in the CPU's memory; auto: on a GPU with much room (ours)."""
+    offload: Literal["none", "grads_optimizer", "all"] = "none"
+    """What leaves the device while weights are only read; all: the weights too, while engines there answer (ours)."""
     generation_batch_size: PositiveInt | None = None
     """Samples that one rank generates at a time; null is all of its samples."""
     max_total_sequence_length: PositiveInt

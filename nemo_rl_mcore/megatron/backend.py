@@ -18,13 +18,15 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.megatron import checkpoint, generation, notices, parallel_groups
 from nemo_rl_mcore.megatron.hf_weights.export import full_tensors, save_pretrained
 from nemo_rl_mcore.megatron.hf_weights.receive import WholeWeightFilling
-from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
+from nemo_rl_mcore.megatron.offload import Offload
+from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy, is_kept_on_device
 from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.training.policy_backend import (
     BackendOptions,
     GeneratedRows,
     GenerationRequest,
     GeneratorBackend,
+    OnDevice,
     TopKLogits,
     WeightFilling,
 )
@@ -77,6 +79,7 @@ class MegatronBackend(MegatronTrainBackend):
         self._policy = policy
         self._verify_checksums = options.verify_checksums
         self._reference: ReferencePolicy | None = None
+        self._offload = Offload(self.chunks, self._wrapped, self.optimizer if self.trained else None)
 
     @property
     def device(self) -> torch.device:
@@ -98,8 +101,9 @@ class MegatronBackend(MegatronTrainBackend):
         return self._logprobs("get_logprobs", data, micro_batch_size, trained_only)
 
     def keep_reference(self) -> None:
-        """Copy the weights to the CPU."""
-        self._reference = ReferencePolicy(self.chunks)
+        """Copy the weights, see `megatron.reference_policy`."""
+        on_device = is_kept_on_device(self._policy, self.chunks)
+        self._reference = ReferencePolicy(self.chunks, on_device=on_device)
 
     def reference_logprobs(
         self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False
@@ -158,21 +162,23 @@ class MegatronBackend(MegatronTrainBackend):
 
     # Checkpoints and weights
 
+    def keep_on_device(self, what: OnDevice) -> None:
+        """See `PolicyBackend.keep_on_device`."""
+        self._offload.keep(what)
+
     def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
         """See `megatron.checkpoint.save_policy`."""
         checkpoint.save_policy(self, self._policy.megatron_cfg, self._reference, folder, committed_step_ids)
 
     def load(self, folder: Path) -> Sequence[str]:
         """See `megatron.checkpoint.load_policy`."""
-        loaded = checkpoint.load_policy(
+        return checkpoint.load_policy(
             self,
             self._policy.megatron_cfg,
             self._reference,
             folder,
             verify_checksums=self._verify_checksums,
         )
-        self._reference = loaded.reference
-        return loaded.committed_step_ids
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
         """See `megatron.checkpoint.load_weights_of`; an optimizer takes its copies anew."""

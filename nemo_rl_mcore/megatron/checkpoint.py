@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -65,14 +64,6 @@ class _State(BaseModel):
     has_checksums: bool = False  # as in the folders of older versions
 
 
-@dataclass(frozen=True)
-class LoadedPolicy:
-    """What is not in the model: the reference policy, and the step_ids that were committed before the save."""
-
-    reference: ReferencePolicy | None
-    committed_step_ids: Sequence[str]
-
-
 def save_policy(
     backend: MegatronTrainBackend,
     config: MegatronConfig,
@@ -112,8 +103,8 @@ def load_policy(
     folder: Path,
     *,
     verify_checksums: bool = True,
-) -> LoadedPolicy:
-    """Set everything back that `save_policy` wrote, and return what is not in the model; every rank takes part.
+) -> Sequence[str]:
+    """Set everything back that `save_policy` wrote, and return the step_ids that were committed; every rank takes part.
 
     Generators are set back only where the layout is the one that was saved. A checkpoint of a run without a reference
     policy leaves the given one. Raises ValueError on all ranks, naming the file, when one is broken.
@@ -125,7 +116,7 @@ def load_policy(
     generators = agreed(lambda: _read_random_state(folder) if same_layout else None)
     if reference is not None and (folder / REFERENCE).is_dir():
         load_weights(backend.chunks, folder / REFERENCE)
-        reference = ReferencePolicy(backend.chunks)
+        reference.keep()
     load_weights(backend.chunks, folder / WEIGHTS)
     state = sharded_optimizer_state(backend.optimizer, _model_state(backend.chunks), loading=True)
     load_optimizer_state(backend.optimizer, load_sharded(state, folder / OPTIMIZER), saved.optimizer_step)
@@ -133,7 +124,7 @@ def load_policy(
     backend.scheduler.step(0)  # the rates of that place in the schedule
     if generators is not None:
         _set_random_state(generators)
-    return LoadedPolicy(reference, saved.committed_step_ids)
+    return saved.committed_step_ids
 
 
 def load_weights_of(

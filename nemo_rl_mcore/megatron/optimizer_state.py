@@ -30,7 +30,7 @@ def sharded_optimizer_state(
 ) -> ShardedStateDict:
     """{part: {weight: {kind: ShardedTensor}}} over the model's sharded state dict; every rank takes part."""
     state: ShardedStateDict = {}
-    for number, part in enumerate(_parts(optimizer)):
+    for number, part in enumerate(parts_of(optimizer)):
         _ensure_moments(part)
         if isinstance(part, DistributedOptimizer):
             weights = cast(
@@ -47,7 +47,7 @@ def sharded_optimizer_state(
 
 def load_optimizer_state(optimizer: MegatronOptimizer, state: ShardedStateDict, step: float) -> None:
     """Take over the state that was read through `sharded_optimizer_state`; the weights must be loaded already."""
-    for number, part in enumerate(_parts(optimizer)):
+    for number, part in enumerate(parts_of(optimizer)):
         weights = state.get(str(number), {})
         if isinstance(part, DistributedOptimizer):
             _load_distributed(part, weights)
@@ -58,14 +58,14 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: ShardedStateDict, 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> float:
     """How many updates the moments have seen, the same for every weight."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         for holder in (*part.optimizer.state.values(), *part.optimizer.param_groups):
             if _STEP in holder:
                 return float(holder[_STEP])
     return 0.0
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
     """The optimizers of dense and of expert weights; one without weights on this rank holds nothing."""
     chained = cast(list[Any], cast(ChainedOptimizer, optimizer).chained_optimizers)
     return [part for part in chained if part.optimizer is not None]

@@ -1,11 +1,20 @@
-"""Whole parameters: those that an optimizer step has left to be gathered by the next forward pass."""
+"""The tensors of a rank's chunks; and whole parameters, where an optimizer step left them to the next forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import unwrap_model
+
+
+def weights_of(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """The parameters of each chunk, then its buffers: the bias of experts is one, and training moves it."""
+    for chunk in chunks:
+        model = cast(torch.nn.Module, unwrap_model(chunk))
+        yield from (*model.parameters(), *model.buffers())
 
 
 def gather_parameters(chunks: Iterable[torch.nn.Module]) -> None:

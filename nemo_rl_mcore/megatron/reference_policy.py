@@ -4,42 +4,89 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 import torch
-from megatron.core.utils import unwrap_model
 
-from nemo_rl_mcore.megatron.parameters import gather_parameters
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config.policy import REFERENCE_SHARE
+from nemo_rl_mcore.megatron.parameters import gather_parameters, weights_of
+
+PIECE_BYTES = 16 * 2**20  # long beside the start of a copy, small beside the weights
+_SPARES = 2  # one is filled while the other is emptied
 
 
 class ReferencePolicy:
-    """A copy on the CPU of this rank's weights as they were when it was made."""
+    """The weights of this rank when it was made: kept on the device, or in page-locked memory of the CPU.
 
-    def __init__(self, chunks: Sequence[torch.nn.Module]):
+    While they are lent the policy's own are where they were, so that nothing is kept twice.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], *, on_device: bool):
         self._chunks = chunks
-        self._weights = self._copy_of_weights()
+        self.on_device = on_device
+        self._kept = [self._memory_like(piece) for piece in self._pieces()]
+        self.keep()
+
+    def keep(self) -> None:
+        """Be the model's present weights from now on; data-parallel ranks call it together."""
+        gather_parameters(self._chunks)
+        for kept, piece in zip(self._kept, self._pieces(), strict=True):
+            kept.copy_(piece)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Inside, the model has the reference weights; the policy's own come back also after an exception."""
-        own = self._copy_of_weights()
+        """Inside, the model has the reference weights; the policy's own come back also after an exception.
+
+        Data-parallel ranks enter it together.
+        """
+        gather_parameters(self._chunks)
+        # Taken before the pass: one that ends for want of memory must not lack it on the way out.
+        spares = [
+            torch.empty(PIECE_BYTES, dtype=torch.uint8, device=accelerator.device()) for _ in range(_SPARES)
+        ]
+        self._exchange(spares)
         try:
-            self._load(self._weights)
             yield
         finally:
-            self._load(own)
+            self._exchange(spares)
 
-    def _parameters(self) -> list[torch.Tensor]:
-        # Buffers too: the bias of experts is one, and training moves it.
-        models = [cast(torch.nn.Module, unwrap_model(chunk)) for chunk in self._chunks]
-        return [part for model in models for part in (*model.parameters(), *model.buffers())]
+    def _memory_like(self, piece: torch.Tensor) -> torch.Tensor:
+        if self.on_device:
+            return torch.empty_like(piece)
+        return torch.empty(piece.shape, dtype=piece.dtype, device="cpu", pin_memory=accelerator.has_cuda())
 
-    def _copy_of_weights(self) -> list[torch.Tensor]:
-        gather_parameters(self._chunks)
-        return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+    def _pieces(self) -> Iterator[torch.Tensor]:
+        """The memory of all weights as bytes, uint8 [at most PIECE_BYTES] each: what is copied is copied bit for bit.
 
-    def _load(self, weights: list[torch.Tensor]) -> None:
-        # In place: the parameters are views of Megatron's buckets (distributed/param_and_grad_buffer.py).
-        with torch.no_grad():
-            for parameter, weight in zip(self._parameters(), weights, strict=True):
-                parameter.copy_(weight)
+        In place: the parameters are views of Megatron's buckets (distributed/param_and_grad_buffer.py).
+        """
+        for weight in weights_of(self._chunks):
+            yield from weight.detach().view(-1).view(torch.uint8).split(PIECE_BYTES)
+
+    def _exchange(self, spares: Sequence[torch.Tensor]) -> None:
+        """The model's weights against those that are kept; one piece leaves while the next one comes."""
+        coming, leaving = torch.cuda.current_stream(), torch.cuda.Stream()
+        emptied = [leaving.record_event() for _ in spares]
+        for number, (piece, kept) in enumerate(zip(self._pieces(), self._kept, strict=True)):
+            turn = number % len(spares)
+            spare = spares[turn][: piece.numel()]
+            coming.wait_event(emptied[turn])
+            spare.copy_(piece)
+            piece.copy_(kept, non_blocking=True)
+            leaving.wait_stream(coming)
+            with torch.cuda.stream(leaving):
+                kept.copy_(spare, non_blocking=True)
+            emptied[turn] = leaving.record_event()
+        coming.wait_stream(leaving)
+
+
+def is_kept_on_device(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether this rank keeps its reference on its device, as policy.reference_on_device says; auto asks for room."""
+    if policy.reference_on_device != "auto":
+        return policy.reference_on_device
+    free = accelerator.free_memory_bytes()
+    if free is None:
+        return True
+    room = REFERENCE_SHARE * free
+    return not policy.generation.takes_turns and sum(weight.nbytes for weight in weights_of(chunks)) <= room

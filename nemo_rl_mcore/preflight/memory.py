@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.policy import REFERENCE_SHARE, PolicyConfig
 from nemo_rl_mcore.config.run_models import ModelPlan, Role
 
 _FP32 = 4
@@ -47,6 +47,26 @@ def estimate_memory(config: RunConfig) -> RunMemory:
     return RunMemory({name: _estimate(config, plan) for name, plan in config.models.items()})
 
 
+def may_be_on_device(config: RunConfig) -> bool:
+    """Whether a reference policy takes memory of the ranks' devices, if there is room."""
+    kept, policy = config.policy.reference_on_device, config.policy
+    return config.cluster.on_cpu or kept is True or (kept == "auto" and not policy.generation.takes_turns)
+
+
+def reference_place(config: RunConfig) -> str:
+    """Where the weights of a reference policy are kept, in words; "" without one."""
+    if not config.needs_reference:
+        return ""
+    if config.cluster.on_cpu:
+        return "in the ranks' memory"
+    if not may_be_on_device(config):
+        return "in page-locked memory of the CPU, exchanged with the policy's for each pass"
+    if config.policy.reference_on_device is True:
+        return "on the GPU"
+    enough = estimate_memory(config).models["policy"].reference / REFERENCE_SHARE
+    return f"on GPUs with {enough / 2**30:.4g} GiB free when the run starts, else in page-locked memory of the CPU"
+
+
 def checkpoint_bytes(config: RunConfig) -> int:
     """Roughly what a checkpoint takes on disk: weights, those of the reference, and the optimizer's state."""
     return sum(_saved_bytes(plan) for plan in config.models.values() if plan.trained)
@@ -71,7 +91,7 @@ def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
         weights=weights,
         gradients=parameters * (_FP32 if in_fp32 else 2) if plan.trained else 0,
         optimizer=_optimizer(config, policy, shared, experts) if plan.trained else 0,
-        reference=weights if plan.reference else 0,
+        reference=weights if plan.reference and may_be_on_device(config) else 0,
         logits=_logits(policy, config.rows_per_sample) if plan.role is Role.POLICY else 0,
     )
 

@@ -15,7 +15,7 @@ from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
 from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
 from nemo_rl_mcore.preflight.folders import folder_problems
-from nemo_rl_mcore.preflight.memory import RunMemory, estimate_memory
+from nemo_rl_mcore.preflight.memory import RunMemory, estimate_memory, reference_place
 from nemo_rl_mcore.preflight.packages import (
     import_problems,
     layer_warnings,
@@ -69,7 +69,10 @@ class BatchArithmetic:
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved run: what `check` prints and what the launcher goes by."""
+    """The resolved run: what `check` prints and what the launcher goes by.
+
+    reference_policy: where its weights are kept; empty without one.
+    """
 
     layout: Layout
     batch: BatchArithmetic
@@ -80,7 +83,7 @@ class Plan:
     memory: RunMemory
     data: DataPlan | None
     steps: int
-    reference_policy: bool
+    reference_policy: str
     log_dir: str
     missing: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
@@ -118,7 +121,7 @@ def preflight(
         memory=estimate_memory(config),
         data=data,
         steps=config.loop.max_num_steps if data is None else data.steps,
-        reference_policy=config.needs_reference,
+        reference_policy=reference_place(config),
         log_dir=config.logger.log_dir,
         missing=missing,
         warnings=(*warnings, *layer_warnings(config)),

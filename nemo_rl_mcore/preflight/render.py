@@ -111,7 +111,7 @@ def _run_rows(plan: Plan) -> Iterator[Row]:
     if plan.fetched:
         yield "rows", f"{', '.join(plan.fetched)}: fetched and read when the run starts"
     yield "steps", str(plan.steps) if not plan.fetched else f"{plan.steps} at most"
-    yield "reference policy", "yes" if plan.reference_policy else "no (its KL penalty is 0)"
+    yield "reference policy", plan.reference_policy or "no (its KL penalty is 0)"
     yield "log_dir", plan.log_dir
     for problem in plan.missing:
         yield "not on this machine", str(problem)

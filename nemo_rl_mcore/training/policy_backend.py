@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -38,6 +39,14 @@ class BackendOptions:
     trained: bool
     temperature: float
     verify_checksums: bool
+
+
+class OnDevice(Enum):
+    """What of a model is on its device; the rest waits in the CPU's memory, but for gradients, which are not kept."""
+
+    NOTHING = "nothing"
+    WEIGHTS = "weights"
+    EVERYTHING = "everything"
 
 
 @dataclass(frozen=True)
@@ -182,6 +191,14 @@ class PolicyBackend(TrainStepBackend, Protocol):
 
     def evaluate(self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int) -> StepTotals:
         """The loss and metrics of the rows of all ranks, without gradients."""
+        ...
+
+    def keep_on_device(self, what: OnDevice) -> None:
+        """Have this on the device, and no more; not while a step is open. It holds no collective.
+
+        Gradients are 0 when they are back; all else is as it was, bit for bit. Steps, `save` and `load` need
+        EVERYTHING, other calls the weights.
+        """
         ...
 
     def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:

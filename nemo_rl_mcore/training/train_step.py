@@ -167,8 +167,18 @@ class TrainStep:
         """The step_ids that cannot be opened again: of the last steps that had one, the oldest first."""
         return tuple(self._committed_ids)
 
-    def begin(self, loss_fn: LossFunction, *, gbs: int, mbs: int, step_id: str | None = None) -> None:
+    def begin(
+        self,
+        loss_fn: LossFunction,
+        *,
+        gbs: int,
+        mbs: int,
+        step_id: str | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open a step with cleared gradients; `mbs` rows run at once.
+
+        prepare: called where a step may be opened; what it raises leaves none open.
 
         The scheduler will advance by the samples of `gbs` rows.
         Raises TrainStepError when a step is open, or when `step_id` is one of the last COMMITTED_IDS_KEPT committed.
@@ -179,6 +189,7 @@ class TrainStep:
                 raise TrainStepError(
                     f"step_id {step_id!r} is already committed; begin_train_step needs a new step_id"
                 )
+            prepare()
             self._open(loss_fn, gbs, mbs, step_id)
         self._phase = Phase.OPEN
 

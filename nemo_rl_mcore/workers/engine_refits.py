@@ -37,6 +37,10 @@ class WeightSource(Protocol):
         """Get ready to send to these engines, and to no others any more; says where to meet for a broadcast."""
         ...
 
+    def prepare_for_lp_inference(self) -> None:
+        """Take from the devices what policy.offload names beside the weights."""
+        ...
+
     def send_weights(self) -> Digests:
         """Stream all weights to the engines; returns the tensors by name, with digests where they are verified."""
         ...
@@ -56,6 +60,7 @@ class EngineRefits:
         self.digest = ""
         """Of what was sent last, where refits are verified; see `refit.verification.of_all`."""
         self._fleet, self._kind, self._source = fleet, kind, source
+        self._makes_room = config.offload != "none" and config.generation.takes_turns
         self._transport, self._verify = (
             transport_of(cluster, config.generation),
             config.generation.verify_refit,
@@ -72,6 +77,8 @@ class EngineRefits:
         context = f"weights of version {version}"
         for engine in engines:
             engine.version = None
+        if self._makes_room:
+            self._source.prepare_for_lp_inference()
         ready = self._wake(engines, "weights", context)
         if not self._connect(ready):
             return

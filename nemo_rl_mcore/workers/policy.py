@@ -257,6 +257,10 @@ class Policy:
         """Of all weights as a refit sends them; see `refit.verification.of_all`."""
         return self._first_of_all("weights_digest", held_as=held_as)
 
+    def prepare_for_lp_inference(self) -> None:
+        """Take from the device what policy.offload names beside the weights."""
+        self._run_all("prepare_for_lp_inference")
+
     def send_weights(self) -> Digests:
         """Stream all weights to the engines; returns the tensors by name, with digests where they are verified."""
         return self._first_of_all("send_weights")

@@ -34,7 +34,12 @@ from nemo_rl_mcore.training.backends import open_backend
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
 from nemo_rl_mcore.training.evaluation import evaluate
-from nemo_rl_mcore.training.policy_backend import BackendFactory, BackendOptions, GenerationRequest
+from nemo_rl_mcore.training.policy_backend import (
+    BackendFactory,
+    BackendOptions,
+    GenerationRequest,
+    OnDevice,
+)
 from nemo_rl_mcore.training.results import as_result
 from nemo_rl_mcore.training.train_step import Phase, StepResult, TrainStep, TrainStepError
 
@@ -162,6 +167,7 @@ class MegatronPolicyWorker:
         Raises ValueError when a prompt and a whole response are longer than `max_total_sequence_length`.
         """
         with self.backend.called_together("generate"):
+            self._keep_on_device(OnDevice.WEIGHTS)
             self._check.prompts(data)
             check_lengths(data["input_lengths"], self.policy)
             stops = [
@@ -180,9 +186,18 @@ class MegatronPolicyWorker:
         return micro_batch_size or self.policy.logprob_batch_size
 
     def _meet(self, call: str, check: Callable[[], None] = lambda: None) -> None:
-        """Wait for the other ranks, however late their callers are; what `check` raises on one of them all raise."""
+        """Wait for the other ranks, however late their callers are; what `check` raises on one of them all raise.
+
+        The weights are on the device afterwards.
+        """
         with self.backend.called_together(call):
             check()
+            self._keep_on_device(OnDevice.WEIGHTS)
+
+    def _keep_on_device(self, what: OnDevice) -> None:
+        """Have there what a call needs, and no more if policy.offload says so; an open step keeps all it has."""
+        if self.policy.offload != "none" and self.train_step.phase is Phase.IDLE:
+            self.backend.keep_on_device(what)
 
     # Training
 
@@ -205,6 +220,7 @@ class MegatronPolicyWorker:
             self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample, eval_mode=eval_mode)
             sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
             batches = sizes.steps(data, self.backend.data_parallel_size())
+            self._keep_on_device(OnDevice.WEIGHTS if eval_mode else OnDevice.EVERYTHING)
         if eval_mode:
             return as_result([evaluate(self.backend, batch, loss_fn, sizes.mbs) for batch in batches])
         results: list[StepResult] = []
@@ -228,7 +244,8 @@ class MegatronPolicyWorker:
         """Open a train step; the scheduler advances by the samples of `gbs` rows. gbs, mbs: see `train`."""
         self._require_trained("begin_train_step")
         sizes = BatchSizes.of(self.policy, loss_fn, gbs, mbs)
-        self.train_step.begin(loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id)
+        prepare = partial(self._keep_on_device, OnDevice.EVERYTHING)
+        self.train_step.begin(loss_fn, gbs=sizes.gbs, mbs=sizes.mbs, step_id=step_id, prepare=prepare)
 
     def train_microbatch(self, data: BatchedDataDict, chunk_id: str | None = None) -> None:
         """Add the gradients of this rank's rows of a chunk, whole samples, to the open step.
@@ -289,6 +306,7 @@ class MegatronPolicyWorker:
                 raise TrainStepError(
                     "save_checkpoint while a train step is open: call finish_train_step or abort_train_step first"
                 )
+            self._keep_on_device(OnDevice.EVERYTHING)
         self.backend.save(Path(folder), self.train_step.committed_ids)
 
     def load_checkpoint(self, folder: str, weights_only: bool = False) -> None:
@@ -302,6 +320,7 @@ class MegatronPolicyWorker:
         with self.backend.called_together("load_checkpoint"):
             if not weights_only:
                 self._require_trained("load_checkpoint without weights_only=True")
+            self._keep_on_device(OnDevice.EVERYTHING)
         with suppress(TrainStepError):  # the weights that such a step may have half updated are replaced
             self.train_step.abort()
         committed = self.train_step.committed_ids
@@ -344,12 +363,16 @@ class MegatronPolicyWorker:
     def send_weights(self) -> Digests:
         """Stream all weights to the engines; returns what was sent, see `sender.WeightSender.send`.
 
-        Every rank calls it together.
+        Every rank calls it together. With policy.offload: all, the weights leave the device when they are sent.
         """
         if self._sender is None:
             raise ValueError("send_weights before connect_engines: there is no engine to send to")
         self._meet("send_weights")
-        return self._sender.send(self.backend.full_tensors())
+        sent = self._sender.send(self.backend.full_tensors())
+        if self.policy.offload == "all":
+            with self.backend.called_together("the end of send_weights"):
+                self._keep_on_device(OnDevice.NOTHING)
+        return sent
 
     def gpu(self) -> str:
         """Which GPU this rank is on, as CUDA_VISIBLE_DEVICES takes it; empty on CPU."""
@@ -369,10 +392,22 @@ class MegatronPolicyWorker:
         return self.backend.data_parallel_rank()
 
     def prepare_for_training(self) -> None:
-        """Ready at once: weights, gradients and optimizer state stay on the device."""
+        """Weights, gradients and optimizer state on the device; calls that train see to it themselves."""
+        with self.backend.called_together("prepare_for_training"):
+            self._keep_on_device(OnDevice.EVERYTHING)
 
     def prepare_for_lp_inference(self) -> None:
-        """Ready at once, as `prepare_for_training`."""
+        """The weights on the device and, unless policy.offload is none, nothing else; calls that read see to it, too.
+
+        Raises TrainStepError while a step is open, whose gradients must stay.
+        """
+        with self.backend.called_together("prepare_for_lp_inference"):
+            if self.policy.offload != "none" and self.train_step.phase is not Phase.IDLE:
+                raise TrainStepError(
+                    "prepare_for_lp_inference while a train step is open: call finish_train_step or abort_train_step "
+                    "first"
+                )
+            self._keep_on_device(OnDevice.WEIGHTS)
 
     def shutdown(self) -> None:
         """Leave the process groups."""

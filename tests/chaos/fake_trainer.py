@@ -219,6 +219,8 @@ class FakeTrainer:
     def has_unknown_update(self) -> bool:
         return self._taken != self.updates
 
+    def prepare_for_lp_inference(self): ...
+
     def send_weights(self) -> str:
         self._do("send_weights", dict)
         return self.weights

@@ -191,6 +191,8 @@ class JournaledMegatronPolicyWorker(MegatronPolicyWorker):
         with self.journal.call("abort_train_step"):
             super().abort_train_step()
 
+    def prepare_for_lp_inference(self): ...
+
     def send_weights(self):
         with self.journal.call("send_weights"):
             return super().send_weights()

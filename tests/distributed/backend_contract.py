@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from nemo_rl_mcore.data.token_digests import digests_of_rows
 from nemo_rl_mcore.losses import ClippedPGLossFn
+from nemo_rl_mcore.training.policy_backend import OnDevice
 from nemo_rl_mcore.training.train_step import TrainStepError
 
 TEMPERATURE = 0.7  # of tiny's generation
@@ -311,6 +312,23 @@ def a_model_without_optimizer_reads_and_is_not_trained(make, folder):
     assert refuses(ValueError, lambda: worker.begin_train_step(tiny.grpo_loss()))
     assert refuses(ValueError, lambda: worker.save_checkpoint(str(folder / "frozen")))
     assert refuses(ValueError, worker.send_weights)
+
+
+def what_leaves_the_device_comes_back_as_it_was(make, _folder):
+    batch, found = tiny.grpo_batch(seed=9), []
+    for moves in (False, True):
+        worker = make()
+        for step in range(3):
+            worker.train(tiny.grpo_batch(seed=step), tiny.grpo_loss())
+            for what in (OnDevice.NOTHING, OnDevice.WEIGHTS) if moves else ():
+                worker.backend.keep_on_device(what)
+            logprobs = worker.get_logprobs(data=batch)["logprobs"]
+            if moves:
+                worker.backend.keep_on_device(OnDevice.EVERYTHING)
+        found.append((logprobs, weights(worker)))
+    (plain, trained), (read, moved) = found
+    assert torch.equal(plain, read)
+    assert same(trained, moved)
 
 
 def values_are_of_states_before_real_tokens(make, _folder):

@@ -72,6 +72,10 @@ def weights_of_the_start(self):
     return ((name, weight.detach()) for name, weight in self.reference.named_parameters())
 
 
+def forgets_momentum(self, what):
+    self.optimizer.state.clear()
+
+
 def values_of_padding(self, data, micro_batch_size):
     return self.model[0](data["input_ids"]).mean(-1).detach()
 
@@ -99,5 +103,6 @@ FAULTS = (
         "trained",
         property(lambda self: True, nothing),
     ),
+    ("what_leaves_the_device_comes_back_as_it_was", "keep_on_device", forgets_momentum),
     ("values_are_of_states_before_real_tokens", "values", values_of_padding),
 )

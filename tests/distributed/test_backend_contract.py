@@ -16,6 +16,7 @@ CHECKS = (
     "answers_are_drawn_from_the_policy",
     "an_export_holds_the_present_weights",
     "a_model_without_optimizer_reads_and_is_not_trained",
+    "what_leaves_the_device_comes_back_as_it_was",
     "values_are_of_states_before_real_tokens",
 )
 

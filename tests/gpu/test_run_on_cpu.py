@@ -58,6 +58,8 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
                 )
             }
         assert f"{dtype}: fused as unfused" in groups["worker"]
+        assert f"{dtype}: offloading between steps" in groups["worker"]
+    assert "the reference on the device and on the CPU" in groups["worker"]
     assert groups["refit"] == {
         f"{what} over shared_memory" for what in ("a worker's weights", "odd tensors")
     } | {"memory after shared_memory"}

@@ -6,12 +6,14 @@ fused and not. With `--device cpu` both processes compute on the CPU, over gloo.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,6 +72,8 @@ def run(report: Report, device: str) -> None:
             _finish(reference)
         for precision in PRECISIONS:
             check_precision(report, precision, device, folder)
+        check_reference_places(report, folder, device)
+        check_offload(report, folder, device)
         if device == "cuda":
             check_transformer_engine(report, folder)
         report.doing("leaving the process group")
@@ -321,6 +325,81 @@ def _note_differences(report: Report, group: str, names: list[str]) -> None:
     report.compared(group, "tensors and settings that differ in a bit", float(len(names)), EXACT)
     if names:
         sys.stderr.write(f"{group}: {', '.join(names)}\n")
+
+
+def check_reference_places(report: Report, folder: Path, device: str) -> None:
+    """The reference kept on the device and in the CPU's memory: the same bits, and how long the two exchanges take."""
+    import tiny
+
+    group, found, seconds = "the reference on the device and on the CPU", [], []
+    with report.attempt(group, "both read"):
+        for on_device in (True, False):
+            config = _config(folder, "bfloat16", device, fused=False)
+            worker = tiny.worker(config.model_copy(update={"reference_on_device": on_device}))
+            worker.train(batch(device, 0, config.model.vocab_size), tiny.grpo_loss())
+            before = weights(worker)
+            rows = batch(device, 9, config.model.vocab_size)
+            read = worker.get_reference_policy_logprobs(data=rows)["reference_logprobs"]
+            after = weights(worker)
+            moved = max(float((after[name] - before[name]).abs().max()) for name in before)
+            report.compared(group, f"the policy's own, on_device: {on_device}", moved, EXACT)
+            found.append(read)
+            seconds.append(_seconds_of_exchanges(worker.backend.chunks, on_device))
+        report.compared(group, "log-probabilities", float((found[0] - found[1]).abs().max()), EXACT)
+        report.figure(
+            "exchanges with the reference", {"": "CPU / device", "time ratio": seconds[1] / seconds[0]}
+        )
+
+
+def _seconds_of_exchanges(chunks: Any, on_device: bool, repeats: int = 10) -> float:
+    """Seconds of a reference pass in which nothing is computed."""
+    from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
+
+    reference = ReferencePolicy(chunks, on_device=on_device)
+    for repeat in range(repeats + 1):
+        if repeat == 1:  # the first one takes memory
+            accelerator.synchronize(accelerator.device())
+            start = time.perf_counter()
+        with reference.swapped_in():
+            pass
+    accelerator.synchronize(accelerator.device())
+    return (time.perf_counter() - start) / repeats
+
+
+def check_offload(report: Report, folder: Path, device: str) -> None:
+    """Three steps with everything off the device between them are three without; what is away takes no memory."""
+    import tiny
+
+    from nemo_rl_mcore.training.policy_backend import OnDevice
+
+    for precision in PRECISIONS:
+        group = f"{precision}: offloading between steps"
+        with report.attempt(group, "three steps"):
+            config = _config(folder, precision, device, fused=False)
+            found = trained(config, device, fused=False)[0]
+            gc.collect()  # of that worker nothing is to be counted
+            worker = tiny.worker(config.model_copy(update={"offload": "all"}), init_reference_model=False)
+            before, vocabulary = weights(worker), config.model.vocab_size
+            for step in range(STEPS):
+                worker.train(batch(device, step, vocabulary), tiny.grpo_loss())
+                held = {what: _allocated(worker, what) for what in (OnDevice.WEIGHTS, OnDevice.NOTHING)}
+                worker.get_logprobs(data=batch(device, 9, vocabulary))
+                held[OnDevice.EVERYTHING] = _allocated(worker, OnDevice.EVERYTHING)
+            difference = _changed_otherwise(_changes(before, weights(worker)), found)
+            report.compared(group, "weights", difference, REPEATED[device][precision])
+            whole = held[OnDevice.EVERYTHING]
+            if whole:  # torch counts memory on GPUs alone
+                shares = {f"{what.value} kept": kept / whole for what, kept in held.items()}
+                report.figure("share of the device memory", {"": precision, **shares})
+                report.compared(
+                    group, "memory with nothing kept, of all", held[OnDevice.NOTHING] / whole, 0.5
+                )
+
+
+def _allocated(worker: Any, what: Any) -> int:
+    worker.backend.keep_on_device(what)
+    accelerator.synchronize(accelerator.device())
+    return torch.cuda.memory_allocated()
 
 
 def check_transformer_engine(report: Report, folder: Path) -> None:

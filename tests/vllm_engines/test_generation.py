@@ -248,6 +248,8 @@ class BreaksOff:
     def __getattr__(self, name):
         return getattr(self._policy, name)
 
+    def prepare_for_lp_inference(self): ...
+
     def send_weights(self):
         if self.before_sending is not None:
             break_off, self.before_sending = self.before_sending, None

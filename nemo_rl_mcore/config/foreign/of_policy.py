@@ -163,7 +163,7 @@ _POLICY: dict[str, Judgement] = {
         None,
         cost="it costs memory; policy.megatron_cfg.use_fused_linear_logprobs: true computes in chunks",
     ),
-    "offload_optimizer_for_logprob": told(False, cost="it costs memory; the optimizer stays where it is"),
+    "offload_optimizer_for_logprob": told(False, cost="policy.offload: grads_optimizer does so"),
     "refit_buffer_size_gb": told(None, cost="policy.generation.refit_bucket_bytes sizes the buffers"),
     "make_sequence_length_divisible_by": UNREAD,  # rows are padded to what the layout needs
     "dtensor_cfg": refused(

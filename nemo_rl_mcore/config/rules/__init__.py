@@ -21,6 +21,7 @@ from nemo_rl_mcore.config.rules import (
     generation,
     lengths,
     losses,
+    offload,
     packing,
     parallelism,
     prompts,
@@ -48,6 +49,7 @@ FEATURES: tuple[Rules, ...] = (
     asynchronous.RULES,
     survival.RULES,
     environments.RULES,
+    offload.RULES,
 )
 
 

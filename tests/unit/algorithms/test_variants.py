@@ -198,7 +198,7 @@ def test_the_preflight_accepts_it(name):
     # Clipping needs a second optimizer step; REINFORCE has one.
     assert plan.batch.optimizer_steps == (1 if name == "rloo" else 4)
     assert config.policy.megatron_cfg.scheduler.lr_decay_iters == plan.steps * plan.batch.optimizer_steps
-    assert plan.reference_policy is (name == "reinforce_plus_plus")
+    assert bool(plan.reference_policy) is (name == "reinforce_plus_plus")
     assert plan.log_dir == f"results/{name}_cpu"
 
 

@@ -140,7 +140,7 @@ def test_samples_of_a_step(algorithm, rows):
 )
 def test_who_needs_the_reference(algorithm, overrides, needed):
     config = load_config(EXEMPLAR_OF[algorithm], overrides)
-    assert config.needs_reference is preflight(config).reference_policy is needed
+    assert config.needs_reference is bool(preflight(config).reference_policy) is needed
 
 
 def test_the_critic_is_the_policy_with_its_own_optimizer():

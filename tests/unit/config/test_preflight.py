@@ -33,7 +33,7 @@ def test_plan_of_the_exemplar(load):
     assert (batch.samples, batch.samples_per_rank, batch.optimizer_steps) == (256, 128, 1)
     assert (batch.microbatches_per_optimizer_step, batch.logprob_passes) == (1, 1)
     assert (batch.longest_prompt, batch.max_new_tokens, batch.max_sequence) == (4, 4, 8)
-    assert plan.reference_policy is False
+    assert plan.reference_policy == ""
     assert len(plan.guardrails) == 6
     assert all(guardrail.ok for guardrail in plan.guardrails)
 
@@ -153,6 +153,38 @@ def test_memory_of_the_whole_model_on_one_rank(load):
 )
 def test_memory_follows_the_recipe(load, overrides, field, expected):
     assert getattr(estimate_memory(load(*overrides)).models["policy"], field) == expected
+
+
+KL = "loss_fn.reference_policy_kl_penalty=0.1"
+GPUS = "cluster.gpus_per_node=2"
+VLLM = "policy.generation.backend=vllm"
+KEEP, SPARE = (f"policy.reference_on_device={value}" for value in ("true", "false"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place", "kept"),
+    [
+        ((), "in the ranks' memory", True),
+        ((SPARE,), "in the ranks' memory", True),
+        ((GPUS,), "on GPUs with 0.003216 GiB free when the run starts, else in page-locked memory of the CPU", True),
+        ((GPUS, KEEP), "on the GPU", True),
+        ((GPUS, SPARE), "in page-locked memory of the CPU, exchanged with the policy's for each pass", False),
+        ((GPUS, VLLM), "in page-locked memory of the CPU, exchanged with the policy's for each pass", False),
+        ((GPUS, VLLM, KEEP), "on the GPU", True),
+        (
+            (GPUS, VLLM, "policy.generation.colocated.enabled=false",
+             "policy.generation.colocated.resources.gpus_per_node=1"),
+            "on GPUs with 0.003216 GiB free when the run starts, else in page-locked memory of the CPU",
+            True,
+        ),
+    ],
+)  # fmt: skip
+def test_where_the_reference_is_kept(load, monkeypatch, overrides, place, kept):
+    monkeypatch.setattr("nemo_rl_mcore.preflight.packages.installed", lambda package: True)
+    plan = preflight(load(KL, *overrides))
+    assert plan.reference_policy == place
+    assert f"reference policy        {place}" in shown(plan)
+    assert plan.memory.models["policy"].reference == 86_336 * 4 * kept
 
 
 def test_missing_tokenizer_folder(load, tmp_path, monkeypatch):

@@ -140,6 +140,20 @@ def test_engines_that_share_the_ranks_memory_sleep_and_are_refitted_when_they_wa
         assert source.sent == 3
 
 
+def test_ranks_make_room_before_engines_that_share_their_memory_wake(cluster):
+    source, asleep = Weights(), []
+    with generation(cluster, source, sleeps=True, offload="grads_optimizer") as engines:
+        source.before_waking = lambda: asleep.append([engine.asleep for engine in engines._fleet.live])
+        engines.update_weights(0)
+        engines.offload()
+        engines.update_weights(1)
+        assert asleep[1:] == [[True, True]]
+        assert source.sent == 2
+    apart = {"colocated": {"enabled": False}}
+    with generation(cluster, Weights(), offload="grads_optimizer", keys=apart) as engines:
+        engines.update_weights(0)  # nobody is asked to
+
+
 def test_the_check_is_called_once_when_all_engines_have_weights_and_what_it_raises_ends_the_update(cluster):
     source, found = Weights(), []
 

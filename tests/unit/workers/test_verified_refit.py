@@ -27,6 +27,8 @@ class Weights(fake_generation.Weights):
     def connect_engines(self, engines, settings):
         super().connect_engines(engines, RefitSettings(**vars(settings) | {"bucket_bytes": A_BUCKET}))
 
+    def prepare_for_lp_inference(self): ...
+
     def send_weights(self):
         self.sent += 1
         noise = torch.Generator().manual_seed(self.sent)

@@ -1,0 +1,62 @@
+"""Where there is nobody to give the memory of a policy to: what does not go with offloading."""
+
+from collections.abc import Iterator
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.master import PPOMasterConfig, RunConfig, SFTMasterConfig
+from nemo_rl_mcore.config.rules.feature import Rules
+
+_OFFLOAD = "policy.offload"
+_ENGINES = ("policy.generation.backend", "policy.generation.colocated.enabled")
+
+
+def _refused(config: RunConfig, reason: str, remedy: str, *related: str) -> Problem:
+    return Problem(_OFFLOAD, f"{config.policy.offload} {reason}", remedy, related)
+
+
+def _nobody_needs_it(config: RunConfig) -> Iterator[Problem]:
+    if config.policy.offload == "none":
+        return
+    if config.asynchronous:
+        yield _refused(
+            config,
+            "does not go with grpo.async_grpo.enabled: true: its engines have devices of their own, and its ranks read "
+            "log-probabilities between the chunks of a step, whose gradients must stay",
+            "set it to none",
+            "grpo.async_grpo.enabled",
+        )
+    elif isinstance(config, SFTMasterConfig) and not config.policy.generation.takes_turns:
+        reason = "gives nobody anything: supervised fine-tuning reads no log-probabilities before it trains"
+        yield _refused(config, reason, "set it to none", *_ENGINES)
+
+
+def _weights_beside_reading_ranks(config: RunConfig) -> Iterator[Problem]:
+    if (
+        config.policy.offload == "all"
+        and not config.policy.generation.takes_turns
+        and not config.asynchronous
+    ):
+        yield _refused(
+            config,
+            "takes the weights off the device while engines answer, and none takes turns with the ranks there",
+            "set it to grads_optimizer, or policy.generation.backend: vllm with colocated.enabled: true",
+            *_ENGINES,
+        )
+
+
+def _critic(config: RunConfig) -> Iterator[Problem]:
+    if (
+        isinstance(config, PPOMasterConfig)
+        and config.policy.offload != "none"
+        and config.policy.generation.takes_turns
+    ):
+        yield _refused(
+            config,
+            "does not go with ppo and engines on the ranks' devices: the critic, which trained last, would keep its "
+            "own gradients and optimizer there while they answer",
+            "set it to none, or policy.generation.colocated.enabled: false",
+            *_ENGINES,
+        )
+
+
+RULES = Rules(of_runs=(_nobody_needs_it, _weights_beside_reading_ranks, _critic))

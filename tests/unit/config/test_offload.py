@@ -1,0 +1,56 @@
+"""policy.offload is refused where nobody has use for the memory, and where somebody else would keep it."""
+
+import pytest
+
+from nemo_rl_mcore.config import load_config
+
+COLOCATED = ("policy.generation.backend=vllm", "policy.model.num_attention_heads=2")
+APART = (*COLOCATED, "policy.generation.colocated.enabled=false")
+
+
+@pytest.mark.parametrize("offload", ["grads_optimizer", "all"])
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "message"),
+    [
+        ("grpo_copy_async_cpu.yaml", (), "does not go with grpo.async_grpo.enabled: true: its engines have devices of"),
+        ("sft_cpu.yaml", (), "gives nobody anything: supervised fine-tuning reads no log-probabilities"),
+        ("ppo_cpu.yaml", COLOCATED, "does not go with ppo and engines on the ranks' devices: the critic"),
+    ],
+)  # fmt: skip
+def test_it_is_refused_where_it_frees_nothing_for_anyone(refusals, offload, recipe, overrides, message):
+    found = refusals(f"policy.offload={offload}", *overrides, recipe=recipe)
+    assert any(text.startswith(f"policy.offload: {offload} {message}") for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("grpo_copy_cpu.yaml", ()),
+        ("grpo_copy_cpu.yaml", APART),
+        ("ppo_cpu.yaml", ()),
+        ("dpo_cpu.yaml", ()),
+        ("distillation_cpu.yaml", ()),
+    ],
+)
+def test_weights_stay_where_no_engine_takes_turns_with_the_ranks(refusals, recipe, overrides):
+    (found,) = refusals("policy.offload=all", *overrides, recipe=recipe)
+    assert found.startswith("policy.offload: all takes the weights off the device while engines answer")
+    assert found.endswith(
+        "set it to grads_optimizer, or policy.generation.backend: vllm with colocated.enabled: true"
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "offload", "overrides"),
+    [
+        ("grpo_copy_cpu.yaml", "grads_optimizer", ()),
+        ("grpo_copy_cpu.yaml", "grads_optimizer", APART),
+        ("grpo_copy_cpu.yaml", "all", COLOCATED),
+        ("ppo_cpu.yaml", "grads_optimizer", ()),
+        ("dpo_cpu.yaml", "grads_optimizer", ()),
+        ("distillation_cpu.yaml", "grads_optimizer", ()),
+    ],
+)
+def test_it_goes_with_ranks_that_read_or_engines_that_take_turns(exemplar, recipe, offload, overrides):
+    config = load_config(exemplar.with_name(recipe), [f"policy.offload={offload}", *overrides])
+    assert all(plan.policy.offload == offload for plan in config.models.values())
