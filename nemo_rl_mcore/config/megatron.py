@@ -163,6 +163,8 @@ class MegatronConfig(StrictModel):
     """Bytes that the logits of one chunk may take."""
     fused_linear_logprobs_cache_bytes: NonNegativeInt = 0
     """Bytes of logits that the forward pass may keep, so that the backward pass need not compute them again."""
+    fused_linear_logprobs_packed: bool = False
+    """Allow policy.sequence_packing with use_fused_linear_logprobs, which is refused otherwise."""
     process_group_timeout_s: PositiveFloat = 600.0
     """Seconds that ranks at work wait for one that is slower, or hangs; late starts, files and engines do not count."""
     optimizer: OptimizerConfig

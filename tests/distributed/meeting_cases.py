@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
 
-from meeting_recipes import ALGORITHMS, FACTORS, LAYOUTS, Case
+from meeting_recipes import ALGORITHMS, FACTORS, FUSED, FUSED_PACKED, LAYOUTS, Case
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,21 @@ class Refusal:
     reason: str
 
 
-FUSED_KEY, PACKING_KEY = "policy.megatron_cfg.use_fused_linear_logprobs", "policy.sequence_packing.enabled"
+PACKING_KEY = "policy.sequence_packing.enabled"
 # All that may be refused; any other refusal is a failure.
 REFUSED = (
     Refusal(
-        {"batching": "packed", "fused": True}, (FUSED_KEY, PACKING_KEY), "the fused path reads padded rows"
+        {"batching": "packed", "fused": "fused"},
+        (FUSED, PACKING_KEY, FUSED_PACKED),
+        "the fused path reads padded rows unless packed ones are allowed",
+    ),
+    *(
+        Refusal(
+            {"batching": batching, "fused": "fused packed"},
+            (FUSED_PACKED, PACKING_KEY),
+            "there are no packed rows to allow",
+        )
+        for batching in ("fixed", "dynamic")
     ),
     *(
         Refusal(

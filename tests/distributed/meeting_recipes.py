@@ -97,13 +97,13 @@ EXPERT_LAYOUTS = [name for name, (_, keys) in LAYOUTS.items() if EXPERTS.keys() 
 
 RESPONSE, PROMPT = 6, 6
 SECTIONS = {"dynamic": "policy.dynamic_batching", "packed": "policy.sequence_packing"}
-FUSED = f"{MEGATRON}.use_fused_linear_logprobs"
+FUSED, FUSED_PACKED = f"{MEGATRON}.use_fused_linear_logprobs", f"{MEGATRON}.fused_linear_logprobs_packed"
 
 # The first value of each is the plain one, which a combination has unless a pair asks for another.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "algorithm": tuple(ALGORITHMS),
     "batching": ("fixed", "dynamic", "packed"),
-    "fused": (False, True),
+    "fused": ("unfused", "fused", "fused packed"),  # the last with the key that allows packed rows
     "layout": ("one", "dp2", "tp2 sp", "pp2", "ep2", "dp2 pp2"),
     "temperature": (1.0, 0.7),
     "kl": (False, True),
@@ -125,7 +125,6 @@ def plain_sibling(case: Case) -> Case:
 def name_of(case: Case) -> str:
     """The combination in words."""
     said = {
-        "fused": "fused" if case["fused"] else "unfused",
         "temperature": f"t {case['temperature']}",
         "kl": "kl" if case["kl"] else "no kl",
         "distributed optimizer": "distributed" if case["distributed optimizer"] else "plain",
@@ -226,7 +225,8 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
     ranks, keys = LAYOUTS[case["layout"]]
     values = keys | {
         "cluster.cpu_workers_per_node": ranks,
-        FUSED: case["fused"],
+        FUSED: case["fused"] != "unfused",
+        FUSED_PACKED: case["fused"] == "fused packed",
         "policy.generation.temperature": case["temperature"],
         f"{OPTIMIZER}.use_distributed_optimizer": case["distributed optimizer"],
     }

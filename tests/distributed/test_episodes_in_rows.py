@@ -27,6 +27,8 @@ WAYS = {
     "packing-below-an-episode": by_tokens("sequence_packing", 16),
     "packing-40": by_tokens("sequence_packing", 40),
 }
+FUSED = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_packed": True}
+WAYS["fused-packing-40"] = WAYS["packing-40"] | {"megatron": FUSED}
 REFERENCE = {"train_micro_batch_size": 2}
 LENGTHS = [12, 5, 2, 12, 1, 4, 8, 3]
 CUTS = [[4, 8], [], [1], [5], [], [2, 3], [6], []]
@@ -86,12 +88,14 @@ def dealt(policy, batch):
 def configured(way, megatron, model=None):
     import tiny
 
+    sections = {**way}
+    megatron = megatron | sections.pop("megatron", {})
     return tiny.policy_config(
         model=model,
         megatron={"optimizer": OPTIMIZER} | megatron,
         train_global_batch_size=8,  # episodes
         max_total_sequence_length=12,
-        **way,
+        **sections,
     )
 
 
@@ -151,7 +155,7 @@ def reference(ranks):
     + [
         (layout, way)
         for layout in ("dp2", "tp2-sp", "pp2", "ep2")
-        for way in ("rows-1", "dynamic-40", "packing-40")
+        for way in ("rows-1", "dynamic-40", "packing-40", "fused-packing-40")
     ],
 )
 def test_an_episode_in_rows_trains_as_its_one_row(ranks, reference, layout, way):

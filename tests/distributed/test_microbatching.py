@@ -1,4 +1,7 @@
-"""However rows are put into microbatches, a step is the same: loss, metrics, gradients, weights, log-probabilities."""
+"""However rows are put into microbatches, a step is the same: loss, metrics, gradients, weights, log-probabilities.
+
+So it is whether log-probabilities are taken from logits or from hidden states, in chunks that end anywhere in a row.
+"""
 
 import pytest
 from tolerances import LOGPROBS, METRICS, REORDERED
@@ -6,6 +9,7 @@ from tolerances import LOGPROBS, METRICS, REORDERED
 LAYOUTS = {
     "one-rank": (1, {}),
     "dp2": (2, {}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}),
 }
@@ -14,6 +18,12 @@ LAYOUTS = {
 def by_tokens(section, budget, length_round=4):
     budgets = {"train_mb_tokens": budget, "logprob_mb_tokens": budget}
     return {section: {"enabled": True, "sequence_length_round": length_round} | budgets}
+
+
+def fused(way, **keys):
+    """The same rows with fused log-probabilities: `megatron` has Megatron's keys of a way."""
+    chunks = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_chunk_size": 5}
+    return way | {"megatron": chunks | {"fused_linear_logprobs_packed": "sequence_packing" in way} | keys}
 
 
 # The longest row has 12 tokens, all rows 47.
@@ -26,7 +36,21 @@ WAYS = {
     "packing-29": by_tokens("sequence_packing", 29),
     "packing-64": by_tokens("sequence_packing", 64, length_round=64),
 }
-FEWER_WAYS = ("dynamic-17", "packing-16", "packing-29")
+WAYS |= {
+    "fused-rows-8": fused(WAYS["rows-8"]),
+    "fused-packing-16": fused(WAYS["packing-16"]),
+    "fused-packing-29": fused(WAYS["packing-29"]),
+    # Room for the logits of every row of a microbatch.
+    "fused-packing-64-cache": fused(WAYS["packing-64"], fused_linear_logprobs_cache_bytes=64 * 32 * 4),
+}
+FEWER_WAYS = (
+    "dynamic-17",
+    "packing-16",
+    "packing-29",
+    "fused-rows-8",
+    "fused-packing-16",
+    "fused-packing-29",
+)
 REFERENCE = {"train_micro_batch_size": 2}
 LENGTH = {"max_total_sequence_length": 12}
 # A large epsilon: else Adam would blow the rounding of tiny gradients up to whole steps. And every rank keeps all
@@ -80,13 +104,23 @@ def losses():
     )
 
 
+def config(way, megatron, model=None):
+    """The policy of a way on a layout."""
+    import tiny
+
+    sections = LENGTH | way
+    keys = OPTIMIZER | megatron | sections.pop("megatron", {})
+    return tiny.policy_config(model=model, megatron=keys, **sections)
+
+
 def three_steps(way, megatron, model=None):
     """What a batch is given, and one step for each loss: metrics and gradients of each, the weights after the last."""
     import tiny
 
-    worker = tiny.worker(tiny.policy_config(model=model, megatron=OPTIMIZER | megatron, **(LENGTH | way)))
+    worker = tiny.worker(config(way, megatron, model))
     start = tiny.parameters(worker)
     said = worker.get_logprobs(data=uneven_batch()) | worker.get_topk_logits(data=uneven_batch(), k=3)
+    said |= worker.get_reference_policy_logprobs(data=uneven_batch())
     found = []
     for seed, loss_fn in enumerate(losses()):
         step = worker.train(tiny.shard(uneven_batch(seed)), loss_fn)
@@ -137,11 +171,17 @@ def reference(ranks):
     return of
 
 
-@pytest.mark.each_value
+@pytest.mark.quick_cases(
+    *(
+        f"one-rank-{way}"
+        for way in ("rows-1", "rows-8", "dynamic-17", "dynamic-40", "packing-16", "packing-64")
+    ),
+    *("one-rank-fused-packing-29", "dp2-rows-8", "tp2-sp-fused-packing-29", "pp2-fused-packing-29"),
+)
 @pytest.mark.parametrize(
     ("layout", "way"),
     [("one-rank", way) for way in WAYS]
-    + [(layout, way) for layout in ("dp2", "tp2-sp", "pp2") for way in ("rows-8", *FEWER_WAYS)],
+    + [(layout, way) for layout in ("dp2", "tp2", "tp2-sp", "pp2") for way in ("rows-8", *FEWER_WAYS)],
 )
 def test_a_step_does_not_depend_on_its_microbatches(ranks, reference, layout, way):
     world_size, megatron = LAYOUTS[layout]
@@ -155,7 +195,7 @@ def shapes(way, megatron):
     """What the model is given of a training batch and of a log-probability batch."""
     import tiny
 
-    worker = tiny.worker(tiny.policy_config(megatron=OPTIMIZER | megatron, **(LENGTH | way)))
+    worker = tiny.worker(config(way, megatron))
     seen = []
     worker.backend.chunks[0].register_forward_pre_hook(
         lambda _module, _args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -192,8 +232,8 @@ def step_with_all_rows_on_one_rank(way, megatron, model, weights):
 
     from nemo_rl_mcore.megatron import parallel_groups
 
-    config = tiny.policy_config(model=model, megatron=OPTIMIZER | megatron, **(LENGTH | way))
-    worker = tiny.worker(config)
+    policy = config(way, megatron, model)
+    worker = tiny.worker(policy)
     start = as_arrays(tiny.parameters(worker))
     if weights is not None:
         tiny.load_full_weights(worker, weights)
@@ -204,13 +244,13 @@ def step_with_all_rows_on_one_rank(way, megatron, model, weights):
     step = worker.finish_train_step()
     logprobs = worker.get_logprobs(data=uneven_batch().slice(0, 8 if first else 1))["logprobs"]
     end = {
-        tiny.global_name(name, config): value for name, value in as_arrays(tiny.parameters(worker)).items()
+        tiny.global_name(name, policy): value for name, value in as_arrays(tiny.parameters(worker)).items()
     }
     return start, step["all_mb_metrics"], end, logprobs.numpy()
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("way", ["rows-1", "dynamic-17", "packing-16"])
+@pytest.mark.parametrize("way", ["rows-1", "dynamic-17", "packing-16", "fused-packing-16"])
 @pytest.mark.parametrize(
     ("megatron", "model"),
     [({}, {}), ({"expert_model_parallel_size": 2}, EXPERTS)],
@@ -230,7 +270,13 @@ def test_ranks_with_less_to_do_or_nothing_keep_step(ranks, way, megatron, model)
 
 
 @pytest.mark.parametrize(
-    ("layout", "way"), [("one-rank", "dynamic-96"), ("one-rank", "packing-64"), ("tp2-sp", "packing-64")]
+    ("layout", "way"),
+    [
+        ("one-rank", "dynamic-96"),
+        ("one-rank", "packing-64"),
+        ("tp2-sp", "packing-64"),
+        ("tp2-sp", "fused-packing-64-cache"),
+    ],
 )
 def test_the_load_balancing_loss_of_all_rows_together(ranks, layout, way):
     world_size, megatron = LAYOUTS[layout]
@@ -247,7 +293,9 @@ INTERLEAVED = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parall
 
 
 @pytest.mark.parametrize(
-    "way", [{"train_micro_batch_size": 3}, WAYS["packing-16"]], ids=["rows-3", "packing-16"]
+    "way",
+    [{"train_micro_batch_size": 3}, WAYS["packing-16"], WAYS["fused-packing-16"]],
+    ids=["rows-3", "packing-16", "fused-packing-16"],
 )
 def test_the_interleaved_schedule_is_given_full_rounds(ranks, way):
     four_layers = {"num_layers": 4}

@@ -29,6 +29,8 @@ WAYS = {
     "packing-39": by_tokens("sequence_packing", 39),
     "packing-below-a-pair": by_tokens("sequence_packing", 16),
 }
+FUSED = {"use_fused_linear_logprobs": True, "fused_linear_logprobs_packed": True}
+WAYS |= {f"fused-{name}": WAYS[name] | {"megatron": FUSED} for name in ("packing-39", "packing-below-a-pair")}
 LENGTHS = [13, 12, 13, 4, 12, 12, 6, 7]
 BETA = 1.0
 
@@ -53,6 +55,7 @@ def config(way, megatron):
 
     optimizer = {"lr": 1e-2, "weight_decay": 0.0, "adam_eps": 1e-3, "use_distributed_optimizer": False}
     sections = {"train_micro_batch_size": 2} | way
+    megatron = megatron | sections.pop("megatron", {})
     return tiny.policy_config(
         megatron={"optimizer": optimizer, "scheduler": {"lr_warmup_iters": 4}} | megatron,
         train_global_batch_size=4,  # pairs
@@ -126,7 +129,9 @@ def reference(ranks):
     ("layout", "way"),
     [("one-rank", way) for way in WAYS]
     + [
-        (layout, way) for layout in ("dp2", "tp2-sp", "pp2") for way in ("rows-1", "dynamic-30", "packing-39")
+        (layout, way)
+        for layout in ("dp2", "tp2-sp", "pp2")
+        for way in ("rows-1", "dynamic-30", "packing-39", "fused-packing-39")
     ],
 )
 def test_pairs_stay_whole_in_every_microbatch(ranks, reference, layout, way):

@@ -5,7 +5,10 @@ import pytest
 MODEL = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_shared_expert_intermediate_size": 16}
 
 
-def steps_with_and_without_overlap(fused, entropy_coef, layout, layers):
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 16}}
+
+
+def steps_with_and_without_overlap(fused, entropy_coef, layout, layers, sections=None):
     import tiny
     import torch
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan
@@ -29,7 +32,9 @@ def steps_with_and_without_overlap(fused, entropy_coef, layout, layers):
                     "overlap_moe_expert_parallel_comm": overlap,
                     "use_fused_linear_logprobs": fused,
                     "fused_linear_logprobs_chunk_size": 5,
+                    "fused_linear_logprobs_packed": fused and sections is not None,
                 },
+                **(sections or {}),
             )
         )
         TransformerModelChunkSchedulePlan.__init__ = counted
@@ -67,4 +72,11 @@ def test_overlap_changes_no_bit_of_an_interleaved_pipeline(ranks):
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 def test_overlap_changes_no_bit(ranks, fused, entropy_coef):
     for rank in ranks(2).run(steps_with_and_without_overlap, fused, entropy_coef, {}, 2):
+        assert rank == (True, True, True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_overlap_changes_no_bit_of_packed_rows(ranks, fused):
+    for rank in ranks(2).run(steps_with_and_without_overlap, fused, 0.01, {}, 2, PACKED):
         assert rank == (True, True, True)

@@ -7,27 +7,32 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 
-_FUSED = "megatron_cfg.use_fused_linear_logprobs"
+FUSED = "megatron_cfg.use_fused_linear_logprobs"
 
 
 @dataclass(frozen=True)
 class Guardrail:
-    """A rule between the fused log-probabilities and another key of the policy, and how it stands."""
+    """A rule between the fused log-probabilities and another key of the policy, and how it stands.
+
+    allowed_by: keys that lift the rule when they are true.
+    """
 
     other: str
     value: str
     ok: bool
     reason: str
     remedy: str
+    allowed_by: tuple[str, ...] = ()
 
     def problems(self) -> Iterator[Problem]:
         """Yield the refusal, where there is one: it names both keys and what to set."""
         if not self.ok:
+            settings = (*(f"{key}: true" for key in self.allowed_by), f"{self.other}: {self.remedy}")
             yield Problem(
-                _FUSED,
+                FUSED,
                 f"true does not go with policy.{self.other}: {self.value} ({self.reason})",
-                f"set policy.{self.other}: {self.remedy}, or policy.{_FUSED}: false",
-                (self.other,),
+                f"set {', '.join(f'policy.{setting}' for setting in settings)}, or policy.{FUSED}: false",
+                (self.other, *self.allowed_by),
             )
 
 

@@ -5,22 +5,43 @@ from collections.abc import Iterator
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.feature import Rules
-from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail
+from nemo_rl_mcore.config.rules.fused_logprobs import FUSED, Guardrail
 
 _PACKING = "sequence_packing"
+_FUSED_PACKED = "megatron_cfg.fused_linear_logprobs_packed"
 
 
 def fused_guardrail(policy: PolicyConfig) -> Guardrail:
     """How packing stands with the fused log-probabilities, where they are on."""
-    packed = policy.sequence_packing.enabled
+    packed, allowed = policy.sequence_packing.enabled, policy.megatron_cfg.fused_linear_logprobs_packed
     return Guardrail(
-        f"{_PACKING}.enabled", str(packed).lower(), not packed, "the fused path reads padded rows", "false"
+        f"{_PACKING}.enabled",
+        str(packed).lower(),
+        not packed or allowed,
+        "the fused path reads padded rows unless packed ones are allowed",
+        "false",
+        allowed_by=(_FUSED_PACKED,),
     )
 
 
 def _fused(policy: PolicyConfig) -> Iterator[Problem]:
     if policy.megatron_cfg.use_fused_linear_logprobs:
         yield from fused_guardrail(policy).problems()
+
+
+def _nothing_to_allow(policy: PolicyConfig) -> Iterator[Problem]:
+    needed = {
+        f"{_PACKING}.enabled": policy.sequence_packing.enabled,
+        FUSED: policy.megatron_cfg.use_fused_linear_logprobs,
+    }
+    off = tuple(key for key, on in needed.items() if not on)
+    if policy.megatron_cfg.fused_linear_logprobs_packed and off:
+        yield Problem(
+            _FUSED_PACKED,
+            f"true does nothing with {' and '.join(f'policy.{key}: false' for key in off)}",
+            "remove it; fused log-probabilities of packed rows alone need it",
+            off,
+        )
 
 
 def _dynamic_batching(policy: PolicyConfig) -> Iterator[Problem]:
@@ -52,4 +73,6 @@ def refusal(section: str, other: str, value: str, reason: str) -> Problem:
     )
 
 
-RULES = Rules(of_policies=(_fused, _dynamic_batching, _prediction_layers, _balance_of_each_sample))
+RULES = Rules(
+    of_policies=(_fused, _nothing_to_allow, _dynamic_batching, _prediction_layers, _balance_of_each_sample)
+)

@@ -222,6 +222,7 @@ class TestCorrection:
         ["loss_fn.force_on_policy_ratio=true"],
         ["max_consecutive_skips=1"],
         ["policy.sequence_packing.enabled=true", "policy.megatron_cfg.use_fused_linear_logprobs=false"],
+        ["policy.sequence_packing.enabled=true", "+policy.megatron_cfg.fused_linear_logprobs_packed=true"],
         ["policy.dynamic_batching.enabled=true"],
         ["checkpointing.enabled=true", "checkpointing.resume=auto"],
         ["policy.megatron_cfg.tensor_model_parallel_size=2"],

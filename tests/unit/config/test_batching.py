@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from nemo_rl_mcore.config import PolicyConfig, load_config
 from nemo_rl_mcore.config.batching import TokenBudgets
+from nemo_rl_mcore.preflight import preflight
 
 SECTIONS = ("sequence_packing", "dynamic_batching")
 
@@ -110,6 +111,17 @@ def test_dynamic_batching_goes_with_fused_logprobs(load):
     config = load("+policy.dynamic_batching.enabled=true")
     assert config.policy.megatron_cfg.use_fused_linear_logprobs
     assert config.policy.token_budgets is not None
+
+
+def test_packing_goes_with_fused_logprobs_where_its_key_allows_it(load, refusals):
+    (text,) = refusals("policy.sequence_packing.enabled=true")
+    assert "; set policy.megatron_cfg.fused_linear_logprobs_packed: true, policy.sequence_packing." in text
+    config = load(
+        "policy.sequence_packing.enabled=true", "+policy.megatron_cfg.fused_linear_logprobs_packed=true"
+    )
+    assert config.policy.megatron_cfg.use_fused_linear_logprobs
+    assert config.policy.token_budgets.packed
+    assert all(guardrail.ok for guardrail in preflight(config, elsewhere=True).guardrails)
 
 
 @pytest.mark.parametrize("name", SECTIONS)

@@ -235,6 +235,18 @@ def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
             },
             "8 does nothing with use_fused_linear_logprobs: false",
         ),
+        (
+            {"megatron_cfg__fused_linear_logprobs_packed": True},
+            "fused_linear_logprobs_packed: true does nothing with policy.sequence_packing.enabled: false; remove it",
+        ),
+        (
+            {
+                "megatron_cfg__fused_linear_logprobs_packed": True,
+                "megatron_cfg__use_fused_linear_logprobs": False,
+                "sequence_packing__enabled": True,
+            },
+            "packed: true does nothing with policy.megatron_cfg.use_fused_linear_logprobs: false; remove it",
+        ),
         ({"megatron_cfg__context_parallel_size": 2}, "context parallelism is not supported yet"),
         (
             {"model_name": "Qwen/Qwen3-0.6B"},
