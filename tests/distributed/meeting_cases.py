@@ -44,6 +44,11 @@ REFUSED = (
         if algorithm.recipe.name.startswith("dpo")
     ),
     Refusal(
+        {"algorithm": "sft", "offload": "grads_optimizer"},
+        ("policy.offload",),
+        "nothing is read before it trains",
+    ),
+    Refusal(
         {"algorithm": "sft", "kl": True},
         ("loss_fn.reference_policy_kl_penalty",),
         "the likelihood has no KL term",

@@ -109,6 +109,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "kl": (False, True),
     "distributed optimizer": (False, True),
     "prev_logprobs": ("always", "auto"),
+    "offload": ("none", "grads_optimizer"),
     "state": ("fresh", "resumed", "foreign"),
 }
 # What changes the mathematics; the plain sibling of a combination shares it.
@@ -129,6 +130,7 @@ def name_of(case: Case) -> str:
         "kl": "kl" if case["kl"] else "no kl",
         "distributed optimizer": "distributed" if case["distributed optimizer"] else "plain",
         "prev_logprobs": "two passes" if case["prev_logprobs"] == "always" else "one pass",
+        "offload": "kept" if case["offload"] == "none" else "offloaded",
     }
     return ", ".join(str(said.get(name, value)) for name, value in case.items())
 
@@ -228,6 +230,7 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         FUSED: case["fused"] != "unfused",
         FUSED_PACKED: case["fused"] == "fused packed",
         "policy.generation.temperature": case["temperature"],
+        "policy.offload": case["offload"],
         f"{OPTIMIZER}.use_distributed_optimizer": case["distributed optimizer"],
     }
     if algorithm.shipped.algorithm in ("grpo", "ppo"):
