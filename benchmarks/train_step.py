@@ -2,6 +2,7 @@
 
   python benchmarks/train_step.py
   python benchmarks/train_step.py --hidden 256 --layers 4
+  python benchmarks/train_step.py --two-ranks
 
 In each subprocess one worker runs every method in turn, again and again, every other time in reverse order; a method's
 time is the median of its turns, in CPU seconds of one thread. What is printed is the median over the subprocesses.
@@ -10,13 +11,20 @@ time is the median of its turns, in CPU seconds of one thread. What is printed i
   train      MegatronPolicyWorker.train
   split 1    begin, one chunk, finish
   split 8    begin, eight chunks of the same microbatches, finish
+
+With --two-ranks two data-parallel ranks of a thread each run `train` of one worker, in wall seconds:
+
+  train      the gradients are reduced at the step's end
+  overlap    the same buckets, within the last backward pass
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +57,7 @@ def megatron_loop(worker: Any, data: Any, loss_fn: Any, mbs: int) -> Callable[[]
         selection = TokenSelection(
             ids.roll(-1, 1).t().contiguous(),
             torch.nn.functional.pad(mask[:, 1:], (0, 1)).bool().t().contiguous(),
-            backend.forward.temperature,
+            backend.forward.passes.temperature,
         )
         output = model(
             ids,
@@ -108,13 +116,48 @@ def methods(worker: Any, data: Any, loss_fn: Any, mbs: int) -> dict[str, Callabl
 def child(request: str) -> None:
     import torch
 
+    sizes = json.loads(request)
+    if sizes["two_ranks"]:
+        be_the_only_rank()  # for the address at which the ranks meet
+        torch.multiprocessing.spawn(rank_of_two, (sizes,), nprocs=2)
+        return
+    torch.set_num_threads(1)
+    be_the_only_rank()
+    worker, data, loss_fn = subject(sizes)
+    clock = Clock()
+    print(json.dumps(medians(methods(worker, data, loss_fn, sizes["mbs"]), clock.now, sizes["turns"])))
+
+
+def rank_of_two(rank: int, sizes: dict[str, int]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    ddp = "policy.megatron_cfg.distributed_data_parallel_config"
+    worker, data, loss_fn = subject(
+        sizes, f"{ddp}.overlap_grad_reduce=true", f"{ddp}.bucket_size={sizes['hidden'] ** 2 * 4}"
+    )
+
+    def train(overlaps: bool) -> Callable[[], None]:
+        def step() -> None:
+            worker.backend.overlaps_grad_sync = overlaps
+            worker.train(data, loss_fn, gbs=2 * data.size, mbs=sizes["mbs"])
+
+        return step
+
+    calls = {"overlap": train(True), REFERENCE: train(False)}
+    calls["overlap"]()  # Megatron learns
+    times = medians(calls, time.perf_counter, sizes["turns"])
+    if rank == 0:
+        print(json.dumps({name: times[name] for name in (REFERENCE, "overlap")}), flush=True)
+
+
+def subject(sizes: dict[str, int], *overrides: str) -> tuple[Any, Any, Any]:
+    """A worker, its rows and their loss."""
     from nemo_rl_mcore.config import load_config
     from nemo_rl_mcore.losses import ClippedPGLossFn
     from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 
-    sizes = json.loads(request)
-    torch.set_num_threads(1)
-    be_the_only_rank()
     config = load_config(
         ROOT / "examples/configs/grpo_copy_cpu.yaml",
         [
@@ -125,20 +168,23 @@ def child(request: str) -> None:
             f"policy.max_total_sequence_length={sizes['tokens']}",
             "loss_fn.entropy_coef=0",
             "cluster.gpus_per_node=1",
+            *overrides,
         ],
     )
     worker = MegatronPolicyWorker(config.policy, init_reference_model=False)
     data = batch(sizes["mbs"] * MICROBATCHES, sizes["tokens"], config.policy.model.vocab_size)
-    calls = methods(worker, data, ClippedPGLossFn(config.loss_fn), sizes["mbs"])
+    return worker, data, ClippedPGLossFn(config.loss_fn)
+
+
+def medians(calls: dict[str, Callable[[], Any]], now: Callable[[], float], turns: int) -> dict[str, float]:
+    """The calls' seconds, in turns of all of them; the first turn warms up."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    clock = Clock()
-    for turn in range(sizes["turns"] + 1):
+    for turn in range(turns + 1):
         for name in calls if turn % 2 else reversed(calls):
-            start = clock.now()
+            start = now()
             calls[name]()
-            times[name].append(clock.now() - start)
-    # The first turn warms up.
-    print(json.dumps({name: statistics.median(values[1:]) for name, values in times.items()}))
+            times[name].append(now() - start)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
 def main() -> None:
@@ -147,13 +193,16 @@ def main() -> None:
     )
     for name, default in {"hidden": 128, "layers": 2, "tokens": 64, "mbs": 8, "turns": 12}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--two-ranks", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
         child(args.child)
         return
-    sizes = {name: getattr(args, name) for name in ("hidden", "layers", "tokens", "mbs", "turns")}
+    sizes = {
+        name: getattr(args, name) for name in ("hidden", "layers", "tokens", "mbs", "turns", "two_ranks")
+    }
     print(f"{sizes}, {MICROBATCHES} microbatches, {load()}", flush=True)
     runs = [run for _ in range(args.rounds) if (run := in_subprocess(__file__, sizes)) is not None]
     header(("step s",))

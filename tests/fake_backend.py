@@ -34,6 +34,7 @@ class FakeBackend:
     def __init__(self):
         self.calls = []
         self.synchronised = True
+        self.overlaps_grad_sync = False
         self.norm = 2.0
         self.fail_at = None
         self.fail_late = False
@@ -79,6 +80,16 @@ class FakeBackend:
                 yield
             finally:
                 self.synchronised = True
+
+    def reduce_counts(self, data):
+        with self._call("counts"):
+            return LocalSums.counts(data).reduce(lambda packed, kind: None)
+
+    @contextmanager
+    def overlapped_grad_sync(self, factor):
+        with self._call("overlap"):
+            self.factors.append(factor)
+            yield True
 
     def forward_backward(self, data, loss_fn, micro_batch_size):
         with self._call("forward_backward"):

@@ -20,6 +20,7 @@ class TorchBackend:
     data_parallel_rank, data_parallel_size = staticmethod(lambda: 0), staticmethod(lambda: 1)
     called_together = done_together = staticmethod(lambda _call: nullcontext())
     deferred_grad_sync = staticmethod(nullcontext)
+    overlaps_grad_sync = False
     snapshot, restore = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
     reduce = staticmethod(lambda sums: sums.reduce(lambda numbers: numbers[None]))
     keep_on_device = staticmethod(lambda _what: None)

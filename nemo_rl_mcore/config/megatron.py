@@ -119,7 +119,7 @@ class DistributedDataParallelConfig(StrictModel):
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce gradients in fp32."""
     overlap_grad_reduce: bool = False
-    """Reduce a bucket while the backward pass still computes the next."""
+    """Reduce a bucket while the last backward pass still computes the next, unless the step comes in chunks."""
     overlap_param_gather: bool = False
     """Gather updated parameters during the next forward pass; needs the distributed optimizer."""
     bucket_size: PositiveInt | None = None

@@ -20,12 +20,13 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.megatron import parallel_groups
 from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_mode
-from nemo_rl_mcore.megatron.grad_sync import deferred_grad_sync, finalize_gradients
+from nemo_rl_mcore.megatron.grad_sync import deferred_grad_sync, drop_reductions, finalize_gradients
 from nemo_rl_mcore.megatron.hf_weights.load import load_pretrained
 from nemo_rl_mcore.megatron.hook_check import require_hook
 from nemo_rl_mcore.megatron.model import build_model, freeze, in_precision, wrap_data_parallel
 from nemo_rl_mcore.megatron.optimizer import build_optimizer, build_scheduler
 from nemo_rl_mcore.megatron.output_processor import fused_processor, unfused_processor
+from nemo_rl_mcore.megatron.overlapped_grad_sync import OverlappedGradSync
 from nemo_rl_mcore.megatron.passes import Passes
 from nemo_rl_mcore.megatron.value_head import give_value_head, value_head_of
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
@@ -68,6 +69,8 @@ class MegatronTrainBackend:
         if options.trained:
             self.optimizer = build_optimizer(policy, self._wrapped)
             self.scheduler = build_scheduler(policy, self.optimizer)
+        self.overlaps_grad_sync = policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce
+        self._overlapped = OverlappedGradSync(self.config, self._wrapped)
         self.forward = ForwardBackward(
             self.config,
             self.chunks,
@@ -115,6 +118,7 @@ class MegatronTrainBackend:
 
     def zero_grad(self) -> None:
         """Clear the gradient buckets, the optimizer's gradients and what auxiliary losses have added up."""
+        drop_reductions(self._wrapped)
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -123,6 +127,10 @@ class MegatronTrainBackend:
     def deferred_grad_sync(self) -> AbstractContextManager[None]:
         """See `megatron.grad_sync.deferred_grad_sync`."""
         return deferred_grad_sync(self.config, self._wrapped)
+
+    def overlapped_grad_sync(self, factor: float) -> AbstractContextManager[bool]:
+        """See `megatron.overlapped_grad_sync`."""
+        return self._overlapped.begin(factor)
 
     def forward_backward(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int
@@ -142,6 +150,10 @@ class MegatronTrainBackend:
         totals = self._totals(sums)
         moe_metrics, mtp_metrics = self.forward.auxiliary.take_metrics()
         return replace(totals, moe_metrics=moe_metrics, mtp_metrics=mtp_metrics)
+
+    def reduce_counts(self, data: BatchedDataDict) -> StepTotals:
+        """The counts of the rows of all ranks, without a metric."""
+        return self._totals(LocalSums.counts(data))
 
     def _totals(self, sums: LocalSums) -> StepTotals:
         """Sum over data-parallel ranks on the last stage, then hand the totals to the other pipeline stages."""

@@ -53,12 +53,21 @@ class LocalSums:
     @classmethod
     def of(cls, sums: LossSums, microbatch: BatchedDataDict) -> LocalSums:
         """The sums of one microbatch, with its counts."""
-        seqs, toks = valid_counts(microbatch)
-        counts = {
-            _VALID_SEQS: MetricSum(seqs, MetricKind.NONE),
-            _VALID_TOKS: MetricSum(toks, MetricKind.NONE),
-        }
+        (counts,) = cls.counts(microbatch).parts
         return cls([sums.metrics | counts])
+
+    @classmethod
+    def counts(cls, rows: BatchedDataDict) -> LocalSums:
+        """The counts of rows alone, which their masks tell before any forward pass."""
+        seqs, toks = valid_counts(rows)
+        return cls(
+            [
+                {
+                    _VALID_SEQS: MetricSum(seqs, MetricKind.NONE),
+                    _VALID_TOKS: MetricSum(toks, MetricKind.NONE),
+                }
+            ]
+        )
 
     def add(self, other: LocalSums) -> None:
         """Take in further microbatches of this rank."""

@@ -1,7 +1,8 @@
 """The split train step: a transaction of begin, any number of chunks, then finish or abort.
 
 Chunks add un-normalised loss sums and local gradients. The step's number of tokens (or sequences) is known only at the
-end, so the division by it, the one reduction of gradients and the optimizer all belong to `finish`.
+end, so the division by it, the one reduction of gradients and the optimizer all belong to `finish`. `whole` has all
+rows at once and so knows it before: it may divide and reduce within the backward pass, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -92,6 +93,21 @@ class TrainStepBackend(Protocol):
         """Inside, backward passes add to local gradients and reduce nothing."""
         ...
 
+    overlaps_grad_sync: bool
+    """Whether whole steps reduce within their backward pass; if not, the two calls for that are never made."""
+
+    def reduce_counts(self, data: BatchedDataDict) -> StepTotals:
+        """What `reduce` will say of these rows' counts, without their metrics; the same result on every rank."""
+        ...
+
+    def overlapped_grad_sync(self, factor: float) -> AbstractContextManager[bool]:
+        """Inside, the last backward pass of a `forward_backward` multiplies gradients by `factor` and begins to reduce.
+
+        False where it does not, on all ranks: then they are still to be scaled. `finalize_gradients` ends a reduction,
+        and so does `zero_grad`; one that has failed on a rank alone is no obstacle to either.
+        """
+        ...
+
     def forward_backward(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int
     ) -> LocalSums:
@@ -133,6 +149,7 @@ class _OpenStep:
     snapshot: Any
     sums: LocalSums = field(default_factory=LocalSums)
     chunk_ids: set[str] = field(default_factory=set[str])
+    scaled: bool = False
     optimizer_began: bool = False
 
     @property
@@ -227,11 +244,17 @@ class TrainStep:
         return self._commit(step)
 
     def whole(self, data: BatchedDataDict, loss_fn: LossFunction, *, gbs: int, mbs: int) -> StepResult:
-        """Begin, one chunk and finish, for ranks that were called together: they meet once, when the chunk is added."""
+        """Begin, one chunk and finish, for ranks that were called together: they meet once, when the chunk is added.
+
+        Where the reduction overlaps they meet before it too: from then on each of them takes part in it.
+        """
         self._require(Phase.IDLE, "begin_train_step")
         with self._backend.done_together("train"):
             step = self._open(loss_fn, gbs, mbs, None)
-            self._add(step, data)
+            if not self._backend.overlaps_grad_sync:
+                self._add(step, data)
+        if self._backend.overlaps_grad_sync:
+            self._add_overlapped(step, data)
         return self._commit(step)
 
     def abort(self) -> None:
@@ -262,6 +285,17 @@ class TrainStep:
     def _add(self, step: _OpenStep, data: BatchedDataDict) -> None:
         step.sums.add(self._backend.forward_backward(data, step.loss_fn, step.mbs))
 
+    def _add_overlapped(self, step: _OpenStep, data: BatchedDataDict) -> None:
+        backend = self._backend
+        count = backend.reduce_counts(data).denominator(step.loss_fn.loss_type)
+        with backend.done_together("train"):
+            if count == 0:
+                self._add(step, data)
+                return
+            with backend.overlapped_grad_sync(_factor(count)) as scaled:
+                self._add(step, data)
+            step.scaled = scaled
+
     def _commit(self, step: _OpenStep) -> StepResult:
         self._phase = Phase.FAILED  # until the step is committed
         totals = self._backend.reduce(step.sums)
@@ -286,7 +320,8 @@ class TrainStep:
             # Adam would still move the weights, by its momentum.
             self._resources.close()
             return replace(kept, skip_reason=EMPTY_STEP)
-        backend.scale_gradients(1.0 / (count + EPSILON))
+        if not step.scaled:
+            backend.scale_gradients(_factor(count))
         self._resources.close()
         backend.finalize_gradients()
         grad_norm = backend.gradient_norm()
@@ -307,3 +342,7 @@ class TrainStep:
             }[self._phase]
             raise TrainStepError(f"{call} while the step is {self._phase.value}: {remedy}")
         return self._step  # type: ignore[return-value]  # begin's caller ignores it
+
+
+def _factor(count: float) -> float:
+    return 1.0 / (count + EPSILON)

@@ -6,9 +6,11 @@ import pytest
 
 SPLIT_LAYERS = {"model": {"num_layers": 4}}
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.1}
+OVERLAP = {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 3000}}
 # Name: number of ranks, then the sections of the policy. The last rank is a last stage on all of them.
 LAYOUTS = {
     "dp2": (2, {}),
+    "dp2-overlap": (2, {"megatron": OVERLAP}),
     "tp2": (2, {"megatron": {"tensor_model_parallel_size": 2}}),
     "tp2-sp": (2, {"megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}),
     "pp2": (2, {"megatron": {"pipeline_model_parallel_size": 2}, "model": {"tie_word_embeddings": True}}),
@@ -19,6 +21,7 @@ LAYOUTS = {
     ),
     "ep2": (2, {"megatron": {"expert_model_parallel_size": 2}, "model": EXPERTS}),
     "dp2-pp2": (4, {"megatron": {"pipeline_model_parallel_size": 2}}),
+    "dp2-pp2-overlap": (4, {"megatron": {"pipeline_model_parallel_size": 2} | OVERLAP}),
     "tp2-pp2": (4, {"megatron": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}}),
 }
 

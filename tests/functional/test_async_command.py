@@ -17,6 +17,10 @@ TIS = (
     "loss_fn.use_importance_sampling_correction=true",
     *("loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2.0"),
 )
+OVERLAP = tuple(
+    f"policy.megatron_cfg.distributed_data_parallel_config.{key}"
+    for key in ("overlap_grad_reduce=true", "bucket_size=3000")
+)
 CLOCKS = ("timing/", "performance/")
 START = Callable[..., Run]
 
@@ -56,8 +60,9 @@ def events(run: Run) -> list[dict]:
         (5, 1, TIS),
         pytest.param(20, 1, TIS, marks=pytest.mark.nightly),
         pytest.param(20, 2, (), marks=pytest.mark.nightly),
+        pytest.param(5, 2, OVERLAP, marks=pytest.mark.nightly),
     ],
-    ids=["short", "one-rank-tis", "two-ranks"],
+    ids=["short", "one-rank-tis", "two-ranks", "two-ranks-overlap"],
 )
 def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start: START, steps, ranks, correction) -> None:
     common = (

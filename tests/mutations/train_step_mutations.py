@@ -29,6 +29,11 @@ def _small_errors(answers: list[Any]) -> bool:
     return all(max(errors) < ROUNDING for errors in answers)
 
 
+def _overlaps(in_flight: list[list[int]]) -> bool:
+    """In each step but the first, in the last backward pass and no other."""
+    return all(passes[-1] and not any(passes[:-1]) for passes in in_flight[1:])
+
+
 SPLIT = Check(
     "test_policy_worker", "split_against_whole", ([3, 5], False), lambda found: max(found) <= REORDERED
 )
@@ -38,6 +43,16 @@ TRACES = Check("test_failure_injection", "traces_after_a_chunk", (), lambda foun
 MACHINE = Check("test_step_machine", "random_sequences_of_calls", (), lambda found: found[0][1] > 0)
 GRADIENT = Check("test_step_gradients", "gradient_errors", ({}, True, (3,)), _small_errors)
 GRADIENT_2 = Check(GRADIENT.module, GRADIENT.function, GRADIENT.args, GRADIENT.passes, ranks=2)
+OVERLAP = Check(
+    "test_overlapped_grad_sync",
+    "compared",
+    ({},),
+    lambda found: all(rank[:2] == ([], 0.0) and _overlaps(rank[2]) for rank in found),
+    ranks=2,
+)
+OVERLAP_FAILURE = Check(
+    "test_overlapped_grad_sync", "traces_after_a_backward_pass", (), lambda found: found == [{}, {}], ranks=2
+)
 
 
 # The mutations. Each is applied in a rank's process, which has Megatron; the process that reports has not.
@@ -166,6 +181,35 @@ def empty_step_is_stepped() -> AbstractContextManager[Any]:
     return patch.object(StepTotals, "denominator", lambda self, loss_type: max(count(self, loss_type), 1.0))
 
 
+def hooks_act_in_every_microbatch() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.megatron import overlapped_grad_sync
+
+    held_back = overlapped_grad_sync._HeldBack
+    return patch.object(held_back, "__enter__", held_back.__exit__)
+
+
+def reductions_started_twice() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.megatron import overlapped_grad_sync
+
+    def start(groups: list[Any]) -> None:
+        for group in groups:
+            group.start_grad_sync()
+
+    return patch.object(overlapped_grad_sync, "start_reductions", start)
+
+
+def reduced_before_the_division() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.megatron import overlapped_grad_sync
+
+    return patch.object(overlapped_grad_sync, "_multiplied_by", lambda *_args: nullcontext())
+
+
+def reductions_in_flight_are_forgotten() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.megatron import train_backend
+
+    return patch.object(train_backend, "drop_reductions", _nothing)
+
+
 def _nothing(*_args: Any, **_options: Any) -> None: ...
 
 
@@ -202,6 +246,10 @@ MUTATIONS = (
     Mutation(abort_without_rng_restore, (ABORT,)),
     Mutation(repeated_chunk_is_added, (MACHINE,)),
     Mutation(empty_step_is_stepped, (SKIP,)),
+    Mutation(hooks_act_in_every_microbatch, (OVERLAP,)),
+    Mutation(reductions_started_twice, (OVERLAP,)),
+    Mutation(reduced_before_the_division, (OVERLAP,)),
+    Mutation(reductions_in_flight_are_forgotten, (OVERLAP_FAILURE,)),
 )
 
 

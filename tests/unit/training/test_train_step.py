@@ -6,7 +6,7 @@ import pytest
 from fake_backend import FakeBackend, InjectedError, SumOfRewards, rows
 
 from nemo_rl_mcore.losses.base import EPSILON, LossType
-from nemo_rl_mcore.training.train_step import Phase, TrainStep, TrainStepError
+from nemo_rl_mcore.training.train_step import EMPTY_STEP, Phase, TrainStep, TrainStepError
 
 
 def begun(loss_type=LossType.TOKEN_LEVEL, **options):
@@ -34,6 +34,29 @@ def test_uneven_chunks_are_divided_once_by_the_whole_count(loss_type, count):
     assert backend.samples == 4
     assert (result.outcome.lr, result.outcome.wd, result.outcome.grad_norm) == (0.5, 0.25, 2.0)
     assert step.phase is Phase.IDLE
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "count"), [(LossType.TOKEN_LEVEL, 9.0), (LossType.SEQUENCE_LEVEL, 3.0)]
+)
+def test_a_whole_step_that_overlaps_is_divided_before_its_backward_pass(loss_type, count):
+    backend = FakeBackend()
+    backend.overlaps_grad_sync = True
+    result = TrainStep(backend).whole(rows([1.0, 2.0, 6.0], tokens=4), SumOfRewards(loss_type), gbs=4, mbs=2)
+    assert backend.factors == [1 / (count + EPSILON)]
+    assert backend.calls == [
+        *("snapshot", "zero_grad", "defer", "counts", "overlap", "forward_backward"),
+        *("reduce", "lr", "finalize", "norm", "optimizer"),
+    ]
+    assert result.outcome.update_successful
+
+
+def test_a_whole_step_without_a_valid_sample_reduces_nothing():
+    backend = FakeBackend()
+    backend.overlaps_grad_sync = True
+    result = TrainStep(backend).whole(rows([1.0], valid=False), SumOfRewards(), gbs=4, mbs=2)
+    assert result.outcome.skip_reason == EMPTY_STEP
+    assert (backend.factors, backend.finalized) == ([], 0)
 
 
 @pytest.mark.parametrize(
