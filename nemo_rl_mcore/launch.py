@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepObserver
 from nemo_rl_mcore.algorithms.distillation import Distillation
 from nemo_rl_mcore.algorithms.dpo import DPO
@@ -133,6 +135,7 @@ def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | Non
         resumed_step=checkpoints.resumed_step,
     )
     with ExitStack() as session:
+        session.enter_context(_cores_left_to_ranks(config.cluster))
         if outer is None:
             with recorder.startup("ray", "starting Ray"):
                 cluster = session.enter_context(RayCluster(config.cluster, fewer=fewer_machines(config)))
@@ -143,6 +146,18 @@ def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | Non
             config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
         with ExitStack() as stack:
             _train(replace(parts, config=config), cluster, checkpoints, recorder, stack, saved)
+
+
+@contextmanager
+def _cores_left_to_ranks(cluster: ClusterConfig) -> Iterator[None]:
+    """Inside, this process computes with one thread where ranks have the cores: idle ones would spin on them."""
+    threads = torch.get_num_threads()
+    if cluster.on_cpu:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def fewer_machines(config: RunConfig) -> Callable[[int], ClusterConfig | None]:
