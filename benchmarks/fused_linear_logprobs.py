@@ -7,6 +7,7 @@ a line that says so. `uv sync --group bench` installs the peers.
   python benchmarks/fused_linear_logprobs.py --dtype float32 --methods fused unfused
   python benchmarks/fused_linear_logprobs.py --device cuda  # H 2048, 4096, 8192; V=152064; TP shards
 
+The last columns are rates beside those of the four or three matrix products alone, which take turns with the rest.
 CPU times are of one thread. Memory is the peak that forward and backward add to the inputs, gradients included,
 after a warm-up.
 """
@@ -17,15 +18,18 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
-from measuring import Clock, alternate, header, in_subprocess, load, table
+from measuring import Clock, alternate, header, load, table
 from torch import Tensor
 
 TEMPERATURE = 0.7
 HALF_MASKED = "fused, half masked"
 REPEATS = 3
+PRODUCTS = {"four products": 4, "three products": 3}
+"""What the heads are held against: the matrix products alone."""
+TILE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,14 @@ class Problem:
 
 LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
 """hidden [N, H], weight [V, H], targets [N] -> log-probabilities [N]."""
+
+
+def auto() -> dict[str, object]:
+    """What a recipe's `fused_linear_logprobs_cache_bytes: auto` is to the kernel."""
+    from nemo_rl_mcore.config.logits_cache import LogitsCache
+
+    budget = LogitsCache.of("auto")
+    return {"cache_bytes": budget.limit, "cache_bytes_per_logit": budget.bytes_per_logit}
 
 
 def fused(masked: bool = False, **options: object) -> LogProbs:
@@ -103,7 +115,9 @@ def trl() -> LogProbs:
 METHODS: dict[str, tuple[str, Callable[[], LogProbs]]] = {
     "fused": ("torch", fused),
     "fused+main_grad": ("torch", lambda: fused(accumulate_main_grad=True)),
-    "fused+cache": ("torch", lambda: fused(cache_bytes=1 << 40)),
+    "fused, auto": ("pydantic", lambda: fused(**auto())),
+    "fused, auto+main_grad": ("pydantic", lambda: fused(accumulate_main_grad=True, **auto())),
+    "fused, full cache": ("torch", lambda: fused(cache_bytes=1 << 40)),
     HALF_MASKED: ("torch", lambda: fused(masked=True)),
     "unfused": ("torch", unfused),
     "liger": ("liger_kernel", liger),
@@ -127,7 +141,7 @@ def measure(name: str, problem: Problem) -> dict[str, float]:
     """Warm up, then the peak memory of one run, then the best times of several."""
     torch.set_num_threads(1)
     hidden, weight, targets, grad = inputs(problem)
-    if name == "fused+main_grad":
+    if name.endswith("+main_grad"):
         weight.main_grad = torch.zeros(weight.shape, device=weight.device)
     function, clock = METHODS[name][1](), Clock(problem.device)
 
@@ -148,33 +162,52 @@ def measure(name: str, problem: Problem) -> dict[str, float]:
     return {"forward": forward, "both": both, "peak": peak}
 
 
-def matmul_ceiling(problem: Problem) -> float:
-    """Operations a second of the four products of forward and backward, on 4096 tokens at a time."""
-    rows = min(problem.tokens, 4096)
-    hidden, weight, _, _ = inputs(replace(problem, tokens=rows))
+def bare_products(problem: Problem, count: int) -> Callable[[], None]:
+    """The matrix products of a forward and backward alone, tile by tile into memory that is there already.
+
+    Three are those of a head that keeps its logits, four those of one that computes them twice. Each has the layout
+    that the device multiplies fastest.
+    """
+    hidden, weight, _, _ = inputs(problem)
     hidden, weight = hidden.detach(), weight.detach()
-    tile, clock = hidden @ weight.t(), Clock(problem.device)
-    times = []
+    width = max(TILE_BYTES[problem.device] // (problem.tokens * hidden.element_size()), 256)
+    tile = (hidden @ weight[:width].t()).clone()
+    logits, grad_hidden, wide = torch.empty_like(tile), torch.empty_like(hidden), hidden.t().contiguous()
+    grad_weight, grad_wide = hidden.new_empty(width, problem.hidden), hidden.new_empty(problem.hidden, width)
+
+    def run() -> None:
+        for panel in weight.split(width):
+            v = len(panel)
+            for _ in range(count - 2):
+                torch.mm(hidden, panel.t(), out=logits[:, :v])
+            torch.mm(tile[:, :v], panel, out=grad_hidden)
+            if problem.device == "cpu" and hidden.element_size() == 2:
+                torch.mm(wide, tile[:, :v], out=grad_wide[:, :v])
+            else:
+                torch.mm(tile[:, :v].t(), hidden, out=grad_weight[:v])
+
+    return run
+
+
+def measure_products(name: str, problem: Problem) -> dict[str, float]:
+    """As `measure`, with no forward of its own and no memory that it adds."""
+    torch.set_num_threads(1)
+    run, clock, times = bare_products(problem, PRODUCTS[name]), Clock(problem.device), []
     for _ in range(REPEATS + 1):
         start = clock.now()
-        for a, b in ((hidden, weight.t()), (hidden, weight.t()), (tile, weight), (tile.t(), hidden)):
-            torch.mm(a, b)
+        run()
         times.append(clock.now() - start)
-    return 8 * rows * problem.hidden * problem.vocab / min(times[1:])
+    return {"forward": float("nan"), "both": min(times[1:]), "peak": float("nan")}
 
 
 def child(request: str) -> None:
     what, problem = json.loads(request)
     problem = Problem(**problem)
-    if what == "ceiling":
-        torch.set_num_threads(1)
-        print(json.dumps({"ceiling": matmul_ceiling(problem)}))
-    else:
-        print(json.dumps(measure(what, problem)))
+    print(json.dumps((measure_products if what in PRODUCTS else measure)(what, problem)))
 
 
 def importable(name: str) -> bool:
-    if importlib.util.find_spec(METHODS[name][0]) is None:
+    if name not in PRODUCTS and importlib.util.find_spec(METHODS[name][0]) is None:
         print(f"  {name}: skipped, {METHODS[name][0]} is not installed")
         return False
     return True
@@ -182,19 +215,11 @@ def importable(name: str) -> bool:
 
 def compare(problem: Problem, methods: list[str], rounds: int) -> None:
     print(f"\n{problem}, {rounds} rounds, {load()}", flush=True)
-    requests = {name: [name, asdict(problem)] for name in methods if importable(name)}
+    requests = {name: [name, asdict(problem)] for name in [*methods, *PRODUCTS] if importable(name)}
     median = alternate(__file__, requests, rounds)
-    ceiling = in_subprocess(__file__, ["ceiling", asdict(problem)])
-    rates = {
-        name: 8 * problem.tokens * problem.hidden * problem.vocab / row["both"]
-        for name, row in median.items()
-        if name != HALF_MASKED
-    }
-    extra = {
-        name: [f"{rate / 1e12:.2f}", f"{rate / ceiling['ceiling']:.0%}" if ceiling else "-"]
-        for name, rate in rates.items()
-    }
-    header(("forward s", "fwd+bwd s", "peak MB"), ("TFLOP/s", "of matmul"))
+    bare = [median[name]["both"] if name in median else float("nan") for name in PRODUCTS]
+    extra = {name: [f"{time / row['both']:.3f}" for time in bare] for name, row in median.items()}
+    header(("forward s", "fwd+bwd s", "peak MB"), ("rate/4", "rate/3"))
     table(median, {"forward": 1, "both": 1, "peak": 1e6}, extra)
 
 

@@ -161,8 +161,8 @@ class MegatronConfig(StrictModel):
     """Token rows per chunk; null derives them from fused_linear_logprobs_chunk_bytes."""
     fused_linear_logprobs_chunk_bytes: PositiveInt = 64 * 2**20
     """Bytes that the logits of one chunk may take."""
-    fused_linear_logprobs_cache_bytes: NonNegativeInt = 0
-    """Bytes of logits that the forward pass may keep, so that the backward pass need not compute them again."""
+    fused_linear_logprobs_cache_bytes: Literal["auto"] | NonNegativeInt = "auto"
+    """Bytes of logits that the forward pass may keep for the backward pass; auto: 1 for each logit, at most 1 GiB."""
     fused_linear_logprobs_packed: bool = False
     """Allow policy.sequence_packing with use_fused_linear_logprobs, which is refused otherwise."""
     process_group_timeout_s: PositiveFloat = 600.0
@@ -210,10 +210,11 @@ class MegatronConfig(StrictModel):
                 "lower lr_warmup_init",
                 ("optimizer.lr",),
             )
-        if self.fused_linear_logprobs_cache_bytes and not self.use_fused_linear_logprobs:
+        cache = self.fused_linear_logprobs_cache_bytes
+        if cache not in ("auto", 0) and not self.use_fused_linear_logprobs:
             yield Problem(
                 "fused_linear_logprobs_cache_bytes",
-                f"{self.fused_linear_logprobs_cache_bytes} does nothing with use_fused_linear_logprobs: false",
+                f"{cache} does nothing with use_fused_linear_logprobs: false",
                 "remove it, or set use_fused_linear_logprobs: true",
                 ("use_fused_linear_logprobs",),
             )

@@ -46,7 +46,8 @@ def validate(written: Tree) -> Validated:
     try:
         config = kind.model_validate(kept, context=DEFER)
     except ValidationError as error:
-        field_problems = [_translate(details, kept, kind) for details in error.errors(include_url=False)]
+        translated = (_translate(details, kept, kind) for details in error.errors(include_url=False))
+        field_problems = list(dict.fromkeys(translated))  # a union says it once for each of its branches
         # A model that could not be read is missing for that reason alone.
         problems += [problem for problem in field_problems if not (unread and problem.path == _MODEL)]
         config = _stand_in(kept, kind)

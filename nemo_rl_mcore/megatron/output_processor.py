@@ -143,7 +143,8 @@ def student_processor(options: LinearLogprobsOptions) -> Processor:
         assert at_ids.tail_logmass is not None
         if context.tokens is None:
             return at_ids.logprobs, at_ids.tail_logmass
-        of_tokens = _fused_logprobs(hidden_states, context.tokens, head)
+        # The logits at the ids have taken the cache.
+        of_tokens = _fused_logprobs(hidden_states, context.tokens, head.without_cache())
         more = of_tokens if isinstance(of_tokens, tuple) else (of_tokens,)
         return at_ids.logprobs, at_ids.tail_logmass, *more
 
@@ -203,6 +204,10 @@ class _LinearHead:
         # MuP's scaling of the logits is a multiplication, so its value at one is the factor.
         scale = float(scale_logits(torch.ones(())))
         return cls(weight, output_layer.sequence_parallel, replace(options, logit_scale=scale))
+
+    def without_cache(self) -> Self:
+        """The same, leaving no logits to the backward pass."""
+        return replace(self, options=replace(self.options, cache_bytes=0))
 
 
 def _fused_logprobs(

@@ -16,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from nemo_rl_mcore import accelerator, progress
 from nemo_rl_mcore.agreement import UnequalCallsError, together
 from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore.config.logits_cache import LogitsCache
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.megatron import parallel_groups
@@ -194,14 +195,16 @@ def _rng_tracker() -> CudaRNGStatesTracker:
 
 def _passes(policy: PolicyConfig, chunks: list[MegatronModule], options: BackendOptions) -> Passes:
     config, vocab_size = policy.megatron_cfg, policy.model.vocab_size
+    fused = config.use_fused_linear_logprobs
+    cache = LogitsCache.of(config.fused_linear_logprobs_cache_bytes if fused else 0)
     linear_options = LinearLogprobsOptions(
         chunk_size=config.fused_linear_logprobs_chunk_size,
         chunk_bytes=config.fused_linear_logprobs_chunk_bytes,
         vocab_size=vocab_size,
-        cache_bytes=config.fused_linear_logprobs_cache_bytes,
+        cache_bytes=cache.limit,
+        cache_bytes_per_logit=cache.bytes_per_logit,
         accumulate_main_grad=options.trained and _head_adds_to_main_grad(policy),
     )
-    fused = config.use_fused_linear_logprobs
     return Passes(
         token_processor=fused_processor(linear_options) if fused else unfused_processor(vocab_size),
         temperature=options.temperature,

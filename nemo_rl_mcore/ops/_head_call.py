@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nemo_rl_mcore.ops._groups import VocabShard, group_size
-from nemo_rl_mcore.ops._head_tiles import GradientTile, LinearHead, Tiling, sum_gradients, tiling_for
+from nemo_rl_mcore.ops._head_tiles import (
+    GradientTile,
+    LinearHead,
+    LogitsCache,
+    Tiling,
+    sum_gradients,
+    tiling_for,
+)
 from nemo_rl_mcore.ops._softmax import accumulation_dtype
 from nemo_rl_mcore.ops._token_rows import TokenRows
 from nemo_rl_mcore.ops._weight_gradient import AutogradWeightGradient, MainGradAccumulation, WeightGradient
@@ -33,7 +40,10 @@ class LinearLogprobsOptions:
     logit_scale: float = 1.0
     """Factor on the logits (MuP), applied with the temperature."""
     cache_bytes: int = 0
-    """Logits that the forward may keep for the backward, in bytes; what fits is not computed twice."""
+    """Logits that the forward may keep for the backward, in bytes; panels that fit are not computed twice."""
+    cache_bytes_per_logit: int | None = None
+    """Besides, at most so many bytes for each logit of a call; None: no such bound. One byte is less than any logit
+    takes, so that not all of them are kept, and follows the rows that a mask leaves."""
     accumulate_main_grad: bool = False
     """Add the weight's gradient to its `main_grad`, as Megatron's gradient_accumulation_fusion does, and set
     `grad_added_to_main_grad` for the data-parallel hook."""
@@ -43,6 +53,8 @@ class LinearLogprobsOptions:
             raise ValueError(f"chunk_bytes and chunk_size must be positive: {self}")
         if self.cache_bytes < 0:
             raise ValueError(f"cache_bytes must not be negative: {self}")
+        if self.cache_bytes_per_logit is not None and self.cache_bytes_per_logit < 0:
+            raise ValueError(f"cache_bytes_per_logit must not be negative: {self}")
 
 
 @dataclass(frozen=True)
@@ -132,6 +144,15 @@ class HeadCall:
         if target_N is None:
             target_N = hidden_NH.new_full(hidden_NH.shape[:1], -1, dtype=torch.int64)
         return LinearHead(hidden_NH, weight_VH[: shard.valid], target_N - shard.start, self.scale, tiling)
+
+    def cache(self, head: LinearHead) -> LogitsCache:
+        """Room for the logits that a backward would compute again; none where there will not be one."""
+        budget, per_logit = self.options.cache_bytes, self.options.cache_bytes_per_logit
+        if not any(self.wanted):
+            return LogitsCache(0)
+        if per_logit is not None:
+            budget = min(budget, head.hidden_NH.shape[0] * head.weight_VH.shape[0] * per_logit)
+        return LogitsCache(budget)
 
     def weight_gradient(self, weight_VH: Tensor, chunks: int) -> WeightGradient:
         """Where the weight's gradient goes."""

@@ -89,10 +89,9 @@ class LogitsCache:
         self._panels[panel.start] = rows_NH.new_empty(shape, dtype=dtype)
         return self._panels[panel.start]
 
-    def take(self, panel: slice, live: Tensor | None) -> Tensor | None:
+    def take(self, panel: slice) -> Tensor | None:
         """Give away the panel's logits, which the gradient overwrites: a second backward recomputes them."""
-        logits_NV = self._panels.pop(panel.start, None)
-        return logits_NV if live is None or logits_NV is None else logits_NV[live]
+        return self._panels.pop(panel.start, None)
 
 
 @dataclass(frozen=True)
@@ -133,13 +132,13 @@ class LinearHead:
             yield rows, logits_nv, self.target_N[rows] - panel.start
 
     def gradient_tiles(
-        self, panel: slice, backward: RowBackward, cached_NV: Tensor | None
+        self, panel: slice, backward: RowBackward, cached_NV: Tensor | None, live: Tensor | None
     ) -> Iterator[GradientTile]:
-        """Walk a panel's tiles and turn each into its gradient."""
-        if cached_NV is None:
-            tiles = self.tiles(panel)
-        else:
-            tiles = ((rows, cached_NV[rows], self.target_N[rows] - panel.start) for rows in self.chunks)
+        """Walk a panel's tiles and turn each into its gradient.
+
+        `cached_NV` are the forward's logits, if it kept them, of which the head's rows are those at `live`.
+        """
+        tiles = self.tiles(panel) if cached_NV is None else self._cached_tiles(panel, cached_NV, live)
         for rows, logits_nv, target_n in tiles:
             yield rows, self.gradient_tile(logits_nv, target_n, backward.at(rows)), target_n.unsqueeze(1)
 
@@ -149,6 +148,16 @@ class LinearHead:
         if logits_nv.dtype != self.weight_VH.dtype:
             out_nv = self._gradient_memory.view(logits_nv.shape[0], logits_nv.shape[1], self.weight_VH)
         return logits_gradient(logits_nv, target_n, backward, out_nv, self.scale)
+
+    def _cached_tiles(
+        self, panel: slice, cached_NV: Tensor, live: Tensor | None
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for rows in self.chunks:
+            if live is None:
+                logits_nv = cached_NV[rows]
+            else:  # a tile at a time: all live rows of the panel would be as much memory again
+                logits_nv = torch.index_select(cached_NV, 0, live[rows], out=self._tile(rows, panel))
+            yield rows, logits_nv, self.target_N[rows] - panel.start
 
     def _tile(self, rows: slice, panel: slice) -> Tensor:
         height, width = rows.stop - rows.start, panel.stop - panel.start

@@ -25,7 +25,7 @@ from nemo_rl_mcore.ops._head_call import (
     LinearLogprobsOptions,
     plain_logits,
 )
-from nemo_rl_mcore.ops._head_tiles import GradientTile, LinearHead, LogitsCache, head_statistics
+from nemo_rl_mcore.ops._head_tiles import GradientTile, LinearHead, head_statistics
 from nemo_rl_mcore.ops._softmax import RowBackward, accumulation_dtype, reduce_over_ranks
 
 _DEFAULT_OPTIONS = LinearLogprobsOptions()
@@ -88,15 +88,14 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         call.shard(weight_VH).check_targets(target_N)
         head = call.head(call.rows.gather_hidden(hidden_LH), weight_VH, target_N)
         dtype = accumulation_dtype(hidden_LH.dtype)
-        ctx.call, ctx.tiling, ctx.cache = call, head.tiling, LogitsCache(call.options.cache_bytes)
+        ctx.call, ctx.tiling, ctx.cache = call, head.tiling, call.cache(head)
         if _is_frozen(call):
             stats_FN, mean_NH = frozen_head_statistics(head)
             softmax = reduce_over_ranks(stats_FN, call.tp_group, dtype)
             share_N = torch.exp(stats_FN[0] - softmax.lse_N)
             ctx.save_for_backward(logprob_direction(head, mean_NH, share_N))
             return call.rows.spread(softmax.logprob_N)
-        cache = ctx.cache if any(call.wanted) else LogitsCache(0)
-        softmax = reduce_over_ranks(head_statistics(head, call.with_entropy, cache), call.tp_group, dtype)
+        softmax = reduce_over_ranks(head_statistics(head, call.with_entropy, ctx.cache), call.tp_group, dtype)
         # The caller's hidden states and weight by reference; the gathered rows and the logits are recomputed.
         ctx.save_for_backward(hidden_LH, weight_VH, target_T, softmax.lse_N, softmax.entropy_N)
         ctx.weight = weight_VH  # the parameter itself: what saved tensors give back may lack its main_grad
@@ -119,7 +118,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
             target_N, backward = target_N[live], backward.at(live)
 
         def tiles(head: LinearHead, panel: slice) -> Iterator[GradientTile]:
-            return head.gradient_tiles(panel, backward, ctx.cache.take(panel, live))
+            return head.gradient_tiles(panel, backward, ctx.cache.take(panel), live)
 
         frame = HeadBackward(call, hidden_LH, ctx.weight, ctx.tiling, ctx.needs_input_grad[:2])
         return *frame.gradients(target_N, live, tiles), None, None

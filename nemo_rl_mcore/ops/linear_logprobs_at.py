@@ -105,7 +105,7 @@ class _LinearLogprobsAt(torch.autograd.Function):
         shard.check_targets(ids_NK, "index")
         _check_distinct(ids_NK)
         head = call.head(call.rows.gather_hidden(hidden_LH), weight_VH)
-        cache = LogitsCache(call.options.cache_bytes if any(call.wanted) else 0)
+        cache = call.cache(head)
         parts = _take_out_all(head, TilePlaces.of(ids_NK, shard, head.tiling), call, cache)
         softmax = SplitSoftmax.of(*_sum_over_ranks(*parts, call.tp_group))
         dtype = accumulation_dtype(hidden_LH.dtype)
@@ -137,7 +137,7 @@ class _LinearLogprobsAt(torch.autograd.Function):
         places, column_NK = TilePlaces.of(ids_NK, shard, ctx.tiling), ids_NK - shard.start
 
         def tiles(head: LinearHead, panel: slice) -> Iterator[GradientTile]:
-            for rows, tile_nv, _ in head.gradient_tiles(panel, outside, ctx.cache.take(panel, live)):
+            for rows, tile_nv, _ in head.gradient_tiles(panel, outside, ctx.cache.take(panel), live):
                 pair_p, place = places.within(panel, rows)
                 tile_nv[place] = inside_NK.reshape(-1)[pair_p].to(tile_nv.dtype)
                 yield rows, tile_nv, column_NK[rows] - panel.start

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nemo_rl_mcore.config.logits_cache import LogitsCache
 from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.megatron import MegatronConfig
 from nemo_rl_mcore.config.policy import REFERENCE_SHARE, PolicyConfig
 from nemo_rl_mcore.config.run_models import ModelPlan, Role
 
@@ -92,7 +94,7 @@ def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
         gradients=parameters * (_FP32 if in_fp32 else 2) if plan.trained else 0,
         optimizer=_optimizer(config, policy, shared, experts) if plan.trained else 0,
         reference=weights if plan.reference and may_be_on_device(config) else 0,
-        logits=_logits(policy, config.rows_per_sample) if plan.role is Role.POLICY else 0,
+        logits=_logits(plan, config.rows_per_sample) if plan.role is Role.POLICY else 0,
     )
 
 
@@ -129,18 +131,31 @@ def _rank_parameters(policy: PolicyConfig) -> tuple[int, int]:
     return -(-(split + embeddings) // megatron.tensor_model_parallel_size) + model.hidden_size, experts
 
 
-def _logits(policy: PolicyConfig, rows_per_sample: int) -> int:
-    megatron = policy.megatron_cfg
-    row = -(-policy.model.vocab_size // megatron.tensor_model_parallel_size) * _FP32
-    budgets = policy.token_budgets
-    if budgets is None:
-        rows = max(policy.train_micro_batch_size * rows_per_sample, policy.logprob_batch_size)
-        tokens = rows * policy.max_total_sequence_length
-    else:
-        tokens = max(budgets.of_training(rows_per_sample), budgets.logprob)
-    full = tokens * row
+def _logits(plan: ModelPlan, rows_per_sample: int) -> int:
+    policy, megatron = plan.policy, plan.policy.megatron_cfg
+    vocab = -(-policy.model.vocab_size // megatron.tensor_model_parallel_size)
+    trained, scored = _tokens(policy, rows_per_sample)
+    full = max(trained, scored) * vocab * _FP32
     if not megatron.use_fused_linear_logprobs:
         return full * _CHUNK_COPIES
     rows = megatron.fused_linear_logprobs_chunk_size
-    chunk = rows * row if rows else megatron.fused_linear_logprobs_chunk_bytes
-    return min(chunk, full) * _CHUNK_COPIES + min(megatron.fused_linear_logprobs_cache_bytes, full)
+    chunk = rows * vocab * _FP32 if rows else megatron.fused_linear_logprobs_chunk_bytes
+    cached = _cached(megatron, trained * vocab) if plan.trained else 0
+    return min(chunk, full) * _CHUNK_COPIES + cached
+
+
+def _tokens(policy: PolicyConfig, rows_per_sample: int) -> tuple[int, int]:
+    """Tokens of the largest microbatch of training, and of log-probabilities."""
+    if (budgets := policy.token_budgets) is not None:
+        return budgets.of_training(rows_per_sample), budgets.logprob
+    longest = policy.max_total_sequence_length
+    return policy.train_micro_batch_size * rows_per_sample * longest, policy.logprob_batch_size * longest
+
+
+def _cached(megatron: MegatronConfig, logits: int) -> int:
+    """Bytes of the logits that a forward pass leaves to its backward pass, which the last stage begins at once.
+
+    In every schedule a microbatch's head goes back before that of the next one goes forward.
+    """
+    cache = LogitsCache.of(megatron.fused_linear_logprobs_cache_bytes)
+    return min(cache.most(logits), logits * _FP32)

@@ -10,6 +10,9 @@ from nemo_rl_mcore.preflight.memory import estimate_memory
 from nemo_rl_mcore.preflight.render import render
 
 UNFUSED = "policy.megatron_cfg.use_fused_linear_logprobs=false"
+CACHE = "policy.megatron_cfg.fused_linear_logprobs_cache_bytes"
+UNCACHED = f"{CACHE}=0"
+ONE_CHUNK_BYTE = "policy.megatron_cfg.fused_linear_logprobs_chunk_bytes=1"
 TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
 PP2 = "policy.megatron_cfg.pipeline_model_parallel_size=2"
 
@@ -83,7 +86,8 @@ def test_memory_of_the_whole_model_on_one_rank(load):
     assert memory.rank_parameters == 86_336
     assert (memory.weights, memory.gradients, memory.reference) == (weights, weights, 0)
     assert memory.optimizer == 2 * weights // 2  # two moments over two ranks
-    assert memory.logits == 2 * 128 * 8 * 32 * 4  # all logits fit into one chunk
+    # All logits fit into one chunk; besides, a byte for each may be kept.
+    assert memory.logits == 2 * 128 * 8 * 32 * 4 + 128 * 8 * 32
     assert memory.total == sum(
         (memory.weights, memory.gradients, memory.optimizer, memory.reference, memory.logits)
     )
@@ -106,8 +110,14 @@ def test_memory_of_the_whole_model_on_one_rank(load):
         (["policy.megatron_cfg.optimizer.use_distributed_optimizer=false"], "optimizer", 86_336 * 8),
         (["policy.megatron_cfg.optimizer.optimizer=sgd"], "optimizer", 86_336 * 4 // 2),
         (["loss_fn.reference_policy_kl_penalty=0.1"], "reference", 86_336 * 4),
-        (["policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"], "logits", 2 * 16 * 32 * 4),
-        (["policy.megatron_cfg.fused_linear_logprobs_chunk_bytes=1000"], "logits", 2000),
+        ([UNCACHED, "policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"], "logits", 2 * 16 * 32 * 4),
+        ([UNCACHED, "policy.megatron_cfg.fused_linear_logprobs_chunk_bytes=1000"], "logits", 2000),
+        ([ONE_CHUNK_BYTE], "logits", 2 + 128 * 8 * 32),
+        ([ONE_CHUNK_BYTE, TP2], "logits", 2 + 128 * 8 * 16),
+        # Only the tokens of training are kept for a backward pass.
+        ([ONE_CHUNK_BYTE, "policy.logprob_batch_size=256"], "logits", 2 + 128 * 8 * 32),
+        ([ONE_CHUNK_BYTE, "policy.model.vocab_size=2000000"], "logits", 2 + 2**30),
+        ([ONE_CHUNK_BYTE, f"{CACHE}={2**40}"], "logits", 2 + 128 * 8 * 32 * 4),
         (
             [UNFUSED, "policy.megatron_cfg.fused_linear_logprobs_chunk_size=16"],
             "logits",

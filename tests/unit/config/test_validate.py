@@ -52,6 +52,15 @@ def test_wrong_fields(tree, section, key, value, message):
     assert message in problems[0]
 
 
+@pytest.mark.parametrize(("value", "given"), [("all", "'all'"), (-1, "-1"), (True, "true"), (0.5, "0.5")])
+def test_a_field_of_several_kinds_refuses_a_value_once(tree, value, given):
+    tree["policy"]["megatron_cfg"]["fused_linear_logprobs_cache_bytes"] = value
+    assert texts(tree) == [
+        f"policy.megatron_cfg.fused_linear_logprobs_cache_bytes: {given} is not allowed; "
+        "allowed: auto or an integer, at least 0"
+    ]
+
+
 def test_values_inside_a_list_belong_to_the_list(tree):
     tree["policy"]["generation"]["stop_token_ids"] = [1, "x"]
     assert texts(tree) == [
