@@ -110,6 +110,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "distributed optimizer": (False, True),
     "prev_logprobs": ("always", "auto"),
     "offload": ("none", "grads_optimizer"),
+    "overlap": (False, True),
     "state": ("fresh", "resumed", "foreign"),
 }
 # What changes the mathematics; the plain sibling of a combination shares it.
@@ -131,6 +132,7 @@ def name_of(case: Case) -> str:
         "distributed optimizer": "distributed" if case["distributed optimizer"] else "plain",
         "prev_logprobs": "two passes" if case["prev_logprobs"] == "always" else "one pass",
         "offload": "kept" if case["offload"] == "none" else "offloaded",
+        "overlap": "overlapped" if case["overlap"] else "in turn",
     }
     return ", ".join(str(said.get(name, value)) for name, value in case.items())
 
@@ -231,6 +233,7 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         FUSED_PACKED: case["fused"] == "fused packed",
         "policy.generation.temperature": case["temperature"],
         "policy.offload": case["offload"],
+        f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce": case["overlap"],
         f"{OPTIMIZER}.use_distributed_optimizer": case["distributed optimizer"],
     }
     if algorithm.shipped.algorithm in ("grpo", "ppo"):

@@ -1,4 +1,4 @@
-"""Where there is nobody to give the memory of a policy to: what does not go with offloading."""
+"""What does not go with offloading, where nobody would get the memory, and with a place for a reference policy."""
 
 from collections.abc import Iterator
 
@@ -59,4 +59,13 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-RULES = Rules(of_runs=(_nobody_needs_it, _weights_beside_reading_ranks, _critic))
+def _no_reference(config: RunConfig) -> Iterator[Problem]:
+    if config.policy.reference_on_device != "auto" and not config.needs_reference:
+        yield Problem(
+            "policy.reference_on_device",
+            f"{str(config.policy.reference_on_device).lower()} does nothing: the run has no reference policy",
+            "remove it, or set a KL penalty above 0",
+        )
+
+
+RULES = Rules(of_runs=(_no_reference, _nobody_needs_it, _weights_beside_reading_ranks, _critic))
