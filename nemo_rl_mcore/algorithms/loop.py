@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -188,6 +188,11 @@ class TrainingLoop:
                     checkpoints.note_failure("the step after them has changed the weights")
                     return None
                 reason = None
+                if self.config.policy.offload != "none":
+                    with suppress(
+                        RunStoppedError
+                    ):  # lost ones have left the room that the ranks need to save
+                        self.engine.offload()
                 checkpoints.save_finished(self.models)
             except RunStoppedError as error:
                 checkpoints.note_failure(str(reason or error).partition("\n")[0])

@@ -284,7 +284,7 @@ def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataD
     for row, response in enumerate(responses):
         of_tokens = (response.tokens, response.logprobs, response.versions)
         for column, values in zip(columns, of_tokens, strict=True):
-            column[row, : len(values)] = values
+            column[row, : len(response.tokens)] = values
     return BatchedDataDict(
         tokens=tokens_BT,
         logprobs=logprobs_BT,

@@ -207,6 +207,8 @@ class EngineGeneration:
     def _ready(self) -> Sequence[StartedEngine]:
         """The engines that live, at least one, all with the current weights."""
         version = self._held_version()
+        if all(engine.asleep for engine in self._fleet.live):
+            self._refits.make_room()  # before the first one starts, too, which asks how much is free
         if not self._fleet.started:
             with self._starting():
                 self._fleet.start()

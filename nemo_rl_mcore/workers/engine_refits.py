@@ -68,6 +68,11 @@ class EngineRefits:
         self._connected: tuple[int, list[StartedEngine]] | None = None
         self._succeeded = False
 
+    def make_room(self) -> None:
+        """Have ranks that share the engines' devices keep there what a refit needs, and no more, if they are to."""
+        if self._makes_room:
+            self._source.prepare_for_lp_inference()
+
     def send(self, engines: Sequence[StartedEngine], version: int) -> None:
         """Try once to give these engines the source's weights; those that hold them afterwards have the version.
 
@@ -77,8 +82,6 @@ class EngineRefits:
         context = f"weights of version {version}"
         for engine in engines:
             engine.version = None
-        if self._makes_room:
-            self._source.prepare_for_lp_inference()
         ready = self._wake(engines, "weights", context)
         if not self._connect(ready):
             return

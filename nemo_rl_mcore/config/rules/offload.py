@@ -44,6 +44,28 @@ def _weights_beside_reading_ranks(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _weights_beside_engines_at_work(config: RunConfig) -> Iterator[Problem]:
+    generation = config.policy.generation
+    if config.policy.offload != "all" or not generation.takes_turns or config.asynchronous:
+        return
+    if generation.compare_at_start:
+        yield _refused(
+            config,
+            "does not go with policy.generation.compare_at_start: true: ranks would read with all their weights while "
+            "engines hold their caches",
+            "set policy.generation.compare_at_start: false, or policy.offload: grads_optimizer",
+            "policy.generation.compare_at_start",
+        )
+    if generation.vllm_cfg.max_restarts:
+        yield _refused(
+            config,
+            f"does not go with policy.generation.vllm_cfg.max_restarts: {generation.vllm_cfg.max_restarts}: an engine "
+            "that starts anew gets weights while others hold their caches",
+            "set policy.generation.vllm_cfg.max_restarts: 0, or policy.offload: grads_optimizer",
+            "policy.generation.vllm_cfg.max_restarts",
+        )
+
+
 def _critic(config: RunConfig) -> Iterator[Problem]:
     if (
         isinstance(config, PPOMasterConfig)
@@ -68,4 +90,12 @@ def _no_reference(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-RULES = Rules(of_runs=(_no_reference, _nobody_needs_it, _weights_beside_reading_ranks, _critic))
+RULES = Rules(
+    of_runs=(
+        _no_reference,
+        _nobody_needs_it,
+        _weights_beside_reading_ranks,
+        _weights_beside_engines_at_work,
+        _critic,
+    )
+)

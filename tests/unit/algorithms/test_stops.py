@@ -67,6 +67,12 @@ def test_a_step_that_has_changed_nothing_is_dropped_and_the_one_before_is_saved(
     assert (saved(tmp_path), told) == ([2], goes_on(tmp_path, 2))
 
 
+def test_engines_that_share_memory_sleep_before_ranks_bring_all_back_to_save(tmp_path):
+    policy = {"offload": "grads_optimizer"}
+    run, _ = stopped(tmp_path, {("prepare", 3): interrupt}, policy=policy)
+    assert run.calls[-5:] == ["abort policy", "abort value", "asleep", "save policy", "save value"]
+
+
 def test_a_step_that_changes_weights_is_finished_recorded_and_saved(tmp_path):
     run, told = stopped(tmp_path, {("update", 3): interrupt}, {"val_period": 1})
     assert "update 3 goes on" in run.calls

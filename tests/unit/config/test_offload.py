@@ -5,6 +5,7 @@ import pytest
 from nemo_rl_mcore.config import load_config
 
 COLOCATED = ("policy.generation.backend=vllm", "policy.model.num_attention_heads=2")
+ALONE = (*COLOCATED, "policy.generation.compare_at_start=false")
 APART = (*COLOCATED, "policy.generation.colocated.enabled=false")
 
 
@@ -45,7 +46,7 @@ def test_weights_stay_where_no_engine_takes_turns_with_the_ranks(refusals, recip
     [
         ("grpo_copy_cpu.yaml", "grads_optimizer", ()),
         ("grpo_copy_cpu.yaml", "grads_optimizer", APART),
-        ("grpo_copy_cpu.yaml", "all", COLOCATED),
+        ("grpo_copy_cpu.yaml", "all", ALONE),
         ("ppo_cpu.yaml", "grads_optimizer", ()),
         ("dpo_cpu.yaml", "grads_optimizer", ()),
         ("distillation_cpu.yaml", "grads_optimizer", ()),
@@ -54,6 +55,21 @@ def test_weights_stay_where_no_engine_takes_turns_with_the_ranks(refusals, recip
 def test_it_goes_with_ranks_that_read_or_engines_that_take_turns(exemplar, recipe, offload, overrides):
     config = load_config(exemplar.with_name(recipe), [f"policy.offload={offload}", *overrides])
     assert all(plan.policy.offload == offload for plan in config.models.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (COLOCATED, "does not go with policy.generation.compare_at_start: true: ranks would read with all"),
+        (
+            (*ALONE, "policy.generation.vllm_cfg.max_restarts=2"),
+            "does not go with policy.generation.vllm_cfg.max_restarts: 2: an engine that starts anew",
+        ),
+    ],
+)
+def test_weights_do_not_come_back_beside_engines_at_work(refusals, overrides, message):
+    (found,) = refusals("policy.offload=all", *overrides)
+    assert found.startswith(f"policy.offload: all {message}")
 
 
 @pytest.mark.parametrize("place", ["true", "false"])

@@ -95,3 +95,8 @@ def test_responses_become_rows_with_the_version_of_each_token():
     assert batch["logprobs"].tolist() == [[-0.5, -1.0, 0.0], [0.0, 0.0, 0.0]]
     assert batch["weight_versions"].tolist() == [[3, 4, -1], [-1, -1, -1]]
     assert (batch["lengths"].tolist(), batch["finished"].tolist()) == ([2, 0], [True, False])
+
+
+def test_a_response_with_fewer_log_probabilities_than_tokens_is_no_row():
+    with pytest.raises(ValueError, match="could not broadcast"):
+        as_batch([Response.of([5, 6, 7], [-0.5, -1.0], [3, 3, 3], finished=True)], max_new_tokens=3)
