@@ -30,6 +30,18 @@ def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogit
     return CachedLogits(model, StaticInferenceContext(rows, max_length))
 
 
+# Products of very few rows round otherwise, and answers are not to depend on how many prompts are read beside theirs.
+_FEWEST_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where logits are wanted: of one position, and of these rows [B], which may repeat; None is each once."""
+
+    position: int
+    rows: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class CachedLogits:
     """Feeds only tokens that the cache has not seen: each prompt once, however many rows answer it, then one a row."""
@@ -41,21 +53,24 @@ class CachedLogits:
         """See `NextLogits`."""
         if self.cache.sequence_len_offset:
             return self._read(sequences_BL)
-        distinct_DL, place_B = torch.unique(sequences_BL, dim=0, return_inverse=True)
-        logits_DV = self._read(distinct_DL)
-        self.cache.swap_key_value_dict(place_B)
-        return logits_DV[place_B]
+        distinct_DL, of_row_B = torch.unique(sequences_BL, dim=0, return_inverse=True)
+        if distinct_DL.numel() < _FEWEST_TOKENS:
+            return self._read(sequences_BL)
+        logits_BV = self._read(distinct_DL, of_row_B)
+        self.cache.swap_key_value_dict(of_row_B)
+        return logits_BV
 
-    def _read(self, sequences_BL: torch.Tensor) -> torch.Tensor:
+    def _read(self, sequences_DL: torch.Tensor, of_row_B: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of these sequences or, as often as their numbers are among [B], of each."""
         offset = self.cache.sequence_len_offset
-        unread = sequences_BL[:, offset:]
+        unread = sequences_DL.shape[1] - offset
         logits_BV = self.model.chunks[0](
-            *causal_inputs(sequences_BL, start=offset),
+            *causal_inputs(sequences_DL, start=offset),
             inference_context=self.cache,
             output_processor=_logits_at,
-            output_processor_context=unread.shape[1] - 1,
+            output_processor_context=_Place(unread - 1, of_row_B),
         )
-        self.cache.increment_sequence_len_offset(unread.shape[1])
+        self.cache.increment_sequence_len_offset(unread)
         self.cache.enable_decode_mode()
         return logits_BV
 
@@ -76,7 +91,9 @@ class RecomputedLogits:
         def forward_step(_data: object, chunk: Any) -> Any:
             def run() -> tuple[torch.Tensor, Collect]:
                 logits_BV = chunk(
-                    *causal_inputs(padded), output_processor=_logits_at, output_processor_context=length - 1
+                    *causal_inputs(padded),
+                    output_processor=_logits_at,
+                    output_processor_context=_Place(length - 1),
                 )
                 return logits_BV, lambda output: (output.sum(), no_tokens(output), output)
 
@@ -105,12 +122,15 @@ def _logits_at(
     output_layer: Any,
     output_weight: torch.Tensor | None,
     scale_logits: Any,
-    context: int,
+    context: _Place,
     **_unused: Any,
 ) -> torch.Tensor:
     """An output processor: the logits [B, V] at one position, gathered over the tensor-parallel ranks."""
+    position = context.position
     if not output_layer.sequence_parallel:
-        hidden_states, context = hidden_states[context : context + 1], 0
+        hidden_states, position = hidden_states[position : position + 1], 0
+    if context.rows is not None:
+        hidden_states = hidden_states[:, context.rows]
     # Under sequence parallelism the output layer gathers the sequence itself, so it is handed the whole.
     logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=True)
-    return scale_logits(logits)[context]
+    return scale_logits(logits)[position]
