@@ -25,6 +25,9 @@ class ReferencePolicy:
     def __init__(self, chunks: Sequence[torch.nn.Module], *, on_device: bool):
         self._chunks = chunks
         self.on_device = on_device
+        for chunk in chunks:
+            # Asked for its state a router widens its experts' bias, which it would else do in its first pass.
+            chunk.state_dict()
         self._kept = [self._memory_like(piece) for piece in self._pieces()]
         self.keep()
 
