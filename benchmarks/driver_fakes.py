@@ -7,13 +7,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
+from nemo_rl_mcore.algorithms.algorithm import QuietObserver
 from nemo_rl_mcore.config.cluster import RolloutsConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
@@ -185,22 +185,11 @@ class Prompts:
         return []
 
 
-class Recording:
+class Recording(QuietObserver):
     """A `StepObserver` that writes answers down as a run does."""
 
     def __init__(self, folder: str, laps: Laps) -> None:
         self._sink, self._laps = RolloutSink(Path(folder), RolloutsConfig(), None, print), laps
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def attempt(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def redoing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         self._laps.end("samples")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+from nemo_rl_mcore.algorithms.algorithm import QuietObserver
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import GRPOMasterConfig, RunConfig
@@ -32,7 +32,6 @@ from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.embedded.scheduled import ScheduledEngine, ScheduledSettings
 from nemo_rl_mcore.interfaces import GenerationInterface
 from nemo_rl_mcore.launch import engine_kind, exit_status, say_aside, start_model
-from nemo_rl_mcore.observability import Sample
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER, ROLLOUTS_FOLDER
@@ -48,24 +47,6 @@ def run_replay(config: RunConfig, run: Path, after: int, last: int | None) -> in
     ends the replay with status 1.
     """
     return exit_status(lambda: _replay(config, run, after, last), lambda: "nothing was written")
-
-
-@dataclass(frozen=True)
-class _Quiet:
-    """A `StepObserver` of what has been observed before."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def attempt(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def redoing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def add_samples(self, samples: Iterable[Sample]) -> None: ...
 
 
 def _replay(config: RunConfig, run: Path, after: int, last: int | None) -> None:
@@ -123,7 +104,7 @@ def _train(
     groups, samples = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
     draw = GroupDraw(parts.prompts, collector, groups, samples)
     rollouts = stack.enter_context(ReplayedRollouts(timeline, steps, draw, groups, engines, kept))
-    algorithm = AsyncGRPO(config, policy, collector, parts.prompts, _Quiet(), rollouts)
+    algorithm = AsyncGRPO(config, policy, collector, parts.prompts, QuietObserver(), rollouts)
     rollouts.update_weights(steps.start - 1)
     for step in steps:
         algorithm.step(step, lambda: None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from typing import Protocol
@@ -41,6 +41,28 @@ class StepObserver(Protocol):
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """Take answers of the step at hand, which are written down when it is logged."""
         ...
+
+
+class QuietObserver:
+    """A `StepObserver` that keeps nothing."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """See `StepObserver.phase`."""
+        return nullcontext()
+
+    def attempt(self) -> AbstractContextManager[None]:
+        """See `StepObserver.attempt`."""
+        return nullcontext()
+
+    def redoing(self) -> AbstractContextManager[None]:
+        """See `StepObserver.redoing`."""
+        return nullcontext()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `StepObserver.log`."""
+
+    def add_samples(self, samples: Iterable[Sample]) -> None:
+        """See `StepObserver.add_samples`."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class CachedLogits:
         return logits_BV
 
     def _read(self, sequences_DL: torch.Tensor, of_row_B: torch.Tensor | None = None) -> torch.Tensor:
-        """The logits of these sequences or, as often as their numbers are among [B], of each."""
+        """Run what is unread of the sequences [D, L]; of_row_B: whose logits each row has, None for one of each."""
         offset = self.cache.sequence_len_offset
         unread = sequences_DL.shape[1] - offset
         logits_BV = self.model.chunks[0](
