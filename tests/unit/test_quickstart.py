@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_mcore import cli
-from nemo_rl_mcore.commands import _parse
+from nemo_rl_mcore.command_line import parse
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
@@ -48,7 +48,7 @@ def copied(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_of_the_page_is_one(copied, command):
-    options, overrides = _parse(shlex.split(command)[1:])
+    options, overrides = parse(shlex.split(command)[1:])
     if getattr(options, "config", None):
         # The weights of the steps before are not there.
         overrides = [text for text in overrides if not text.startswith("policy.model_name=results/")]

@@ -1,0 +1,146 @@
+"""The command line: its commands, and what each takes."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl_mcore import __version__
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+
+_DESCRIPTION = """Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `replay` repeats
+what ran. `migrate` makes one of a recipe of NeMo RL."""
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a command line (None: of the process), and its overrides; ends the process where it is wrong."""
+    parser = argparse.ArgumentParser(prog="nemo-rl-mcore", description=_DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in RUN_CONFIGS:
+        _add_recipe(_add_command(commands, name, f"check a recipe with a section {name}, then run it"))
+    for add in (_add_check, _add_eval, _add_generate, _add_export, _add_replay, _add_migrate, _add_recipes):
+        add(commands)
+    # argparse takes one group of overrides; those on the other side of --config come back as unknown.
+    options, rest = parser.parse_known_args(arguments)
+    unknown = [text for text in rest if text.startswith("-") or "overrides" not in options]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command == "generate" and options.greedy and options.samples > 1:
+        parser.error(f"--greedy gives the same answer {options.samples} times: leave out it or --samples")
+    return options, [*getattr(options, "overrides", ()), *rest]
+
+
+def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=purpose, description=purpose, allow_abbrev=False
+    )
+    command.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="Hydra's grammar: a.b=c, +new=1, ~gone"
+    )
+    return command
+
+
+def _add_recipe(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
+
+
+def _add_check(commands: Any) -> None:
+    purpose = "check a recipe and print the resolved plan: layout, batches, guardrails, memory"
+    check = _add_command(commands, "check", purpose)
+    _add_recipe(check)
+    check.add_argument(
+        "--full", action="store_true", help="open the data too: tokenise it, read its golds, score one row"
+    )
+
+
+def _add_eval(commands: Any) -> None:
+    purpose = "score the answers to the sets of a recipe's section eval"
+    _add_weights(_add_command(commands, "eval", purpose), required=False)
+
+
+def _add_generate(commands: Any) -> None:
+    generate = _add_command(commands, "generate", "answer prompts with given weights")
+    _add_weights(generate, required=True)
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
+    generate.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="a prompt a line, or a file .jsonl of prompts or messages; without any prompt, held-out ones are taken",
+    )
+    generate.add_argument("--samples", type=_count, default=1, metavar="N", help="answers to each prompt")
+    generate.add_argument(
+        "--greedy", action="store_true", help="take the likeliest token instead of sampling"
+    )
+    generate.add_argument(
+        "--output", metavar="FILE", help="write the answers here, as JSONL; it must not exist"
+    )
+
+
+def _add_export(commands: Any) -> None:
+    export = _add_command(commands, "export", "write the weights of a checkpoint as a Hugging Face folder")
+    export.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder step_N of a run")
+    export.add_argument(
+        "--output", required=True, metavar="DIR", help="the folder to write; it must not exist"
+    )
+
+
+def _add_replay(commands: Any) -> None:
+    replay = _add_command(commands, "replay", "train again what an asynchronous run has logged, and compare")
+    replay.add_argument("run", metavar="RUN_DIR", help="logger.log_dir of the run")
+    replay.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="A:B",
+        help="the steps after A, which is 0 or has a checkpoint, up to B; left out, all of them",
+    )
+
+
+def _add_weights(command: argparse.ArgumentParser, *, required: bool) -> None:
+    weights = command.add_mutually_exclusive_group(required=required)
+    weights.add_argument("--checkpoint", metavar="DIR", help="weights of a folder step_N of a run")
+    weights.add_argument("--hf", metavar="DIR", help="weights of a Hugging Face folder")
+    command.add_argument(
+        "--config", metavar="FILE", help="the recipe; left out, it is that of the checkpoint"
+    )
+
+
+def _add_migrate(commands: Any) -> None:
+    migrate = commands.add_parser(
+        "migrate",
+        help="write a recipe from one of NeMo RL, and say what became of each key",
+        allow_abbrev=False,
+    )
+    migrate.add_argument(
+        "recipe", metavar="THEIR.yaml", help="the recipe of NeMo RL, its `defaults:` beside it"
+    )
+    migrate.add_argument(
+        "--output", metavar="OURS.yaml", help="the file to write; left out, the same name in this folder"
+    )
+
+
+def _add_recipes(commands: Any) -> None:
+    purpose = "list the recipes that come with the package, or copy one or a folder of them"
+    command: argparse.ArgumentParser = commands.add_parser("recipes", help=purpose, description=purpose)
+    actions = command.add_subparsers(dest="action", metavar="ACTION")
+    actions.add_parser("list", help="the names, as `defaults:` and --config take them")
+    copy = actions.add_parser(
+        "copy", help="copy a recipe or a folder of recipes, with the files that they need"
+    )
+    copy.add_argument("name", metavar="NAME", help="such as grpo_copy_cpu.yaml or quickstart")
+    copy.add_argument("destination", nargs="?", metavar="DEST", help="left out, here")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of answers, 1 or more")
+    return int(text)
+
+
+def _steps(text: str) -> tuple[int, int | None]:
+    first, _, last = text.partition(":")
+    try:
+        return int(first or 0), int(last) if last else None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not A:B, two numbers of steps, such as 0:20"
+        ) from error
