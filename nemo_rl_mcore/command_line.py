@@ -18,7 +18,9 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in RUN_CONFIGS:
         _add_recipe(_add_command(commands, name, f"check a recipe with a section {name}, then run it"))
-    for add in (_add_check, _add_eval, _add_generate, _add_export, _add_replay, _add_migrate, _add_recipes):
+    for add in (_add_check, _add_eval, _add_generate, _add_export, _add_replay):
+        add(commands)
+    for add in (_add_report, _add_migrate, _add_recipes):
         add(commands)
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
@@ -101,6 +103,19 @@ def _add_weights(command: argparse.ArgumentParser, *, required: bool) -> None:
     weights.add_argument("--hf", metavar="DIR", help="weights of a Hugging Face folder")
     command.add_argument(
         "--config", metavar="FILE", help="the recipe; left out, it is that of the checkpoint"
+    )
+
+
+def _add_report(commands: Any) -> None:
+    purpose = "write a page of a run, or of several beside each other, that a browser shows"
+    report: argparse.ArgumentParser = commands.add_parser(
+        "report", help=purpose, description=purpose, allow_abbrev=False
+    )
+    report.add_argument(
+        "runs", nargs="+", metavar="DIR", help="logger.log_dir of a run, or the folder of an eval"
+    )
+    report.add_argument(
+        "--output", metavar="FILE", help="left out, report.html in DIR, or comparison.html here for several"
     )
 
 

@@ -5,7 +5,7 @@ Nothing heavy is imported here: a mistake in a recipe is reported before torch, 
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -31,11 +31,9 @@ _OVER_WEIGHTS = ("eval", "generate", "export")
 def run_command(arguments: Sequence[str] | None) -> int:
     """Run the command of a command line (None: of the process); see `cli.main`."""
     options, overrides = parse(arguments)
-    if options.command == "recipes":
-        return _recipes(options)
     try:
-        if options.command == "migrate":
-            return _migrate(options)
+        if options.command in _WITHOUT_PLAN:
+            return _WITHOUT_PLAN[options.command](options)
         config, warnings = _load(options, overrides)
         of_a_run = options.command not in _OVER_WEIGHTS
         plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run, warnings=warnings)
@@ -110,12 +108,7 @@ def _recipes(options: argparse.Namespace) -> int:
     from nemo_rl_mcore.copy_recipes import copy_recipes, list_recipes
 
     copies = options.action == "copy"
-    try:
-        lines = map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes()
-    except ConfigError as error:
-        write_line(sys.stderr, str(error))
-        return EXIT_CONFIG_ERROR
-    for line in lines:
+    for line in map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes():
         write_line(sys.stdout, line)
     return 0
 
@@ -142,6 +135,12 @@ def _in_full(config: RunConfig, plan: Plan) -> list[tuple[str, str]] | None:
     except RunStoppedError as error:
         write_line(sys.stderr, str(error))
         return None
+
+
+def _report(options: argparse.Namespace) -> int:
+    from nemo_rl_mcore.report_page.command import run_report
+
+    return run_report(options.runs, options.output)
 
 
 def _migrate(options: argparse.Namespace) -> int:
@@ -181,3 +180,11 @@ def _replay(config: RunConfig, options: argparse.Namespace) -> int:
 
     after, last = options.steps or (0, None)
     return run_replay(config, Path(options.run), after, last)
+
+
+_WITHOUT_PLAN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "migrate": _migrate,
+    "recipes": _recipes,
+    "report": _report,
+}
+"""The commands that load no recipe to be run."""

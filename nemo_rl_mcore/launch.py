@@ -56,7 +56,8 @@ from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.preflight.saved_run import changes_since, read_recipe_of
 from nemo_rl_mcore.preflight.warm_start import warm_start_recipe
-from nemo_rl_mcore.run_folders import run_folders
+from nemo_rl_mcore.report_page.command import page_of_run
+from nemo_rl_mcore.run_folders import leave_recipe, run_folders
 from nemo_rl_mcore.signals import current_stop_signals, stop_signals
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.workers.cluster import RayCluster
@@ -133,6 +134,7 @@ def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | Non
         config.loop.max_num_steps,
         title=f"{config.algorithm}: {config.data.dataset_name}",
         resumed_step=checkpoints.resumed_step,
+        write_page=page_of_run,
     )
     with ExitStack() as session:
         session.enter_context(_cores_left_to_ranks(config.cluster))
@@ -204,6 +206,7 @@ def _train(
 ) -> None:
     """Start ranks, engine and recorder, which end with the stack, and train; saved: the rollouts of the checkpoint."""
     config, tokenizer = parts.config, parts.tokenizer
+    leave_recipe(config)
     of_policy, *others = [_with_weights(plan, config, cluster) for plan in config.models.values()]
     policy = _start(of_policy, config, cluster, recorder, stack)
     stack.enter_context(recorder)

@@ -13,7 +13,7 @@ from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
 from nemo_rl_mcore.controllers.draw import GroupDraw
-from nemo_rl_mcore.controllers.event_log import read_events
+from nemo_rl_mcore.controllers.event_log import EVENTS_FILE, read_events
 from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.replayed_rollouts import (
     ReplayedRollouts,
@@ -24,7 +24,7 @@ from nemo_rl_mcore.controllers.replayed_rollouts import (
 )
 from nemo_rl_mcore.controllers.saved_groups import load_groups
 from nemo_rl_mcore.controllers.saved_rollouts import READY_FOLDER
-from nemo_rl_mcore.controllers.start import EVENTS_FILE, KEPT_GROUPS
+from nemo_rl_mcore.controllers.start import KEPT_GROUPS
 from nemo_rl_mcore.controllers.timeline import Timeline
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError

@@ -18,8 +18,10 @@ from pathlib import Path
 
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.errors import RunStoppedError, folder_error
+from nemo_rl_mcore.observability.sinks import next_free
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight.folders import folders_of, too_full, try_to_write
+from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, recipe_text
 
 LOCK_FILE = ".lock"
 _held: set[tuple[int, int]] = set()
@@ -37,6 +39,21 @@ def run_folders(config: RunConfig) -> Generator[None]:
         if problem := too_full(config):
             raise RunStoppedError(str(problem))
         yield
+
+
+def leave_recipe(config: RunConfig) -> None:
+    """Write the resolved recipe into the folder of the run; another one that is there is put aside by number.
+
+    Raises FolderError.
+    """
+    folder, text = Path(config.logger.log_dir), recipe_text(config)
+    path = folder / RECIPE_FILE
+    try:
+        if path.is_file() and path.read_text(encoding="utf-8") != text:
+            path.rename(next_free(path))
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise folder_error("logger.log_dir", folder, error) from error
 
 
 @contextmanager

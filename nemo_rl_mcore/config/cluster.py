@@ -86,9 +86,11 @@ class LoggerConfig(StrictModel):
     """What a run records, and where."""
 
     log_dir: str = "logs"
-    """Folder of the run: metrics.jsonl, rollouts, TensorBoard events, curves."""
+    """Folder of the run: recipe, metrics.jsonl, rollouts, TensorBoard events, curves, report."""
     rollouts: RolloutsConfig = RolloutsConfig()
     """Every answer on disk (ours)."""
+    html_report_enabled: bool = True
+    """Write report.html, a page of the whole run, when the run ends (ours)."""
     tensorboard_enabled: bool = False
     """Write TensorBoard events."""
     wandb_enabled: bool = False

@@ -14,6 +14,8 @@ from nemo_rl_mcore.controllers.events import Checkpointed, Event, Finished, from
 from nemo_rl_mcore.observability.sinks import next_free
 from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
 
+EVENTS_FILE = "rollouts.jsonl"
+"""Of a run, in its log_dir."""
 _BLOCK = 1 << 20
 
 

@@ -19,6 +19,7 @@ from nemo_rl_mcore.config import GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.controllers.draw import Draw, DrawnGroup, GroupDraw
 from nemo_rl_mcore.controllers.event_log import (
     BEGINNING,
+    EVENTS_FILE,
     EventLog,
     LogMark,
     read_events,
@@ -38,14 +39,11 @@ from nemo_rl_mcore.errors import FolderError, RunStoppedError, folder_error
 from nemo_rl_mcore.interfaces import RolloutEngines
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight.saved_run import (
-    RECIPE_FILE,
     changes_of_answers,
     read_recipe_of,
-    recipe_text,
 )
 from nemo_rl_mcore.training.checkpoints import ROLLOUTS_FOLDER, Checkpoint, free_name
 
-EVENTS_FILE = "rollouts.jsonl"
 KEPT_GROUPS = "groups"
 """Folder of the groups that a replay trains on, one of each step in it."""
 
@@ -67,7 +65,7 @@ def open_rollouts(
     draw = GroupDraw(prompts, collector, grpo.num_prompts_per_step, grpo.num_generations_per_prompt)
     folder = Path(config.logger.log_dir)
     goes_on, groups = set_aside(folder, step, saved and saved.log), GroupStore()
-    with RunLog(folder, recipe_text(config)) as log:
+    with RunLog(folder) as log:
         if saved is None:
             ledger = resumed_ledger(limits, log, step)
         else:
@@ -99,18 +97,17 @@ def _tell_where_answers_begin(ledger: Ledger, kept: int) -> None:
 
 
 class RunLog:
-    """The events of a run in its folder, beside its recipe; failures are FolderErrors. A context manager.
+    """The events of a run in its folder; failures are FolderErrors. A context manager.
 
     before: the events of earlier starts. That the optimizer has stepped is never refused: the step is recorded first,
     and the event after it raises.
     """
 
-    def __init__(self, folder: Path, recipe: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._failure: FolderError | None = None
         path = folder / EVENTS_FILE
         try:
-            (folder / RECIPE_FILE).write_text(recipe, encoding="utf-8")  # for a replay
             self.before = read_events(path) if path.exists() else []
             self._log = EventLog(path)
         except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ class RunRecorder:
     that takes no more, as when its terminal is closed, changes nothing else.
     To each step it adds `timing/<phase>`, `timing/total` (wall seconds since the step before) and, when the
     step has `train/total_num_tokens`, `performance/tokens_per_sec`. With `resumed_step` it goes on with the metrics of
-    an earlier run in the same folder, up to that step.
+    an earlier run in the same folder, up to that step. write_page: makes a page of the folder, at the end.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class RunRecorder:
         title: str = "",
         console: Console | None = None,
         resumed_step: int | None = None,
+        write_page: Callable[[Path], object] | None = None,
     ) -> None:
         self._config = config
         self._log_dir = Path(config.log_dir)
@@ -62,6 +63,7 @@ class RunRecorder:
         self._console.file = cast(TextIO, BestEffortStream(self._console.file))
         self._history = HistorySink()
         self._resumed_step = resumed_step
+        self._write_page = write_page
         self._progress = ProgressDisplay(
             total_steps, title=title, console=self._console, steps_before=resumed_step or 0
         )
@@ -112,6 +114,7 @@ class RunRecorder:
             partial(self._reserve.unlink, missing_ok=True),
             self._opened.close,
             self._complete,
+            self._page,
             self._report,
         ):
             try:
@@ -122,6 +125,10 @@ class RunRecorder:
     def _complete(self) -> None:
         if self._history.rows:
             complete_rows(self._log_dir, self._history.rows)
+
+    def _page(self) -> None:
+        if self._history.rows and self._write_page is not None and self._config.html_report_enabled:
+            self._write_page(self._log_dir)
 
     def _report(self) -> None:
         write_report(

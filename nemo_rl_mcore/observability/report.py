@@ -15,44 +15,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from nemo_rl_mcore.observability.curves import DRAWN_METRICS, Panel, Row, curve_panels, points_of
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER, Sample
 from nemo_rl_mcore.observability.series import Best, best_of, is_sparse, shown_in
 from nemo_rl_mcore.observability.sinks import METRICS_FILE, TENSORBOARD_FOLDER
 
-Row = Mapping[str, float]
-"""The metrics of one step, with its number under "step"."""
-
 CURVES_FILE = "curves.png"
+REPORT_FILE = "report.html"
 
 _SUMMARY_PREFIXES = ("validation/", "performance/", "timing/")
 _STARTUP = "timing/startup/"
-_CURVES: Mapping[str, tuple[str, ...]] = {
-    "reward": ("train/reward", "validation/reward"),
-    "accuracy": ("validation/accuracy",),
-    "preference accuracy": ("train/preference_accuracy", "validation/preference_accuracy"),
-    "rewards of pairs": (
-        *("train/rewards_chosen_mean", "train/rewards_rejected_mean", "train/rewards_margin_mean"),
-        "validation/rewards_margin_mean",
-    ),
-    "loss": ("train/loss", "validation/loss"),
-    "gradient norm": ("train/grad_norm",),
-    "spread of rewards": ("train/reward_std", "train/reward_std_within_groups"),
-    "response length": ("train/mean_gen_tokens_per_sample", "train/max_gen_tokens_per_sample"),
-    "truncated responses": ("train/truncation_rate",),
-    "divergence from the reference": ("train/kl_penalty",),
-    "clipped ratios": ("train/probs_ratio_clipfrac",),
-    "entropy": ("train/entropy",),
-    "engine and training": ("train/token_mult_prob_error",),
-    "learning rate": ("train/lr",),
-    "tokens/s": ("performance/tokens_per_sec",),
-    "seconds a step": ("timing/total",),
-    "memory, GiB": ("performance/peak_memory_gib", "performance/value_peak_memory_gib"),
-    "age of the tokens": ("async/age_mean", "async/age_max"),
-    "groups under way": ("async/buffer_ready", "async/inflight"),
-    "idle, share of a step": ("async/trainer_idle", "async/engine_idle"),
-    "importance weights, responses": ("async/ess", "async/mixed_versions"),
-}
-"""Panels by title, which is the metric's name where a run has one of them only."""
 _CORRECTION = ("async/importance_ratio_max", "async/behaviour_kl")
 _LOST_PREFIXES = ("async/requeued/", "async/dropped/")
 _FIRST, _LAST = 5, 20
@@ -104,7 +76,7 @@ def write_report(
             console.print(table, width=None if console.is_terminal else _TABLE_WIDTH, crop=False)
     if samples:
         console.print(sample_table(samples))
-    for name in (METRICS_FILE, ROLLOUTS_FOLDER, CURVES_FILE, TENSORBOARD_FOLDER):
+    for name in (METRICS_FILE, ROLLOUTS_FOLDER, CURVES_FILE, REPORT_FILE, TENSORBOARD_FOLDER):
         if (file := log_dir / name).exists():
             console.print(f"{file}", markup=False, highlight=False, soft_wrap=True)
 
@@ -178,34 +150,23 @@ def write_curves(rows: Sequence[Row], path: Path) -> Path:
     lines = math.ceil(len(panels) / columns)
     figure: Any = Figure(figsize=(5 * columns, 3.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    for position, (title, names) in enumerate(panels.items(), start=1):
-        _draw(figure.add_subplot(lines, columns, position), rows, title, names)
+    for position, panel in enumerate(panels, start=1):
+        _draw(figure.add_subplot(lines, columns, position), rows, panel)
     figure.savefig(path, dpi=110)
     return path
 
 
-def curve_panels(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The metrics of each panel by its title; the first of the summary when the rows have none that is known."""
-    shown = shown_in(rows)
-    panels: dict[str, list[str]] = {}
-    for title, metrics in _CURVES.items():
-        if names := [name for name in metrics if name in shown]:
-            panels[title if len(names) > 1 else names[0]] = names
-    return panels or {name: [name] for name in _summary_names(rows)[:6]}
-
-
-def _draw(axes: Any, rows: Sequence[Row], title: str, names: Sequence[str]) -> None:
-    for name in names:
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        steps, values = zip(*points, strict=True)
-        marker = "o" if len(points) < 20 or is_sparse(name, values, len(rows)) else None
+def _draw(axes: Any, rows: Sequence[Row], panel: Panel) -> None:
+    for name in panel.metrics:
+        steps, values = points_of(rows, name)
+        marker = "o" if len(steps) < 20 or is_sparse(name, values, len(rows)) else None
         axes.plot(steps, values, linewidth=1.2, marker=marker, markersize=3, label=name)
     # An axis of 1.0000001 is to say so, not "1e-7 + 1".
     axes.yaxis.get_major_formatter().set_useOffset(False)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(panel.heading, fontsize=10)
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
-    if title not in names:
+    if len(panel.metrics) > 1:
         axes.legend(fontsize=8)
 
 
@@ -221,7 +182,7 @@ def _summary_names(rows: Sequence[Row]) -> list[str]:
     """The metrics with a curve, then validation results and wall times; everything when none is known."""
     shown = shown_in(rows)
     logged = dict.fromkeys(name for row in rows for name in row if name in shown and name != "step")
-    drawn = (*(name for names in _CURVES.values() for name in names), *_CORRECTION)
+    drawn = (*DRAWN_METRICS, *_CORRECTION)
     known = [name for name in drawn if name in logged]
     prefixes = (*_LOST_PREFIXES, *_SUMMARY_PREFIXES)
     known += [

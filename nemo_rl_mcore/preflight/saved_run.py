@@ -48,7 +48,7 @@ class Change:
     now: object
 
     def __str__(self) -> str:
-        return f"{self.path}: {_shown(self.now)} (was {_shown(self.was)})"
+        return f"{self.path}: {shown_value(self.now)} (was {shown_value(self.was)})"
 
 
 def recipe_text(config: RunConfig) -> str:
@@ -80,7 +80,7 @@ def read_recipe_of(folder: Path) -> Tree:
 
 def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
     """What changes the result of a run that was saved under `saved` and goes on under `config`."""
-    before, after = dict(_leaves(saved, "")), dict(_leaves(config.model_dump(mode="json"), ""))
+    before, after = dict(leaves(saved, "")), dict(leaves(config.model_dump(mode="json"), ""))
     return [
         Change(path, before.get(path), after.get(path))
         for path in {**after, **before}
@@ -155,11 +155,12 @@ def init_checkpoint_problems(plan: ModelPlan) -> Iterator[Problem]:
         yield Problem(key, f"{folder!r} holds another model: {', '.join(differing)}", remedy)
 
 
-def _leaves(tree: Tree, prefix: str) -> Iterator[tuple[str, object]]:
+def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The values of a recipe with their paths; lists and empty sections are values."""
     for key, value in tree.items():
         path = join_path(prefix, key)
         if isinstance(value, dict) and value:
-            yield from _leaves(cast("Tree", value), path)
+            yield from leaves(cast("Tree", value), path)
         else:
             yield path, value
 
@@ -168,7 +169,8 @@ def _below(path: str, sections: tuple[str, ...]) -> bool:
     return any(path == section or path.startswith(f"{section}.") for section in sections)
 
 
-def _shown(value: object) -> str:
+def shown_value(value: object) -> str:
+    """A value as YAML has it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

@@ -16,7 +16,7 @@ from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.reference import reference_page
 from nemo_rl_mcore.config.schema import is_known
-from nemo_rl_mcore.controllers.start import EVENTS_FILE
+from nemo_rl_mcore.controllers.event_log import EVENTS_FILE
 from nemo_rl_mcore.evaluation.folder import IDENTITY_FILE, RESULTS_FILE
 from nemo_rl_mcore.observability.report import CURVES_FILE
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER

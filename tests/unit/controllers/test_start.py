@@ -27,25 +27,25 @@ def train(ledger):
 
 
 def test_a_resume_goes_on_behind_what_was_trained_also_after_a_drop(tmp_path):
-    with RunLog(tmp_path, "") as log:
+    with RunLog(tmp_path) as log:
         first = resumed_ledger(LIMITS, log, 0)
         first.fail(first.dispatch(), "bad")
         assert train(first).position == 1
         train(first)
-    with RunLog(tmp_path, "") as log:
+    with RunLog(tmp_path) as log:
         second = resumed_ledger(
             LIMITS, log, 1
         )  # from the checkpoint of step 1: the second step is taken back
         token = train(second)
         assert (token.position, token.incarnation) == (2, 1)
         second.check()
-    with RunLog(tmp_path, "") as log:
+    with RunLog(tmp_path) as log:
         assert Timeline.of(log.before).positions(range(1, 3)) == [1, 2]
         assert resumed_ledger(LIMITS, log, 2).incarnation == 2
 
 
 def test_a_resume_without_drops_or_without_its_log_counts_steps(tmp_path):
-    with RunLog(tmp_path, "") as log:
+    with RunLog(tmp_path) as log:
         assert resumed_ledger(LIMITS, log, 2).cursor == 2
 
 
@@ -57,7 +57,7 @@ def full(log, monkeypatch):
 
 
 def test_a_full_disk_is_told_by_its_key(tmp_path, monkeypatch):
-    with RunLog(tmp_path, "") as log:
+    with RunLog(tmp_path) as log:
         ledger = resumed_ledger(LIMITS, log, 0)
         full(log, monkeypatch)
         with pytest.raises(FolderError, match=r"logger.log_dir: .* cannot be written to: No space left"):
@@ -65,7 +65,7 @@ def test_a_full_disk_is_told_by_its_key(tmp_path, monkeypatch):
 
 
 def test_a_step_that_is_finished_is_recorded_before_a_full_disk_ends_the_run(tmp_path, monkeypatch):
-    with RunLog(tmp_path, "") as log:
+    with RunLog(tmp_path) as log:
         ledger = Ledger(LIMITS, log.append)
         token = ledger.dispatch()
         ledger.commit(token, [Segment(0, 0)])
@@ -82,13 +82,13 @@ def test_a_step_that_is_finished_is_recorded_before_a_full_disk_ends_the_run(tmp
 def test_a_log_that_is_damaged_or_a_folder_that_is_not_there_ends_the_run_by_name(tmp_path):
     (tmp_path / "rollouts.jsonl").write_text("nothing\n")
     with pytest.raises(RunStoppedError, match=r"logger.log_dir: .*rollouts.jsonl, line 1.*remove the file"):
-        RunLog(tmp_path, "")
+        RunLog(tmp_path)
     with pytest.raises(FolderError, match=r"logger.log_dir: .*the folder is gone"):
-        RunLog(tmp_path / "gone", "")
+        RunLog(tmp_path / "gone")
 
 
 def test_every_start_is_told_apart(tmp_path):
     for start in range(3):
-        with RunLog(tmp_path, "") as log:
+        with RunLog(tmp_path) as log:
             assert resumed_ledger(LIMITS, log, 0).incarnation == start
             assert sum(isinstance(event, events.Started) for event in log.before) == start

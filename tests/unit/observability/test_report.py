@@ -7,9 +7,9 @@ from rich.console import Console
 from written_samples import sample
 
 from nemo_rl_mcore.observability import report
+from nemo_rl_mcore.observability.curves import Panel, curve_panels
 from nemo_rl_mcore.observability.report import (
     HistorySink,
-    curve_panels,
     read_history,
     sparse_table,
     summary_table,
@@ -131,7 +131,7 @@ def test_no_axis_is_told_as_an_offset(tmp_path: Path) -> None:
     figure = Figure()
     axes = figure.subplots()
     rows = [{"step": step, "x": 1.0000001 + step * 1e-9} for step in range(1, 30)]
-    report._draw(axes, rows, "x", ["x"])
+    report._draw(axes, rows, Panel("x", ("x",), ""))
     axes.yaxis.get_major_formatter().set_locs(axes.get_yticks())
     assert axes.yaxis.get_major_formatter().get_offset() == ""
 
@@ -143,7 +143,18 @@ def test_a_validation_is_drawn_with_a_mark_at_each_of_its_points() -> None:
     for row in rows[::10]:
         row["validation/loss"] = 2.0
     axes = Figure().subplots()
-    report._draw(axes, rows, "loss", ["train/loss", "validation/loss"])
+    report._draw(
+        axes,
+        rows,
+        Panel(
+            "loss",
+            (
+                "train/loss",
+                "validation/loss",
+            ),
+            "",
+        ),
+    )
     assert [line.get_marker() for line in axes.get_lines()] == ["None", "o"]
 
 
@@ -176,11 +187,11 @@ ASYNC_ROW = {
 
 def test_what_belongs_together_shares_a_panel(tmp_path: Path) -> None:
     rows = [{**row, **ASYNC_ROW} for row in make_rows(3)]
-    assert curve_panels(make_rows(3)) == {"train/reward": ["train/reward"], "train/loss": ["train/loss"]}
-    panels = curve_panels(rows)
-    assert panels["groups under way"] == ["async/buffer_ready", "async/inflight"]
-    assert panels["age of the tokens"] == ["async/age_mean", "async/age_max"]
-    assert panels["idle, share of a step"] == ["async/trainer_idle", "async/engine_idle"]
+    assert [panel.heading for panel in curve_panels(make_rows(3))] == ["train/reward", "train/loss"]
+    panels = {panel.heading: panel.metrics for panel in curve_panels(rows)}
+    assert panels["groups under way"] == ("async/buffer_ready", "async/inflight")
+    assert panels["age of the tokens"] == ("async/age_mean", "async/age_max")
+    assert panels["idle, share of a step"] == ("async/trainer_idle", "async/engine_idle")
     alone = write_curves(make_rows(3), tmp_path / "alone.png").stat().st_size
     assert write_curves(rows, tmp_path / "beside.png").stat().st_size > 2 * alone
 

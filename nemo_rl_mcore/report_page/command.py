@@ -1,0 +1,38 @@
+"""The command `report`, and the page that a run writes when it ends."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_mcore.observability.report import REPORT_FILE
+from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.report_page.page import write_page
+from nemo_rl_mcore.report_page.run_data import read_run
+
+_COMPARISON_FILE = "comparison.html"
+
+
+def run_report(folders: Sequence[str], output: str | None) -> int:
+    """Write the page and tell its name; 2 where a folder is that of no run, or the file cannot be written."""
+    paths = [Path(folder) for folder in dict.fromkeys(folders)]
+    default = paths[0] / REPORT_FILE if len(paths) == 1 else Path(_COMPARISON_FILE)
+    try:
+        page = write_page([read_run(path) for path in paths], Path(output) if output else default)
+    except ValueError as error:
+        write_line(sys.stderr, f"report: {error}")
+        return 2
+    except OSError as error:
+        write_line(sys.stderr, f"report: {error.filename or output or default}: {error.strerror}")
+        return 2
+    write_line(sys.stdout, str(page))
+    return 0
+
+
+def page_of_run(folder: Path) -> None:
+    """Write the page of a run that ends; raises OSError. What else fails is told, and changes nothing of the end."""
+    try:
+        write_page([read_run(folder)], folder / REPORT_FILE)
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 a page that cannot be made is no reason to fail what was trained
+        write_line(sys.stderr, f"{folder / REPORT_FILE} was not written: {type(error).__name__}: {error}")

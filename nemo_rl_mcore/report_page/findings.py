@@ -1,0 +1,243 @@
+"""What a reader of a run should look at first, in words: each rule reads the rows of metrics.
+
+A rule says nothing where its metric is not logged. Thresholds are rules of thumb: they ask for a look, no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from statistics import fmean, median
+from typing import Literal
+
+from nemo_rl_mcore.observability.curves import Row, points_of
+from nemo_rl_mcore.report_page.run_data import RunData
+
+_WINDOW = 10
+"""Steps whose mean stands for the beginning and the end of a run."""
+_COLLAPSED_ENTROPY = 0.1
+"""Share of the first entropy below which hardly anything is explored any more."""
+_LARGE_KL = 1.0
+"""Nats a token from the reference."""
+_LARGE_MISMATCH = 1.05
+_MUCH_TRUNCATION = 0.25
+_MUCH_CLIPPING = 0.3
+_SMALL_SAMPLE = 0.5
+"""Effective sample size, as a share of the tokens."""
+_MUCH_WAITING = 0.3
+_SPIKE = 50.0
+"""Times the median gradient norm."""
+_FALL = 0.2
+"""Share of the range of a reward by which it is below its best."""
+
+_WAITERS = {
+    "trainer": "Training waits for answers",
+    "engine": "The engines have no prompt that they may answer yet",
+}
+
+Level = Literal["warning", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to look at; panel: the metric whose picture shows it."""
+
+    level: Level
+    text: str
+    panel: str = ""
+
+
+def findings_of(run: RunData) -> list[Finding]:
+    """All of them, warnings first."""
+    found = [*_of_the_end(run), *(Finding("warning", line) for line in run.unread)]
+    if run.rows:
+        found += [finding for rule in _RULES if (finding := rule(run.rows)) is not None]
+    return sorted(found, key=lambda finding: finding.level != "warning")
+
+
+def _of_the_end(run: RunData) -> Iterator[Finding]:
+    total, last, at = run.total_steps, run.last_step, run.written_at
+    if run.rows and total is not None and last < total:
+        when = f"; its last row was written on {at:%Y-%m-%d at %H:%M}" if at else ""
+        yield Finding("warning", f"The run has {last} of {total} steps{when}. Is it still at work?")
+
+
+def _values(rows: Sequence[Row], name: str) -> list[float]:
+    return [value for value in points_of(rows, name)[1] if math.isfinite(value)]
+
+
+def _ends(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
+    """Means over the first and the last steps; None with fewer than two windows of them."""
+    values = _values(rows, name)
+    if len(values) < 2 * _WINDOW:
+        return None
+    return fmean(values[:_WINDOW]), fmean(values[-_WINDOW:])
+
+
+def _not_finite(rows: Sequence[Row]) -> Finding | None:
+    for name in ("train/loss", "train/grad_norm"):
+        steps = [
+            int(step) for step, value in zip(*points_of(rows, name), strict=True) if not math.isfinite(value)
+        ]
+        if steps:
+            return Finding(
+                "warning",
+                f"{name} is not finite in {_steps(steps)}: those updates were skipped or lost.",
+                name,
+            )
+    return None
+
+
+def _equal_rewards(rows: Sequence[Row]) -> Finding | None:
+    of_steps = [row for row in rows if "train/reward_min" in row]
+    equal = [*takewhile(lambda row: row["train/reward_min"] == row["train/reward_max"], reversed(of_steps))]
+    if len(equal) < _WINDOW:
+        return None
+    reward = equal[0]["train/reward_min"]
+    return Finding(
+        "warning",
+        f"All answers of the last {len(equal)} steps have the reward {reward:.4g}, which teaches nothing. Where that "
+        "is full marks the task is learnt; else read some answers below.",
+        "train/reward_std",
+    )
+
+
+def _entropy(rows: Sequence[Row]) -> Finding | None:
+    ends = _ends(rows, "train/entropy")
+    if ends is None or ends[0] <= 0 or ends[1] >= _COLLAPSED_ENTROPY * ends[0]:
+        return None
+    return Finding(
+        "warning",
+        f"Entropy has collapsed, from {ends[0]:.3g} to {ends[1]:.3g} nats a token: the policy hardly explores any "
+        "more. Where the reward is not yet high, lower the learning rate, or raise the KL penalty or the upper clip.",
+        "train/entropy",
+    )
+
+
+def _kl(rows: Sequence[Row]) -> Finding | None:
+    ends = _ends(rows, "train/kl_penalty")
+    if ends is None or ends[1] < _LARGE_KL:
+        return None
+    return Finding(
+        "warning", f"The policy is {ends[1]:.3g} nats a token away from its reference.", "train/kl_penalty"
+    )
+
+
+def _mismatch(rows: Sequence[Row]) -> Finding | None:
+    name = "train/token_mult_prob_error"
+    values = _values(rows, name)
+    if not values or max(values) < _LARGE_MISMATCH:
+        return None
+    above = sum(value >= _LARGE_MISMATCH for value in values)
+    return Finding(
+        "warning",
+        f"Engine and training disagree: by a factor of {max(values):.4g} a token at worst, and by {_LARGE_MISMATCH} or "
+        f"more in {above} of {len(values)} steps. See policy.generation.mismatch.",
+        name,
+    )
+
+
+def _spikes(rows: Sequence[Row]) -> Finding | None:
+    name = "train/grad_norm"
+    points = [
+        (step, value) for step, value in zip(*points_of(rows, name), strict=True) if math.isfinite(value)
+    ]
+    if len(points) < _WINDOW:
+        return None
+    usual, (step, highest) = median(value for _, value in points), max(points, key=lambda point: point[1])
+    if usual <= 0 or highest < _SPIKE * usual:
+        return None
+    return Finding(
+        "note",
+        f"The gradient norm of step {int(step)}, {highest:.3g}, is {highest / usual:.0f} times the median.",
+        name,
+    )
+
+
+def _fallen(rows: Sequence[Row]) -> Finding | None:
+    """A reward that was higher: validations where there are some, else means of windows."""
+    name = next(
+        (name for name in ("validation/reward", "train/reward") if len(_values(rows, name)) > 2), None
+    )
+    if name is None:
+        return None
+    steps, values = points_of(rows, name)
+    width = 1 if name.startswith("validation/") else _WINDOW
+    means = [(steps[i - 1], fmean(values[i - width : i])) for i in range(width, len(values) + 1)]
+    if not means:
+        return None
+    step, best = max(means, key=lambda point: point[1])
+    last, lowest = means[-1][1], min(mean for _, mean in means)
+    if best - last <= _FALL * (best - lowest) or best - last < 1e-6:
+        return None
+    return Finding("warning", f"{name} was {best:.4g} at step {int(step)} and is {last:.4g} now.", name)
+
+
+def _truncated(rows: Sequence[Row]) -> Finding | None:
+    last = _values(rows, "train/truncation_rate")[-_WINDOW:]
+    if not last or fmean(last) < _MUCH_TRUNCATION:
+        return None
+    return Finding(
+        "warning",
+        f"{fmean(last):.0%} of the answers of the last steps were cut off: policy.generation.max_new_tokens is short "
+        "for them, or they do not end.",
+        "train/truncation_rate",
+    )
+
+
+def _clipped(rows: Sequence[Row]) -> Finding | None:
+    last = _values(rows, "train/probs_ratio_clipfrac")[-_WINDOW:]
+    if not last or fmean(last) < _MUCH_CLIPPING:
+        return None
+    return Finding(
+        "note",
+        f"{fmean(last):.0%} of the tokens are clipped: the steps are large.",
+        "train/probs_ratio_clipfrac",
+    )
+
+
+def _stale(rows: Sequence[Row]) -> Finding | None:
+    values = _values(rows, "async/ess")
+    if not values or min(values) >= _SMALL_SAMPLE:
+        return None
+    return Finding(
+        "warning",
+        f"The importance weights leave an effective sample of {min(values):.0%} of the tokens at worst: answers are "
+        "old, or the weights move fast (grpo.async_grpo.max_trajectory_age_steps, the learning rate).",
+        "async/ess",
+    )
+
+
+def _waiting(rows: Sequence[Row]) -> Finding | None:
+    waits = {name: _values(rows, f"async/{name}_idle") for name in ("trainer", "engine")}
+    found = [(median(values), name) for name, values in waits.items() if values]
+    if not found or max(found)[0] < _MUCH_WAITING:
+        return None
+    share, name = max(found)
+    return Finding("note", f"{_WAITERS[name]}, {share:.0%} of a step.", f"async/{name}_idle")
+
+
+def _skipped(rows: Sequence[Row]) -> Finding | None:
+    last = _values(rows, "train/skipped_steps")[-1:]
+    if not last or not last[0]:
+        return None
+    return Finding(
+        "warning", f"{last[0]:.0f} steps had no update: their gradient was not finite.", "train/grad_norm"
+    )
+
+
+def _steps(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[:5]))
+    return (
+        f"step {shown}"
+        if len(steps) == 1
+        else f"{len(steps)} steps ({shown}{', ...' if len(steps) > 5 else ''})"
+    )
+
+
+_RULES: tuple[Callable[[Sequence[Row]], Finding | None], ...] = (
+    *(_not_finite, _skipped, _equal_rewards, _entropy, _kl, _mismatch),
+    *(_fallen, _truncated, _stale, _spikes, _clipped, _waiting),
+)

@@ -1,0 +1,107 @@
+"""What the folder of a run holds, read as far as it is there: a run may be at work, or have been killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from nemo_rl_mcore.controllers.event_log import EVENTS_FILE, read_events
+from nemo_rl_mcore.controllers.events import Event
+from nemo_rl_mcore.evaluation.folder import RESULTS_FILE
+from nemo_rl_mcore.observability.report import read_history
+from nemo_rl_mcore.observability.sinks import METRICS_FILE
+from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, Tree, leaves, read_recipe_of
+from nemo_rl_mcore.strict_json import read_json
+
+_SECTIONS_OF_STEPS = ("grpo", "ppo", "dpo", "sft", "distillation")
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run as its folder tells it.
+
+    recipe: the resolved one; None where there is none. events: of an asynchronous run. evaluations: the results of
+    `eval`, by the folder below this one. unread: what is there and could not be read, in words.
+    """
+
+    folder: Path
+    rows: Sequence[dict[str, float]] = ()
+    recipe: Tree | None = None
+    events: Sequence[Event] = ()
+    evaluations: dict[str, Tree] = field(default_factory=dict[str, Tree])
+    unread: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """What the run is called beside others."""
+        return self.folder.name or str(self.folder)
+
+    @property
+    def algorithm(self) -> str | None:
+        """The section of its loop, which is the algorithm's name."""
+        return next(
+            (name for name in _SECTIONS_OF_STEPS if isinstance((self.recipe or {}).get(name), dict)), None
+        )
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was finished; 0 where there is none."""
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """How many steps the recipe asks for."""
+        if self.algorithm is None:
+            return None
+        return cast("int | None", self.keys.get(f"{self.algorithm}.max_num_steps"))
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """The recipe as values by their paths."""
+        return dict(leaves(self.recipe)) if self.recipe is not None else {}
+
+    @property
+    def recipe_text(self) -> str:
+        """The recipe as YAML."""
+        return yaml.safe_dump(self.recipe, sort_keys=False) if self.recipe is not None else ""
+
+    @property
+    def written_at(self) -> datetime | None:
+        """When the last row was written."""
+        path = self.folder / METRICS_FILE
+        return datetime.fromtimestamp(path.stat().st_mtime) if path.is_file() else None
+
+
+def read_run(folder: Path) -> RunData:
+    """Read a folder; raises ValueError where it is that of no run and no evaluation."""
+    unread: list[str] = []
+
+    def tried[Found](read: Any, *given: Any, default: Found) -> Found:
+        try:
+            return read(*given)
+        except (OSError, ValueError) as error:
+            unread.append(str(error))
+            return default
+
+    evaluations = dict(_evaluations(folder, tried))
+    if not (folder / METRICS_FILE).is_file() and not evaluations:
+        raise ValueError(
+            f"{folder} holds neither {METRICS_FILE} nor {RESULTS_FILE}; give the folder of a run (its logger.log_dir), "
+            "or that of an evaluation"
+        )
+    rows = tried(read_history, folder, default=[]) if (folder / METRICS_FILE).is_file() else []
+    recipe = tried(read_recipe_of, folder, default=None) if (folder / RECIPE_FILE).is_file() else None
+    events = tried(read_events, folder / EVENTS_FILE, default=[]) if (folder / EVENTS_FILE).is_file() else []
+    return RunData(folder, rows, recipe, events, evaluations, unread)
+
+
+def _evaluations(folder: Path, tried: Any) -> Iterator[tuple[str, Tree]]:
+    """Results of the folder itself, and of those in it."""
+    for path in sorted((folder / RESULTS_FILE, *folder.glob(f"*/{RESULTS_FILE}"))):
+        if path.is_file() and isinstance(results := tried(read_json, path, default=None), dict):
+            yield str(path.parent.relative_to(folder)), cast("Tree", results)
