@@ -11,7 +11,8 @@ from typing import Protocol
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.algorithms.episode_rows import dropped_rows, first_rows
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
+from nemo_rl_mcore.algorithms.samples import samples_of
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
@@ -108,6 +109,11 @@ class Algorithm[Config: RunConfig](ABC):
         """Hear that the checkpoint of a finished step is whole: none up to it will be trained again."""
         self.collector.kept.forget(step)
 
+    def record(self, step: int, rollout: Rollout, *, trained: bool = True) -> None:
+        """Have answers of a step written down, the first of those that are trained on token by token."""
+        tables = self.config.logger.rollouts.token_tables if trained else 0
+        self.observer.add_samples(samples_of(rollout, step, self.collector.tokenizer, tables=tables))
+
     def validate(self, step: int) -> dict[str, float]:
         """The greedy answers to the held-out prompts: mean reward and share of full marks; the engine then sleeps.
 
@@ -122,7 +128,9 @@ class Algorithm[Config: RunConfig](ABC):
             asked = prompts[start : start + loop.val_batch_size]
             with activity.at(f"prompt {start} of {len(prompts)} of a validation", timed=False):
                 rollout = self.collector.collect(asked, 1, step=step, greedy=True)
-            of_rows, first = rollout.samples(step, of_validation=True), first_rows(rollout.batch)
+            tables = self.config.logger.rollouts.token_tables - len(samples)
+            of_rows = samples_of(rollout, step, self.collector.tokenizer, tables=tables, of_validation=True)
+            first = first_rows(rollout.batch)
             samples += of_rows
             judged += [of_rows[row] for row in first]
             kept += map(bool, ~dropped_rows(rollout.batch)[first])

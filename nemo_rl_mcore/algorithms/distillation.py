@@ -53,7 +53,7 @@ class Distillation(Algorithm[DistillationMasterConfig]):
             distillation, loss = self.config.distillation, self.config.loss_fn
             make_advantage_estimator(distillation.adv_estimator, loss.rl).add_to(rollout.batch)
             warn_of_large_advantages(step, rollout)
-        self.observer.add_samples(rollout.samples(step))
+        self.record(step, rollout)
         return rollout.batch, metrics | rollout_metrics(rollout)
 
     def _given(self, step: int) -> BatchedDataDict:

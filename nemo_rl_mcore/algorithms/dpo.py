@@ -110,7 +110,7 @@ class DPO(Algorithm[DPOMasterConfig]):
         rollout = self.collector.collect(self.prompts.train_batch(step, count), answers, step=step)
         self.collector.generation.offload()
         batch, with_signal = best_against_worst(rollout, answers)
-        self.observer.add_samples(rollout.samples(step))
+        self.record(step, rollout)
         metrics = rollout_metrics(rollout) | dict(self.collector.environments.take_counts())
         return batch, metrics | {"train/pairs_with_signal": with_signal}
 

@@ -37,7 +37,7 @@ class GRPO(Algorithm[GRPOMasterConfig]):
         begin_update()
         with self.observer.phase("train"):
             result = self.policy.train(trained_columns(rollout.batch), self._loss_fn)
-        self.observer.add_samples(rollout.samples(step))
+        self.record(step, rollout)
         if not self._passes_before:
             sums = SamplerSums.taken_from(result)
             metrics |= mismatch_of_training(step, sums, responses(rollout.batch), self._mismatch)

@@ -57,7 +57,7 @@ class PPO(Algorithm[PPOMasterConfig]):
         begin_update()
         with self.observer.phase("train"):
             of_policy, of_critic = self._train(step, batch)
-        self.observer.add_samples(rollout.samples(step))
+        self.record(step, rollout)
         metrics |= rollout_metrics(rollout) | train_metrics(of_critic, "value")
         metrics["value/explained_variance"] = explained_variance(batch)
         reasons = of_critic["skip_reasons"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -24,7 +23,6 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.interfaces import Environments, GenerationInterface, Replies
-from nemo_rl_mcore.observability import Sample
 
 
 @dataclass(frozen=True)
@@ -66,54 +64,6 @@ class Rollout:
         """[B], before they were shaped."""
         batch = self.batch
         return batch["environment_rewards" if "environment_rewards" in batch else "rewards"]
-
-    def samples(self, step: int, *, of_validation: bool = False) -> list[Sample]:
-        """Every answer with what became of it, as it is written down for people to read."""
-        batch = self.batch
-        response_tokens, prompt_tokens = batch["token_mask"].sum(1).long(), prompt_lengths(batch)
-        columns = {
-            "prompt_index": batch["prompt_index"],
-            "sample_index": batch["sample_index"],
-            "reward": self.environment_rewards,
-            "shaped_reward": batch["rewards"],
-            "prompt_tokens": prompt_tokens,
-            "response_tokens": response_tokens,
-            "truncated": ~batch["finished"],
-            **({} if of_validation else {"sample_mask": batch["sample_mask"]}),
-            **self._advantages(),
-            **self._weight_versions(step if of_validation else step - 1),
-        }
-        values: list[list[Any]] = [column.tolist() for column in columns.values()]  # pyright: ignore[reportUnknownMemberType]
-        return [
-            Sample(
-                step=step,
-                prompt=self.prompts[row].text,
-                answer=self.prompts[row].answer,
-                response=self.responses[row],
-                source=self.prompts[row].source,
-                **dict(zip(columns, of_row, strict=True)),
-            )
-            for row, of_row in enumerate(zip(*values, strict=True))
-        ]
-
-    def _advantages(self) -> dict[str, torch.Tensor]:
-        """Of each response the mean over its tokens, and that of the first one, where the batch has advantages."""
-        if "advantages" not in self.batch:
-            return {}
-        mask, advantages = self.batch["token_mask"], self.batch["advantages"]
-        # A response without a token has a mean of nothing, which is not finite.
-        mean, first = (advantages * mask).sum(1) / mask.sum(1), mask.argmax(1, keepdim=True)
-        return {"advantage": mean, "advantage_first": advantages.gather(1, first).squeeze(1)}
-
-    def _weight_versions(self, current: int) -> dict[str, torch.Tensor]:
-        """The oldest and the newest that drew a token of each response; `current` where one has drawn all."""
-        if WEIGHT_VERSIONS in self.batch:
-            versions = self.batch[WEIGHT_VERSIONS]
-            newest = versions.amax(1)
-            oldest = torch.where(versions < 0, newest.unsqueeze(1), versions).amin(1)
-        else:
-            oldest = newest = torch.full((self.batch.size,), current)
-        return {"weight_version_min": oldest, "weight_version_max": newest}
 
     @staticmethod
     def concatenate(parts: Sequence[Rollout], pad_token_id: int) -> Rollout:

@@ -75,7 +75,7 @@ class Sampling:
     def _note_dropped(self, step: int, rollout: Rollout) -> None:
         """Have answers written down that nothing is trained on."""
         rollout.batch["sample_mask"] = torch.zeros(rollout.batch.size)
-        self.algorithm.observer.add_samples(rollout.samples(step))
+        self.algorithm.record(step, rollout, trained=False)
 
     def _sample(self, step: int, prompts: Sequence[Any]) -> Rollout:
         """Answer the prompts and shape the rewards."""

@@ -80,6 +80,13 @@ class RolloutsConfig(StrictModel):
     """Write the answers of each step and validation into log_dir/rollouts, as the step ends."""
     max_gib: PositiveFloat | None = 10.0
     """GiB of these files above which the oldest steps are removed, but for every tenth; null: no bound."""
+    answers_with_tokens: NonNegativeInt = 8
+    """Answers of each step, and of each validation, of which every token is written: the first ones; 0: of none."""
+
+    @property
+    def token_tables(self) -> int:
+        """Answers of which every token is written."""
+        return self.answers_with_tokens if self.enabled else 0
 
 
 class LoggerConfig(StrictModel):

@@ -95,7 +95,7 @@ class AsyncGRPO(GRPO):
             with self.observer.phase("train"):
                 result = self.policy.finish_train_step()
             pace = self.rollouts.finish()
-        self.observer.add_samples(whole.samples(step))
+        self.record(step, whole)
         if self._passes_before:
             metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(step, whole.batch)
             metrics |= correction_metrics(whole.batch)

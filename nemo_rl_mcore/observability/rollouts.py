@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 from nemo_rl_mcore.config.cluster import RolloutsConfig
 from nemo_rl_mcore.observability.sinks import next_free
@@ -24,6 +25,30 @@ _GIB = 1 << 30
 _COMPRESSION = 1
 
 
+class Said(TypedDict):
+    """An answer or an observation, by its role; reward: of an answer that was replied to."""
+
+    role: str
+    content: str
+    reward: NotRequired[float]
+
+
+class TokenTable(TypedDict):
+    """What is known of each of N tokens, from the first sampled one on to the end of the row.
+
+    text: joined, that of the answer. turn: from 1 on, 0 for one that was not sampled. mask: 1 for one that is trained
+    on; None in a validation. The others have 4 decimals, None where no token was sampled or the number is not finite,
+    and are None as a whole where the algorithm has none, or only the ranks have seen them.
+    """
+
+    text: list[str]
+    turn: list[int]
+    mask: list[int] | None
+    generation_logprobs: list[float | None] | None
+    prev_logprobs: list[float | None] | None
+    advantages: list[float | None] | None
+
+
 @dataclass(frozen=True)
 class Sample:
     """One response, and what became of it.
@@ -32,6 +57,7 @@ class Sample:
     the advantages are made of. advantage: the mean over the response's tokens, and advantage_first that of its first
     one; None where the algorithm has none. sample_mask: 0 for a response that taught nothing, None for one of a
     validation. Weight versions: the steps after which the weights were that drew the oldest and the newest token.
+    turns: where there may be several, all that was said behind the prompt. tokens: of the first answers of a step.
     """
 
     step: int
@@ -51,6 +77,8 @@ class Sample:
     sample_mask: float | None = None
     advantage: float | None = None
     advantage_first: float | None = None
+    turns: list[Said] | None = None
+    tokens: TokenTable | None = None
 
     @property
     def of_validation(self) -> bool:

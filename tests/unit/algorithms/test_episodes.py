@@ -15,6 +15,7 @@ from nemo_rl_mcore.algorithms.episodes import (
     trained_columns,
 )
 from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
+from nemo_rl_mcore.algorithms.samples import samples_of
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
@@ -216,7 +217,7 @@ def test_a_reply_that_was_recorded_is_the_same_but_for_its_metadata():
 def test_texts_lengths_and_metrics_of_episodes():
     rollout = collector(SCRIPT, until("9")).collect(PROMPTS, 2, step=5)
     assert rollout.responses == ["56$65>78$87>9$", "9", "0$0>9$", "1"]
-    samples = rollout.samples(5)
+    samples = samples_of(rollout, 5, TOKENIZER)
     assert [sample.prompt_tokens for sample in samples] == [3, 3, 2, 2]
     assert [sample.response_tokens for sample in samples] == [8, 2, 4, 1]
     metrics = episode_metrics(rollout.batch)

@@ -88,37 +88,3 @@ def test_select_and_concatenate_keep_rows_together():
     assert together.responses == ["2", "4567"]
     assert [prompt.index for prompt in together.prompts] == together.batch["prompt_index"].tolist() == [2, 3]
     assert together.batch["input_ids"][0, 4:].unique().tolist() == [TOKENIZER.pad_token_id]
-
-
-def test_a_sample_tells_advantages_by_token_and_the_versions_that_drew_it():
-    rollout, _ = collect(["527$", "52", "$"], [Prompt(4, "527>", "527")], 3)
-    batch = rollout.batch
-    columns = torch.arange(8.0).expand(3, 8)
-    batch["advantages"] = columns
-    none = [-1] * 4
-    batch["weight_versions"] = torch.tensor(
-        [[*none, 3, 3, 4, 4], [*none, 4, 4, -1, -1], [*none, 2, -1, -1, -1]]
-    )
-    long, cut, empty = rollout.samples(6)
-    assert [(sample.advantage_first, sample.advantage) for sample in (long, cut, empty)] == [
-        (4, 5.5),
-        (4, 4.5),
-        (4, 4),
-    ]
-    versions = [(sample.weight_version_min, sample.weight_version_max) for sample in (long, cut, empty)]
-    assert versions == [(3, 4), (4, 4), (2, 2)]
-    assert (cut.response, cut.answer, cut.truncated, cut.response_tokens, cut.reward) == (
-        "52",
-        "527",
-        True,
-        2,
-        0.5,
-    )
-    assert (empty.response, empty.sample_index, empty.truncated) == ("", 2, False)
-
-
-def test_a_validation_has_the_version_of_its_step_and_trains_nothing():
-    rollout, _ = collect(["1$"], [Prompt(1, "1>", "1")], 1)
-    (validated,), (trained,) = rollout.samples(6, of_validation=True), rollout.samples(6)
-    assert (validated.weight_version_max, validated.sample_mask, validated.of_validation) == (6, None, True)
-    assert (trained.weight_version_max, trained.sample_mask, trained.of_validation) == (5, 1.0, False)

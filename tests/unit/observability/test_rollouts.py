@@ -1,4 +1,6 @@
 import errno
+import gzip
+import json
 import random
 import subprocess
 import sys
@@ -45,6 +47,27 @@ def test_a_step_and_its_validation_are_files_of_their_own_with_a_line_an_answer(
     assert validated["sample_mask"] is None
     sink.log(4, {})
     assert len(names(tmp_path)) == 2, "a step without answers has no file"
+
+
+def test_turns_and_tokens_of_an_answer_stand_beside_a_number_that_is_not_finite(tmp_path: Path) -> None:
+    turns = [{"role": "assistant", "content": "né", "reward": 0.5}]
+    tokens = {"text": ["n", "é"], "turn": [1, 1], "mask": None, "advantages": [0.5, None]}
+    sink = open_sink(tmp_path)
+    sink.add([sample(3, turns=turns, tokens=tokens, advantage=float("inf"))])
+    sink.log(3, {})
+    (read,) = read_rollouts(tmp_path / "rollouts/step_3.jsonl.gz")
+    assert (read["turns"], read["tokens"], read["advantage"]) == (turns, tokens, None)
+
+
+def test_a_file_whose_answers_have_neither_turns_nor_tokens_is_read_and_stays(tmp_path: Path) -> None:
+    """As runs wrote them before there were any."""
+    path = tmp_path / "rollouts/step_1.jsonl.gz"
+    path.parent.mkdir()
+    before = {name: value for name, value in vars(sample()).items() if name not in ("turns", "tokens")}
+    path.write_bytes(gzip.compress(json.dumps(before).encode() + b"\n"))
+    write(open_sink(tmp_path, resumed_step=1), 2)
+    assert [*read_rollouts(path)] == [before]
+    assert next(read_rollouts(tmp_path / "rollouts/step_2.jsonl.gz")) == vars(sample(2))
 
 
 def test_a_run_in_a_folder_that_another_has_left_puts_its_answers_aside(tmp_path: Path) -> None:
