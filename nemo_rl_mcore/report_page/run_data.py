@@ -102,6 +102,6 @@ def read_run(folder: Path) -> RunData:
 
 def _evaluations(folder: Path, tried: Any) -> Iterator[tuple[str, Tree]]:
     """Results of the folder itself, and of those in it."""
-    for path in sorted((folder / RESULTS_FILE, *folder.glob(f"*/{RESULTS_FILE}"))):
+    for path in (folder / RESULTS_FILE, *sorted(folder.glob(f"*/{RESULTS_FILE}"))):
         if path.is_file() and isinstance(results := tried(read_json, path, default=None), dict):
             yield str(path.parent.relative_to(folder)), cast("Tree", results)

@@ -160,7 +160,6 @@ function rolloutBrowser(runs) {
     return make("p", { class: "quiet" }, `${name}: `, ...drawnBar, `${words}. Point at a token for its numbers.`);
   }
 
-  const labelled = (name, control) => make("label", {}, name, control);
   chooseRun();
   return [
     make("div", { class: "controls" }, ...(runs.length > 1 ? [labelled("run", run)] : []), labelled("step", step),

@@ -18,6 +18,11 @@ function make(tag, attributes, ...children) {
   return element;
 }
 
+function labelled(name, control) {
+  control.setAttribute("aria-label", name);
+  return make("label", {}, name, control);
+}
+
 function section(title, ...children) {
   const id = title.toLowerCase().replaceAll(" ", "-");
   nav.append(make("a", { href: `#${id}` }, title));
@@ -50,7 +55,7 @@ function look() {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", colorway: COLOURS,
     font: { family: "system-ui, sans-serif", size: 12, color: colour("--text") },
     margin: { l: 50, r: 10, t: 10, b: 40 }, hovermode: "x unified", dragmode: "zoom",
-    hoverlabel: { bgcolor: colour("--raised"), bordercolor: colour("--line"), font: { color: colour("--text") } },
+    hoverlabel: { namelength: -1, bgcolor: colour("--raised"), bordercolor: colour("--line"), font: { color: colour("--text") } },
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
     xaxis: axis, yaxis: axis,
   };
@@ -126,7 +131,7 @@ function curves() {
   const choice = make("select", { onchange: () => draw(place, data.others[choice.value]) },
     ...names.map((name) => make("option", { value: name }, name)));
   drawn.push([place, data.others[names[0]]]);
-  section("Other metrics", make("div", { class: "controls" }, make("label", {}, "metric", choice)), place);
+  section("Other metrics", make("div", { class: "controls" }, labelled("metric", choice)), place);
 }
 
 function time(run) {

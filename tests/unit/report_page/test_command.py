@@ -1,0 +1,61 @@
+import json
+import re
+
+import pytest
+from run_folder import HOSTILE, rows, write_run
+
+from nemo_rl_mcore import cli
+from nemo_rl_mcore.report_page import command
+
+
+def content(page):
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
+    )
+
+
+def test_the_page_stands_in_the_folder_and_is_told(tmp_path, capsys):
+    write_run(tmp_path, rows(3), prompt=HOSTILE, response=HOSTILE)
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert content(page)["runs"][0]["steps"][0]["answers"][0]["prompt"] == HOSTILE
+    before, _, after = page.partition('id="data">')
+    assert "<img src=x" not in page
+    assert before.count("<title>") == 1
+    assert after.rstrip().endswith("</html>")
+
+
+def test_several_runs_have_a_page_here(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "other"):
+        write_run(tmp_path / name, rows(3), steps=len(name))
+    assert cli.main(["report", "one", "other", "one"]) == 0
+    assert capsys.readouterr().out == "comparison.html\n"
+    found = content((tmp_path / "comparison.html").read_text("utf-8"))
+    assert [run["name"] for run in found["runs"]] == ["one", "other"]
+    assert found["differences"] == [["grpo.max_num_steps", "3", "5"]]
+
+
+def test_mistakes_are_told_and_leave_nothing(tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "holds neither metrics.jsonl" in capsys.readouterr().err
+    write_run(tmp_path / "run", rows(1))
+    assert cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "no/page.html")]) == 2
+    assert "no/page.html" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["report"])
+
+
+def test_a_page_that_cannot_be_made_does_not_end_a_run_that_is_done(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path, rows(1))
+    monkeypatch.setattr(command, "read_run", lambda folder: {}["gone"])
+    command.page_of_run(tmp_path)
+    assert "report.html was not written: KeyError: 'gone'" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_for_the_run_to_tell(tmp_path, monkeypatch):
+    write_run(tmp_path, rows(1))
+    (tmp_path / "report.html.tmp").mkdir()
+    with pytest.raises(OSError, match=r"report.html.tmp"):
+        command.page_of_run(tmp_path)
