@@ -82,8 +82,11 @@ def waterfall(rows: Sequence[Row]) -> Figure | None:
         "base": _rounded(starts),
         "text": [f"{seconds:.3g} s" for seconds in typical.values()],
         "hovertemplate": "%{y}: %{text}<extra></extra>",
+        "cliponaxis": False,
     }
-    return _figure([bar], xaxis={"title": {"text": "seconds"}}, yaxis={"autorange": "reversed"})
+    # Room for the number behind the last bar.
+    axis = {"title": {"text": "seconds"}, "range": [0, 1.15 * sum(typical.values())]}
+    return _figure([bar], xaxis=axis, yaxis={"autorange": "reversed"})
 
 
 def stacked_phases(rows: Sequence[Row]) -> Figure | None:

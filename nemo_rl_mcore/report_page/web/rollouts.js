@@ -40,9 +40,11 @@ function token(tokens, place, colouring) {
     `log-probability, training: ${number(at(tokens.prev_logprobs, place))}`,
     `advantage: ${number(at(tokens.advantages, place))}`,
     masked === null ? "" : masked ? "trained on" : "not trained on",
-  ];
+  ].filter(Boolean);
+  const tell = () => { document.querySelector(".told").textContent = told.join(" · "); };
   return make("span", {
-    class: masked === 0 ? "token unmasked" : "token", style: shade(colouring, tokens, place), title: told.filter(Boolean).join("\n"),
+    class: masked === 0 ? "token unmasked" : "token", style: shade(colouring, tokens, place),
+    title: told.join("\n"), onclick: tell,
   }, text.replaceAll("\n", "⏎\n"));
 }
 
@@ -149,7 +151,8 @@ function rolloutBrowser(runs) {
     const blocks = answer.tokens ? turnsOfTokens(answer, chosen) : turnsOfTexts(answer);
     shown.replaceChildren(
       make("p", { class: "quiet" }, facts(answer)), block("prompt", true, answer.prompt), ...blocks,
-      ...(answer.answer ? [block("right answer", true, answer.answer)] : []), legend(answer, name, chosen));
+      make("p", { class: "quiet told" }), ...(answer.answer ? [block("right answer", true, answer.answer)] : []),
+      legend(answer, name, chosen));
   }
 
   function legend(answer, name, { low, high, legend: words }) {
@@ -157,7 +160,7 @@ function rolloutBrowser(runs) {
     const middle = low === high ? "" : "transparent, ";
     const bar = `background: linear-gradient(90deg, rgba(${low},.75), ${middle}${low === high ? "transparent" : `rgba(${high},.75)`})`;
     const drawnBar = name === "mask" ? [] : [make("span", { class: "legend", style: bar })];
-    return make("p", { class: "quiet" }, `${name}: `, ...drawnBar, `${words}. Point at a token for its numbers.`);
+    return make("p", { class: "quiet" }, `${name}: `, ...drawnBar, `${words}. Point at a token, or tap it, for its numbers.`);
   }
 
   chooseRun();

@@ -137,7 +137,7 @@ function curves() {
 function time(run) {
   if (!run.waterfall) return [];
   return [
-    make("div", { class: "panels" },
+    make("div", { class: "pair" },
       make("div", { class: "panel" }, make("h4", {}, "the median step"), plot(run.waterfall, "tall")),
       make("div", { class: "panel" }, make("h4", {}, "seconds of each phase"), plot(run.phases, "tall"))),
   ];

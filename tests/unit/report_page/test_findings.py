@@ -84,6 +84,13 @@ def test_each_rule_tells_of_its_case(tmp_path, columns, words, panel):
     assert words in findings[0].text
 
 
+def test_answers_of_older_weights_are_no_mismatch(tmp_path):
+    columns = {"train/token_mult_prob_error": 1.2, "async/age_max": LATE(1.0, 0.0)}
+    [finding] = found(rows(40, **columns), tmp_path)
+    assert "in 20 of 20 steps" in finding.text
+    assert found(rows(40, **columns | {"async/age_max": 1.0}), tmp_path) == []
+
+
 def test_warnings_come_first(tmp_path):
     columns = {"train/probs_ratio_clipfrac": 0.9, "train/truncation_rate": 0.9}
     assert [one.level for one in found(rows(40, **columns), tmp_path)] == ["warning", "note"]

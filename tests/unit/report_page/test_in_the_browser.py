@@ -92,6 +92,10 @@ def test_tokens_are_coloured_by_what_is_chosen_and_turns_stand_apart(browser, pa
     shown.choose("colour of tokens", "training less engine")
     assert shown.page.evaluate(colours)[1] == "rgba(47, 111, 219, 0.75)"
     assert "not trained on" in shown.page.locator(".token").nth(2).get_attribute("title")
+    shown.page.locator(".token").nth(1).click()
+    assert shown.texts(".told")[0].startswith(
+        'token 2: "2" · log-probability, engine: -4 · log-probability, training: -3.5'
+    )
     assert shown.said == []
 
 
