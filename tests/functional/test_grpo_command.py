@@ -11,6 +11,7 @@ import pytest
 from grpo_run import Run
 
 from nemo_rl_mcore.observability import read_rollouts
+from nemo_rl_mcore.report_page import read_run
 
 
 @pytest.fixture
@@ -58,6 +59,8 @@ def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
             "performance/tokens_per_sec",
         } <= step.keys()
     assert (run.log_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (run.log_dir / "report.html").stat().st_size > 1 << 20
+    assert (run.log_dir / "config.yaml").exists()
     assert list((run.log_dir / "tensorboard").glob("events*"))
     assert output.startswith("starting Ray ... ")
     assert "starting 2 ranks of the policy ... " in output
@@ -86,6 +89,8 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
     finished = run.steps()
     assert len(finished) >= 2
     assert (run.log_dir / "curves.png").exists(), "the report covers the finished steps"
+    assert read_run(run.log_dir).last_step == len(finished)
+    assert (run.log_dir / "report.html").exists()
     assert f"{len(finished)} steps" in output
 
 
@@ -119,6 +124,7 @@ def test_a_signal_stops_cleanly_and_the_same_command_goes_on(start, stop, status
     assert run.watch.all_gone(within_s=10)
     assert last >= 2
     assert (run.log_dir / "curves.png").exists()
+    assert (run.log_dir / "report.html").exists()
 
 
 @pytest.mark.nightly
@@ -136,6 +142,7 @@ def test_a_second_ctrl_c_saves_nothing_and_keeps_rows_and_report(start) -> None:
     )
     assert run.watch.all_gone(within_s=10)
     assert (run.log_dir / "curves.png").exists()
+    assert (run.log_dir / "report.html").exists()
 
 
 @pytest.mark.nightly

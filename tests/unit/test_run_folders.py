@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_mcore.config import ConfigError, load_config
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import FolderError, RunStoppedError
 from nemo_rl_mcore.preflight import preflight
-from nemo_rl_mcore.run_folders import run_folders
+from nemo_rl_mcore.run_folders import leave_recipe, run_folders
 
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
 
@@ -31,7 +31,7 @@ def refused(wanted):
 HOLDER = """
 import subprocess, sys, time
 from nemo_rl_mcore.config import load_config
-from nemo_rl_mcore.run_folders import run_folders
+from nemo_rl_mcore.run_folders import leave_recipe, run_folders
 with run_folders(load_config(sys.argv[1], sys.argv[2:])):
     child = subprocess.Popen(["sleep", "60"], close_fds=False)  # as a rank that outlives its driver
     print(child.pid, flush=True)
@@ -143,3 +143,15 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_ranks(tmp_path
     (noted,) = preflight(wanted, elsewhere=True).missing
     assert "and a checkpoint takes about" in str(noted)
     assert preflight(config(tmp_path / "log", tmp_path / "saved", *LARGE, "checkpointing.enabled=false"))
+
+
+def test_the_recipe_is_left_in_the_folder_and_another_one_is_put_aside(tmp_path):
+    first, second = (config(tmp_path, tmp_path / "saved", f"seed={seed}") for seed in (1, 2))
+    leave_recipe(first)
+    leave_recipe(first)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    leave_recipe(second)
+    seeds = {path.name: load_config(path).seed for path in tmp_path.iterdir()}
+    assert seeds == {"config.yaml": 2, "config.1.yaml": 1}
+    with pytest.raises(FolderError, match=r"logger.log_dir"):
+        leave_recipe(config(tmp_path / "gone", tmp_path / "saved"))

@@ -306,3 +306,35 @@ def test_a_console_that_is_gone_loses_nothing_and_is_no_error_of_the_folder(
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png", "rollouts"}
     assert stream.tried == 1
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("rows", "enabled", "pages"), [(1, True, 1), (1, False, 0), (0, True, 0)])
+def test_the_page_is_written_once_there_are_rows_unless_it_is_not_wanted(
+    rows: int, enabled: bool, pages: int, tmp_path: Path
+) -> None:
+    written: list[list[int]] = []
+    config = LoggerConfig(log_dir=str(tmp_path), html_report_enabled=enabled)
+    with RunRecorder(
+        config,
+        1,
+        console=Console(file=io.StringIO()),
+        write_page=lambda folder: written.append(rows_of(folder)),
+    ) as recorder:
+        for step in range(1, rows + 1):
+            recorder.log(step, {"train/reward": 0.5})
+    assert written == [[1]] * pages
+
+
+def test_a_page_that_a_full_disk_refuses_is_told_and_the_curves_are_there(tmp_path: Path) -> None:
+    def write_page(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    console = Console(file=io.StringIO())
+    with (
+        pytest.raises(FolderError, match="No space left on device"),
+        RunRecorder(
+            LoggerConfig(log_dir=str(tmp_path)), 1, console=console, write_page=write_page
+        ) as recorder,
+    ):
+        recorder.log(1, {"train/reward": 0.5})
+    assert (tmp_path / "curves.png").exists()
