@@ -19,6 +19,8 @@ _WINDOW = 10
 """Steps whose mean stands for the beginning and the end of a run."""
 _COLLAPSED_ENTROPY = 0.1
 """Share of the first entropy below which hardly anything is explored any more."""
+_LEARNT = 0.9
+"""Share of the highest reward of any answer."""
 _LARGE_KL = 1.0
 """Nats a token from the reference."""
 _LARGE_MISMATCH = 1.05
@@ -90,16 +92,21 @@ def _not_finite(rows: Sequence[Row]) -> Finding | None:
     return None
 
 
+def _is_learnt(rows: Sequence[Row]) -> bool:
+    """Whether nearly all answers of the last steps have the highest reward that any answer had."""
+    rewards, highest = _values(rows, "train/reward")[-_WINDOW:], _values(rows, "train/reward_max")
+    return bool(rewards and highest) and fmean(rewards) >= _LEARNT * max(highest) > 0
+
+
 def _equal_rewards(rows: Sequence[Row]) -> Finding | None:
     of_steps = [row for row in rows if "train/reward_min" in row]
     equal = [*takewhile(lambda row: row["train/reward_min"] == row["train/reward_max"], reversed(of_steps))]
-    if len(equal) < _WINDOW:
+    if len(equal) < _WINDOW or _is_learnt(rows):
         return None
-    reward = equal[0]["train/reward_min"]
     return Finding(
         "warning",
-        f"All answers of the last {len(equal)} steps have the reward {reward:.4g}, which teaches nothing. Where that "
-        "is full marks the task is learnt; else read some answers below.",
+        f"All answers of the last {len(equal)} steps have the reward {equal[0]['train/reward_min']:.4g}, which teaches "
+        "nothing: read some of them below.",
         "train/reward_std",
     )
 
@@ -108,10 +115,13 @@ def _entropy(rows: Sequence[Row]) -> Finding | None:
     ends = _ends(rows, "train/entropy")
     if ends is None or ends[0] <= 0 or ends[1] >= _COLLAPSED_ENTROPY * ends[0]:
         return None
+    fell = f"from {ends[0]:.3g} to {ends[1]:.3g} nats a token"
+    if _is_learnt(rows):
+        return Finding("note", f"Entropy fell {fell}, and the task is learnt.", "train/entropy")
     return Finding(
         "warning",
-        f"Entropy has collapsed, from {ends[0]:.3g} to {ends[1]:.3g} nats a token: the policy hardly explores any "
-        "more. Where the reward is not yet high, lower the learning rate, or raise the KL penalty or the upper clip.",
+        f"Entropy has collapsed, {fell}, and the reward is not high: the policy hardly explores any more. Lower the "
+        "learning rate, or raise the KL penalty or the upper clip.",
         "train/entropy",
     )
 

@@ -84,6 +84,14 @@ def test_each_rule_tells_of_its_case(tmp_path, columns, words, panel):
     assert words in findings[0].text
 
 
+def test_a_task_that_is_learnt_leaves_nothing_to_explore(tmp_path):
+    columns = {"train/entropy": LATE(0.05, 3.0), "train/reward": LATE(1.0, 0.1)}
+    extremes = {"train/reward_min": LATE(1.0, 0.0), "train/reward_max": 1.0}
+    [finding] = found(rows(40, **columns, **extremes), tmp_path)
+    assert finding.level == "note"
+    assert finding.text == "Entropy fell from 3 to 0.05 nats a token, and the task is learnt."
+
+
 def test_answers_of_older_weights_are_no_mismatch(tmp_path):
     columns = {"train/token_mult_prob_error": 1.2, "async/age_max": LATE(1.0, 0.0)}
     [finding] = found(rows(40, **columns), tmp_path)
