@@ -77,7 +77,7 @@ def executed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     scripts = {}
     for page, line, code in blocks("python"):
-        path = folder / f"{Path(page).name}.py"
+        path = folder / f"{page.replace('/', '_')}.py"
         script = scripts.get(path, "")
         scripts[path] = script + "\n" * (line - script.count("\n")) + code
     for path, script in scripts.items():
@@ -176,7 +176,7 @@ def test_every_page_can_be_reached_from_the_readme():
         page = waiting.pop()
         reached.add(page)
         links = re.findall(r"\]\(([\w/.-]+\.md)", prose(page))
-        targets = {str(Path(page).parent / link) for link in links}
+        targets = {os.path.normpath(Path(page).parent / link) for link in links}
         waiting += targets - reached
     assert reached == set(PAGES)
 
@@ -199,7 +199,7 @@ def test_the_readme_names_the_files_of_a_run():
 
 
 SECTIONS = (
-    "seed|max_consecutive_skips|grpo|ppo|dpo|sft|distillation|value|value_loss_fn|teacher|loss_fn|policy|data|env|"
+    "seed|max_consecutive_skips|eval|grpo|ppo|dpo|sft|distillation|value|value_loss_fn|teacher|loss_fn|policy|data|env|"
     "checkpointing|logger|cluster"
 )
 
