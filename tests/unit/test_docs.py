@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from doc_pages import BLOCK, PAGES, REPO, blocks, in_backticks, prose
 
 from nemo_rl_mcore import cli

@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -70,7 +71,9 @@ def without_uv(words):
     return rest or ["pip"]
 
 
-@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60])
+@pytest.mark.parametrize(
+    ("page", "words"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60]
+)
 def test_each_command_exists(page, words):
     program, *arguments = without_uv(words)
     match program:
@@ -106,7 +109,7 @@ def is_a_script(arguments):
 
 
 def are_tests(arguments):
-    for flag, value in zip(arguments, arguments[1:], strict=False):
+    for flag, value in pairwise(arguments):
         assert flag != "-m" or value in MARKERS
     for path in (text for text in arguments if "/" in text):
         assert (REPO / path).exists()
