@@ -19,8 +19,9 @@ FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "lin
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
+    # Not --quiet: what is not told is no reason for --strict to fail.
     ended = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=REPO, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=120,
         check=False,
     )  # fmt: skip
