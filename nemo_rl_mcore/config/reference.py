@@ -1,12 +1,12 @@
-"""The reference page of all keys, made from the models and from the table of unsupported keys.
+"""The reference of all keys, made from the models and from the table of unsupported keys: a page for each section.
 
-Run as a module, it writes the page to standard output.
+Run as a module, it writes the pages into the folder that it is given.
 """
 
 import inspect
 import sys
 from collections.abc import Iterator
-from itertools import chain
+from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
@@ -14,7 +14,7 @@ from nemo_rl_mcore.config.base import StrictModel, join_path
 from nemo_rl_mcore.config.foreign.judgement import ANY, OFF, ON, AnyUnless, Judgement, SameAs
 from nemo_rl_mcore.config.foreign.translated import TRANSLATED
 from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED
-from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
+from nemo_rl_mcore.config.master import RUN_CONFIGS, RunConfig
 from nemo_rl_mcore.config.schema import allowed, section_of
 from nemo_rl_mcore.config.source import SourceConfig
 
@@ -22,16 +22,16 @@ _INTRODUCTION = """\
 # Reference of the keys
 
 Every key of a recipe, with what it allows, its default and its meaning.
-[Configuration](configuration.md) says how recipes are put together.
-This page is generated; a test keeps it equal to the models:
+[Configuration](../configuration.md) says how recipes are put together.
+The pages are generated; a test keeps them equal to the models:
 
 ```bash
-uv run python -m nemo_rl_mcore.config.reference > docs/config_reference.md
+uv run python -m nemo_rl_mcore.config.reference docs/reference
 ```
 """
 
 _UNSUPPORTED_INTRODUCTION = """\
-## NeMo RL keys that do nothing here
+## Keys that do nothing here
 
 A recipe may keep such a key at a neutral value, where it changes nothing. What another value does stands in the
 last columns: it is refused with an advice, or, where it costs speed or memory alone, warned of. The table stands in
@@ -40,35 +40,66 @@ last columns: it is refused with an advice, or, where it costs speed or memory a
 
 
 _TRANSLATED_INTRODUCTION = """\
-## NeMo RL keys that have another name here
+# Keys of NeMo RL
+
+## Keys that have another name here
 
 A recipe may keep these; they fill the key beside them, and `async_rl` makes the run asynchronous.
 """
 
+_PAGES_OF_THEIR_OWN = ("policy.model", "policy.megatron_cfg", "policy.generation")
+"""Sections inside others that are long enough for a page."""
 
-def reference_page() -> str:
-    """Return the page as Markdown, ending with a line feed."""
-    others = (kind for kind in RUN_CONFIGS.values() if kind is not GRPOMasterConfig)
-    sections = (
-        *_sections(GRPOMasterConfig, ""),
-        *chain.from_iterable(_sections_of_its_own(kind) for kind in others),
-        _translated_section(),
-        _unsupported_section(),
+_FOREIGN_PAGE = "nemo_rl"
+
+type _Section = tuple[str, str]
+"""A section's path, and its text."""
+
+
+def reference_pages() -> dict[str, str]:
+    """Return the pages as Markdown, by the names of their files; each ends with a line feed."""
+    top, *shared = _sections(RunConfig, "")
+    pages: dict[str, list[_Section]] = {}
+    for section in shared:
+        pages.setdefault(_page_of(section[0]), []).append(section)
+    pages |= {name: list(_sections_of_its_own(kind)) for name, kind in RUN_CONFIGS.items()}
+    titles = {name: ", ".join(f"`{path}`" for path, _ in sections) for name, sections in pages.items()}
+    texts = {name: _page(name, sections) for name, sections in pages.items()}
+    foreign = _TRANSLATED_INTRODUCTION + "\n" + _translated_table() + "\n" + _unsupported_section()
+    contents = (
+        *((f"[{name}]({name}.md)", title) for name, title in titles.items()),
+        (
+            f"[{_FOREIGN_PAGE}]({_FOREIGN_PAGE}.md)",
+            "keys of NeMo RL that have another name here, or do nothing",
+        ),
     )
-    return "\n".join((_INTRODUCTION, *sections))
+    index = "\n".join((_INTRODUCTION, _table(("page", "sections"), iter(contents)), top[1]))
+    texts |= {"index": index, _FOREIGN_PAGE: foreign}
+    return {f"{name}.md": text for name, text in texts.items()}
 
 
-def _sections_of_its_own(kind: type[RunConfig]) -> Iterator[str]:
+def _page_of(path: str) -> str:
+    """The page of a section that all recipes have: that of a section around it, or of its first name."""
+    own = (page for page in _PAGES_OF_THEIR_OWN if path == page or path.startswith(f"{page}."))
+    return next(own, path.partition(".")[0])
+
+
+def _page(name: str, sections: list[_Section]) -> str:
+    purpose = f"What recipes of `{name}` have besides the sections of all.\n" if name in RUN_CONFIGS else ""
+    return "\n".join(
+        (f"# Keys of `{name}`\n", *([purpose] if purpose else []), *(text for _, text in sections))
+    )
+
+
+def _sections_of_its_own(kind: type[RunConfig]) -> Iterator[_Section]:
     """Yield what recipes of an algorithm have besides the sections that all have."""
-    yield f"## Recipes of `{kind.algorithm}`\n\n{inspect.getdoc(kind)} Sections of all recipes stand above.\n"
-    own = kind.model_fields.keys() - RunConfig.model_fields.keys()
-    for name in (name for name in kind.model_fields if name in own):
+    for name in (name for name in kind.model_fields if name not in RunConfig.model_fields):
         section = section_of(kind.model_fields[name])
         assert section is not None
         yield from _sections(section, name)
 
 
-def _sections(model: type[StrictModel], path: str) -> Iterator[str]:
+def _sections(model: type[StrictModel], path: str) -> Iterator[_Section]:
     """Yield a section's own keys, then the sections inside it; one that may be null is a key as well.
 
     The keys of sources stand once, below data.train.
@@ -78,7 +109,7 @@ def _sections(model: type[StrictModel], path: str) -> Iterator[str]:
     title = f"## `{path}`" if path else "## Top level"
     rows = (_row(name, field) for name, field in own.items())
     table = _table(("key", "allowed", "default", "meaning"), rows)
-    yield f"{title}\n\n{inspect.getdoc(model)}\n\n{table}"
+    yield path, f"{title}\n\n{inspect.getdoc(model)}\n\n{table}"
     for name, section in inner.items():
         inside = join_path(path, name)
         if section is not SourceConfig or inside == "data.train":
@@ -90,9 +121,9 @@ def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
     return f"`{name}`", allowed(field), default, " ".join((field.description or "").split())
 
 
-def _translated_section() -> str:
+def _translated_table() -> str:
     rows = ((f"`{foreign}`", f"`{own}`") for foreign, own in TRANSLATED.items())
-    return _TRANSLATED_INTRODUCTION + "\n" + _table(("key", "read as"), rows)
+    return _table(("key", "read as"), rows)
 
 
 def _unsupported_section() -> str:
@@ -133,5 +164,11 @@ def _line(cells: tuple[str, ...]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def _write(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in reference_pages().items():
+        (folder / name).write_text(text, "utf-8")
+
+
 if __name__ == "__main__":
-    sys.stdout.write(reference_page())
+    _write(Path(sys.argv[1]))

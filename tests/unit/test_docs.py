@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from doc_pages import BLOCK, PAGES, REPO, blocks, in_backticks, prose
 
 from nemo_rl_mcore import cli
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.config.reference import reference_page
+from nemo_rl_mcore.config.reference import reference_pages
 from nemo_rl_mcore.config.schema import is_known
 from nemo_rl_mcore.controllers.event_log import EVENTS_FILE
 from nemo_rl_mcore.evaluation.folder import IDENTITY_FILE, RESULTS_FILE
@@ -22,12 +23,6 @@ from nemo_rl_mcore.observability.report import CURVES_FILE
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
 
-REPO = Path(__file__).parents[2]
-PAGES = {
-    str(path.relative_to(REPO)): path.read_text("utf-8")
-    for path in (REPO / "README.md", *REPO.glob("docs/*.md"))
-}
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EXEMPLAR = "grpo_copy_cpu.yaml"
 EXPERIMENT = "examples/hook_experiment.py"
 # What a run leaves in logger.log_dir, and what the reader is told to write: no files of the repository.
@@ -48,34 +43,17 @@ NOT_IN_REPOSITORY = {
 }
 
 
-def blocks(language):
-    """(page, first line in the page, text) of every block of a language."""
-    return [
-        (page, text.count("\n", 0, match.start(2)), match[2])
-        for page, text in PAGES.items()
-        for match in BLOCK.finditer(text)
-        if match[1] == language
-    ]
-
-
-def prose(page):
-    return BLOCK.sub("", PAGES[page])
-
-
-def in_backticks(page):
-    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page))
-
-
 def test_the_pages_are_found():
     assert PAGES.keys() >= {
         "README.md",
         *(f"docs/{name}.md" for name in ("support", "output_processor", "losses_and_advantages")),
-        *(f"docs/{name}.md" for name in ("configuration", "config_reference")),
+        *(f"docs/{name}.md" for name in ("configuration", "reference/index")),
         *(f"docs/{name}.md" for name in ("fused_logprobs", "split_train_step")),
     }
     assert {language for text in PAGES.values() for language, _ in BLOCK.findall(text)} == {
         *("python", "yaml", "console"),  # run by the tests below
-        *("bash", "text", "mermaid"),
+        "bash",  # looked up in test_docs_commands.py
+        "text",
     }
     fences = sum(text.count("```") for text in PAGES.values())
     assert fences == 2 * sum(len(BLOCK.findall(text)) for text in PAGES.values())
@@ -98,7 +76,7 @@ def executed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     scripts = {}
     for page, line, code in blocks("python"):
-        path = folder / f"{Path(page).name}.py"
+        path = folder / f"{page.replace('/', '_')}.py"
         script = scripts.get(path, "")
         scripts[path] = script + "\n" * (line - script.count("\n")) + code
     for path, script in scripts.items():
@@ -165,9 +143,8 @@ def test_console_blocks_show_the_real_output(monkeypatch, capsys, page, line, te
 
 
 def test_the_reference_is_generated_from_the_models():
-    assert PAGES["docs/config_reference.md"] == reference_page(), (
-        "run: python -m nemo_rl_mcore.config.reference > docs/config_reference.md"
-    )
+    pages = {Path(page).name: text for page, text in PAGES.items() if page.startswith("docs/reference/")}
+    assert pages == reference_pages(), "run: python -m nemo_rl_mcore.config.reference docs/reference"
 
 
 # Names: links, paths, keys
@@ -198,7 +175,7 @@ def test_every_page_can_be_reached_from_the_readme():
         page = waiting.pop()
         reached.add(page)
         links = re.findall(r"\]\(([\w/.-]+\.md)", prose(page))
-        targets = {str(Path(page).parent / link) for link in links}
+        targets = {os.path.normpath(Path(page).parent / link) for link in links}
         waiting += targets - reached
     assert reached == set(PAGES)
 
@@ -221,7 +198,7 @@ def test_the_readme_names_the_files_of_a_run():
 
 
 SECTIONS = (
-    "seed|max_consecutive_skips|grpo|ppo|dpo|sft|distillation|value|value_loss_fn|teacher|loss_fn|policy|data|env|"
+    "seed|max_consecutive_skips|eval|grpo|ppo|dpo|sft|distillation|value|value_loss_fn|teacher|loss_fn|policy|data|env|"
     "checkpointing|logger|cluster"
 )
 

@@ -1,0 +1,122 @@
+"""What pages say of the code in numbers and quotations is what the code has."""
+
+import ast
+import re
+import tomllib
+from importlib.util import module_from_spec, spec_from_file_location
+
+import pytest
+import yaml
+from doc_pages import PAGES, REPO
+
+import nemo_rl_mcore
+
+ANY = "\0"
+
+
+def table(page, heading):
+    """The rows of a page's table whose heading begins so, as cells."""
+    text = PAGES[page]
+    lines = text[text.index(f"\n| {heading}") + 1 :].partition("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+# Troubleshooting
+
+
+def as_text(node):
+    """A string of the source, with ANY where a value is put in; None for what is none."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else ANY for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def docstrings(tree):
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+@pytest.fixture(scope="module")
+def strings():
+    """All strings of the package but its docstrings, a line each."""
+    trees = [ast.parse(path.read_text("utf-8")) for path in (REPO / "nemo_rl_mcore").rglob("*.py")]
+    found = (
+        as_text(node)
+        for tree in trees
+        for left_out in [docstrings(tree)]
+        for node in ast.walk(tree)
+        if id(node) not in left_out
+    )
+    return "\n".join(text.replace("\n", " ") for text in found if text)
+
+
+def messages():
+    page = PAGES["docs/troubleshooting.md"]
+    sections = [part for part in page.split("\n## ") if "| what it says |" in part]
+    return [text for part in sections for text in re.findall(r"^\| `([^`]+)` \|", part, re.MULTILINE)]
+
+
+def test_each_row_of_troubleshooting_quotes_a_message():
+    page = PAGES["docs/troubleshooting.md"]
+    rows = [line for line in page.partition("## No message")[0].splitlines() if line.startswith("| ")]
+    headings = [line for line in rows if line.startswith(("| what", "| ---"))]
+    assert len(messages()) == len(rows) - len(headings) > 20
+
+
+@pytest.mark.parametrize("message", messages())
+def test_each_quoted_message_is_one_of_the_package(strings, message):
+    pattern = "[^\n]*".join(re.escape(part) for part in message.split("..."))
+    assert re.search(pattern, strings)
+
+
+def test_an_invented_message_is_none_of_the_package(strings):
+    assert not re.search(re.escape("is not divisible by the moon"), strings)
+
+
+# Numerics
+
+
+def tolerances():
+    path = REPO / "tests/distributed/tolerances.py"
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tolerances_are_those_of_the_tests():
+    kept = tolerances()
+    shown = {name.strip("`"): float(value) for name, value, _ in table("docs/numerics.md", "name | allowed")}
+    assert shown == {name: getattr(kept, name) for name in shown}
+    assert len(shown) == 5
+
+
+def test_the_kernels_tolerances_are_those_of_their_test():
+    source = (REPO / "tests/distributed/test_ops_tensor_parallel.py").read_text("utf-8")
+    line = re.search(r"^TOLERANCE = (.+)$", source, re.MULTILINE)
+    assert line
+    rows = table("docs/numerics.md", "dtype | outputs")
+    assert {dtype.strip("`"): tuple(map(float, rest)) for dtype, *rest in rows} == ast.literal_eval(line[1])
+
+
+# Files about the project
+
+
+def test_the_version_is_the_same_everywhere():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["project"]
+    citation = yaml.safe_load((REPO / "CITATION.cff").read_text("utf-8"))
+    versions = re.findall(r"^## (\d+\.\d+\.\d+)", PAGES["CHANGELOG.md"], re.MULTILINE)
+    assert project["version"] == citation["version"] == versions[0] == nemo_rl_mcore.__version__
+    assert project["license"] == citation["license"]
+
+
+def test_the_citation_has_what_its_format_asks_for():
+    citation = yaml.safe_load((REPO / "CITATION.cff").read_text("utf-8"))
+    assert citation["cff-version"] == "1.2.0"
+    assert all(isinstance(citation[key], str) and citation[key] for key in ("message", "title", "type"))
+    assert citation["authors"] == [{"name": "The nemo_rl_mcore authors"}]
+
+
+def test_the_readme_is_one_page():
+    assert PAGES["README.md"].count("\n") <= 120
