@@ -19,9 +19,10 @@ from nemo_rl_mcore.config.reference import reference_pages
 from nemo_rl_mcore.config.schema import is_known
 from nemo_rl_mcore.controllers.event_log import EVENTS_FILE
 from nemo_rl_mcore.evaluation.folder import IDENTITY_FILE, RESULTS_FILE
-from nemo_rl_mcore.observability.report import CURVES_FILE
+from nemo_rl_mcore.observability.report import CURVES_FILE, REPORT_FILE
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
+from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE
 
 EXEMPLAR = "grpo_copy_cpu.yaml"
 EXPERIMENT = "examples/hook_experiment.py"
@@ -29,6 +30,8 @@ EXPERIMENT = "examples/hook_experiment.py"
 NOT_IN_REPOSITORY = {
     METRICS_FILE,
     CURVES_FILE,
+    REPORT_FILE,
+    RECIPE_FILE,
     "rollouts/",
     EVENTS_FILE,
     "tensorboard/",
