@@ -31,11 +31,9 @@ _OVER_WEIGHTS = ("eval", "generate", "export")
 def run_command(arguments: Sequence[str] | None) -> int:
     """Run the command of a command line (None: of the process); see `cli.main`."""
     options, overrides = parse(arguments)
-    if options.command == "recipes":
-        return _recipes(options)
     try:
-        if options.command == "migrate":
-            return _migrate(options)
+        if options.command in _WITHOUT_A_RUN:
+            return _WITHOUT_A_RUN[options.command](options, overrides)
         config, warnings = _load(options, overrides)
         of_a_run = options.command not in _OVER_WEIGHTS
         plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run, warnings=warnings)
@@ -106,18 +104,20 @@ def _recipe(options: argparse.Namespace) -> str:
     return str(recipe)
 
 
-def _recipes(options: argparse.Namespace) -> int:
+def _recipes(options: argparse.Namespace, _: Sequence[str]) -> int:
     from nemo_rl_mcore.copy_recipes import copy_recipes, list_recipes
 
     copies = options.action == "copy"
-    try:
-        lines = map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes()
-    except ConfigError as error:
-        write_line(sys.stderr, str(error))
-        return EXIT_CONFIG_ERROR
+    lines = map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes()
     for line in lines:
         write_line(sys.stdout, line)
     return 0
+
+
+def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from nemo_rl_mcore.doctor.command import run_doctor
+
+    return run_doctor(options.config, overrides, as_json=options.json, deadline_s=options.timeout)
 
 
 def _check(config: RunConfig, plan: Plan, *, full: bool) -> int:
@@ -144,7 +144,7 @@ def _in_full(config: RunConfig, plan: Plan) -> list[tuple[str, str]] | None:
         return None
 
 
-def _migrate(options: argparse.Namespace) -> int:
+def _migrate(options: argparse.Namespace, _: Sequence[str]) -> int:
     from nemo_rl_mcore.config.migration.command import run_migrate
 
     return run_migrate(options.recipe, options.output)
@@ -181,3 +181,7 @@ def _replay(config: RunConfig, options: argparse.Namespace) -> int:
 
     after, last = options.steps or (0, None)
     return run_replay(config, Path(options.run), after, last)
+
+
+_WITHOUT_A_RUN = {"recipes": _recipes, "migrate": _migrate, "doctor": _doctor}
+"""The commands that no plan of a run is made for."""
