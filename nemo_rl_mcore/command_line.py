@@ -71,7 +71,7 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument("--config", metavar="FILE", help="the recipe to look at this machine for")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.add_argument(
-        "--timeout", type=_seconds, default=60.0, metavar="S", help="seconds for all imports together (60)"
+        "--timeout", type=_seconds, default=120.0, metavar="S", help="seconds for all imports together (120)"
     )
 
 

@@ -45,7 +45,9 @@ def findings(folders: Mapping[str, Path], host_name: Answer) -> Iterator[Finding
     yield ok("memory", f"{memory_bytes() / _GIB:.4g} GiB, {free / _GIB:.4g} free")
     yield _shared_memory()
     for name, folder in folders.items():
-        yield _disk(name, folder)
+        yield _disk(name, folder, "logs, rollouts, checkpoints")
+    temporary = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    yield _disk("temporary files", temporary, "every run: Ray's files", needed=True)
     yield _open_files()
     yield _loopback()
     yield _host_name(host_name)
@@ -73,17 +75,17 @@ def _shared_memory() -> Finding:
     return ok("/dev/shm", found)
 
 
-def _disk(name: str, folder: Path) -> Finding:
-    there, enables = nearest_folder(folder), "logs, rollouts, checkpoints"
+def _disk(name: str, folder: Path, enables: str, *, needed: bool = False) -> Finding:
+    there = nearest_folder(folder)
     try:
         try_to_write(there)
     except OSError as error:
         what = f"{there}: cannot be written to: {error.strerror}"
-        return Finding(name, Status.WRONG, what, enables, "name or enter another folder")
+        return Finding(name, Status.WRONG, what, enables, "make room there, or name another folder", needed)
     free = shutil.disk_usage(there).free
     found = f"{there}: {free / _GIB:.4g} GiB free"
     if free < _LITTLE_DISK:
-        return Finding(name, Status.WRONG, found, enables, "make room, or name another folder")
+        return Finding(name, Status.WRONG, found, enables, "make room there, or name another folder")
     return ok(name, found)
 
 

@@ -56,16 +56,16 @@ def findings(recipe: Recipe, packages: Mapping[str, Finding], machines: Machines
     """Yield what the recipe needs; packages: what was found of each, by the name under which it is imported."""
     config = recipe.config
     of_packages = () if config is None else tuple(missing_packages(config))
-    for problem in recipe.problems:
-        if problem not in of_packages:
-            yield _of_problem(problem, needed=True)
+    problems = [problem for problem in recipe.problems if problem not in of_packages]
+    for problem in problems:
+        yield Finding(problem.path, Status.WRONG, _told(problem), mend=problem.remedy, needed=True)
     for warning in recipe.warnings:
-        yield _of_problem(warning, needed=False)
+        yield Finding(warning.path, Status.WRONG, f"warning: {_told(warning)}", mend=warning.remedy)
     if config is None:
         return
-    if not recipe.problems:
+    if not problems:
         yield ok(
-            "check", f"a recipe of {config.algorithm} that can be run, on {config.cluster.world_size} rank(s)"
+            "check", f"{config.algorithm} on {config.cluster.world_size} rank(s): the recipe has no problems"
         )
     for one in needed_packages(config):
         found = packages[one.package]
@@ -74,9 +74,8 @@ def findings(recipe: Recipe, packages: Mapping[str, Finding], machines: Machines
     yield from _of_machines(config, machines)
 
 
-def _of_problem(problem: Problem, *, needed: bool) -> Finding:
-    what = f"{problem.what}  [{problem.where}]" if problem.where else problem.what
-    return Finding(problem.path, Status.WRONG, what, mend=problem.remedy, needed=needed)
+def _told(problem: Problem) -> str:
+    return f"{problem.what}  [{problem.where}]" if problem.where else problem.what
 
 
 def _of_machines(config: RunConfig, machines: Machines) -> Iterator[Finding]:
