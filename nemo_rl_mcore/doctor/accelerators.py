@@ -73,7 +73,7 @@ class Accelerators:
 
     def _gpus(self) -> Finding:
         if not self.torch.facts:
-            what = f"nvidia-smi lists {self.listed}, and torch does not tell"
+            what = f"nvidia-smi lists {self.listed}; torch, which is to see them, is not there or does not import"
             return Finding("GPUs", Status.WRONG if self.listed else Status.MISSING, what, _RUNS)
         if self.listed > len(self.gpus):
             shown = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -131,7 +131,7 @@ def _triton(installation: Installation) -> Finding:
     version = version_of("triton")
     if version is not None:
         return ok("Triton", version)
-    mend = installation.again("torch")
+    mend = installation.add("torch")  # which asks for it
     return Finding(
         "Triton", Status.MISSING, "not installed", "kernels of the fused log-probabilities on GPUs", mend
     )

