@@ -20,7 +20,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         _add_recipe(_add_command(commands, name, f"check a recipe with a section {name}, then run it"))
     for add in (_add_check, _add_eval, _add_generate, _add_export, _add_replay):
         add(commands)
-    for add in (_add_report, _add_migrate, _add_recipes):
+    for add in (_add_report, _add_doctor, _add_migrate, _add_recipes):
         add(commands)
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
@@ -29,7 +29,10 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "generate" and options.greedy and options.samples > 1:
         parser.error(f"--greedy gives the same answer {options.samples} times: leave out it or --samples")
-    return options, [*getattr(options, "overrides", ()), *rest]
+    overrides = [*getattr(options, "overrides", ()), *rest]
+    if options.command == "doctor" and overrides and options.config is None:
+        parser.error(f"{overrides[0]} changes a recipe, and none is named: --config FILE")
+    return options, overrides
 
 
 def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:
@@ -52,6 +55,16 @@ def _add_check(commands: Any) -> None:
     _add_recipe(check)
     check.add_argument(
         "--full", action="store_true", help="open the data too: tokenise it, read its golds, score one row"
+    )
+
+
+def _add_doctor(commands: Any) -> None:
+    purpose = "tell what this machine has, what lacks for runs or for a recipe, and the command that mends it"
+    doctor = _add_command(commands, "doctor", purpose)
+    doctor.add_argument("--config", metavar="FILE", help="the recipe to look at this machine for")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument(
+        "--timeout", type=_seconds, default=120.0, metavar="S", help="seconds for all imports together (120)"
     )
 
 
@@ -149,6 +162,16 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of answers, 1 or more")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds, above 0")
+    return seconds
 
 
 def _steps(text: str) -> tuple[int, int | None]:

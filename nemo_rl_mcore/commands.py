@@ -5,7 +5,7 @@ Nothing heavy is imported here: a mistake in a recipe is reported before torch, 
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -32,8 +32,8 @@ def run_command(arguments: Sequence[str] | None) -> int:
     """Run the command of a command line (None: of the process); see `cli.main`."""
     options, overrides = parse(arguments)
     try:
-        if options.command in _WITHOUT_PLAN:
-            return _WITHOUT_PLAN[options.command](options)
+        if options.command in _WITHOUT_A_RUN:
+            return _WITHOUT_A_RUN[options.command](options, overrides)
         config, warnings = _load(options, overrides)
         of_a_run = options.command not in _OVER_WEIGHTS
         plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run, warnings=warnings)
@@ -104,13 +104,20 @@ def _recipe(options: argparse.Namespace) -> str:
     return str(recipe)
 
 
-def _recipes(options: argparse.Namespace) -> int:
+def _recipes(options: argparse.Namespace, _: Sequence[str]) -> int:
     from nemo_rl_mcore.copy_recipes import copy_recipes, list_recipes
 
     copies = options.action == "copy"
-    for line in map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes():
+    lines = map(str, copy_recipes(options.name, options.destination)) if copies else list_recipes()
+    for line in lines:
         write_line(sys.stdout, line)
     return 0
+
+
+def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from nemo_rl_mcore.doctor.command import run_doctor
+
+    return run_doctor(options.config, overrides, as_json=options.json, deadline_s=options.timeout)
 
 
 def _check(config: RunConfig, plan: Plan, *, full: bool) -> int:
@@ -137,13 +144,13 @@ def _in_full(config: RunConfig, plan: Plan) -> list[tuple[str, str]] | None:
         return None
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace, _: Sequence[str]) -> int:
     from nemo_rl_mcore.report_page.command import run_report
 
     return run_report(options.runs, options.output)
 
 
-def _migrate(options: argparse.Namespace) -> int:
+def _migrate(options: argparse.Namespace, _: Sequence[str]) -> int:
     from nemo_rl_mcore.config.migration.command import run_migrate
 
     return run_migrate(options.recipe, options.output)
@@ -182,9 +189,5 @@ def _replay(config: RunConfig, options: argparse.Namespace) -> int:
     return run_replay(config, Path(options.run), after, last)
 
 
-_WITHOUT_PLAN: dict[str, Callable[[argparse.Namespace], int]] = {
-    "migrate": _migrate,
-    "recipes": _recipes,
-    "report": _report,
-}
-"""The commands that load no recipe to be run."""
+_WITHOUT_A_RUN = {"doctor": _doctor, "migrate": _migrate, "recipes": _recipes, "report": _report}
+"""The commands that no plan of a run is made for."""

@@ -17,6 +17,7 @@ from nemo_rl_mcore.config import CheckpointingConfig, RunConfig
 from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, Tokenizer
 from nemo_rl_mcore.errors import RunStoppedError, folder_error
 from nemo_rl_mcore.interfaces import TrainedModel
+from nemo_rl_mcore.preflight.folders import nearest_folder
 from nemo_rl_mcore.preflight.saved_run import (
     RECIPE_FILE,
     TOKENIZER_FOLDER,
@@ -220,13 +221,9 @@ def error_of_the_folder(error: BaseException, folder: Path) -> OSError | None:
         for number, path in _ERRNO.findall(str(error))
         if not path or Path(path).is_relative_to(folder.absolute())
     ]
-    if shutil.disk_usage(_nearest(folder)).free < _FULL_BELOW:
+    if shutil.disk_usage(nearest_folder(folder)).free < _FULL_BELOW:
         numbers.append(errno.ENOSPC)  # of which torch's writer says "unexpected pos"
     return next((OSError(number, os.strerror(number)) for number in numbers if number in _OF_FOLDERS), None)
-
-
-def _nearest(folder: Path) -> Path:
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def open_checkpoints(config: RunConfig, notify: Notify, tokenizer: Tokenizer | None = None) -> RunCheckpoints:

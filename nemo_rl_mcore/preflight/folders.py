@@ -26,7 +26,7 @@ def folder_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what stops a run from writing there, and leave nothing behind."""
     whole = True
     for key, folder in folders_of(config).items():
-        nearest = _nearest(folder)
+        nearest = nearest_folder(folder)
         try:
             if folder != nearest and nearest.is_dir():
                 tempfile.TemporaryDirectory(dir=nearest).cleanup()
@@ -45,12 +45,17 @@ def try_to_write(folder: Path) -> None:
         file.write(_PROBE)
 
 
+def nearest_folder(folder: Path) -> Path:
+    """The folder, or the innermost one above it that is there."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
 def too_full(config: RunConfig) -> Problem | None:
     """What is wrong where the disk has no room for one checkpoint."""
     if not config.checkpointing.enabled:
         return None
     folder = Path(config.checkpointing.checkpoint_dir)
-    needed, free = checkpoint_bytes(config), shutil.disk_usage(_nearest(folder)).free
+    needed, free = checkpoint_bytes(config), shutil.disk_usage(nearest_folder(folder)).free
     if needed <= free:
         return None
     return Problem(
@@ -58,11 +63,6 @@ def too_full(config: RunConfig) -> Problem | None:
         f"{str(folder)!r} has {_gigabytes(free)} free, and a checkpoint takes about {_gigabytes(needed)}",
         "make room, or name another folder",
     )
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder, or the innermost one above it that is there."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def _gigabytes(number: int) -> str:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.master import RunConfig
@@ -22,14 +23,23 @@ def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
             )
 
 
-def missing_packages(config: RunConfig) -> Iterator[Problem]:
-    """Yield packages that the recipe asks for and that are not installed."""
+@dataclass(frozen=True)
+class NeededPackage:
+    """A package that the recipe asks for, by the key that does. source: what to install."""
+
+    key: str
+    package: str
+    source: str
+
+
+def needed_packages(config: RunConfig) -> Iterator[NeededPackage]:
+    """Yield the packages that the recipe asks for besides those of every run."""
     packages = (
         ("logger.wandb_enabled", config.logger.wandb_enabled, "wandb", "the extra wandb"),
         ("logger.tensorboard_enabled", config.logger.tensorboard_enabled, "tensorboard", "the package"),
         (
             "policy.megatron_cfg.transformer_impl",
-            config.policy.megatron_cfg.transformer_impl == "transformer_engine",
+            transformer_impl(config) == "transformer_engine",
             "transformer_engine",
             "the extra te",
         ),
@@ -41,9 +51,15 @@ def missing_packages(config: RunConfig) -> Iterator[Problem]:
         ),
         ("env.math", config.env.math is not None, "math_verify", "the extra math"),
     )
-    for key, wanted, package, source in packages:
-        if wanted and not installed(package):
-            yield Problem(key, f"needs the Python package {package}", f"install {source}, or turn it off")
+    return (NeededPackage(key, package, source) for key, wanted, package, source in packages if wanted)
+
+
+def missing_packages(config: RunConfig) -> Iterator[Problem]:
+    """Yield packages that the recipe asks for and that are not installed."""
+    for one in needed_packages(config):
+        if not installed(one.package):
+            what = f"needs the Python package {one.package}"
+            yield Problem(one.key, what, f"install {one.source}, or turn it off")
 
 
 def transformer_impl(config: RunConfig) -> str:

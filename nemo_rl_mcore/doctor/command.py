@@ -1,0 +1,66 @@
+"""`nemo-rl-mcore doctor`: asks, judges and prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO, cast
+
+from rich.console import Console
+
+from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.doctor import machine, packages, ray_session
+from nemo_rl_mcore.doctor.accelerators import Accelerators
+from nemo_rl_mcore.doctor.children import Answer, ask
+from nemo_rl_mcore.doctor.findings import Diagnosis, section
+from nemo_rl_mcore.doctor.installation import installation
+from nemo_rl_mcore.doctor.recipe import Machines, Recipe, findings, read_recipe
+from nemo_rl_mcore.doctor.render import render
+from nemo_rl_mcore.output import BestEffortStream, write_line
+from nemo_rl_mcore.preflight.folders import folders_of
+
+EXIT_NEEDED = 1
+"""Exit status where something that is needed is missing or wrong."""
+
+
+def run_doctor(recipe: str | None, overrides: Sequence[str], *, as_json: bool, deadline_s: float) -> int:
+    """Tell what there is; give 1 where something is missing or wrong that runs, or the recipe, need."""
+    diagnosis = diagnose(None if recipe is None else read_recipe(recipe, overrides), deadline_s)
+    if as_json:
+        write_line(sys.stdout, json.dumps(diagnosis.as_json(), indent=2))
+    else:
+        console = Console(highlight=False, file=cast(TextIO, BestEffortStream(sys.stdout)))
+        console.print(render(diagnosis, console.width), soft_wrap=True)
+    return EXIT_NEEDED if diagnosis.stopping else 0
+
+
+def diagnose(recipe: Recipe | None, deadline_s: float) -> Diagnosis:
+    """Look at everything; what is asked of packages, driver and names takes no longer than the deadline in all."""
+    config = recipe.config if recipe is not None else None
+    this, address = installation(), os.environ.get("RAY_ADDRESS", "")
+    questions = {"driver": ("driver",), "host name": ("host_name",), **packages.questions(this)}
+    answers = {**ray_session.unreachable(address)}
+    answers |= ask(questions if answers else {**questions, **ray_session.question(address)}, deadline_s)
+    gpus = Accelerators(answers["driver"], answers.get("torch", Answer()))
+    on_cpu = not gpus.gpus if config is None else config.cluster.on_cpu
+    base = section(f"nemo-rl-mcore {this}", packages.base_findings(this, answers))
+    extras = section("Extras", packages.extra_findings(this, answers, on_cpu=on_cpu))
+    sections = [
+        base,
+        section("GPUs", gpus.findings(this, on_cpu=on_cpu)),
+        extras,
+        section("This machine", machine.findings(_folders(config), answers["host name"])),
+        section("Ray", [ray_session.finding(address, answers)]),
+    ]
+    if recipe is not None:
+        found = {one.name: one for one in (*base.findings, *extras.findings)}
+        machines = Machines(machine.memory_bytes(), gpus.gpus, ray_session.gpus_by_machine(address, answers))
+        sections.append(section("The recipe", findings(recipe, found, machines)))
+    return Diagnosis(tuple(sections))
+
+
+def _folders(config: RunConfig | None) -> dict[str, Path]:
+    return {"working folder": Path.cwd()} if config is None else folders_of(config)

@@ -1,0 +1,46 @@
+"""The Ray session that a run would have here: one of its own, or a cluster at RAY_ADDRESS that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nemo_rl_mcore.doctor.children import Answer, Question
+from nemo_rl_mcore.doctor.findings import Finding, Status, ok
+from nemo_rl_mcore.workers.gcs_probe import probe
+
+_KEY = "cluster"
+_NAME = "session"
+
+
+def unreachable(address: str) -> dict[str, Answer]:
+    """The answer where nothing listens at RAY_ADDRESS; none where a cluster may be, which Ray itself is then to join.
+
+    Ray would go on trying for minutes.
+    """
+    try:
+        probe(address)
+    except (OSError, ValueError) as error:
+        return {_KEY: Answer(failure=str(error))}
+    return {}
+
+
+def question(address: str) -> dict[str, Question]:
+    """What to ask of the cluster at RAY_ADDRESS; nothing without one."""
+    return {_KEY: ("ray_cluster", address)} if address else {}
+
+
+def finding(address: str, answers: Mapping[str, Answer]) -> Finding:
+    """Say what a run starts or joins."""
+    if not address:
+        return ok(_NAME, "RAY_ADDRESS is not set: each run starts a session of this machine alone")
+    if failure := answers[_KEY].failure:
+        what = f"the cluster at RAY_ADDRESS={address} cannot be joined: {failure}"
+        mend = "unset RAY_ADDRESS; or start the cluster, on its first machine: ray start --head"
+        return Finding(_NAME, Status.WRONG, what, "every run", mend, True)
+    gpus = ", ".join(f"{there:g}" for there in gpus_by_machine(address, answers) or ())
+    return ok(_NAME, f"the cluster at RAY_ADDRESS={address}, of machines with [{gpus}] GPUs")
+
+
+def gpus_by_machine(address: str, answers: Mapping[str, Answer]) -> list[float] | None:
+    """GPUs of each machine of the cluster, none where it does not answer; None without RAY_ADDRESS."""
+    return [one["gpus"] for one in answers[_KEY].facts.get("machines", ())] if address else None
