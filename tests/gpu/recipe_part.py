@@ -1,6 +1,6 @@
-"""The first recipe on one GPU, by the command and through Ray: it computes what the CPU does, learns, saves, resumes.
+"""The first recipe on one GPU, by the command and through Ray: it learns, saves, resumes, and computes what a CPU does.
 
-With `--device cpu` it runs on the CPU twice, for as many steps as show that rewards rise.
+With `--device cpu` both are the CPU, for as many steps as show that rewards rise.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class Length:
 
 
 LENGTHS = {"cuda": Length(300, 0.9, 100), "cpu": Length(60, 0.15, 40)}
-# A run learns by an answer here and there that another rounding draws otherwise, which moves a mean of 256 answers.
+# After a step weights differ by rounding, and of 256 answers one here and there is drawn otherwise.
 LATER = {"train/reward": 0.02, "train/loss": 0.05, "train/grad_norm": 0.1}
 
 
 def run(report: Report, device: str) -> None:
-    """First what three steps compute, then what many learn."""
+    """What many steps learn, and what three compute from a checkpoint on the way."""
     with tempfile.TemporaryDirectory() as scratch:
-        check_first_steps(report, Path(scratch), device)
-        check_learning(report, Path(scratch) / "learning", device)
-        check_bfloat16(report, Path(scratch) / "bfloat16", device)
+        folder = Path(scratch)
+        check_learning(report, folder / "learning", device)
+        check_first_steps(report, folder, device)
+        check_bfloat16(report, folder / "bfloat16", device)
 
 
 def check_first_steps(report: Report, folder: Path, device: str) -> None:
-    """Three steps on the CPU and three on the device, from weights that the CPU has drawn."""
-    group = "the first steps as on the CPU"
-    with report.attempt(group, "a run on the CPU draws weights"):
-        grpo(RECIPE, folder / "start", "cpu", "grpo.max_num_steps=1", *_saving(folder / "start", 1))
-        same = (f"policy.init_checkpoint={folder}/start/checkpoints/step_1", "grpo.max_num_steps=3", LAYERS)
-        report.doing(f"{group}: three steps on the CPU")
-        expected = grpo(RECIPE, folder / "expected", "cpu", *same)
+    """Three steps on the CPU and three on the device, from what `check_learning` has saved half-way."""
+    group, half = "the first steps as on the CPU", LENGTHS[device].steps // 2
+    weights = f"policy.init_checkpoint={folder}/learning/checkpoints/step_{half}"
+    settings = (weights, "grpo.max_num_steps=3", LAYERS)
+    with report.attempt(group, "three steps on the CPU"):
+        expected = grpo(RECIPE, folder / "expected", "cpu", *settings)
         report.doing(f"{group}: three steps on the device")
-        compare_steps(report, group, grpo(RECIPE, folder / "found", device, *same), expected)
+        compare_steps(report, group, grpo(RECIPE, folder / "found", device, *settings), expected)
 
 
 def compare_steps(report: Report, group: str, found: Steps, expected: Steps) -> None:
@@ -68,12 +68,13 @@ def compare_steps(report: Report, group: str, found: Steps, expected: Steps) -> 
 def check_learning(report: Report, folder: Path, device: str) -> None:
     """Half of the steps, then, from the checkpoint, the others."""
     group, length = "float32: learns, saves and resumes", LENGTHS[device]
-    half, all_steps = (f"grpo.max_num_steps={steps}" for steps in (length.steps // 2, length.steps))
-    saving = _saving(folder, length.steps // 2)
+    half = length.steps // 2
+    saving = ("checkpointing.enabled=true", f"checkpointing.save_period={half}")
+    settings = (LAYERS, *saving, f"checkpointing.checkpoint_dir={folder}/checkpoints")
     with report.attempt(group, "the first half"):
-        before = grpo(RECIPE, folder, device, half, LAYERS, *saving)
+        before = grpo(RECIPE, folder, device, f"grpo.max_num_steps={half}", *settings)
         report.doing(f"{group}: the second half")
-        whole = grpo(RECIPE, folder, device, all_steps, LAYERS, *saving)
+        whole = grpo(RECIPE, folder, device, f"grpo.max_num_steps={length.steps}", *settings)
         check_resumed(report, group, before, whole, length.steps)
         check_rewards(report, group, whole, 0.1, length.reward)
 
@@ -92,8 +93,3 @@ def check_bfloat16(report: Report, folder: Path, device: str) -> None:
     with report.attempt(group, "a run"):
         settings = (f"grpo.max_num_steps={steps}", "policy.precision=bfloat16")
         check_rewards(report, group, grpo(RECIPE, folder, device, *settings), 0.1, 0.1)
-
-
-def _saving(folder: Path, period: int) -> tuple[str, ...]:
-    checkpoints = f"checkpointing.checkpoint_dir={folder}/checkpoints"
-    return "checkpointing.enabled=true", f"checkpointing.save_period={period}", checkpoints

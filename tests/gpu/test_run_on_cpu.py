@@ -99,7 +99,7 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
     ],
 )
 def test_a_part_that_runs_a_recipe_passes_on_cpu(tmp_path, part):
-    process, found = run_script(tmp_path, part, lacks=())
+    process, found = run_script(tmp_path, part, "--deadline", "500", lacks=())
     assert process.returncode == 0, process.stdout + process.stderr[-5000:]
     assert is_ok(found[part])
     assert "skipped" not in found[part]
