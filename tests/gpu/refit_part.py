@@ -19,7 +19,7 @@ import torch
 from one_rank import be_the_only_rank
 from report import Report
 from torch import Tensor
-from worker_part import weights
+from trained_worker import weights
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.generation.refit.buckets import Bucket

