@@ -17,7 +17,7 @@ from rich.table import Table
 
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER, Sample
 from nemo_rl_mcore.observability.series import Best, best_of, is_sparse, shown_in
-from nemo_rl_mcore.observability.sinks import METRICS_FILE, TENSORBOARD_FOLDER
+from nemo_rl_mcore.observability.sinks import METRICS_FILE
 
 Row = Mapping[str, float]
 """The metrics of one step, with its number under "step"."""
@@ -104,7 +104,7 @@ def write_report(
             console.print(table, width=None if console.is_terminal else _TABLE_WIDTH, crop=False)
     if samples:
         console.print(sample_table(samples))
-    for name in (METRICS_FILE, ROLLOUTS_FOLDER, CURVES_FILE, TENSORBOARD_FOLDER):
+    for name in (METRICS_FILE, ROLLOUTS_FOLDER, CURVES_FILE):
         if (file := log_dir / name).exists():
             console.print(f"{file}", markup=False, highlight=False, soft_wrap=True)
 

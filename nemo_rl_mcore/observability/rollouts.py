@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl_mcore.config.cluster import RolloutsConfig
+from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.observability.sinks import next_free
 
 ROLLOUTS_FOLDER = "rollouts"

@@ -26,6 +26,7 @@ def missing_packages(config: RunConfig) -> Iterator[Problem]:
     """Yield packages that the recipe asks for and that are not installed."""
     packages = (
         ("logger.wandb_enabled", config.logger.wandb_enabled, "wandb", "the extra wandb"),
+        ("logger.mlflow_enabled", config.logger.mlflow_enabled, "mlflow", "the extra mlflow"),
         ("logger.tensorboard_enabled", config.logger.tensorboard_enabled, "tensorboard", "the package"),
         (
             "policy.megatron_cfg.transformer_impl",
