@@ -17,6 +17,7 @@ from nemo_rl_mcore.observability.loggers.logger import RunFacts, SampleTable, ke
 
 RUN_ID_FILE = ".wandb_run_id"
 _PROCESS = "wandb-core"
+_REAPED_WITHIN_S = 5.0
 _OWN_SHARE = 0.8
 """Of the time limit, for the waits of wandb itself, which then end with what it knows of the cause."""
 
@@ -81,5 +82,6 @@ class WandbLogger:
             with suppress(psutil.Error):
                 if child.name() == _PROCESS:
                     child.kill()
+                    child.wait(_REAPED_WITHIN_S)
         with suppress(Exception):  # it finds its process gone; without this Python's exit would tell so
             self._wandb.teardown()
