@@ -38,6 +38,7 @@ class WandbLogger:
     def open(self) -> None:
         """Begin the run there, or go on with it."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to the makers of wandb
+        os.environ.setdefault("WANDB_SILENT", "true")
         self._wandb = importlib.import_module("wandb")
         file = Path(self._config.log_dir) / RUN_ID_FILE
         kept = kept_run_id(file, self._facts.resumed_step)
@@ -71,8 +72,8 @@ class WandbLogger:
     def _settings(self) -> Any:
         limit = self._config.timeout_s * _OWN_SHARE
         limits = {"login_timeout": limit, "init_timeout": limit, "finish_timeout": limit}
-        # The terminal is the run's own: wandb would put itself between, and write about itself.
-        return self._wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **limits)
+        # The terminal is the run's own: wandb would put itself between.
+        return self._wandb.Settings(console="off", finish_timeout_raises=True, **limits)
 
     def abandon(self) -> None:
         """Kill the process of wandb: a call that waits for it then fails, and so nothing waits for it at exit."""
