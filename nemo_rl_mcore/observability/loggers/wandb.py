@@ -18,6 +18,8 @@ from nemo_rl_mcore.observability.loggers.logger import RunFacts, SampleTable, ke
 RUN_ID_FILE = ".wandb_run_id"
 _PROCESS = "wandb-core"
 _REAPED_WITHIN_S = 5.0
+_FLUSHED_EVERY_S = 1.0
+"""What offline runs lose to `kill -9` at most; wandb's own is 15 s."""
 _OWN_SHARE = 0.8
 """Of the time limit, for the waits of wandb itself, which then end with what it knows of the cause."""
 
@@ -73,7 +75,12 @@ class WandbLogger:
         limit = self._config.timeout_s * _OWN_SHARE
         limits = {"login_timeout": limit, "init_timeout": limit, "finish_timeout": limit}
         # The terminal is the run's own: wandb would put itself between.
-        return self._wandb.Settings(console="off", finish_timeout_raises=True, **limits)
+        return self._wandb.Settings(
+            console="off",
+            finish_timeout_raises=True,
+            x_transaction_log_flush_interval=_FLUSHED_EVERY_S,
+            **limits,
+        )
 
     def abandon(self) -> None:
         """Kill the process of wandb: a call that waits for it then fails, and so nothing waits for it at exit."""
