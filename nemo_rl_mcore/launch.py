@@ -51,7 +51,8 @@ from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.generation.journal import JOURNAL_FOLDER
 from nemo_rl_mcore.generation.vllm.kind import vllm_kind
 from nemo_rl_mcore.interfaces import Environment, Environments, GenerationInterface
-from nemo_rl_mcore.observability import RunRecorder
+from nemo_rl_mcore.observability import RunFacts, RunRecorder
+from nemo_rl_mcore.observability.ending import EXIT_FAILED, exit_status_of
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.preflight.saved_run import changes_since, read_recipe_of
@@ -65,7 +66,6 @@ from nemo_rl_mcore.workers.engine_generation import EngineGeneration
 from nemo_rl_mcore.workers.environment_pool import EnvironmentPool
 from nemo_rl_mcore.workers.policy import Policy
 
-EXIT_FAILED = 1
 _LIMIT_KEY = "checkpointing.checkpoint_must_save_by"
 
 
@@ -89,11 +89,8 @@ def exit_status(run: Callable[[], None], left_behind: Callable[[], str] = str) -
         try:
             run()
         except KeyboardInterrupt as stop:
-            # Not told by its class: Ray makes a plain one of each.
-            failure = run_stopped_by(stop)
-            of_time = signals.exit_status == 0
-            status = EXIT_FAILED if of_time and failure is not None else signals.exit_status
-            how = f"time is up ({_LIMIT_KEY})" if of_time else signals.word
+            failure, status = run_stopped_by(stop), exit_status_of(stop)
+            how = f"time is up ({_LIMIT_KEY})" if signals.exit_status == 0 else signals.word
             line = "; ".join(filter(None, [how, *_notes(stop), left_behind()]))
             write_line(sys.stderr if status else sys.stdout, line)
             if failure is not None:
@@ -133,7 +130,7 @@ def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | Non
         config.logger,
         config.loop.max_num_steps,
         title=f"{config.algorithm}: {config.data.dataset_name}",
-        resumed_step=checkpoints.resumed_step,
+        run=RunFacts(config.algorithm, config.model_dump(mode="json"), checkpoints.resumed_step),
         write_page=page_of_run,
     )
     with ExitStack() as session:

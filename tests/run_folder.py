@@ -4,7 +4,7 @@ import json
 
 from written_samples import sample
 
-from nemo_rl_mcore.config.cluster import RolloutsConfig
+from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.controllers import events
 from nemo_rl_mcore.controllers.event_log import EVENTS_FILE, EventLog
 from nemo_rl_mcore.observability import RolloutSink

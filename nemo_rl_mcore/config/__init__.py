@@ -12,17 +12,18 @@ from nemo_rl_mcore.config.algorithm import (
 )
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem, hold_to
-from nemo_rl_mcore.config.cluster import (
-    CheckpointingConfig,
-    ClusterConfig,
-    LoggerConfig,
-    RolloutsConfig,
-    WandbConfig,
-)
+from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
 from nemo_rl_mcore.config.embedded import EmbeddedConfig
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.load import load_config
+from nemo_rl_mcore.config.logger import (
+    LoggerConfig,
+    MLflowConfig,
+    RolloutsConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
 from nemo_rl_mcore.config.loss import (
     ClippedPGLossConfig,
     DistillationLossConfig,
@@ -80,6 +81,7 @@ __all__ = [
     "GenerationConfig",
     "LoggerConfig",
     "LoopConfig",
+    "MLflowConfig",
     "MegatronConfig",
     "ModelConfig",
     "ModelPlan",
@@ -101,6 +103,7 @@ __all__ = [
     "SchedulerConfig",
     "SequencePackingConfig",
     "TeacherConfig",
+    "TensorBoardConfig",
     "TokenizerConfig",
     "ValueConfig",
     "WandbConfig",

@@ -1,4 +1,4 @@
-"""Configurations of where a run happens and what it leaves behind: machines, logger, checkpoints."""
+"""Configurations of where a run happens, and of its checkpoints."""
 
 import re
 from collections.abc import Iterator
@@ -62,50 +62,6 @@ class ClusterConfig(StrictModel):
     def world_size(self) -> int:
         """All ranks."""
         return self.num_nodes * self.workers_per_node
-
-
-class WandbConfig(StrictModel):
-    """Where Weights & Biases files the run."""
-
-    project: str = "nemo-rl-mcore"
-    """Project."""
-    name: str | None = None
-    """Name of the run; null lets the service choose one."""
-
-
-class RolloutsConfig(StrictModel):
-    """Whether every answer is kept on disk, and how many (ours)."""
-
-    enabled: bool = True
-    """Write the answers of each step and validation into log_dir/rollouts, as the step ends."""
-    max_gib: PositiveFloat | None = 10.0
-    """GiB of these files above which the oldest steps are removed, but for every tenth; null: no bound."""
-    answers_with_tokens: NonNegativeInt = 8
-    """Answers of each step, and of each validation, of which every token is written: the first ones; 0: of none."""
-
-    @property
-    def token_tables(self) -> int:
-        """Answers of which every token is written."""
-        return self.answers_with_tokens if self.enabled else 0
-
-
-class LoggerConfig(StrictModel):
-    """What a run records, and where."""
-
-    log_dir: str = "logs"
-    """Folder of the run: recipe, metrics.jsonl, rollouts, TensorBoard events, curves, report."""
-    rollouts: RolloutsConfig = RolloutsConfig()
-    """Every answer on disk (ours)."""
-    html_report_enabled: bool = True
-    """Write report.html, a page of the whole run, when the run ends (ours)."""
-    tensorboard_enabled: bool = False
-    """Write TensorBoard events."""
-    wandb_enabled: bool = False
-    """Send metrics to Weights & Biases; needs the extra `wandb`."""
-    wandb: WandbConfig = WandbConfig()
-    """Where Weights & Biases files the run."""
-    num_val_samples_to_print: NonNegativeInt = 0
-    """Validation samples shown in the terminal."""
 
 
 class CheckpointingConfig(StrictModel):

@@ -14,9 +14,10 @@ from nemo_rl_mcore.config.algorithm import (
     RolloutConfig,
 )
 from nemo_rl_mcore.config.base import PositiveInt, Seed, StrictModel, join_path
-from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig, LoggerConfig
+from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
 from nemo_rl_mcore.config.evaluation import EvalConfig
+from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.config.loss import (
     ClippedPGLossConfig,
     CustomLossConfig,

@@ -1,23 +1,25 @@
-"""What a run shows and leaves behind: metric sinks, progress, timing, report."""
+"""What a run shows and leaves behind: metric sinks, loggers, progress, timing, report."""
 
+from nemo_rl_mcore.observability.loggers import Loggers, RunFacts
 from nemo_rl_mcore.observability.progress import ProgressDisplay
 from nemo_rl_mcore.observability.recorder import RunRecorder
 from nemo_rl_mcore.observability.report import HistorySink, read_history, write_report
 from nemo_rl_mcore.observability.rollouts import RolloutSink, Sample, read_rollouts
-from nemo_rl_mcore.observability.sinks import MetricSink, open_sinks
+from nemo_rl_mcore.observability.sinks import MetricSink
 from nemo_rl_mcore.observability.startup import STARTUP_PREFIX
 from nemo_rl_mcore.observability.timing import PhaseTimer
 
 __all__ = [
     "STARTUP_PREFIX",
     "HistorySink",
+    "Loggers",
     "MetricSink",
     "PhaseTimer",
     "ProgressDisplay",
     "RolloutSink",
+    "RunFacts",
     "RunRecorder",
     "Sample",
-    "open_sinks",
     "read_history",
     "read_rollouts",
     "write_report",

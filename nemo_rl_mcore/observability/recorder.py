@@ -18,10 +18,11 @@ from nemo_rl_mcore import activity
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.errors import FolderError, folder_error
 from nemo_rl_mcore.observability.equal_rewards import EqualRewardsSink
+from nemo_rl_mcore.observability.loggers import Loggers, RunFacts
 from nemo_rl_mcore.observability.progress import ProgressDisplay
 from nemo_rl_mcore.observability.report import HistorySink, read_history, write_report
 from nemo_rl_mcore.observability.rollouts import RolloutSink, Sample
-from nemo_rl_mcore.observability.sinks import MetricSink, complete_rows, open_sinks
+from nemo_rl_mcore.observability.sinks import JsonlSink, MetricSink, complete_rows
 from nemo_rl_mcore.observability.startup import STARTUP_PREFIX, Startup
 from nemo_rl_mcore.observability.timing import TIMING_PREFIX, PhaseTimer
 from nemo_rl_mcore.output import BestEffortStream, write_line
@@ -37,13 +38,14 @@ _CHECKPOINT = "checkpoint"
 class RunRecorder:
     """A context manager: `phase` times, `log` ends a step, and leaving it closes the sinks and reports.
 
+    Loggers that the config asks for are told of `run`, and can fail without an effect on it.
     `startup` times and tells the parts of the start, also before the block; the first step begins when the last of
     them has ended. The first row has their seconds, `timing/startup/<part>`.
     The report is also written when the block raises or is interrupted, about the steps that were finished. A console
     that takes no more, as when its terminal is closed, changes nothing else.
     To each step it adds `timing/<phase>`, `timing/total` (wall seconds since the step before) and, when the
-    step has `train/total_num_tokens`, `performance/tokens_per_sec`. With `resumed_step` it goes on with the metrics of
-    an earlier run in the same folder, up to that step. write_page: makes a page of the folder, at the end.
+    step has `train/total_num_tokens`, `performance/tokens_per_sec`. With `run.resumed_step` it goes on with the metrics
+    of an earlier run in the same folder, up to that step. write_page: makes a page of the folder, at the end.
     """
 
     def __init__(
@@ -53,23 +55,25 @@ class RunRecorder:
         *,
         title: str = "",
         console: Console | None = None,
-        resumed_step: int | None = None,
+        run: RunFacts | None = None,
         write_page: Callable[[Path], object] | None = None,
     ) -> None:
+        run = run or RunFacts()
         self._config = config
         self._log_dir = Path(config.log_dir)
         self._reserve = self._log_dir / ".reserve"
         self._console = console or Console()
         self._console.file = cast(TextIO, BestEffortStream(self._console.file))
         self._history = HistorySink()
-        self._resumed_step = resumed_step
+        self._resumed_step = run.resumed_step
         self._write_page = write_page
         self._progress = ProgressDisplay(
-            total_steps, title=title, console=self._console, steps_before=resumed_step or 0
+            total_steps, title=title, console=self._console, steps_before=run.resumed_step or 0
         )
         self._startup = Startup(self._console)
         self._shown: deque[Sample] = deque(maxlen=config.num_val_samples_to_print)
         self._rollouts: RolloutSink | None = None
+        self._loggers = Loggers(config, run, self._say)
         self._sinks: list[MetricSink] = []
         self._attempted: list[Sample] | None = None
         self._redoing = False
@@ -81,16 +85,25 @@ class RunRecorder:
         """Open the sinks and start the display."""
         with self._written():
             self._rollouts = RolloutSink(self._log_dir, self._config.rollouts, self._resumed_step, self._say)
-            files = open_sinks(self._config, self._resumed_step)
+            metrics = JsonlSink(self._log_dir, self._resumed_step)
             self._reserve.write_bytes(bytes(_RESERVED_BYTES))
             if self._resumed_step is not None:
                 self._history.rows += read_history(self._log_dir)
                 self._progress.recall(self._history.rows)
         # The answers of a step are there before its row tells of it.
-        self._sinks = [self._history, self._rollouts, *files, self._progress, EqualRewardsSink(self._say)]
+        self._sinks = [
+            self._history,
+            self._rollouts,
+            metrics,
+            self._progress,
+            EqualRewardsSink(self._say),
+            self._loggers,
+        ]
         with ExitStack() as opened:
             for sink in self._sinks:
                 opened.callback(sink.close)
+            opened.enter_context(self._loggers)
+            self._startup.seconds |= self._loggers.startup_s
             opened.enter_context(self._progress)
             self._opened = opened.pop_all()
         self._step_began = time.perf_counter()
@@ -101,18 +114,18 @@ class RunRecorder:
     ) -> None:
         """Close everything, then report; raises FolderError where that fails and nothing else ended the run."""
         with deferred_stop_signals(hold=True):
-            failures = list(self._end())
+            failures = list(self._end(partial(self._opened.__exit__, kind, error, trace)))
         if failures and not isinstance(error, FolderError):
             told = folder_error(_KEY, self._log_dir, failures[0])
             if error is None:
                 raise told
             write_line(sys.stderr, f"{told}: the report is not whole")
 
-    def _end(self) -> Iterator[OSError]:
+    def _end(self, close: Callable[[], object]) -> Iterator[OSError]:
         """Yield what fails; each part is tried."""
         for part in (
             partial(self._reserve.unlink, missing_ok=True),
-            self._opened.close,
+            close,
             self._complete,
             self._page,
             self._report,
@@ -137,6 +150,8 @@ class RunRecorder:
             list(self._shown),
             console=self._console,
         )
+        for place in self._loggers.places:
+            self._say(place)
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -225,4 +240,5 @@ class RunRecorder:
         assert self._rollouts is not None
         samples = list(samples)
         self._rollouts.add(samples)
+        self._loggers.add(samples)
         self._shown.extend(sample for sample in samples if sample.sample_index == 0)

@@ -18,7 +18,7 @@ from rich.table import Table
 from nemo_rl_mcore.observability.curves import DRAWN_METRICS, Panel, Row, curve_panels, points_of
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER, Sample
 from nemo_rl_mcore.observability.series import Best, best_of, is_sparse, shown_in
-from nemo_rl_mcore.observability.sinks import METRICS_FILE, TENSORBOARD_FOLDER
+from nemo_rl_mcore.observability.sinks import METRICS_FILE
 
 CURVES_FILE = "curves.png"
 REPORT_FILE = "report.html"
@@ -76,7 +76,7 @@ def write_report(
             console.print(table, width=None if console.is_terminal else _TABLE_WIDTH, crop=False)
     if samples:
         console.print(sample_table(samples))
-    for name in (METRICS_FILE, ROLLOUTS_FOLDER, CURVES_FILE, REPORT_FILE, TENSORBOARD_FOLDER):
+    for name in (METRICS_FILE, ROLLOUTS_FOLDER, CURVES_FILE, REPORT_FILE):
         if (file := log_dir / name).exists():
             console.print(f"{file}", markup=False, highlight=False, soft_wrap=True)
 

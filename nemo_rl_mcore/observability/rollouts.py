@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from nemo_rl_mcore.config.cluster import RolloutsConfig
+from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.observability.sinks import next_free
 
 ROLLOUTS_FOLDER = "rollouts"

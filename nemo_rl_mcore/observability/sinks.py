@@ -1,23 +1,15 @@
-"""Where metrics go: a JSON Lines file always, TensorBoard and Weights & Biases when the config asks."""
+"""What takes the metrics of each step, and the one that every run has: a JSON Lines file."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import os
-import socket
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_rl_mcore.config import LoggerConfig, WandbConfig
-
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 
 
 class MetricSink(Protocol):
@@ -30,27 +22,6 @@ class MetricSink(Protocol):
     def close(self) -> None:
         """Write what is left and release the place; idempotent."""
         ...
-
-
-def open_sinks(config: LoggerConfig, resumed_step: int | None = None) -> list[MetricSink]:
-    """Open every sink that the config asks for; when one cannot be opened, the others are closed again.
-
-    resumed_step: the last step that is behind a run that goes on; files and events keep what came up to it.
-
-    Raises:
-        ValueError: `logger.wandb_enabled` without the package.
-
-    """
-    with ExitStack() as opened:
-        sinks: list[MetricSink] = [JsonlSink(Path(config.log_dir), resumed_step)]
-        opened.callback(sinks[0].close)
-        if config.tensorboard_enabled:
-            sinks.append(TensorBoardSink(Path(config.log_dir), resumed_step))
-            opened.callback(sinks[-1].close)
-        if config.wandb_enabled:
-            sinks.append(WandbSink(Path(config.log_dir), config.wandb))
-        opened.pop_all()
-    return sinks
 
 
 class JsonlSink:
@@ -104,64 +75,6 @@ def _write_whole(file: RawIOBase, line: bytes) -> None:
     left = memoryview(line)
     while left:
         left = left[file.write(left) or 0 :]
-
-
-class TensorBoardSink:
-    """`log_dir/tensorboard`: one scalar per metric, on disk as soon as it is logged."""
-
-    def __init__(self, log_dir: Path, resumed_step: int | None = None) -> None:
-        # Not TensorBoard's own writer of event files: it writes in a thread, which fails by itself, and later.
-        self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
-        self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
-        records: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
-        folder = log_dir / TENSORBOARD_FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        # The viewer reads the files in the order of their names.
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("wb")
-        self._records = records.RecordWriter(self._file)
-        self._add(file_version="brain.Event:2")
-        if resumed_step is not None:
-            # The viewer then drops the events of later steps, which the resumed run writes anew.
-            start = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._add(step=resumed_step + 1, session_log=start)
-        self._file.flush()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the scalars of a step."""
-        summary = self._summaries.Summary
-        values = [summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._add(step=step, summary=summary(value=values))
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _add(self, **fields: Any) -> None:
-        self._records.write(self._events.Event(wall_time=time.time(), **fields).SerializeToString())
-
-
-class WandbSink:
-    """A Weights & Biases run, whose files go to `log_dir`."""
-
-    def __init__(self, log_dir: Path, config: WandbConfig) -> None:
-        try:
-            wandb: Any = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ValueError(
-                "logger.wandb_enabled: the package wandb is not installed; install the extra with "
-                "`uv sync --extra wandb`, or set logger.wandb_enabled to false"
-            ) from error
-        self._run: Any = wandb.init(project=config.project, name=config.name, dir=str(log_dir))
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a step."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
 
 
 def _put_aside_after(step: int, path: Path) -> None:

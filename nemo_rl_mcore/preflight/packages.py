@@ -36,6 +36,7 @@ def needed_packages(config: RunConfig) -> Iterator[NeededPackage]:
     """Yield the packages that the recipe asks for besides those of every run."""
     packages = (
         ("logger.wandb_enabled", config.logger.wandb_enabled, "wandb", "the extra wandb"),
+        ("logger.mlflow_enabled", config.logger.mlflow_enabled, "mlflow", "the extra mlflow"),
         ("logger.tensorboard_enabled", config.logger.tensorboard_enabled, "tensorboard", "the package"),
         (
             "policy.megatron_cfg.transformer_impl",

@@ -1,5 +1,6 @@
 """Everything that can be known about a run before Ray, torch or Megatron is imported."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from nemo_rl_mcore.preflight.packages import (
 )
 from nemo_rl_mcore.preflight.saved_run import init_checkpoint_problems
 from nemo_rl_mcore.preflight.tokenizer_folder import tokenizer_problems
+from nemo_rl_mcore.preflight.wandb_key import wandb_key_problems
 from nemo_rl_mcore.preflight.warm_start import warm_start_problems
 
 
@@ -102,7 +104,11 @@ def preflight(
     """
     data, of_data = examine_data(config) if of_a_run else (None, [])
     of_classes = import_problems(config.import_paths) if of_a_run else ()
-    missing = (*(folder_problems(config) if of_a_run else ()), *missing_packages(config))
+    missing = (
+        *(folder_problems(config) if of_a_run else ()),
+        *missing_packages(config),
+        *(wandb_key_problems(config, os.environ) if of_a_run else ()),
+    )
     problems = (
         *_environment_problems(config, of_a_run),
         *of_data,

@@ -26,7 +26,8 @@ def warm_start_recipe(path: str, config: RunConfig, folder: Path) -> RunConfig:
         "keep_top_k": None,
         "checkpoint_must_save_by": config.checkpointing.checkpoint_must_save_by,
     }
-    logger = {"log_dir": str(folder), "tensorboard_enabled": False, "wandb_enabled": False}
+    silent = {"tensorboard_enabled": False, "wandb_enabled": False, "mlflow_enabled": False}
+    logger = {"log_dir": str(folder), **silent}
     return own.model_copy(
         update={
             "seed": config.seed,

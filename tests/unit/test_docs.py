@@ -35,6 +35,9 @@ NOT_IN_REPOSITORY = {
     "rollouts/",
     EVENTS_FILE,
     "tensorboard/",
+    "wandb/",
+    "mlflow_artifacts/",
+    "recipe.json",
     IDENTITY_FILE,
     RESULTS_FILE,
     "NAME.jsonl",  # of a set of an evaluation

@@ -11,7 +11,7 @@ from nemo_rl_mcore.config.foreign.judgement import (
     told,
 )
 
-_OTHER_SINKS = "set it to false; use tensorboard_enabled or wandb_enabled"
+_OTHER_SINKS = "set it to false; use tensorboard_enabled, wandb_enabled or mlflow_enabled"
 _STEPS_END_IT = "remove it; max_num_steps ends the run"
 _IN_ORDER = (
     "set it to in_order; groups train in the order in which their prompts are drawn, and none becomes too old"
@@ -145,13 +145,10 @@ _BESIDE: dict[str, Judgement] = {
     "checkpointing.model_save_format": UNREAD,  # of another backend; `nemo-rl-mcore export` writes safetensors
     "checkpointing.save_consolidated": UNREAD,
     "checkpointing.save_optimizer": refused(True, remedy="set it to true; a run resumes with its optimizer"),
-    "logger.mlflow_enabled": refused(False, remedy=_OTHER_SINKS),
     "logger.swanlab_enabled": refused(False, remedy=_OTHER_SINKS),
     "logger.monitor_gpus": told(False, cost="the load of the GPUs is not recorded"),
-    "logger.mlflow": UNREAD,
     "logger.swanlab": UNREAD,
     "logger.gpu_monitoring": UNREAD,
-    "logger.tensorboard": told(None, {}, cost="events go to logger.log_dir"),
     "logger.wandb.log_nemo_gym_full_result_tables": refused(False, remedy="set it to false"),
     "cluster.master_port_range_low": UNREAD,  # a free port is asked of the system
     "cluster.master_port_range_high": UNREAD,

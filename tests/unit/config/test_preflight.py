@@ -216,6 +216,8 @@ def test_every_missing_thing_is_reported(load, tmp_path, monkeypatch):
     config = load(
         "policy.tokenizer.name=nowhere",
         "logger.wandb_enabled=true",
+        "logger.wandb.mode=offline",
+        "logger.mlflow_enabled=true",
         f"logger.log_dir={tmp_path}/file/logs",
     )
     texts = refused(config)
@@ -223,6 +225,7 @@ def test_every_missing_thing_is_reported(load, tmp_path, monkeypatch):
         "policy.tokenizer.name",
         "logger.log_dir",
         "logger.wandb_enabled",
+        "logger.mlflow_enabled",
         "logger.tensorboard_enabled",
     ]
     assert "needs the Python package wandb; install the extra wandb, or turn it off" in texts[2]
@@ -232,10 +235,33 @@ def test_packages_of_other_machines_are_only_noted(load, monkeypatch):
     monkeypatch.setattr(
         "nemo_rl_mcore.preflight.packages.installed", lambda package: package == "tensorboard"
     )
-    plan = preflight(load("logger.wandb_enabled=true"), elsewhere=True)
+    wandb = load("logger.wandb_enabled=true", "logger.wandb.mode=offline")
+    plan = preflight(wandb, elsewhere=True)
     assert [problem.path for problem in plan.missing] == ["logger.wandb_enabled"]
     with pytest.raises(ConfigError, match="wandb"):
-        preflight(load("logger.wandb_enabled=true"))
+        preflight(wandb)
+
+
+def test_a_run_that_is_sent_to_wandb_needs_a_key(load, monkeypatch, tmp_path):
+    monkeypatch.setattr("nemo_rl_mcore.preflight.packages.installed", lambda package: True)
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    sent = load("logger.wandb_enabled=true")
+    assert refused(sent) == [
+        "logger.wandb.mode: online, and there is no API key for api.wandb.ai; "
+        "run `wandb login`, set WANDB_API_KEY, or write offline"
+    ]
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key")
+    assert preflight(sent)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://elsewhere:8080")
+    assert "for elsewhere:8080" in refused(sent)[0]
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert preflight(sent)
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert preflight(sent)
+    assert preflight(load("logger.wandb_enabled=true", "logger.wandb.mode=disabled"))
 
 
 def test_transformer_engine_must_be_installed(load, monkeypatch):

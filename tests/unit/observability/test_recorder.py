@@ -14,13 +14,15 @@ from written_samples import sample
 
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.errors import FolderError
-from nemo_rl_mcore.observability import RunRecorder, read_rollouts
+from nemo_rl_mcore.observability import RunFacts, RunRecorder, read_rollouts
 from nemo_rl_mcore.signals import stop_signals
 
 
 def make(log_dir: Path, resumed_step: int | None = None) -> RunRecorder:
     console = Console(file=io.StringIO(), width=100)
-    return RunRecorder(LoggerConfig(log_dir=str(log_dir)), 10, console=console, resumed_step=resumed_step)
+    return RunRecorder(
+        LoggerConfig(log_dir=str(log_dir)), 10, console=console, run=RunFacts(resumed_step=resumed_step)
+    )
 
 
 def test_a_step_gets_its_times_and_its_token_rate(tmp_path: Path) -> None:

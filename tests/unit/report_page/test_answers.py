@@ -3,7 +3,7 @@ import gzip
 from run_folder import rows, write_run
 from written_samples import sample
 
-from nemo_rl_mcore.config.cluster import RolloutsConfig
+from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.observability import RolloutSink
 from nemo_rl_mcore.report_page.answers import some_of, steps_shown
 

@@ -4,7 +4,6 @@ import pytest
 from test_suites.check_metrics import parse_check, read_metrics
 from test_suites.dump_metrics import METRICS_FILE, main
 
-from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.observability import sinks
 
 
@@ -25,7 +24,7 @@ def rows(*steps):
 
 
 def test_what_the_logger_writes_can_be_checked(tmp_path):
-    sink = sinks.open_sinks(LoggerConfig(log_dir=str(tmp_path)))[0]
+    sink = sinks.JsonlSink(tmp_path)
     sink.log(0, {"validation/accuracy": 0.25})
     sink.log(1, {"train/loss": 2.0})
     sink.log(2, {"train/loss": float("nan"), "validation/accuracy": 0.5})

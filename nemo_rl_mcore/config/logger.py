@@ -1,0 +1,131 @@
+"""Configurations of what a run records: its own files, and the loggers that get the same."""
+
+import re
+from collections.abc import Iterator
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from nemo_rl_mcore.config.base import NonNegativeInt, PositiveFloat, Problem, StrictModel, StrTuple
+
+_WANDB_TAG_LENGTH = 64
+_SQLITE = "sqlite:///"
+
+
+class RolloutsConfig(StrictModel):
+    """Whether every answer is kept on disk, and how many (ours)."""
+
+    enabled: bool = True
+    """Write the answers of each step and validation into log_dir/rollouts, as the step ends."""
+    max_gib: PositiveFloat | None = 10.0
+    """GiB of these files above which the oldest steps are removed, but for every tenth; null: no bound."""
+    answers_with_tokens: NonNegativeInt = 8
+    """Answers of each step, and of each validation, of which every token is written: the first ones; 0: of none."""
+
+    @property
+    def token_tables(self) -> int:
+        """Answers of which every token is written."""
+        return self.answers_with_tokens if self.enabled else 0
+
+
+class TensorBoardConfig(StrictModel):
+    """Where TensorBoard's events go."""
+
+    log_dir: str = "tensorboard"
+    """Folder of the events; a relative one lies in logger.log_dir."""
+
+
+class WandbConfig(StrictModel):
+    """How Weights & Biases files the run; its API key is never a key of a recipe."""
+
+    project: str = "nemo-rl-mcore"
+    """Project."""
+    name: str | None = None
+    """Name of the run; null lets the service choose one."""
+    entity: str | None = None
+    """User or team that owns the project; null is the one that the API key belongs to."""
+    group: str | None = None
+    """Runs that are shown as one."""
+    tags: StrTuple = ()
+    """Tags of the run."""
+    notes: str | None = None
+    """A description of the run."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """Whether the run is sent, or written to log_dir/wandb for `wandb sync`; null takes WANDB_MODE, else online."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a tag that the service does not take."""
+        for tag in self.tags:
+            if not 0 < len(tag) <= _WANDB_TAG_LENGTH:
+                yield Problem("tags", f"{tag!r} has {len(tag)} characters", f"write 1 to {_WANDB_TAG_LENGTH}")
+
+
+class MLflowConfig(StrictModel):
+    """How MLflow files the run."""
+
+    experiment_name: str = "nemo-rl-mcore"
+    """Experiment, made where it is missing."""
+    run_name: str | None = None
+    """Name of the run; null lets the service choose one."""
+    tracking_uri: str | None = None
+    """`http(s)://` of a server or `sqlite:///` of a file; null takes MLFLOW_TRACKING_URI, else log_dir/mlflow.db."""
+    artifact_location: str | None = None
+    """Files of a new experiment; null: log_dir/mlflow_artifacts with log_dir/mlflow.db, else the server's choice."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags of the run (ours)."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield an address that no store is at, or that has a password in it."""
+        if self.tracking_uri is None:
+            return
+        if re.search("//[^/]*@", self.tracking_uri):
+            yield Problem(
+                "tracking_uri",
+                "has a user or a password in it, which would be saved with the recipe",
+                "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+            )
+        elif not _is_store(self.tracking_uri):
+            yield Problem(
+                "tracking_uri",
+                f"{self.tracking_uri!r} is no store",
+                "write http://HOST:PORT, https://HOST or sqlite:///FILE, or null for log_dir/mlflow.db",
+            )
+
+
+class LoggerConfig(StrictModel):
+    """What a run records, and where."""
+
+    log_dir: str = "logs"
+    """Folder of the run: recipe, metrics.jsonl, rollouts, TensorBoard events, curves, report."""
+    rollouts: RolloutsConfig = RolloutsConfig()
+    """Every answer on disk (ours)."""
+    html_report_enabled: bool = True
+    """Write report.html, a page of the whole run, when the run ends (ours)."""
+    tensorboard_enabled: bool = False
+    """Write TensorBoard events."""
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    """Where TensorBoard's events go."""
+    wandb_enabled: bool = False
+    """Send the run to Weights & Biases; needs the extra `wandb`."""
+    wandb: WandbConfig = WandbConfig()
+    """How Weights & Biases files the run."""
+    mlflow_enabled: bool = False
+    """Send the run to MLflow; needs the extra `mlflow`."""
+    mlflow: MLflowConfig = MLflowConfig()
+    """How MLflow files the run."""
+    sample_table_rows: NonNegativeInt = 16
+    """Answers that TensorBoard, Weights & Biases and MLflow show of a step and of a validation, one a prompt (ours)."""
+    sample_table_period: NonNegativeInt = 10
+    """Steps between those that they show training answers of; 0: of none. Every validation is shown (ours)."""
+    timeout_s: PositiveFloat = 60.0
+    """Time in which each of them has to take what it is given, or the run goes on without it (ours)."""
+    num_val_samples_to_print: NonNegativeInt = 0
+    """Validation samples shown in the terminal."""
+
+
+def _is_store(uri: str) -> bool:
+    if uri.startswith(_SQLITE):
+        return len(uri) > len(_SQLITE)
+    parts = urlsplit(uri)
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
