@@ -25,6 +25,7 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 GROUPS = PROJECT["dependency-groups"]
 MARKERS = {line.partition(":")[0] for line in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
 TOOLS = {"ruff", "pyright", "lint-imports", "mkdocs"}
+BUILT_HERE = {"transformer-engine-torch"}
 # What the package neither has nor installs.
 OTHERS = {"pip", "source", "export", "curl", "vllm", "tensorboard", "npx", "sbatch", "kubectl"}
 # What the reader is told to write, or has from the step before.
@@ -60,14 +61,15 @@ COMMANDS = [
 
 def without_uv(words):
     """A command behind `uv run`, whose extras and groups exist."""
-    if words[:2] == ["uv", "build"]:
+    if words[1:2] in (["build"], ["pip"]):
         return ["pip"]
     if words[0] != "uv":
         return words
     assert words[1] in ("run", "sync"), words
     rest = words[2:]
-    while rest and rest[0] in ("--extra", "--group"):
-        assert rest[1] in (EXTRAS if rest[0] == "--extra" else GROUPS), words
+    known = {"--extra": EXTRAS, "--group": GROUPS, "--no-build-isolation-package": BUILT_HERE}
+    while rest and rest[0] in known:
+        assert rest[1] in known[rest[0]], words
         rest = rest[2:]
     return rest or ["pip"]
 
@@ -96,8 +98,10 @@ def is_a_command(page, arguments):
     options, overrides = parse(arguments)
     recipe = getattr(options, "config", None)
     if recipe and page != QUICKSTART and recipe not in THEIRS:
-        config = load_config(REPO / recipe, overrides)
-        assert options.command in ("check", config.algorithm)
+        # As the command finds it: a file, else a recipe that is shipped.
+        path = REPO / recipe if (REPO / recipe).is_file() else recipe
+        config = load_config(path, overrides)
+        assert options.command in ("check", "doctor", config.algorithm)
 
 
 def is_a_script(arguments):
