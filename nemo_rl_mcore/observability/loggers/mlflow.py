@@ -46,9 +46,10 @@ class MLflowLogger:
         address = given or f"sqlite:///{folder / _STORE}"
         self._client = self._mlflow.MlflowClient(tracking_uri=address)
         kept = kept_run_id(folder / RUN_ID_FILE, self._run.resumed_step)
-        self._id = kept or self._new_run(None if given else (folder / _ARTIFACTS).as_uri())
-        if kept:
-            self._client.update_run(kept, status="RUNNING")
+        if kept and self._goes_on(kept):
+            self._id = kept
+        else:
+            self._id = self._new_run(None if given else (folder / _ARTIFACTS).as_uri())
         (folder / RUN_ID_FILE).write_text(self._id, encoding="utf-8")
         self._client.log_dict(self._id, dict(self._run.recipe), "recipe.json")
         self.where = f"run {self._id} in {re.sub('//[^/@]*@', '//', address)}"
@@ -72,6 +73,16 @@ class MLflowLogger:
 
     def abandon(self) -> None:
         """Nothing is held: a request under way ends by its own limit."""
+
+    def _goes_on(self, kept: str) -> bool:
+        """Open a run again; False where the store, which may be another one by now, has none of the id."""
+        try:
+            self._client.update_run(kept, status="RUNNING")
+        except self._mlflow.exceptions.MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        return True
 
     def _new_run(self, artifacts: str | None) -> str:
         section = self._config.mlflow

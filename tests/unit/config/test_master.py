@@ -376,4 +376,5 @@ def test_the_first_recipe_runs_in_its_own_folder_with_the_seed_of_the_run_and_ke
     kept = first.checkpointing
     assert (kept.enabled, kept.resume, kept.save_period) == (True, "auto", first.loop.max_num_steps)
     assert kept.checkpoint_dir == str(tmp_path / "run/warm_start/checkpoints")
-    assert (first.logger.tensorboard_enabled, first.logger.wandb_enabled) == (False, False)
+    logger = first.logger
+    assert [logger.tensorboard_enabled, logger.wandb_enabled, logger.mlflow_enabled] == [False] * 3

@@ -89,6 +89,16 @@ def test_a_resumed_run_is_the_same_one_and_a_run_anew_is_another(tmp_path) -> No
     assert first.info.status == anew.info.status == "FINISHED"
 
 
+def test_a_resumed_run_that_the_store_does_not_have_is_a_new_one_there(tmp_path) -> None:
+    for resumed_step, name in ((None, "one.db"), (1, "other.db")):
+        with recorder(tmp_path, resumed_step, tracking_uri=f"sqlite:///{tmp_path / name}") as begun:
+            begun.log((resumed_step or 0) + 1, {"train/reward": 0.5})
+        assert " fails: " not in told(begun)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'other.db'}")
+    run = client.get_run((tmp_path / ".mlflow_run_id").read_text())
+    assert (run.data.metrics["train/reward"], run.data.params["grpo.lr"]) == (0.5, "1e-06")
+
+
 @pytest.mark.parametrize(("error", "status"), [(RuntimeError, "FAILED"), (KeyboardInterrupt, "KILLED")])
 def test_how_a_run_ends_is_told(error, status, tmp_path) -> None:
     def run() -> None:

@@ -1,0 +1,43 @@
+import pytest
+
+from nemo_rl_mcore.config import LoggerConfig, MLflowConfig, WandbConfig
+
+
+@pytest.mark.parametrize(
+    "uri", [None, "http://localhost:5000", "https://host/mlflow", "sqlite:////runs/all.db"]
+)
+def test_addresses_of_stores(uri) -> None:
+    assert MLflowConfig(tracking_uri=uri).tracking_uri == uri
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "file:///runs", "postgresql://host/db", "sqlite:///", "http://"])
+def test_what_is_no_store_is_refused_with_what_is(uri) -> None:
+    with pytest.raises(
+        ValueError, match=r"tracking_uri: .* is no store; write http://HOST:PORT, .*sqlite:///"
+    ):
+        MLflowConfig(tracking_uri=uri)
+
+
+def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
+    (problem,) = MLflowConfig.model_construct(tracking_uri="https://me:secret@host").problems()
+    assert "MLFLOW_TRACKING_PASSWORD" in str(problem)
+    assert "secret" not in str(problem)
+
+
+@pytest.mark.parametrize("tag", ["", "x" * 65])
+def test_tags_have_the_length_that_wandb_takes(tag) -> None:
+    with pytest.raises(ValueError, match=r"tags: .* characters; write 1 to 64"):
+        WandbConfig(tags=(tag,))
+
+
+def test_the_loggers_section_of_nemo_rl_carries_over() -> None:
+    LoggerConfig.model_validate(
+        {
+            "tensorboard_enabled": True,
+            "tensorboard": {"log_dir": "tb_logs-x"},
+            "wandb_enabled": True,
+            "wandb": {"project": "grpo-dev", "name": "grpo-dev-logger"},
+            "mlflow_enabled": True,
+            "mlflow": {"experiment_name": "e", "run_name": "n", "tracking_uri": "http://localhost:5000"},
+        }
+    )
