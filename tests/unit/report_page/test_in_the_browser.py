@@ -126,3 +126,16 @@ def test_a_folder_with_hardly_anything_has_a_page(browser, tmp_path):
     shown = Shown(browser, write_page([read_run(tmp_path)], tmp_path / "report.html"), 400)
     shown.require_sound()
     assert shown.texts("h2") == ["What to look at", "Evaluations"]
+
+
+def test_a_long_row_of_an_episode_is_shown_as_far_as_it_is_kept(browser, tmp_path):
+    """Its first turn is the episode's second; the turns of a row are those of its own tokens."""
+    long = TOKENS | {"turn": [2, 2, 0, 0, 3]}
+    long = {name: [*column, *column[-1:] * 20_000] for name, column in long.items()}
+    write_run(tmp_path, rows(1), answers=1, tokens=long, turns=TURNS)
+    shown = Shown(browser, write_page([read_run(tmp_path)], tmp_path / "report.html"), 400)
+    shown.require_sound()
+    assert shown.page.locator(".token").count() == 2000
+    assert shown.texts(".answer .turn > b")[1:5] == [
+        *("answer 2, reward 0.25", "observation", "answer 3, reward 0.5", "18005 more tokens"),
+    ]
