@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -51,14 +52,13 @@ class RunData:
     @property
     def last_step(self) -> int:
         """The last step that was finished; 0 where there is none."""
-        return int(self.rows[-1]["step"]) if self.rows else 0
+        return max((int(row["step"]) for row in self.rows), default=0)
 
     @property
     def total_steps(self) -> int | None:
         """How many steps the recipe asks for."""
-        if self.algorithm is None:
-            return None
-        return cast("int | None", self.keys.get(f"{self.algorithm}.max_num_steps"))
+        steps = self.keys.get(f"{self.algorithm}.max_num_steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -94,7 +94,13 @@ def read_run(folder: Path) -> RunData:
             f"{folder} holds neither {METRICS_FILE} nor {RESULTS_FILE}; give the folder of a run (its logger.log_dir), "
             "or that of an evaluation"
         )
-    rows = tried(read_history, folder, default=[]) if (folder / METRICS_FILE).is_file() else []
+    damaged: list[ValueError] = []
+    rows = (
+        tried(read_history, folder, damaged.append, default=[]) if (folder / METRICS_FILE).is_file() else []
+    )
+    if damaged:
+        more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
+        unread.append(f"{damaged[0]}{more}")
     recipe = tried(read_recipe_of, folder, default=None) if (folder / RECIPE_FILE).is_file() else None
     events = tried(read_events, folder / EVENTS_FILE, default=[]) if (folder / EVENTS_FILE).is_file() else []
     return RunData(folder, rows, recipe, events, evaluations, unread)
@@ -102,6 +108,22 @@ def read_run(folder: Path) -> RunData:
 
 def _evaluations(folder: Path, tried: Any) -> Iterator[tuple[str, Tree]]:
     """Results of the folder itself, and of those in it."""
-    for path in (folder / RESULTS_FILE, *sorted(folder.glob(f"*/{RESULTS_FILE}"))):
-        if path.is_file() and isinstance(results := tried(read_json, path, default=None), dict):
-            yield str(path.parent.relative_to(folder)), cast("Tree", results)
+    for path in (folder / RESULTS_FILE, *sorted(folder.glob(f"*/{RESULTS_FILE}"), key=_by_numbers)):
+        if path.is_file() and (results := tried(_results, path, default=None)) is not None:
+            yield str(path.parent.relative_to(folder)), results
+
+
+def _by_numbers(path: Path) -> list[tuple[int, str]]:
+    """So that step_2 stands before step_10."""
+    return [(int(digits or 0), text) for text, digits in re.findall(r"(\D*)(\d*)", str(path))]
+
+
+def _results(path: Path) -> Tree:
+    results: Any = read_json(path)
+    try:
+        means = [found["mean"] for of_set in results.values() for found in of_set["metrics"].values()]
+    except (AttributeError, KeyError, TypeError):
+        means = [None]
+    if not all(isinstance(mean, int | float) for mean in means):
+        raise ValueError(f"{path} holds no results of an evaluation")
+    return results
