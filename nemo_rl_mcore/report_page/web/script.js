@@ -107,8 +107,8 @@ function header() {
 }
 
 function finding({ level, text, panel }) {
-  const target = panel && document.getElementById(panel);
-  const link = target ? [" ", make("a", { href: `#${panel}` }, "see the curve")] : [];
+  const target = data.groups.flatMap((group) => group.panels).find(({ metrics }) => metrics.includes(panel));
+  const link = target ? [" ", make("a", { href: `#${target.metrics[0]}` }, "see the curve")] : [];
   return make("div", { class: `finding ${level}` }, make("b", {}, level === "warning" ? "Look at this" : "Note"), text, ...link);
 }
 

@@ -34,6 +34,7 @@ def page(tmp_path_factory):
     columns = {
         "train/entropy": lambda step: 3.0 if step < 20 else 0.01,
         "async/trainer_idle": 0.1,
+        "async/engine_idle": 0.6,
         "a/b": 1.0,
     }
     for name in ("one", "other"):
@@ -71,6 +72,9 @@ def test_the_page_is_sound_and_whole(browser, page, width):
     warnings = shown.texts(".finding.warning")
     assert sum("Entropy has collapsed, from 3 to 0.01" in text for text in warnings) == 2
     assert sum("30 of 33 steps" in text for text in warnings) == 1
+    found = "document.getElementById(link.hash.slice(1)) && link.hash"
+    links = shown.page.evaluate(f"[...document.querySelectorAll('.finding a')].map(link => {found})")
+    assert {*links} == {"#train/entropy", "#async/trainer_idle"}
     assert [row for row in shown.texts("#recipe tr") if "max_num" in row] == ["grpo.max_num_steps\t33\t35"]
     assert len(shown.texts("#faults-survived tr")) == 2 * 4
     assert HOSTILE in shown.texts(".answer .turn pre")[0]
