@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ class RunData:
     """A run as its folder tells it.
 
     recipe: the resolved one; None where there is none. events: of an asynchronous run. evaluations: the results of
-    `eval`, by the folder below this one. unread: what is there and could not be read, in words.
+    `eval`, by the folder below this one. unread: what is there and could not be read, in words. called: its name, where
+    it is not the folder's.
     """
 
     folder: Path
@@ -36,11 +39,12 @@ class RunData:
     events: Sequence[Event] = ()
     evaluations: dict[str, Tree] = field(default_factory=dict[str, Tree])
     unread: Sequence[str] = ()
+    called: str = ""
 
     @property
     def name(self) -> str:
         """What the run is called beside others."""
-        return self.folder.name or str(self.folder)
+        return self.called or Path(os.path.abspath(self.folder)).name or str(self.folder)
 
     @property
     def algorithm(self) -> str | None:
@@ -104,6 +108,12 @@ def read_run(folder: Path) -> RunData:
     recipe = tried(read_recipe_of, folder, default=None) if (folder / RECIPE_FILE).is_file() else None
     events = tried(read_events, folder / EVENTS_FILE, default=[]) if (folder / EVENTS_FILE).is_file() else []
     return RunData(folder, rows, recipe, events, evaluations, unread)
+
+
+def told_apart(runs: Sequence[RunData]) -> list[RunData]:
+    """The same; those whose folders have one name are called by their whole path."""
+    names = Counter(run.name for run in runs)
+    return [replace(run, called=str(run.folder)) if names[run.name] > 1 else run for run in runs]
 
 
 def _evaluations(folder: Path, tried: Any) -> Iterator[tuple[str, Tree]]:
