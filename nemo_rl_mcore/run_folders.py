@@ -46,12 +46,12 @@ def leave_recipe(config: RunConfig) -> None:
 
     Raises FolderError.
     """
-    folder, text = Path(config.logger.log_dir), recipe_text(config)
+    folder, text = Path(config.logger.log_dir), recipe_text(config).encode()
     path = folder / RECIPE_FILE
     try:
-        if path.is_file() and path.read_text(encoding="utf-8") != text:
+        if path.is_file() and path.read_bytes() != text:
             path.rename(next_free(path))
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(text)
     except OSError as error:
         raise folder_error("logger.log_dir", folder, error) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,6 +110,16 @@ def points_of(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]
     """Steps and values of a metric, of the rows that have it."""
     found = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in found], [value for _, value in found]
+
+
+def finite_points(rows: Iterable[Row], name: str) -> list[tuple[float, float]]:
+    """Step and value of a metric, of the rows in which it is finite."""
+    return [(row["step"], row[name]) for row in rows if name in row and math.isfinite(row[name])]
+
+
+def finite_values(rows: Iterable[Row], name: str) -> list[float]:
+    """The values of a metric that are finite."""
+    return [value for _, value in finite_points(rows, name)]
 
 
 def _names(rows: Sequence[Row], shown: frozenset[str]) -> list[str]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,31 @@ class HistorySink:
         """Nothing to release."""
 
 
-def read_history(log_dir: Path) -> list[dict[str, float]]:
+def read_history(
+    log_dir: Path, damaged: Callable[[ValueError], object] | None = None
+) -> list[dict[str, float]]:
     """Read the rows of a run from its folder; null comes back as NaN.
 
+    damaged: is told of each line that is not a row, which is then left out.
+
     Raises:
-        ValueError: the folder has no metrics.jsonl, or a line of it is not a row. A last line that was cut
-            off, as in a run that is being written or was killed, is left out.
+        ValueError: the folder has no metrics.jsonl, or a line of it is not a row and there is no `damaged`. A last
+            line that was cut off, as in a run that is being written or was killed, is left out.
 
     """
     path = log_dir / METRICS_FILE
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give the folder of a run (its logger.log_dir)")
-    text = path.read_text(encoding="utf-8")
-    complete = text[: text.rfind("\n") + 1]
-    return [_row(line, f"{path}:{number}") for number, line in enumerate(complete.splitlines(), start=1)]
+    *complete, _ = path.read_bytes().split(b"\n")
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(complete, start=1):
+        try:
+            rows.append(_row(line, f"{path}:{number}"))
+        except ValueError as error:
+            if damaged is None:
+                raise
+            damaged(error)
+    return rows
 
 
 def write_report(
@@ -170,11 +182,15 @@ def _draw(axes: Any, rows: Sequence[Row], panel: Panel) -> None:
         axes.legend(fontsize=8)
 
 
-def _row(line: str, where: str) -> dict[str, float]:
+def _row(line: bytes, where: str) -> dict[str, float]:
     try:
         values: dict[str, Any] = json.loads(line)
-        return {name: math.nan if value is None else float(value) for name, value in values.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+        if not math.isfinite(values.get("step", math.nan)):
+            raise ValueError("its step is no number")
+        return {
+            sys.intern(name): math.nan if value is None else float(value) for name, value in values.items()
+        }
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{where} is not a row of metrics: {error}") from error
 
 

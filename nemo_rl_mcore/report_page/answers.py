@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
+import json
 import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER, VALIDATION_FOL
 _STEPS = 12
 _ANSWERS = 24
 _LONGEST_TEXT = 20_000
+_MOST_TOKENS = 2000
+"""Of an answer that is shown token by token: each takes some 60 bytes of the page, and an element of the browser's."""
 _NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
-_TEXTS = ("prompt", "answer", "response")
+_ALWAYS = ("prompt", "response")
+_TEXTS = (*_ALWAYS, "answer")
 
 
 def steps_shown(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -29,13 +33,26 @@ def steps_shown(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     for kind, of_kind in (("training", rollouts), ("validation", rollouts / VALIDATION_FOLDER)):
         for step, path in _spread(_files(of_kind), _STEPS):
             try:
-                answers = [*read_rollouts(path)]
-            except (OSError, EOFError, ValueError, gzip.BadGzipFile) as error:
+                total, some = _answers_of(path)
+            except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
                 unread.append(f"{path} cannot be read: {error}")
                 continue
-            some = [_shortened(answer) for answer in some_of(answers)]
-            shown.append({"step": step, "kind": kind, "total": len(answers), "answers": some})
+            shown.append({"step": step, "kind": kind, "total": total, "answers": some})
     return shown, unread
+
+
+def _answers_of(path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """How many a file has, and those that are shown; raises ValueError where the page could not show them."""
+    answers: list[Any] = [*read_rollouts(path)]
+    for line, answer in enumerate(answers, 1):
+        if not (isinstance(answer, dict) and all(isinstance(answer.get(name), str) for name in _ALWAYS)):
+            raise ValueError(f"line {line} is no answer")
+    try:
+        some = [_shortened(answer) for answer in some_of(answers)]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"turns or tokens of an answer are none: {error!r}") from error
+    json.dumps(some, allow_nan=False)
+    return len(answers), some
 
 
 def some_of(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -65,10 +82,44 @@ def _spread[Item](items: Sequence[Item], most: int) -> list[Item]:
 
 
 def _shortened(answer: dict[str, Any]) -> dict[str, Any]:
-    """The same, with texts that a page can hold."""
-    cut = {
-        name: f"{text[:_LONGEST_TEXT]}… ({len(text) - _LONGEST_TEXT} more characters)"
-        for name in _TEXTS
-        if isinstance(text := answer.get(name), str) and len(text) > _LONGEST_TEXT
-    }
-    return {**answer, **cut}
+    """The same, with texts, turns and tokens that a page can hold."""
+    cut = {name: _cut(answer[name]) for name in _TEXTS if isinstance(answer.get(name), str)}
+    return {**answer, **cut, "turns": _some_turns(answer), "tokens": _first_tokens(answer)}
+
+
+def _cut(text: str, most: int = _LONGEST_TEXT) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
+
+
+def _some_turns(answer: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The first turns, which share the room of one text."""
+    turns, left = answer.get("turns"), _LONGEST_TEXT
+    if not turns:
+        return None
+    some: list[dict[str, Any]] = []
+    for place, turn in enumerate(turns):
+        if left <= 0:
+            return [*some, {"role": f"{len(turns) - place} more turns", "content": "…"}]
+        some.append({**turn, "content": _cut(turn["content"], left)})
+        left -= len(turn["content"])
+    return some
+
+
+def _first_tokens(answer: dict[str, Any]) -> dict[str, Any] | None:
+    """The first tokens, and how many `more` there are."""
+    tokens = answer.get("tokens")
+    if not tokens:
+        return None
+    if (
+        len(
+            {
+                len(column)
+                for column in (tokens["text"], tokens["turn"], *tokens.values())
+                if column is not None
+            }
+        )
+        > 1
+    ):
+        raise ValueError("the columns of an answer's tokens have several lengths")
+    first = {name: column and column[:_MOST_TOKENS] for name, column in tokens.items()}
+    return {**first, "more": max(0, len(tokens["text"]) - _MOST_TOKENS)}

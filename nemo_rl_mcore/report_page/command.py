@@ -7,17 +7,21 @@ from pathlib import Path
 from nemo_rl_mcore.observability.report import REPORT_FILE
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.report_page.page import write_page
-from nemo_rl_mcore.report_page.run_data import read_run
+from nemo_rl_mcore.report_page.run_data import read_run, told_apart
 
 _COMPARISON_FILE = "comparison.html"
 
 
 def run_report(folders: Sequence[str], output: str | None) -> int:
     """Write the page and tell its name; 2 where a folder is that of no run, or the file cannot be written."""
-    paths = [Path(folder) for folder in dict.fromkeys(folders)]
+    once: dict[Path, Path] = {}
+    for folder in map(Path, folders):
+        once.setdefault(folder.resolve(), folder)
+    paths = [*once.values()]
     default = paths[0] / REPORT_FILE if len(paths) == 1 else Path(_COMPARISON_FILE)
     try:
-        page = write_page([read_run(path) for path in paths], Path(output) if output else default)
+        runs = told_apart([read_run(path) for path in paths])
+        page = write_page(runs, Path(output) if output else default)
     except ValueError as error:
         write_line(sys.stderr, f"report: {error}")
         return 2

@@ -114,7 +114,7 @@ def stacked_phases(rows: Sequence[Row]) -> Figure | None:
 
 
 def _timed(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if f"{TIMING_PREFIX}total" in row]
+    return [row for row in rows if math.isfinite(row.get(f"{TIMING_PREFIX}total", math.nan))]
 
 
 def _phase_seconds(rows: Sequence[Row]) -> dict[str, list[float]]:
@@ -122,12 +122,17 @@ def _phase_seconds(rows: Sequence[Row]) -> dict[str, list[float]]:
     timed = _timed(rows)
     beside = {"generation": _WAITING} if any(_BESIDE in row for row in timed) else {}
     known = {f"{TIMING_PREFIX}{phase}": name for phase, name in (_PHASES | beside).items()}
-    spans = {name: [row.get(key, 0.0) for row in timed] for key, name in known.items()}
+    spans = {name: [_seconds(row, key) for row in timed] for key, name in known.items()}
     least = _SHOWN_SHARE * sum(row[f"{TIMING_PREFIX}total"] for row in timed)
     spans = {name: values for name, values in spans.items() if sum(values) > least}
     total = [row[f"{TIMING_PREFIX}total"] for row in timed]
     rest = [max(0.0, whole - sum(parts)) for whole, *parts in zip(total, *spans.values(), strict=True)]
     return spans | {_REST: rest} if timed else {}
+
+
+def _seconds(row: Row, key: str) -> float:
+    seconds = row.get(key, 0.0)
+    return seconds if math.isfinite(seconds) else 0.0
 
 
 def _over_steps(runs: Sequence[RunData], metrics: Iterable[str]) -> Figure:

@@ -12,7 +12,7 @@ from itertools import takewhile
 from statistics import fmean, median
 from typing import Literal
 
-from nemo_rl_mcore.observability.curves import Row, points_of
+from nemo_rl_mcore.observability.curves import Row, finite_points, finite_values, points_of
 from nemo_rl_mcore.report_page.run_data import RunData
 
 _WINDOW = 10
@@ -33,6 +33,8 @@ _SPIKE = 50.0
 """Times the median gradient norm."""
 _FALL = 0.2
 """Share of the range of a reward by which it is below its best."""
+_NOISE = 0.1
+"""Share of the best reward by which a reward that neither rises nor falls may be below it."""
 
 _WAITERS = {
     "trainer": "Training waits for answers",
@@ -61,18 +63,14 @@ def findings_of(run: RunData) -> list[Finding]:
 
 def _of_the_end(run: RunData) -> Iterator[Finding]:
     total, last, at = run.total_steps, run.last_step, run.written_at
-    if run.rows and total is not None and last < total:
-        when = f"; its last row was written on {at:%Y-%m-%d at %H:%M}" if at else ""
+    if (run.rows or at) and total is not None and last < total:
+        when = f"; its last row was written on {at:%Y-%m-%d at %H:%M}" if run.rows and at else ""
         yield Finding("warning", f"The run has {last} of {total} steps{when}. Is it still at work?")
-
-
-def _values(rows: Sequence[Row], name: str) -> list[float]:
-    return [value for value in points_of(rows, name)[1] if math.isfinite(value)]
 
 
 def _ends(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
     """Means over the first and the last steps; None with fewer than two windows of them."""
-    values = _values(rows, name)
+    values = finite_values(rows, name)
     if len(values) < 2 * _WINDOW:
         return None
     return fmean(values[:_WINDOW]), fmean(values[-_WINDOW:])
@@ -94,8 +92,12 @@ def _not_finite(rows: Sequence[Row]) -> Finding | None:
 
 def _is_learnt(rows: Sequence[Row]) -> bool:
     """Whether nearly all answers of the last steps have the highest reward that any answer had."""
-    rewards, highest = _values(rows, "train/reward")[-_WINDOW:], _values(rows, "train/reward_max")
-    return bool(rewards and highest) and fmean(rewards) >= _LEARNT * max(highest) > 0
+    rewards, highest = finite_values(rows, "train/reward")[-_WINDOW:], finite_values(rows, "train/reward_max")
+    if not rewards or not highest:
+        return False
+    # From 0 on, or from the lowest one where rewards are costs.
+    low, high = min(0.0, *finite_values(rows, "train/reward_min")), max(highest)
+    return high > low and fmean(rewards) >= low + _LEARNT * (high - low)
 
 
 def _equal_rewards(rows: Sequence[Row]) -> Finding | None:
@@ -127,18 +129,20 @@ def _entropy(rows: Sequence[Row]) -> Finding | None:
 
 
 def _kl(rows: Sequence[Row]) -> Finding | None:
-    ends = _ends(rows, "train/kl_penalty")
-    if ends is None or ends[1] < _LARGE_KL:
+    last = finite_values(rows, "train/kl_penalty")[-_WINDOW:]
+    if not last or fmean(last) < _LARGE_KL:
         return None
     return Finding(
-        "warning", f"The policy is {ends[1]:.3g} nats a token away from its reference.", "train/kl_penalty"
+        "warning",
+        f"The policy is {fmean(last):.3g} nats a token away from its reference.",
+        "train/kl_penalty",
     )
 
 
 def _mismatch(rows: Sequence[Row]) -> Finding | None:
     name = "train/token_mult_prob_error"
     # Answers of older weights differ rightly, see `_stale`.
-    values = _values([row for row in rows if not row.get("async/age_max")], name)
+    values = finite_values([row for row in rows if not row.get("async/age_max")], name)
     if not values or max(values) < _LARGE_MISMATCH:
         return None
     above = sum(value >= _LARGE_MISMATCH for value in values)
@@ -152,9 +156,7 @@ def _mismatch(rows: Sequence[Row]) -> Finding | None:
 
 def _spikes(rows: Sequence[Row]) -> Finding | None:
     name = "train/grad_norm"
-    points = [
-        (step, value) for step, value in zip(*points_of(rows, name), strict=True) if math.isfinite(value)
-    ]
+    points = finite_points(rows, name)
     if len(points) < _WINDOW:
         return None
     usual, (step, highest) = median(value for _, value in points), max(points, key=lambda point: point[1])
@@ -170,24 +172,25 @@ def _spikes(rows: Sequence[Row]) -> Finding | None:
 def _fallen(rows: Sequence[Row]) -> Finding | None:
     """A reward that was higher: validations where there are some, else means of windows."""
     name = next(
-        (name for name in ("validation/reward", "train/reward") if len(_values(rows, name)) > 2), None
+        (name for name in ("validation/reward", "train/reward") if len(finite_values(rows, name)) > 2), None
     )
     if name is None:
         return None
-    steps, values = points_of(rows, name)
+    points = finite_points(rows, name)
+    values = [value for _, value in points]
     width = 1 if name.startswith("validation/") else _WINDOW
-    means = [(steps[i - 1], fmean(values[i - width : i])) for i in range(width, len(values) + 1)]
+    means = [(points[i - 1][0], fmean(values[i - width : i])) for i in range(width, len(values) + 1)]
     if not means:
         return None
     step, best = max(means, key=lambda point: point[1])
     last, lowest = means[-1][1], min(mean for _, mean in means)
-    if best - last <= _FALL * (best - lowest) or best - last < 1e-6:
+    if best - last <= max(_FALL * (best - lowest), _NOISE * abs(best), 1e-6):
         return None
     return Finding("warning", f"{name} was {best:.4g} at step {int(step)} and is {last:.4g} now.", name)
 
 
 def _truncated(rows: Sequence[Row]) -> Finding | None:
-    last = _values(rows, "train/truncation_rate")[-_WINDOW:]
+    last = finite_values(rows, "train/truncation_rate")[-_WINDOW:]
     if not last or fmean(last) < _MUCH_TRUNCATION:
         return None
     return Finding(
@@ -199,7 +202,7 @@ def _truncated(rows: Sequence[Row]) -> Finding | None:
 
 
 def _clipped(rows: Sequence[Row]) -> Finding | None:
-    last = _values(rows, "train/probs_ratio_clipfrac")[-_WINDOW:]
+    last = finite_values(rows, "train/probs_ratio_clipfrac")[-_WINDOW:]
     if not last or fmean(last) < _MUCH_CLIPPING:
         return None
     return Finding(
@@ -210,7 +213,7 @@ def _clipped(rows: Sequence[Row]) -> Finding | None:
 
 
 def _stale(rows: Sequence[Row]) -> Finding | None:
-    values = _values(rows, "async/ess")
+    values = finite_values(rows, "async/ess")
     if not values or min(values) >= _SMALL_SAMPLE:
         return None
     return Finding(
@@ -222,7 +225,7 @@ def _stale(rows: Sequence[Row]) -> Finding | None:
 
 
 def _waiting(rows: Sequence[Row]) -> Finding | None:
-    waits = {name: _values(rows, f"async/{name}_idle") for name in ("trainer", "engine")}
+    waits = {name: finite_values(rows, f"async/{name}_idle") for name in ("trainer", "engine")}
     found = [(median(values), name) for name, values in waits.items() if values]
     if not found or max(found)[0] < _MUCH_WAITING:
         return None
@@ -231,7 +234,7 @@ def _waiting(rows: Sequence[Row]) -> Finding | None:
 
 
 def _skipped(rows: Sequence[Row]) -> Finding | None:
-    last = _values(rows, "train/skipped_steps")[-1:]
+    last = finite_values(rows, "train/skipped_steps")[-1:]
     if not last or not last[0]:
         return None
     return Finding(

@@ -61,7 +61,7 @@ def content_of(runs: Sequence[RunData]) -> dict[str, Any]:
 
 def _run(run: RunData) -> dict[str, Any]:
     steps, unread = steps_shown(run.folder)
-    findings = [*findings_of(run), *(Finding("warning", line) for line in unread)]
+    findings = [*(Finding("warning", line) for line in unread), *findings_of(run)]
     return {
         "name": run.name,
         "folder": str(run.folder),

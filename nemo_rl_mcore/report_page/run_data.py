@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
@@ -26,7 +29,8 @@ class RunData:
     """A run as its folder tells it.
 
     recipe: the resolved one; None where there is none. events: of an asynchronous run. evaluations: the results of
-    `eval`, by the folder below this one. unread: what is there and could not be read, in words.
+    `eval`, by the folder below this one. unread: what is there and could not be read, in words. called: its name, where
+    it is not the folder's.
     """
 
     folder: Path
@@ -35,11 +39,12 @@ class RunData:
     events: Sequence[Event] = ()
     evaluations: dict[str, Tree] = field(default_factory=dict[str, Tree])
     unread: Sequence[str] = ()
+    called: str = ""
 
     @property
     def name(self) -> str:
         """What the run is called beside others."""
-        return self.folder.name or str(self.folder)
+        return self.called or Path(os.path.abspath(self.folder)).name or str(self.folder)
 
     @property
     def algorithm(self) -> str | None:
@@ -51,14 +56,13 @@ class RunData:
     @property
     def last_step(self) -> int:
         """The last step that was finished; 0 where there is none."""
-        return int(self.rows[-1]["step"]) if self.rows else 0
+        return max((int(row["step"]) for row in self.rows), default=0)
 
     @property
     def total_steps(self) -> int | None:
         """How many steps the recipe asks for."""
-        if self.algorithm is None:
-            return None
-        return cast("int | None", self.keys.get(f"{self.algorithm}.max_num_steps"))
+        steps = self.keys.get(f"{self.algorithm}.max_num_steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -94,14 +98,42 @@ def read_run(folder: Path) -> RunData:
             f"{folder} holds neither {METRICS_FILE} nor {RESULTS_FILE}; give the folder of a run (its logger.log_dir), "
             "or that of an evaluation"
         )
-    rows = tried(read_history, folder, default=[]) if (folder / METRICS_FILE).is_file() else []
+    damaged: list[ValueError] = []
+    rows = (
+        tried(read_history, folder, damaged.append, default=[]) if (folder / METRICS_FILE).is_file() else []
+    )
+    if damaged:
+        more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
+        unread.append(f"{damaged[0]}{more}")
     recipe = tried(read_recipe_of, folder, default=None) if (folder / RECIPE_FILE).is_file() else None
     events = tried(read_events, folder / EVENTS_FILE, default=[]) if (folder / EVENTS_FILE).is_file() else []
     return RunData(folder, rows, recipe, events, evaluations, unread)
 
 
+def told_apart(runs: Sequence[RunData]) -> list[RunData]:
+    """The same; those whose folders have one name are called by their whole path."""
+    names = Counter(run.name for run in runs)
+    return [replace(run, called=str(run.folder)) if names[run.name] > 1 else run for run in runs]
+
+
 def _evaluations(folder: Path, tried: Any) -> Iterator[tuple[str, Tree]]:
     """Results of the folder itself, and of those in it."""
-    for path in (folder / RESULTS_FILE, *sorted(folder.glob(f"*/{RESULTS_FILE}"))):
-        if path.is_file() and isinstance(results := tried(read_json, path, default=None), dict):
-            yield str(path.parent.relative_to(folder)), cast("Tree", results)
+    for path in (folder / RESULTS_FILE, *sorted(folder.glob(f"*/{RESULTS_FILE}"), key=_by_numbers)):
+        if path.is_file() and (results := tried(_results, path, default=None)) is not None:
+            yield str(path.parent.relative_to(folder)), results
+
+
+def _by_numbers(path: Path) -> list[tuple[int, str]]:
+    """So that step_2 stands before step_10."""
+    return [(int(digits or 0), text) for text, digits in re.findall(r"(\D*)(\d*)", str(path))]
+
+
+def _results(path: Path) -> Tree:
+    results: Any = read_json(path)
+    try:
+        means = [found["mean"] for of_set in results.values() for found in of_set["metrics"].values()]
+    except (AttributeError, KeyError, TypeError):
+        means = [None]
+    if not all(isinstance(mean, int | float) for mean in means):
+        raise ValueError(f"{path} holds no results of an evaluation")
+    return results

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -11,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from nemo_rl_mcore.controllers.events import Aborted, Cancelled, Failed, Lost, Started
-from nemo_rl_mcore.observability.curves import points_of
+from nemo_rl_mcore.observability.curves import finite_points, finite_values
 from nemo_rl_mcore.observability.series import Best, best_of
 from nemo_rl_mcore.preflight.saved_run import shown_value
 from nemo_rl_mcore.report_page.run_data import RunData
@@ -45,10 +44,10 @@ def summary(run: RunData) -> list[Row]:
         lines.append(
             [
                 "time in steps",
-                str(timedelta(seconds=round(sum(row.get("timing/total", 0.0) for row in run.rows)))),
+                str(timedelta(seconds=round(sum(finite_values(run.rows, "timing/total"))))),
             ]
         )
-    if tokens := sum(row.get("train/total_num_tokens", 0.0) for row in run.rows):
+    if tokens := sum(finite_values(run.rows, "train/total_num_tokens")):
         lines.append(["tokens", f"{tokens:,.0f}"])
     lines += [[name, text] for name in _OF_STEPS if (text := _first_and_last(run, name))]
     lines += [[name, text] for name in _OF_VALIDATIONS if (text := _first_best_last(run, name))]
@@ -57,13 +56,12 @@ def summary(run: RunData) -> list[Row]:
 
 def _first_and_last(run: RunData, name: str) -> str:
     """Means over the first and the last steps."""
-    values = [value for value in points_of(run.rows, name)[1] if math.isfinite(value)]
+    values = finite_values(run.rows, name)
     return f"{fmean(values[:_WINDOW]):.4g} at first, {fmean(values[-_WINDOW:]):.4g} at last" if values else ""
 
 
 def _first_best_last(run: RunData, name: str) -> str:
-    points = [Best(int(step), value) for step, value in zip(*points_of(run.rows, name), strict=True)]
-    points = [point for point in points if math.isfinite(point.value)]
+    points = [Best(int(step), value) for step, value in finite_points(run.rows, name)]
     if not points:
         return ""
     best = reduce(partial(best_of, name), points)
@@ -109,7 +107,7 @@ def faults(run: RunData) -> list[Row]:
 def _of_the_metrics(run: RunData) -> Iterator[Row]:
     for name, what in _COUNTED.items():
         before = 0.0
-        for step, value in zip(*points_of(run.rows, name), strict=True):
+        for step, value in finite_points(run.rows, name):
             if value > before:
                 yield [f"step {int(step)}", f"{value - before:.0f} {what}"]
             before = value

@@ -153,5 +153,8 @@ def test_the_recipe_is_left_in_the_folder_and_another_one_is_put_aside(tmp_path)
     leave_recipe(second)
     seeds = {path.name: load_config(path).seed for path in tmp_path.iterdir()}
     assert seeds == {"config.yaml": 2, "config.1.yaml": 1}
+    (tmp_path / "config.yaml").write_bytes(b"\xff: of another program")
+    leave_recipe(second)
+    assert (tmp_path / "config.2.yaml").read_bytes() == b"\xff: of another program"
     with pytest.raises(FolderError, match=r"logger.log_dir"):
         leave_recipe(config(tmp_path / "gone", tmp_path / "saved"))

@@ -18,20 +18,20 @@ const COLOURINGS = {
   },
   advantage: {
     value: (tokens, i) => at(tokens.advantages, i),
-    scale: (tokens) => Math.max(...(tokens.advantages || []).map((value) => Math.abs(value || 0)), 1e-9),
+    scale: (tokens) => largest([1e-9, ...(tokens.advantages || [])]),
     low: RED, high: GREEN, legend: "lowest … highest of this answer",
   },
   mask: { value: () => null, scale: () => 1, low: RED, high: RED, legend: "dotted: not trained on" },
 };
 
-function shade(colouring, tokens, place) {
+function shade(colouring, tokens, place, scale) {
   const value = colouring.value(tokens, place);
   if (value === null || value === undefined) return null;
-  const strength = Math.min(1, Math.abs(value) / colouring.scale(tokens));
+  const strength = Math.min(1, Math.abs(value) / scale);
   return `background: rgba(${value < 0 ? colouring.low : colouring.high}, ${(0.75 * strength).toFixed(3)})`;
 }
 
-function token(tokens, place, colouring) {
+function token(tokens, place, colouring, scale) {
   const text = tokens.text[place];
   const masked = at(tokens.mask, place);
   const told = [
@@ -43,7 +43,7 @@ function token(tokens, place, colouring) {
   ].filter(Boolean);
   const tell = () => { document.querySelector(".told").textContent = told.join(" · "); };
   return make("span", {
-    class: masked === 0 ? "token unmasked" : "token", style: shade(colouring, tokens, place),
+    class: masked === 0 ? "token unmasked" : "token", style: shade(colouring, tokens, place, scale),
     title: told.join("\n"), onclick: tell,
   }, text.replaceAll("\n", "⏎\n"));
 }
@@ -52,17 +52,20 @@ function token(tokens, place, colouring) {
 function turnsOfTokens(answer, colouring) {
   const { tokens } = answer;
   const rewards = (answer.turns || []).filter((turn) => turn.role === "assistant").map((turn) => turn.reward);
-  const blocks = [];
+  // A row of a longer episode has the turns of its own tokens alone.
+  const first = tokens.turn.find((turn) => turn > 0);
+  const blocks = [], scale = colouring.scale(tokens);
   tokens.text.forEach((_, place) => {
     const turn = tokens.turn[place];
     if (!blocks.length || blocks.at(-1).turn !== turn) blocks.push({ turn, spans: [] });
-    blocks.at(-1).spans.push(token(tokens, place, colouring));
+    blocks.at(-1).spans.push(token(tokens, place, colouring, scale));
   });
-  return blocks.map(({ turn, spans }) => {
-    const reward = rewards[turn - 1];
+  const shown = blocks.map(({ turn, spans }) => {
+    const reward = rewards[turn - first];
     const name = turn ? `answer ${turn}${reward === undefined || reward === null ? "" : `, reward ${number(reward)}`}` : "observation";
     return block(turn ? name : "observation", !turn, ...spans);
   });
+  return tokens.more ? [...shown, block(`${tokens.more} more tokens`, true, "…")] : shown;
 }
 
 const block = (title, observed, ...content) =>

@@ -18,6 +18,9 @@ function make(tag, attributes, ...children) {
   return element;
 }
 
+// Of numbers and gaps, without their signs; of more than Math.max takes as arguments.
+const largest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value || 0)), 0);
+
 function labelled(name, control) {
   control.setAttribute("aria-label", name);
   return make("label", {}, name, control);
@@ -65,8 +68,8 @@ function layoutOf(figure) {
   const base = look();
   const layout = { ...base, ...figure.layout };
   for (const axis of ["xaxis", "yaxis"]) layout[axis] = { ...base[axis], ...figure.layout[axis] };
-  const values = figure.data.flatMap((trace) => trace.y).filter((value) => typeof value === "number");
-  layout.yaxis.exponentformat = Math.max(...values.map(Math.abs)) < 1000 ? "e" : "SI";
+  const highest = largest(figure.data.flatMap((trace) => trace.y.filter((value) => typeof value === "number")));
+  layout.yaxis.exponentformat = highest < 1000 ? "e" : "SI";
   layout.showlegend = figure.data.length > 1;
   return layout;
 }
@@ -104,8 +107,8 @@ function header() {
 }
 
 function finding({ level, text, panel }) {
-  const target = panel && document.getElementById(panel);
-  const link = target ? [" ", make("a", { href: `#${panel}` }, "see the curve")] : [];
+  const target = data.groups.flatMap((group) => group.panels).find(({ metrics }) => metrics.includes(panel));
+  const link = target ? [" ", make("a", { href: `#${target.metrics[0]}` }, "see the curve")] : [];
   return make("div", { class: `finding ${level}` }, make("b", {}, level === "warning" ? "Look at this" : "Note"), text, ...link);
 }
 

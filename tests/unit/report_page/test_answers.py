@@ -1,5 +1,7 @@
 import gzip
+import json
 
+import pytest
 from run_folder import rows, write_run
 from written_samples import sample
 
@@ -57,3 +59,59 @@ def test_a_damaged_file_is_named_and_the_others_are_shown(tmp_path):
     shown, unread = steps_shown(tmp_path)
     assert [one["step"] for one in shown] == [1]
     assert ["step_2" in unread[0], "step_3" in unread[1]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "3",
+        '{"reward": 1.0}',
+        '{"prompt": "", "response": "", "reward": NaN}',
+        '{"prompt": "", "response": "", "reward": 1e999}',
+        '{"prompt": "", "response": "", "turns": [1]}',
+        '{"prompt": "", "response": "", "tokens": {"text": ["a"]}}',
+        '{"prompt": "", "response": "", "tokens": {"text": ["a"], "turn": []}}',
+        "[" * 100_000,
+    ],
+    ids=lambda line: line[:60],
+)
+def test_what_is_no_answer_is_named_and_the_others_are_shown(tmp_path, line):
+    write_run(tmp_path, rows(2))
+    (tmp_path / "rollouts/step_2.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+    shown, unread = steps_shown(tmp_path)
+    assert [one["step"] for one in shown] == [1]
+    assert ["step_2.jsonl.gz cannot be read" in line for line in unread] == [True]
+
+
+def test_a_file_with_a_byte_that_was_turned_is_named(tmp_path):
+    """zlib has an error of its own."""
+    write_run(tmp_path, rows(2))
+    path = tmp_path / "rollouts/step_2.jsonl.gz"
+    damaged = bytearray(path.read_bytes())
+    damaged[20] ^= 0x55
+    path.write_bytes(damaged)
+    assert "step_2.jsonl.gz cannot be read" in steps_shown(tmp_path)[1][0]
+
+
+def test_answers_of_an_earlier_version_are_shown(tmp_path):
+    """They have neither turns nor tokens."""
+    write_run(tmp_path, rows(1))
+    old = {"prompt": "1+1=", "answer": "2", "response": "2", "reward": 1.0, "advantage": None}
+    (tmp_path / "rollouts/step_1.jsonl.gz").write_bytes(gzip.compress(json.dumps(old).encode()))
+    [step], unread = steps_shown(tmp_path)
+    assert step["answers"] == [{**old, "turns": None, "tokens": None}]
+    assert unread == []
+
+
+def test_of_long_answers_the_first_tokens_and_turns_are_shown(tmp_path):
+    count = 64_000
+    tokens = {"text": ["a"] * count, "turn": [1] * count, "mask": None, "generation_logprobs": [-1.0] * count}
+    turns = [{"role": "assistant", "content": "x" * 1000, "reward": 1.0}] * 500
+    write_run(tmp_path, rows(1), answers=1, tokens=tokens, turns=turns)
+    [step], _ = steps_shown(tmp_path)
+    [answer] = step["answers"]
+    assert [len(answer["tokens"][name] or ()) for name in tokens] == [2000, 2000, 0, 2000]
+    assert answer["tokens"]["more"] == 62_000
+    assert len(answer["turns"]) == 21
+    assert answer["turns"][-1] == {"role": "480 more turns", "content": "…"}
+    assert len(json.dumps(answer)) < 200_000

@@ -37,6 +37,19 @@ def test_several_runs_have_a_page_here(tmp_path, monkeypatch, capsys):
     assert found["differences"] == [["grpo.max_num_steps", "3", "5"]]
 
 
+def test_folders_of_one_name_are_told_apart_and_one_folder_is_one_run(tmp_path, monkeypatch):
+    for name in ("one", "other"):
+        write_run(tmp_path / name / "run", rows(3))
+    (tmp_path / "link").symlink_to("one")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", "one/run", "other/run", "other/run/", "link/../other/run"]) == 0
+    found = content((tmp_path / "comparison.html").read_text("utf-8"))
+    assert [run["name"] for run in found["runs"]] == ["one/run", "other/run"]
+    monkeypatch.chdir("one/run")
+    assert cli.main(["report", "."]) == 0
+    assert "<title>run</title>" in (tmp_path / "one/run/report.html").read_text("utf-8")
+
+
 def test_mistakes_are_told_and_leave_nothing(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "holds neither metrics.jsonl" in capsys.readouterr().err

@@ -80,6 +80,12 @@ def test_generation_beside_training_is_told_as_waiting(tmp_path):
     assert waterfall(run.rows)["data"][0]["y"] == ["waiting for answers", "training", "the rest"]
 
 
+def test_seconds_that_are_not_finite_are_left_out(tmp_path):
+    columns = dict.fromkeys(("timing/total", "timing/train"), lambda step: math.nan if step == 2 else 1.0)
+    [bar] = waterfall(run_of(tmp_path, rows(5, **columns | {"timing/generation": 0.0})).rows)["data"]
+    assert dict(zip(bar["y"], bar["x"], strict=True)) == {"training": 1.0}
+
+
 @pytest.mark.parametrize("metrics", [[], [{"train/loss": 1.0}], [{"timing/total": 0.0}]])
 def test_a_run_without_times_has_no_waterfall(tmp_path, metrics):
     assert waterfall(run_of(tmp_path, metrics).rows) is None

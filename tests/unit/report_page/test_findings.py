@@ -1,4 +1,5 @@
 import math
+import random
 
 import pytest
 from run_folder import rows
@@ -90,6 +91,41 @@ def test_a_task_that_is_learnt_leaves_nothing_to_explore(tmp_path):
     [finding] = found(rows(40, **columns, **extremes), tmp_path)
     assert finding.level == "note"
     assert finding.text == "Entropy fell from 3 to 0.05 nats a token, and the task is learnt."
+
+
+def test_a_cost_that_has_become_nothing_is_learnt(tmp_path):
+    columns = {"train/entropy": LATE(0.05, 3.0), "train/reward": LATE(-0.02, -0.9)}
+    [finding] = found(rows(40, **columns, **{"train/reward_min": -1.0, "train/reward_max": 0.0}), tmp_path)
+    assert finding.level == "note"
+
+
+def test_a_reward_that_is_not_finite_has_not_fallen(tmp_path):
+    assert (
+        found(rows(40, **{"train/reward": lambda step: math.nan if step == 1 else step / 40}), tmp_path) == []
+    )
+
+
+def test_noise_is_no_fall(tmp_path):
+    """Of a reward that stays where it is, its best is always above its last."""
+    noise = random.Random(1)
+    for _ in range(20):
+        assert found(rows(60, **{"train/reward": lambda _: noise.gauss(0.5, 0.05)}), tmp_path) == []
+        assert found(rows(60, **{"validation/reward": lambda _: noise.gauss(0.5, 0.01)}), tmp_path) == []
+
+
+def test_the_reference_is_far_away_after_few_steps_too(tmp_path):
+    [finding] = found(rows(5, **{"train/kl_penalty": 50.0}), tmp_path)
+    assert finding.text == "The policy is 50 nats a token away from its reference."
+
+
+def test_a_run_that_has_no_step_is_told(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    [finding] = found([], tmp_path, recipe={"sft": {"max_num_steps": 40}})
+    assert finding.text == "The run has 0 of 40 steps. Is it still at work?"
+
+
+def test_steps_that_are_no_number_are_no_trouble(tmp_path):
+    assert found(rows(2), tmp_path, recipe={"sft": {"max_num_steps": "many"}}) == []
 
 
 def test_answers_of_older_weights_are_no_mismatch(tmp_path):

@@ -34,6 +34,7 @@ def page(tmp_path_factory):
     columns = {
         "train/entropy": lambda step: 3.0 if step < 20 else 0.01,
         "async/trainer_idle": 0.1,
+        "async/engine_idle": 0.6,
         "a/b": 1.0,
     }
     for name in ("one", "other"):
@@ -71,6 +72,9 @@ def test_the_page_is_sound_and_whole(browser, page, width):
     warnings = shown.texts(".finding.warning")
     assert sum("Entropy has collapsed, from 3 to 0.01" in text for text in warnings) == 2
     assert sum("30 of 33 steps" in text for text in warnings) == 1
+    found = "document.getElementById(link.hash.slice(1)) && link.hash"
+    links = shown.page.evaluate(f"[...document.querySelectorAll('.finding a')].map(link => {found})")
+    assert {*links} == {"#train/entropy", "#async/trainer_idle"}
     assert [row for row in shown.texts("#recipe tr") if "max_num" in row] == ["grpo.max_num_steps\t33\t35"]
     assert len(shown.texts("#faults-survived tr")) == 2 * 4
     assert HOSTILE in shown.texts(".answer .turn pre")[0]
@@ -126,3 +130,16 @@ def test_a_folder_with_hardly_anything_has_a_page(browser, tmp_path):
     shown = Shown(browser, write_page([read_run(tmp_path)], tmp_path / "report.html"), 400)
     shown.require_sound()
     assert shown.texts("h2") == ["What to look at", "Evaluations"]
+
+
+def test_a_long_row_of_an_episode_is_shown_as_far_as_it_is_kept(browser, tmp_path):
+    """Its first turn is the episode's second; the turns of a row are those of its own tokens."""
+    long = TOKENS | {"turn": [2, 2, 0, 0, 3]}
+    long = {name: [*column, *column[-1:] * 20_000] for name, column in long.items()}
+    write_run(tmp_path, rows(1), answers=1, tokens=long, turns=TURNS)
+    shown = Shown(browser, write_page([read_run(tmp_path)], tmp_path / "report.html"), 400)
+    shown.require_sound()
+    assert shown.page.locator(".token").count() == 2000
+    assert shown.texts(".answer .turn > b")[1:5] == [
+        *("answer 2, reward 0.25", "observation", "answer 3, reward 0.5", "18005 more tokens"),
+    ]

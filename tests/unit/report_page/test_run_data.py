@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from run_folder import rows, write_events, write_results, write_run
 
@@ -46,3 +48,45 @@ def test_the_folder_of_an_evaluation_alone_is_read(tmp_path):
     run = read_run(tmp_path)
     assert list(run.evaluations) == ["."]
     assert run.last_step == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"train/loss": 1.0}',
+        '{"step": null}',
+        '{"step": 1e999}',
+        '{"step": 4, "a": 1%s}' % ("0" * 400),
+        "",
+        "{",
+    ],
+)
+def test_a_line_that_is_no_row_is_named_and_the_others_are_there(tmp_path, line):
+    write_run(tmp_path, rows(3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(f'{line}\n{line}\n{{"step": 5}}\n')
+    run = read_run(tmp_path)
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 5]
+    assert [
+        "metrics.jsonl:4 is not a row" in told and told.endswith("(and 1 more lines)") for told in run.unread
+    ] == [True]
+
+
+def test_the_last_step_is_the_highest(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n{"step": 1}\n')
+    assert read_run(tmp_path).last_step == 2
+
+
+def test_evaluations_of_checkpoints_stand_in_their_order(tmp_path):
+    for step in (1, 2, 10):
+        write_results(tmp_path / f"step_{step}")
+    assert list(read_run(tmp_path).evaluations) == ["step_1", "step_2", "step_10"]
+
+
+@pytest.mark.parametrize("metrics", [[], {"accuracy": 0.5}, {"accuracy": {}}, {"accuracy": {"mean": None}}])
+def test_results_of_something_else_are_named(tmp_path, metrics):
+    write_run(tmp_path, rows(1))
+    (tmp_path / "results.json").write_text(json.dumps({"digits": {"metrics": metrics}}))
+    run = read_run(tmp_path)
+    assert run.evaluations == {}
+    assert run.unread == [f"{tmp_path}/results.json holds no results of an evaluation"]

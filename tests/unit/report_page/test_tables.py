@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from run_folder import rows, write_events, write_results, write_run
 
@@ -13,6 +15,14 @@ def test_the_summary_tells_what_the_run_came_to(tmp_path):
     assert lines["tokens"] == "40,000"
     assert lines["train/reward"] == "0.1375 at first, 0.8875 at last"
     assert lines["validation/loss"] == "19 at first, best 0 at step 20, 20 at last"
+
+
+def test_what_is_not_finite_is_not_added_up(tmp_path):
+    columns = dict.fromkeys(
+        ("timing/total", "train/total_num_tokens"), lambda step: math.nan if step == 2 else 1.0
+    )
+    lines = dict(summary(read_run(write_run(tmp_path, rows(4, **columns)))))
+    assert (lines["time in steps"], lines["tokens"]) == ("0:00:03", "3")
 
 
 def test_evaluations_have_their_standard_errors(tmp_path):
