@@ -33,10 +33,8 @@ def run_report(folders: Sequence[str], output: str | None) -> int:
 
 
 def page_of_run(folder: Path) -> None:
-    """Write the page of a run that ends; raises OSError. What else fails is told, and changes nothing of the end."""
+    """Write the page of a run that ends; what fails is told, and changes nothing of how the run ends."""
     try:
         write_page([read_run(folder)], folder / REPORT_FILE)
-    except OSError:
-        raise
     except Exception as error:  # noqa: BLE001 a page that cannot be made is no reason to fail what was trained
         write_line(sys.stderr, f"{folder / REPORT_FILE} was not written: {type(error).__name__}: {error}")

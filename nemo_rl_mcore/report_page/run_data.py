@@ -23,6 +23,9 @@ from nemo_rl_mcore.strict_json import read_json
 
 _SECTIONS_OF_STEPS = ("grpo", "ppo", "dpo", "sft", "distillation")
 
+_MOST_EVENT_BYTES = 64 << 20
+"""Of a log, which takes seconds to read: a run that ends is not to wait longer for its page."""
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -106,8 +109,16 @@ def read_run(folder: Path) -> RunData:
         more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
         unread.append(f"{damaged[0]}{more}")
     recipe = tried(read_recipe_of, folder, default=None) if (folder / RECIPE_FILE).is_file() else None
-    events = tried(read_events, folder / EVENTS_FILE, default=[]) if (folder / EVENTS_FILE).is_file() else []
+    events = tried(_events, folder / EVENTS_FILE, default=[]) if (folder / EVENTS_FILE).is_file() else []
     return RunData(folder, rows, recipe, events, evaluations, unread)
+
+
+def _events(path: Path) -> list[Event]:
+    if (size := path.stat().st_size) > _MOST_EVENT_BYTES:
+        raise ValueError(
+            f"{path} has {size >> 20} MiB, which the page does not read: it tells no faults of it"
+        )
+    return read_events(path)
 
 
 def told_apart(runs: Sequence[RunData]) -> list[RunData]:

@@ -3,7 +3,7 @@ import json
 import pytest
 from run_folder import rows, write_events, write_results, write_run
 
-from nemo_rl_mcore.report_page import read_run
+from nemo_rl_mcore.report_page import read_run, run_data
 
 
 def test_a_folder_is_read_whole(tmp_path):
@@ -90,3 +90,11 @@ def test_results_of_something_else_are_named(tmp_path, metrics):
     run = read_run(tmp_path)
     assert run.evaluations == {}
     assert run.unread == [f"{tmp_path}/results.json holds no results of an evaluation"]
+
+
+def test_a_log_that_takes_long_to_read_is_left_out_and_told(tmp_path, monkeypatch):
+    write_events(write_run(tmp_path, rows(1)))
+    monkeypatch.setattr(run_data, "_MOST_EVENT_BYTES", 100)
+    run = read_run(tmp_path)
+    assert run.events == []
+    assert ["rollouts.jsonl has 0 MiB" in line for line in run.unread] == [True]
