@@ -143,6 +143,7 @@ def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | Non
         if config.warm_start is not None and checkpoints.resumed_step is None:
             weights = _weights_of(config.warm_start, config, "warm_start", cluster)
             config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
+        leave_recipe(config)
         with ExitStack() as stack:
             _train(replace(parts, config=config), cluster, checkpoints, recorder, stack, saved)
 
@@ -203,7 +204,6 @@ def _train(
 ) -> None:
     """Start ranks, engine and recorder, which end with the stack, and train; saved: the rollouts of the checkpoint."""
     config, tokenizer = parts.config, parts.tokenizer
-    leave_recipe(config)
     of_policy, *others = [_with_weights(plan, config, cluster) for plan in config.models.values()]
     policy = _start(of_policy, config, cluster, recorder, stack)
     stack.enter_context(recorder)

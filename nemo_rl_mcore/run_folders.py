@@ -49,7 +49,6 @@ def leave_recipe(config: RunConfig) -> None:
     folder, text = Path(config.logger.log_dir), recipe_text(config).encode()
     path = folder / RECIPE_FILE
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if path.is_file() and path.read_bytes() != text:
             path.rename(next_free(path))
         path.write_bytes(text)

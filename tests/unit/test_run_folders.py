@@ -157,4 +157,4 @@ def test_the_recipe_is_left_in_the_folder_and_another_one_is_put_aside(tmp_path)
     leave_recipe(second)
     assert (tmp_path / "config.2.yaml").read_bytes() == b"\xff: of another program"
     with pytest.raises(FolderError, match=r"logger.log_dir"):
-        leave_recipe(config(tmp_path / "config.yaml", tmp_path / "saved"))
+        leave_recipe(config(tmp_path / "gone", tmp_path / "saved"))
