@@ -145,7 +145,11 @@ def sample_table(samples: Sequence[Sample]) -> Table:
     for heading in ("step", "prompt", "answer", "response", "ended", "reward"):
         table.add_column(heading)
     for sample in samples:
-        texts = (escape(text) for text in (sample.prompt, sample.answer, sample.response))
+        # A lone surrogate, which no encoding takes, is shown as its escape.
+        texts = (
+            escape(text.encode(errors="backslashreplace").decode())
+            for text in (sample.prompt, sample.answer, sample.response)
+        )
         ended = "no" if sample.truncated else "yes"
         table.add_row(str(sample.step), *texts, ended, f"{sample.reward:.3g}")
     return table

@@ -205,3 +205,9 @@ def test_the_summary_tells_age_idleness_and_correction_and_what_was_lost() -> No
         assert f"{metric} " in text
     assert cells(printed(sparse_table(rows)), "async/requeued/timeout")[1:] == ["2", "2", "2", "2"]
     assert not any(f"{metric} " in text for metric in shares)
+
+
+def test_a_lone_surrogate_in_an_answer_is_shown_as_its_escape() -> None:
+    text = printed(report.sample_table([sample(response="5\ud8007")]))
+    assert "5\\ud8007" in text
+    text.encode()
