@@ -89,7 +89,8 @@ def test_a_resumed_run_is_the_same_one_and_a_run_anew_is_another(tmp_path) -> No
     assert first.info.status == anew.info.status == "FINISHED"
 
 
-def test_a_resumed_run_that_the_store_does_not_have_is_a_new_one_there(tmp_path) -> None:
+def test_a_resumed_run_that_the_store_does_not_have_is_a_new_one_there(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # MLflow puts the files of a store of one's own below the working folder
     for resumed_step, name in ((None, "one.db"), (1, "other.db")):
         with recorder(tmp_path, resumed_step, tracking_uri=f"sqlite:///{tmp_path / name}") as begun:
             begun.log((resumed_step or 0) + 1, {"train/reward": 0.5})

@@ -137,8 +137,8 @@ assert services() == []
     ("mode", "number"),
     [
         ("offline", 9),
-        pytest.param("offline", 19, marks=pytest.mark.nightly),
-        pytest.param("online", 0, marks=pytest.mark.nightly),
+        ("offline", 19),
+        ("online", 0),
     ],
 )
 def test_a_wandb_that_dies_or_hangs_or_is_not_there_is_told_and_left_behind(mode, number, tmp_path) -> None:
