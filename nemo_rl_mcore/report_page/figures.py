@@ -98,14 +98,13 @@ def stacked_phases(rows: Sequence[Row]) -> Figure | None:
     every = math.ceil(len(steps) / _MOST_POINTS)
     areas = [
         {
-            **{
-                "type": "scatter",
-                "mode": "lines",
-                "stackgroup": "phases",
-                "name": name,
-                "line": {"width": 0.5},
-            },
-            **{"x": steps[::every], "y": _rounded(values[::every])},
+            "type": "scatter",
+            "mode": "lines",
+            "stackgroup": "phases",
+            "name": name,
+            "line": {"width": 0.5},
+            "x": steps[::every],
+            "y": _rounded(values[::every]),
         }
         for name, values in spans.items()
         if max(values) > 0
@@ -153,12 +152,12 @@ def _curves(runs: Sequence[RunData], metrics: Iterable[str]) -> list[dict[str, A
             steps, values = _thinned(steps, values)
             lines.append(
                 {
-                    **{"type": "scatter", "mode": "lines" if dense else "lines+markers", "run": number},
-                    **{
-                        "name": name if len(runs) == 1 else f"{run.name}: {name}",
-                        "x": steps,
-                        "y": _rounded(values),
-                    },
+                    "type": "scatter",
+                    "mode": "lines" if dense else "lines+markers",
+                    "run": number,
+                    "name": name if len(runs) == 1 else f"{run.name}: {name}",
+                    "x": steps,
+                    "y": _rounded(values),
                 }
             )
     return lines

@@ -13,19 +13,13 @@ from statistics import fmean, median
 from typing import Literal
 
 from nemo_rl_mcore.observability.curves import Row, finite_points, finite_values, points_of
-from nemo_rl_mcore.report_page.run_data import RunData
+from nemo_rl_mcore.report_page.run_data import WINDOW, RunData
 
-_WINDOW = 10
-"""Steps whose mean stands for the beginning and the end of a run."""
 _COLLAPSED_ENTROPY = 0.1
 """Share of the first entropy below which hardly anything is explored any more."""
 _LEARNT = 0.9
 """Share of the highest reward of any answer."""
-_LARGE_KL = 1.0
-"""Nats a token from the reference."""
 _LARGE_MISMATCH = 1.05
-_MUCH_TRUNCATION = 0.25
-_MUCH_CLIPPING = 0.3
 _SMALL_SAMPLE = 0.5
 """Effective sample size, as a share of the tokens."""
 _MUCH_WAITING = 0.3
@@ -71,9 +65,9 @@ def _of_the_end(run: RunData) -> Iterator[Finding]:
 def _ends(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
     """Means over the first and the last steps; None with fewer than two windows of them."""
     values = finite_values(rows, name)
-    if len(values) < 2 * _WINDOW:
+    if len(values) < 2 * WINDOW:
         return None
-    return fmean(values[:_WINDOW]), fmean(values[-_WINDOW:])
+    return fmean(values[:WINDOW]), fmean(values[-WINDOW:])
 
 
 def _not_finite(rows: Sequence[Row]) -> Finding | None:
@@ -92,7 +86,7 @@ def _not_finite(rows: Sequence[Row]) -> Finding | None:
 
 def _is_learnt(rows: Sequence[Row]) -> bool:
     """Whether nearly all answers of the last steps have the highest reward that any answer had."""
-    rewards, highest = finite_values(rows, "train/reward")[-_WINDOW:], finite_values(rows, "train/reward_max")
+    rewards, highest = finite_values(rows, "train/reward")[-WINDOW:], finite_values(rows, "train/reward_max")
     if not rewards or not highest:
         return False
     # From 0 on, or from the lowest one where rewards are costs.
@@ -103,7 +97,7 @@ def _is_learnt(rows: Sequence[Row]) -> bool:
 def _equal_rewards(rows: Sequence[Row]) -> Finding | None:
     of_steps = [row for row in rows if "train/reward_min" in row]
     equal = [*takewhile(lambda row: row["train/reward_min"] == row["train/reward_max"], reversed(of_steps))]
-    if len(equal) < _WINDOW or _is_learnt(rows):
+    if len(equal) < WINDOW or _is_learnt(rows):
         return None
     return Finding(
         "warning",
@@ -128,15 +122,35 @@ def _entropy(rows: Sequence[Row]) -> Finding | None:
     )
 
 
-def _kl(rows: Sequence[Row]) -> Finding | None:
-    last = finite_values(rows, "train/kl_penalty")[-_WINDOW:]
-    if not last or fmean(last) < _LARGE_KL:
-        return None
-    return Finding(
-        "warning",
-        f"The policy is {fmean(last):.3g} nats a token away from its reference.",
-        "train/kl_penalty",
-    )
+@dataclass(frozen=True)
+class _HighAtLast:
+    """A rule: the mean of a metric over the last steps is at least this; text: what is said of it."""
+
+    metric: str
+    least: float
+    level: Level
+    text: str
+
+    def __call__(self, rows: Sequence[Row]) -> Finding | None:
+        last = finite_values(rows, self.metric)[-WINDOW:]
+        if not last or fmean(last) < self.least:
+            return None
+        return Finding(self.level, self.text.format(fmean(last)), self.metric)
+
+
+_kl = _HighAtLast(
+    "train/kl_penalty", 1.0, "warning", "The policy is {:.3g} nats a token away from its reference."
+)
+_truncated = _HighAtLast(
+    "train/truncation_rate",
+    0.25,
+    "warning",
+    "{:.0%} of the answers of the last steps were cut off: policy.generation.max_new_tokens is short for them, or they "
+    "do not end.",
+)
+_clipped = _HighAtLast(
+    "train/probs_ratio_clipfrac", 0.3, "note", "{:.0%} of the tokens are clipped: the steps are large."
+)
 
 
 def _mismatch(rows: Sequence[Row]) -> Finding | None:
@@ -157,7 +171,7 @@ def _mismatch(rows: Sequence[Row]) -> Finding | None:
 def _spikes(rows: Sequence[Row]) -> Finding | None:
     name = "train/grad_norm"
     points = finite_points(rows, name)
-    if len(points) < _WINDOW:
+    if len(points) < WINDOW:
         return None
     usual, (step, highest) = median(value for _, value in points), max(points, key=lambda point: point[1])
     if usual <= 0 or highest < _SPIKE * usual:
@@ -178,7 +192,7 @@ def _fallen(rows: Sequence[Row]) -> Finding | None:
         return None
     points = finite_points(rows, name)
     values = [value for _, value in points]
-    width = 1 if name.startswith("validation/") else _WINDOW
+    width = 1 if name.startswith("validation/") else WINDOW
     means = [(points[i - 1][0], fmean(values[i - width : i])) for i in range(width, len(values) + 1)]
     if not means:
         return None
@@ -187,29 +201,6 @@ def _fallen(rows: Sequence[Row]) -> Finding | None:
     if best - last <= max(_FALL * (best - lowest), _NOISE * abs(best), 1e-6):
         return None
     return Finding("warning", f"{name} was {best:.4g} at step {int(step)} and is {last:.4g} now.", name)
-
-
-def _truncated(rows: Sequence[Row]) -> Finding | None:
-    last = finite_values(rows, "train/truncation_rate")[-_WINDOW:]
-    if not last or fmean(last) < _MUCH_TRUNCATION:
-        return None
-    return Finding(
-        "warning",
-        f"{fmean(last):.0%} of the answers of the last steps were cut off: policy.generation.max_new_tokens is short "
-        "for them, or they do not end.",
-        "train/truncation_rate",
-    )
-
-
-def _clipped(rows: Sequence[Row]) -> Finding | None:
-    last = finite_values(rows, "train/probs_ratio_clipfrac")[-_WINDOW:]
-    if not last or fmean(last) < _MUCH_CLIPPING:
-        return None
-    return Finding(
-        "note",
-        f"{fmean(last):.0%} of the tokens are clipped: the steps are large.",
-        "train/probs_ratio_clipfrac",
-    )
 
 
 def _stale(rows: Sequence[Row]) -> Finding | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.controllers.event_log import EVENTS_FILE, read_events
 from nemo_rl_mcore.controllers.events import Event
 from nemo_rl_mcore.evaluation.folder import RESULTS_FILE
@@ -21,8 +22,8 @@ from nemo_rl_mcore.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, Tree, leaves, read_recipe_of
 from nemo_rl_mcore.strict_json import read_json
 
-_SECTIONS_OF_STEPS = ("grpo", "ppo", "dpo", "sft", "distillation")
-
+WINDOW = 10
+"""Steps whose mean stands for the beginning and the end of a run."""
 _MOST_EVENT_BYTES = 64 << 20
 """Of a log, which takes seconds to read: a run that ends is not to wait longer for its page."""
 
@@ -52,9 +53,7 @@ class RunData:
     @property
     def algorithm(self) -> str | None:
         """The section of its loop, which is the algorithm's name."""
-        return next(
-            (name for name in _SECTIONS_OF_STEPS if isinstance((self.recipe or {}).get(name), dict)), None
-        )
+        return next((name for name in RUN_CONFIGS if isinstance((self.recipe or {}).get(name), dict)), None)
 
     @property
     def last_step(self) -> int:

@@ -13,7 +13,7 @@ from nemo_rl_mcore.controllers.events import Aborted, Cancelled, Failed, Lost, S
 from nemo_rl_mcore.observability.curves import finite_points, finite_values
 from nemo_rl_mcore.observability.series import Best, best_of
 from nemo_rl_mcore.preflight.saved_run import shown_value
-from nemo_rl_mcore.report_page.run_data import RunData
+from nemo_rl_mcore.report_page.run_data import WINDOW, RunData
 
 _COUNTED = {
     "recovery/retries": "parts of a step were tried again",
@@ -29,7 +29,6 @@ _OF_VALIDATIONS = (
     "validation/loss",
 )
 _OF_STEPS = ("train/reward", "train/loss")
-_WINDOW = 10
 Row = list[str]
 
 
@@ -41,12 +40,8 @@ def summary(run: RunData) -> list[Row]:
     if run.rows:
         of = f" of {run.total_steps}" if run.total_steps is not None else ""
         lines.append(["steps", f"{run.last_step}{of}"])
-        lines.append(
-            [
-                "time in steps",
-                str(timedelta(seconds=round(sum(finite_values(run.rows, "timing/total"))))),
-            ]
-        )
+        seconds = sum(finite_values(run.rows, "timing/total"))
+        lines.append(["time in steps", str(timedelta(seconds=round(seconds)))])
     if tokens := sum(finite_values(run.rows, "train/total_num_tokens")):
         lines.append(["tokens", f"{tokens:,.0f}"])
     lines += [[name, text] for name in _OF_STEPS if (text := _first_and_last(run, name))]
@@ -57,7 +52,7 @@ def summary(run: RunData) -> list[Row]:
 def _first_and_last(run: RunData, name: str) -> str:
     """Means over the first and the last steps."""
     values = finite_values(run.rows, name)
-    return f"{fmean(values[:_WINDOW]):.4g} at first, {fmean(values[-_WINDOW:]):.4g} at last" if values else ""
+    return f"{fmean(values[:WINDOW]):.4g} at first, {fmean(values[-WINDOW:]):.4g} at last" if values else ""
 
 
 def _first_best_last(run: RunData, name: str) -> str:
