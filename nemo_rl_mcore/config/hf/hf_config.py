@@ -54,6 +54,7 @@ _REFUSALS = (
     Refusal("hidden_act", ("silu", "swish", None), "only SiLU is supported"),
     Refusal("attention_dropout", (0, None), "attention dropout is not supported"),
     Refusal("partial_rotary_factor", (1, None), "rotary positions on a part of each head are not supported"),
+    Refusal("per_layer_config", (None, {}), "layers that differ from each other are not supported"),
     Refusal("quantization_config", (None,), "quantised weights are not supported"),
 )
 _OUTPUT_BIAS = Refusal("attention_bias", (False, None), "a bias on the attention's output is not supported")
@@ -137,10 +138,11 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
         known = ", ".join(FAMILIES)
         raise ConfigError([Problem("model_type", f"{model_type!r} is not supported", f"known: {known}")])
     values = {**_DEFAULTS, **family.defaults, **config}
-    if "num_local_experts" in values:
-        values.setdefault("num_experts", values["num_local_experts"])
+    if values.get("num_local_experts") is not None:  # the newer spelling, which counts where a file has both
+        values["num_experts"] = values["num_local_experts"]
     rope = _rope(values)
     problems = [
+        *_hidden_base(values, rope),
         *_feature_problems(family, values),
         *_rope_problems(family, rope),
         *_router_problems(family, values),
@@ -152,11 +154,26 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
 
 
 def _rope(values: HFConfig) -> dict[str, object]:
-    """Base, type and factors of the rotary positions; transformers 5 keeps them in one section, others in two."""
-    section = values.get("rope_parameters") or values.get("rope_scaling")
+    """Return base, type and factors of the rotary positions.
+
+    transformers 5 writes `rope_parameters`; where a file has `rope_scaling` too, as model cards say to add, that one
+    counts alone (`convert_rope_params_to_dict` in its modeling_rope_utils.py).
+    """
+    section = values.get("rope_scaling") or values.get("rope_parameters")
     given = dict(cast("HFConfig", section)) if isinstance(section, Mapping) else {}
     kind = given.get("rope_type") or given.get("type") or "default"
     return {"rope_theta": values["rope_theta"], **given, "rope_type": kind}
+
+
+def _hidden_base(values: HFConfig, rope: HFConfig) -> Iterator[Problem]:
+    other = values.get("rope_parameters")
+    base = other.get("rope_theta") if isinstance(other, Mapping) else None
+    if base is not None and base != rope["rope_theta"]:
+        yield Problem(
+            "rope_scaling.rope_theta",
+            f"{rope['rope_theta']!r} counts, and rope_parameters.rope_theta: {base!r} does not",
+            "write the base that is meant in both",
+        )
 
 
 def _feature_problems(family: Family, values: HFConfig) -> Iterator[Problem]:

@@ -1,3 +1,4 @@
+import copy
 import json
 import subprocess
 import sys
@@ -41,10 +42,14 @@ def config_of(model_type, **keys):
     return {"model_type": model_type, **SIZES, **extra, **keys}
 
 
-def refusal_of(config):
+def refused(config):
     with pytest.raises(ConfigError) as caught:
         model_config_from_hf(config)
-    return [str(problem) for problem in caught.value.problems]
+    return caught.value.problems
+
+
+def refusal_of(config):
+    return [str(problem) for problem in refused(config)]
 
 
 def transformers_config(model_type, **keys):
@@ -58,6 +63,45 @@ def test_keys_that_are_left_out_have_transformers_values(model_type):
     given = config_of(model_type, hidden_size=256, num_attention_heads=32)
     whole = json.loads(transformers_config(**given).to_json_string(use_diff=False))
     assert explicit_fields(model_config_from_hf(given)) == explicit_fields(model_config_from_hf(whole))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": STRETCHED},
+        ),
+        ("llama", {"rope_parameters": {"rope_theta": 7.0, **STRETCHED}, "rope_scaling": None}),
+        ("llama", {"rope_parameters": STRETCHED, "rope_scaling": {"rope_theta": 7.0}, "rope_theta": 9.0}),
+        ("llama", {"rope_parameters": {}, "rope_scaling": {}, "rope_theta": 7.0}),
+        ("qwen2", {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default"}}),
+        ("llama", {"head_dim": None, "num_key_value_heads": None}),
+        ("qwen3_moe", {"num_experts": 4, "num_local_experts": 2}),
+    ],
+)
+def test_a_key_that_has_two_spellings_is_read_as_transformers_reads_it(model_type, keys):
+    """Its own config class, given both, says which one counts: it writes that one alone."""
+    given = config_of(model_type, **{"num_key_value_heads": 4} | keys)
+    theirs = json.loads(transformers_config(**copy.deepcopy(given)).to_json_string(use_diff=False))
+    assert explicit_fields(model_config_from_hf(given)) == explicit_fields(model_config_from_hf(theirs))
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_a_stretch_that_was_added_to_a_file_of_transformers_5_is_refused(kind):
+    """Model cards say to add it; the section that transformers 5 wrote stands in the same file."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    added = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 32768}
+    problems = refused(config_of("qwen3", num_key_value_heads=4, rope_parameters=plain, rope_scaling=added))
+    assert [problem.path for problem in problems] == ["rope_type"]
+
+
+def test_a_base_that_the_other_section_hides_is_refused():
+    """transformers would fall back to 10000, though the file says 1e6: nobody means that."""
+    config = config_of("llama", rope_parameters={"rope_theta": 1e6}, rope_scaling=STRETCHED)
+    assert [problem.path for problem in refused(config)] == ["rope_scaling.rope_theta"]
+    config["rope_scaling"] = {**STRETCHED, "rope_theta": 1e6}
+    assert model_config_from_hf(config).rotary_base == 1e6
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -140,6 +184,7 @@ def test_what_no_family_has_is_named(model, reason):
         (config_of("llama", hidden_act="gelu"), "hidden_act: 'gelu' of a llama model: only SiLU"),
         (config_of("llama", attention_bias=True), "attention_bias: True of a llama model"),
         (config_of("llama", mlp_bias=True), "mlp_bias: True of a llama model"),
+        (config_of("llama", per_layer_config={"1": {}}), "per_layer_config: {'1': {}} of a llama model"),
         (config_of("llama", attention_dropout=0.1), "attention_dropout: 0.1 of a llama model"),
         (config_of("llama", quantization_config={"bits": 4}), "quantization_config: {'bits': 4} of a llama"),
         (
