@@ -167,7 +167,7 @@ def _rope(values: HFConfig) -> dict[str, object]:
 
 def _hidden_base(values: HFConfig, rope: HFConfig) -> Iterator[Problem]:
     other = values.get("rope_parameters")
-    base = other.get("rope_theta") if isinstance(other, Mapping) else None
+    base = cast("HFConfig", other).get("rope_theta") if isinstance(other, Mapping) else None
     if base is not None and base != rope["rope_theta"]:
         yield Problem(
             "rope_scaling.rope_theta",
