@@ -10,8 +10,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
 from nemo_rl_mcore.config.foreign.judgement import Tree
+from nemo_rl_mcore.config.hf.own_tokenizer import MODEL, TOKENIZER, inherited, other_tokenizer
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.config.sources import Recipe, apply_overrides, locate, read_recipe
+from nemo_rl_mcore.config.sources import Recipe, apply_overrides, locate, origins, read_recipe
 from nemo_rl_mcore.config.validate import validate
 
 Number = int | float
@@ -48,9 +49,21 @@ def _load(recipe: Recipe, overrides: Iterable[str]) -> tuple[RunConfig, tuple[Pr
     # A value that could not be computed is left out of the tree: that it is missing then says nothing new.
     known = {problem.path for problem in unresolved}
     problems += [*unresolved, *(problem for problem in validated.problems if problem.path not in known)]
-    if problems or validated.config is None:
+    warnings, config = list(validated.warnings), validated.config
+    if config is not None and (
+        other := other_tokenizer(config.policy.model_name, config.policy.tokenizer.name)
+    ):
+        (problems if _is_inherited(recipe, overridden) else warnings).append(other)
+    if problems or config is None:
         raise ConfigError(locate(problems, recipe.files, overridden))
-    return validated.config, tuple(locate(validated.warnings, recipe.files, overridden))
+    return config, tuple(locate(warnings, recipe.files, overridden))
+
+
+def _is_inherited(recipe: Recipe, overridden: Iterable[str]) -> bool:
+    """Whether nobody who names the model has named the tokenizer, nor an override one of the two."""
+    if {MODEL, TOKENIZER} & set(overridden):
+        return False
+    return inherited({key: origin.file for key, origin in origins(recipe.files).items()})
 
 
 def resolve(tree: DictConfig) -> tuple[Tree, list[Problem]]:

@@ -99,15 +99,29 @@ def _refuse(chain: tuple[Path, ...], what: str, remedy: str) -> ConfigError:
     return ConfigError([Problem(" -> ".join(str(path) for path in chain), what, remedy)])
 
 
-def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Iterable[str]) -> list[Problem]:
-    """Add where the key was set: file and line, or the command line; an override counts for its sections too."""
-    lines: dict[str, str] = {}
-    for path in files:
+@dataclass(frozen=True)
+class Origin:
+    """Where a key is set: the place of the file among those of the recipe, and file and line for a message."""
+
+    file: int
+    where: str
+
+
+def origins(files: Iterable[Path]) -> dict[str, Origin]:
+    """Return for each key which of the files sets it; of several, the strongest."""
+    found: dict[str, Origin] = {}
+    for place, path in enumerate(files):
         node = yaml.SafeLoader(path.read_text(encoding="utf-8")).get_single_node()
         for key, line, is_section in _lines(node, ""):
             if not is_section:  # what files before say of a section that is null now
-                lines = {other: place for other, place in lines.items() if not other.startswith(f"{key}.")}
-            lines[key] = f"{path}:{line}"
+                found = {other: origin for other, origin in found.items() if not other.startswith(f"{key}.")}
+            found[key] = Origin(place, f"{path}:{line}")
+    return found
+
+
+def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Iterable[str]) -> list[Problem]:
+    """Add where the key was set: file and line, or the command line; an override counts for its sections too."""
+    lines = {key: origin.where for key, origin in origins(files).items()}
     lines |= {section: _ORIGIN for path in overridden for section in accumulate(path.split("."), join_path)}
     return [Problem(p.path, p.what, p.remedy, p.related, p.where or lines.get(p.path, "")) for p in problems]
 

@@ -1,9 +1,16 @@
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.cluster import ClusterConfig
+from nemo_rl_mcore.config.hf.hf_config import hf_config_of
+from nemo_rl_mcore.config.hf.own_tokenizer import MODEL, TOKENIZER
+from nemo_rl_mcore.config.load import load_with_warnings
+
+QUICKSTART = Path(__file__).parents[3] / "examples/configs/quickstart/sft_cpu.yaml"
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -221,3 +228,54 @@ def test_an_override_does_not_claim_its_neighbours(tmp_path, exemplar):
     child = write(tmp_path, "child.yaml", f"defaults: {exemplar}\ngrpo: {{seed: x}}\n")
     (problem,) = error_of(child, "grpo.max_num_steps=3").problems
     assert problem.where == f"{child}:2"
+
+
+def model_folder(folder: Path, template: str | None = None) -> str:
+    """A model of the quick start's architecture, with a tokenizer if it gets a chat template."""
+    shutil.copytree(QUICKSTART.parent / "tokenizer", folder)
+    if template is None:
+        for file in folder.iterdir():
+            file.unlink()
+    else:
+        (folder / "chat_template.jinja").write_text(template)
+    (folder / "config.json").write_text(json.dumps(hf_config_of(load_config(QUICKSTART).policy.model)))
+    return str(folder)
+
+
+def loaded_with(folder: Path, text: str, *overrides: str) -> tuple[set[str], set[str]]:
+    """The paths of problems and of warnings that are about the tokenizer."""
+    path = write(folder, "mine.yaml", text)
+    try:
+        _, warnings = load_with_warnings(path, overrides)
+    except ConfigError as error:
+        return {problem.path for problem in error.problems}, set()
+    return set(), {warning.path for warning in warnings}
+
+
+def test_a_parents_tokenizer_does_not_stay_with_another_model(tmp_path):
+    model = model_folder(tmp_path / "model", "{{ messages }}")
+    below = f"defaults: {QUICKSTART}\npolicy:\n  model: null\n  model_name: {model}\n"
+    assert loaded_with(tmp_path, below) == ({TOKENIZER}, set())
+    assert loaded_with(tmp_path, f"{below}  tokenizer: {{name: {model}}}\n") == (set(), set())
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "override"),
+    [("  tokenizer: {name: char}\n", ""), ("", f"{TOKENIZER}=char"), ("", MODEL)],
+)
+def test_a_tokenizer_that_was_chosen_with_the_model_is_a_line_in_check(tmp_path, tokenizer, override):
+    model = model_folder(tmp_path / "model", "{{ messages }}")
+    named = f"  model_name: {model}\n" if override != MODEL else ""
+    text = f"defaults: {QUICKSTART}\npolicy:\n  model: null\n{named}{tokenizer}"
+    overrides = [f"{MODEL}={model}" if override == MODEL else override] if override else []
+    overrides += ["data.apply_chat_template=false"] if "char" in tokenizer + override else []
+    assert loaded_with(tmp_path, text, *overrides) == (set(), {TOKENIZER})
+
+
+@pytest.mark.parametrize(
+    "template", [None, (QUICKSTART.parent / "tokenizer/chat_template.jinja").read_text()]
+)
+def test_a_model_with_the_same_tokenizer_or_with_none_takes_the_parents(tmp_path, template):
+    model = model_folder(tmp_path / "model", template)
+    text = f"defaults: {QUICKSTART}\npolicy:\n  model: null\n  model_name: {model}\n"
+    assert loaded_with(tmp_path, text) == (set(), set())
