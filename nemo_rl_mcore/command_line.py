@@ -2,10 +2,16 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
+
+from omegaconf import OmegaConf
 
 from nemo_rl_mcore import __version__
-from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.config.base import ConfigError
+from nemo_rl_mcore.config.master import RUN_CONFIGS, kind_of
+from nemo_rl_mcore.config.schema import Kind, path_ending_in
+from nemo_rl_mcore.config.sources import read_recipe
 
 _DESCRIPTION = """Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `replay` repeats
 what ran. `migrate` makes one of a recipe of NeMo RL."""
@@ -26,13 +32,34 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     options, rest = parser.parse_known_args(arguments)
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in options]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], rest, options)}")
     if options.command == "generate" and options.greedy and options.samples > 1:
         parser.error(f"--greedy gives the same answer {options.samples} times: leave out it or --samples")
     overrides = [*getattr(options, "overrides", ()), *rest]
     if options.command == "doctor" and overrides and options.config is None:
         parser.error(f"{overrides[0]} changes a recipe, and none is named: --config FILE")
     return options, overrides
+
+
+def _hint(unknown: str, rest: Sequence[str], options: argparse.Namespace) -> str:
+    """Return how to write a key of the recipe that was given as an option, as in `--max_steps 3`."""
+    if "overrides" not in options or not unknown.startswith("--"):
+        return ""
+    kind = RUN_CONFIGS.get(options.command) or _kind_of_recipe(getattr(options, "config", None))
+    name, _, value = unknown.removeprefix("--").partition("=")
+    path = path_ending_in(name.replace("-", "_"), kind)
+    values = [text for text in (*options.overrides, *rest) if "=" not in text and not text.startswith("-")]
+    given = value or next(iter(values), "VALUE")
+    return f"; write {path}={given}" if path else "; a key of the recipe is written KEY=VALUE"
+
+
+def _kind_of_recipe(file: str | None) -> Kind:
+    """The kind of a recipe, as far as it can be read: its own problems are reported by whoever loads it."""
+    tree: dict[str, object] = {}
+    with suppress(ConfigError):
+        written = {} if file is None else OmegaConf.to_container(read_recipe(file).tree)
+        tree = cast("dict[str, object]", written)
+    return kind_of(tree)
 
 
 def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentParser:

@@ -36,7 +36,9 @@ def run_command(arguments: Sequence[str] | None) -> int:
             return _WITHOUT_A_RUN[options.command](options, overrides)
         config, warnings = _load(options, overrides)
         of_a_run = options.command not in _OVER_WEIGHTS
-        plan = preflight(config, elsewhere=options.command == "check", of_a_run=of_a_run, warnings=warnings)
+        # A recipe for CPUs runs here too; one for GPUs is mostly checked where there are none.
+        elsewhere = options.command == "check" and not config.cluster.on_cpu
+        plan = preflight(config, elsewhere=elsewhere, of_a_run=of_a_run, warnings=warnings)
     except (ConfigError, NotACheckpointError) as error:
         write_line(sys.stderr, str(error))
         return EXIT_CONFIG_ERROR

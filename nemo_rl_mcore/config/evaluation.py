@@ -1,19 +1,25 @@
 """Configuration of evaluations: named sets of prompts, and how their answers are drawn and counted."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, cast
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from nemo_rl_mcore.config.base import Float, IntTuple, NonNegativeFloat, PositiveInt, Problem, StrictModel
 from nemo_rl_mcore.config.source import SourceConfig
 
 
+def _without_removed(sets: object) -> object:
+    if not isinstance(sets, dict):
+        return sets
+    return {name: source for name, source in cast("dict[object, object]", sets).items() if source is not None}
+
+
 class EvalConfig(StrictModel):
     """What `nemo-rl-mcore eval` asks and how; data.validation may name the same sets."""
 
-    sets: dict[str, SourceConfig]
-    """Sources of prompts, each by a name of one's own; keys as of data.train."""
+    sets: Annotated[dict[str, SourceConfig], BeforeValidator(_without_removed)]
+    """Sources of prompts, each under a name that you choose; keys as of data.train; `NAME: null` removes a parent's."""
     num_tests_per_prompt: PositiveInt = 1
     """Answers to each prompt."""
     k_values: IntTuple = (1,)

@@ -118,6 +118,15 @@ def nearest_path(path: str, kind: Kind = GRPOMasterConfig) -> str | None:
     return similar[0] if similar else None
 
 
+def path_ending_in(name: str, kind: Kind) -> str | None:
+    """Return the known path whose last key is nearest to a name, if any is near; one of the algorithm first."""
+    by_key: dict[str, list[str]] = {}
+    for path in fields(kind):
+        by_key.setdefault(path.rpartition(".")[2], []).append(path)
+    near = difflib.get_close_matches(name, by_key, n=1, cutoff=0.7)
+    return min(by_key[near[0]], key=lambda path: not path.startswith(kind.algorithm)) if near else None
+
+
 def _shared(first: str, second: str) -> int:
     same = [a == b for a, b in zip(first.split("."), second.split("."), strict=False)]
     return same.index(False) if False in same else len(same)

@@ -1,9 +1,12 @@
 """The packages that a run needs, found out without importing them."""
 
+import ast
+import difflib
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.master import RunConfig
@@ -11,16 +14,52 @@ from nemo_rl_mcore.custom_code import see_working_directory
 
 
 def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
-    """Yield packages that are not there, of paths by their key; to look into one would import it."""
+    """Yield classes that are not there, of paths `module:Class` by their key; no code of theirs runs."""
     see_working_directory()
     for key, path in paths.items():
-        package = path.partition(":")[0].partition(".")[0]
+        module, _, name = path.partition(":")
+        package = module.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             yield Problem(
                 key,
                 f"{path}: there is no module {package} in {os.getcwd()}, on PYTHONPATH or installed",
                 "start the command where it lies, or put its folder on PYTHONPATH",
             )
+        elif (names := _names_in(module)) is not None and name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "name a class that it has"
+            yield Problem(key, f"{path}: the module {module} has no {name}", remedy)
+
+
+def _names_in(module: str) -> set[str] | None:
+    """The names that a module's source may bind; None where only running it tells."""
+    # The spec of a module inside a package would import the package: only its file is looked for.
+    package, *inside = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    file = (
+        Path(spec.origin).parent.joinpath(*inside[:-1], f"{inside[-1]}.py") if inside else Path(spec.origin)
+    )
+    try:
+        nodes = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    names = {name for node in nodes for name in _bound(node)}
+    return None if names & _BIND_ANYTHING else names
+
+
+_BIND_ANYTHING = {"*", "__getattr__", "globals", "exec", "setattr"}
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """The names that a statement may bind, also inside `if` and `try`; and those that it uses."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    elif isinstance(node, ast.Name):
+        yield node.id
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from nemo_rl_mcore import cli
 
 REPOSITORY = Path(__file__).parents[2]
 EXEMPLAR = str(REPOSITORY / "examples/configs/grpo_copy_cpu.yaml")
+DPO = str(Path(EXEMPLAR).with_name("dpo_cpu.yaml"))
 HEAVY = ("torch", "ray", "megatron", "transformers", "numpy", "matplotlib")
 
 
@@ -56,6 +57,22 @@ def test_every_problem_goes_to_stderr_with_status_2(capsys):
     assert "data.num_digits: 0 is not allowed; allowed: an integer, at least 1 and at most 9" in captured.err
 
 
+def test_a_package_that_a_recipe_needs_here_is_a_problem(capsys, monkeypatch):
+    """It runs on this machine's CPUs; a recipe for GPUs is checked for another one."""
+    monkeypatch.setattr("nemo_rl_mcore.preflight.packages.installed", lambda package: False)
+    here = [
+        "check",
+        "--config",
+        EXEMPLAR,
+        "policy.generation.backend=vllm",
+        "policy.megatron_cfg.transformer_impl=local",
+    ]
+    assert cli.main(here) == 2
+    assert "policy.generation.backend: " in capsys.readouterr().err
+    assert cli.main([*here, "cluster.gpus_per_node=2"]) == 0
+    assert "policy.generation.backend: " in capsys.readouterr().out
+
+
 def test_missing_files_are_found_by_the_preflight(capsys):
     assert cli.main(["check", "--config", EXEMPLAR, "policy.tokenizer.name=not/here"]) == 2
     assert "policy.tokenizer.name: no folder 'not/here'" in capsys.readouterr().err
@@ -69,6 +86,10 @@ def test_missing_files_are_found_by_the_preflight(capsys):
         ([], "required: COMMAND"),
         (["check"], "required: --config"),
         (["check", "--config", EXEMPLAR, "--dry-run"], "unrecognized arguments: --dry-run"),
+        (["check", "--config", EXEMPLAR, "--max_steps", "3"], "grpo.max_num_steps=3"),
+        (["sft", "--config", EXEMPLAR, "--max-num-steps=4"], "sft.max_num_steps=4"),
+        (["check", "--max_steps", "5", "--config", DPO], "dpo.max_num_steps=5"),
+        (["check", "--config", "not/here.yaml", "--learning_rate", "1"], "KEY=VALUE"),
         (["train", "--config", EXEMPLAR], "invalid choice: 'train'"),
     ],
 )

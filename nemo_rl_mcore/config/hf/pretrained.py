@@ -105,7 +105,7 @@ def differences(given: ModelConfig, derived: ModelConfig, name: str) -> list[Pro
         Problem(
             f"model.{key}",
             f"{ours[key]} contradicts the {theirs[key]} of policy.{MODEL_NAME}: {name!r}",
-            "remove it; the architecture is that of the weights",
+            "remove it, or set model: null over a parent's section; the architecture is that of the weights",
             (MODEL_NAME,),
         )
         for key in theirs

@@ -29,13 +29,44 @@ def test_what_is_no_path(path):
 
 
 def test_a_package_that_is_not_there_is_known_without_importing(monkeypatch, tmp_path):
-    (tmp_path / "there.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "there.py").write_text("class Name: ...\nraise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     problems = [*import_problems({"data.type": "there:Name", KEY: "gone.mod:Name"})]
     assert [problem.path for problem in problems] == [KEY]
     assert "no module gone in" in problems[0].what
     assert "there" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("source", "is_there"),
+    [
+        ("class Nam: ...", False),
+        ("class Name: ...", True),
+        ("if True:\n    class Name: ...", True),
+        ("try:\n    from else_where import Name\nexcept ImportError:\n    Name = None", True),
+        ("from else_where import Other as Name", True),
+        ("from else_where import Name as Other", False),
+        ("from else_where import *", True),
+        ("def __getattr__(name): ...", True),
+        ("globals()['Na' + 'me'] = object", True),
+        ("class Name(", True),  # what is wrong with the module is told when it is imported
+    ],
+)
+@pytest.mark.parametrize("module", ["mine", "mine.inside.deep"])
+def test_a_class_that_is_not_there_is_known_without_importing(
+    source, is_there, module, monkeypatch, tmp_path
+):
+    file = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if module != "mine":
+        (tmp_path / "mine/__init__.py").write_text("raise SystemExit('imported')")
+    file.write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    problems = [*import_problems({KEY: f"{module}:Name"})]
+    assert [problem.path for problem in problems] == ([] if is_there else [KEY])
+    assert not problems or ("Nam" in problems[0].remedy) == ("class" in source)
 
 
 def test_the_working_directory_is_searched_after_what_is_installed(tmp_path):

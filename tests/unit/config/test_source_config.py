@@ -96,6 +96,17 @@ def test_a_list_takes_the_place_of_a_section(recipe, tmp_path):
         load_config(child)
 
 
+def test_a_set_of_a_parent_is_removed_by_null(recipe, tmp_path):
+    recipe(data=train(A), eval={"sets": {"theirs": A, "kept": B}})
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: recipe.yaml\neval: {sets: {theirs: null, mine: {data_path: c}}}")
+    assert [*load_config(child).eval.sets] == ["kept", "mine"]
+    child.write_text("defaults: recipe.yaml\neval: {sets: {theirs: null, kept: null}}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(child)
+    assert [problem.path for problem in caught.value.problems] == ["eval.sets"]
+
+
 def test_defaults_and_what_validation_takes_from_train(recipe):
     data = {
         "default": {"prompt_file": "p.txt", "processor": "math_hf_data_processor", "env_name": "math"},
