@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
 
 WIDTHS = (1280, 400)
 _SMALLEST_TEXT_PX = 10
@@ -16,17 +13,14 @@ _SMALLEST_TEXT_PX = 10
 
 @contextmanager
 def chromium() -> Iterator[object]:
-    """A browser; the test is skipped where there is none, but for CI, which installs one."""
-    program = shutil.which("chromium")
-    if not os.environ.get("CI"):
-        if program is None:
-            pytest.skip("needs chromium: apt-get install chromium")
-        pytest.importorskip("playwright", reason="needs the group browser: uv sync --group browser")
+    """Yield a browser, for tests that are marked `needs("browser")`."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         # As root, in a container, Chromium's own sandbox does not start.
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"], timeout=60_000)
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"], timeout=60_000
+        )
         try:
             yield browser
         finally:

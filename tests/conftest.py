@@ -1,9 +1,11 @@
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before torch is imported. On some CPUs a matrix product by several threads does not give the same bits twice, and a
 # backward pass that computes logits again must find those of its forward pass. Ranks have one thread each as well.
@@ -12,11 +14,64 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A shell starts what runs in its background with Ctrl-C ignored, which processes inherit; tests of Ctrl-C send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# On a machine that does other things too an example may take long, which is no mistake of the code.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
+
 sys.path.insert(0, str(Path(__file__).parent))
 
+from extras import lacking  # noqa: E402
 from thinning import thin_out  # noqa: E402
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     thin_out(items)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--skipped", type=Path, metavar="FILE", help="write the ids of skipped tests there, one a line"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    file: Path | None = config.getoption("--skipped")
+    if file and not hasattr(
+        config, "workerinput"
+    ):  # not in the processes of pytest-xdist, which report to this one
+        config.pluginmanager.register(_Skipped(file))
+
+
+class _Skipped:
+    """Keeps the ids of skipped tests in a file, which pytest takes as arguments: `pytest @FILE`."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        file.write_text("")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note(report)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped:
+            with self._file.open("a") as ids:
+                ids.write(f"{report.nodeid}\n")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        for name in mark.args:
+            if source := lacking(name):
+                pytest.skip(f"needs {source}")
+
+
+@pytest.fixture
+def heard_hangups() -> Iterator[None]:
+    """SIGHUP ends this process and those that it starts, also where nohup has it ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -18,6 +18,8 @@ from nemo_rl_mcore.doctor.children import Answer
 from nemo_rl_mcore.doctor.findings import Finding, Status, ok
 from nemo_rl_mcore.preflight.folders import nearest_folder, try_to_write
 
+PYTHONS = ((3, 12), (3, 13))
+"""Those of `requires-python` in pyproject.toml."""
 _GIB = 2**30
 _LITTLE_DISK = 1 * _GIB
 _LITTLE_SHARED = 256 << 20
@@ -55,10 +57,15 @@ def findings(folders: Mapping[str, Path], host_name: Answer) -> Iterator[Finding
 
 def _python() -> Finding:
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}, {sys.executable}"
-    if sys.version_info[:2] == (3, 12) and sys.platform == "linux":
+    if sys.version_info[:2] in PYTHONS and sys.platform == "linux":
         return ok("Python", found)
     return Finding(
-        "Python", Status.WRONG, found, "all of it: Python 3.12 on Linux", "uv sync --python 3.12", True
+        "Python",
+        Status.WRONG,
+        found,
+        "all of it: Python 3.12 or 3.13 on Linux",
+        "uv sync --python 3.12",
+        True,
     )
 
 

@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any, cast
 
 import torch
+from megatron.core import __version__ as megatron_version
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_submodules,
     get_gpt_layer_with_transformer_engine_spec,
@@ -59,9 +60,18 @@ def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stag
 
 
 def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """The block of multi-token prediction layers, on the stage that holds them; None elsewhere, and without any."""
+    """The block of multi-token prediction layers, on the stage that holds them; None elsewhere, and without any.
+
+    Raises ValueError, on every stage, where this Megatron cannot build them.
+    """
     if not transformer.mtp_num_layers:
         return None
+    if not builds_prediction_layers():
+        raise ValueError(
+            f"policy.model.mtp_num_layers: {transformer.mtp_num_layers}: megatron-core {megatron_version} builds "
+            "prediction layers only where Transformer Engine is installed; install the extra te or megatron-core "
+            "0.19, or set policy.model.mtp_num_layers: null"
+        )
     fast = use_transformer_engine(config)
     block = get_gpt_mtp_block_spec(transformer, _layer_spec(config, transformer), fast, vp_stage=vp_stage)
     if block is not None and not fast:
@@ -69,6 +79,24 @@ def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_s
             parts: Any = layer.submodules
             parts.enorm = parts.hnorm = parts.layer_norm = RMSNorm
     return block
+
+
+def builds_prediction_layers() -> bool:
+    """Return whether this Megatron can build prediction layers with the packages that are here.
+
+    0.20 asks of each whether it is one of the layers for inference, whose classes are mocks without Transformer Engine.
+    """
+    try:
+        from megatron.core.tensor_parallel.inference_layers import (
+            is_inference_column_parallel_linear,  # type: ignore[attr-defined]
+        )
+    except ImportError:  # before 0.20
+        return True
+    try:
+        is_inference_column_parallel_linear(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _layer_spec(config: MegatronConfig, transformer: TransformerConfig) -> ModuleSpec:

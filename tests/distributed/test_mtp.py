@@ -249,3 +249,20 @@ def test_only_training_runs_the_prediction_layers(ranks):
     found, wanted, skipped, trained, metrics, layers = ranks(1).run(passes_without_gradients)[0]
     assert found == pytest.approx(wanted, abs=LOGPROBS)
     assert (skipped, trained, metrics, layers) == (0, 4, {}, 2)
+
+
+def refused_where_they_cannot_be_built():
+    import tiny
+
+    from nemo_rl_mcore.megatron.layer_specs import builds_prediction_layers
+
+    if not builds_prediction_layers():
+        with pytest.raises(ValueError, match=r"policy\.model\.mtp_num_layers: 2: .*Transformer Engine"):
+            tiny.worker(tiny.policy_config(model=MODEL))
+        return "refused"
+    return tiny.worker(tiny.policy_config(model=MODEL)).backend.chunks[0].config.mtp_num_layers
+
+
+def test_a_megatron_that_cannot_build_them_is_refused_by_the_key(ranks):
+    """0.20 cannot without Transformer Engine; CI has an older one, which can."""
+    assert ranks(1).run(refused_where_they_cannot_be_built)[0] in ("refused", 2)

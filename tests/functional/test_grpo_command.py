@@ -94,6 +94,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
     assert f"{len(finished)} steps" in output
 
 
+@pytest.mark.usefixtures("heard_hangups")
 @pytest.mark.exhaustive_cases("15-143-terminated")
 @pytest.mark.parametrize(
     ("stop", "status", "word"),

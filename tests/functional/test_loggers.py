@@ -12,13 +12,13 @@ from wandb_file import config_of, exit_code_of, rows_of, run_of
 
 from nemo_rl_mcore.observability.loggers.mlflow import RUN_ID_FILE
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.needs("wandb", "mlflow")]
 STEPS = 4
 
 
 def test_every_logger_has_one_whole_run_after_a_kill_and_a_resume(tmp_path) -> None:
-    pytest.importorskip("wandb")
-    mlflow = pytest.importorskip("mlflow")
+    import mlflow
+
     folder = tmp_path / "run"
     overrides = (
         *(f"grpo.max_num_steps={STEPS}", "grpo.val_period=1", "grpo.max_val_samples=16"),

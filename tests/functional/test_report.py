@@ -10,7 +10,7 @@ from grpo_run import RECIPE, Run
 
 from nemo_rl_mcore import cli
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.needs("browser")]
 
 CONFIGS = RECIPE.parent
 STEPS = 8

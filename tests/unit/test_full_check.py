@@ -48,8 +48,8 @@ def full(config, *overrides):
     return cli.main(["check", "--full", "--config", config, *overrides])
 
 
+@pytest.mark.needs("math")
 def test_the_longest_prompt_and_what_it_leaves(recipe, capsys):
-    pytest.importorskip("math_verify")
     assert full(recipe([QUESTION, LONG, QUESTION])) == 0
     out = capsys.readouterr().out
     # 19 tokens of the template: two marks, two roles, their line feeds, the end of the turn
@@ -61,8 +61,8 @@ def test_the_longest_prompt_and_what_it_leaves(recipe, capsys):
     assert "no more than none" not in out
 
 
+@pytest.mark.needs("math")
 def test_rows_left_out_are_counted(recipe, capsys):
-    pytest.importorskip("math_verify")
     config = recipe([QUESTION, LONG, QUESTION], overlong="drop", max_input_seq_length=50)
     assert full(config) == 0
     out = capsys.readouterr().out
@@ -72,14 +72,14 @@ def test_rows_left_out_are_counted(recipe, capsys):
     assert "rows.jsonl:2: the prompt has 59 tokens, and 50 are allowed" in capsys.readouterr().err
 
 
+@pytest.mark.needs("math")
 def test_rows_with_their_answers(recipe, capsys):
-    pytest.importorskip("math_verify")
     assert full(recipe([QUESTION, LONG], algorithm="sft")) == 0
     assert "with their answers" in capsys.readouterr().out
 
 
+@pytest.mark.needs("math")
 def test_an_answer_that_earns_nothing_is_told(recipe, capsys):
-    pytest.importorskip("math_verify")
     env = {"math": {"gold": {"after": "####"}, "response": {"boxed": True}}}
     assert full(recipe([QUESTION], env=env)) == 0
     assert "the answer as the data states it earns no more than none" in capsys.readouterr().out
@@ -110,9 +110,9 @@ def test_a_task_without_files_tells_of_its_first_step(capsys):
     assert "127 earns 1, an empty response 0" in out
 
 
+@pytest.mark.needs("math")
 def test_the_conversations_of_the_quick_start_are_not_scored(capsys):
     """They are imitated as they are; what a validation answers is scored."""
-    pytest.importorskip("math_verify")
     assert full("examples/configs/quickstart/sft_cpu.yaml") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "first held out 5 - 1 = 4 #### 4 earns 1, an empty response 0" in out

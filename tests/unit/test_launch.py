@@ -23,6 +23,7 @@ def raises(error, *notes):
     return run
 
 
+@pytest.mark.usefixtures("heard_hangups")
 @pytest.mark.parametrize(
     ("number", "status", "word"),
     [

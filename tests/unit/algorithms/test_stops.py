@@ -24,7 +24,7 @@ from nemo_rl_mcore.training.checkpoints import CheckpointStore
 
 
 @pytest.fixture(autouse=True)
-def signals():
+def signals(heard_hangups):
     with stop_signals() as listening:
         yield listening
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hidden_packages import ALL, REPOSITORY
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from raylets import Raylets
 from rich.console import Console
 
@@ -18,6 +19,7 @@ from nemo_rl_mcore.doctor.accelerators import GPU, Accelerators, supported
 from nemo_rl_mcore.doctor.children import Answer, ask
 from nemo_rl_mcore.doctor.findings import Diagnosis, Finding, Section, Status
 from nemo_rl_mcore.doctor.installation import Installation, installation
+from nemo_rl_mcore.doctor.machine import PYTHONS
 from nemo_rl_mcore.doctor.packages import extra_findings, questions
 from nemo_rl_mcore.doctor.recipe import Machines, findings, read_recipe
 from nemo_rl_mcore.doctor.render import render
@@ -231,6 +233,12 @@ def test_every_extra_is_looked_at():
     answers = dict.fromkeys(questions(this), Answer())
     looked_at = {one.name for one in extra_findings(this, answers, on_cpu=True)}
     assert len(looked_at) == len({name.removesuffix("-cpu") for name in project["optional-dependencies"]})
+
+
+def test_the_pythons_that_are_right_are_those_that_the_package_asks_for():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
+    asked = SpecifierSet(project["requires-python"])
+    assert {*PYTHONS} == {(3, minor) for minor in range(30) if f"3.{minor}" in asked}
 
 
 @pytest.mark.exhaustive

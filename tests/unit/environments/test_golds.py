@@ -1,6 +1,5 @@
 """Which answers of a data set are scored against, and that the others are refused before Ray or a rank starts."""
 
-import importlib.util
 import json
 
 import pytest
@@ -11,9 +10,6 @@ from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import load_recipe_of
 from nemo_rl_mcore.preflight.saved_run import recipe_text
-
-MATH = importlib.util.find_spec("math_verify") is not None
-needs_math = pytest.mark.skipif(not MATH, reason="the extra math is not installed")
 
 GOLD = {"gold": {"after": "####"}}
 SAMPLED = {
@@ -173,7 +169,7 @@ def no_cluster(monkeypatch):
     return Started
 
 
-@needs_math
+@pytest.mark.needs("math")
 def test_answers_that_only_the_parser_can_judge_stop_the_run_before_ray(recipe, no_cluster, capsys, tmp_path):
     rows = [{"input": f"{n}>", "output": n} for n in range(40)]
     held_out = [*rows[:1], {"input": "1>", "output": "1/0"}]
@@ -186,7 +182,7 @@ def test_answers_that_only_the_parser_can_judge_stop_the_run_before_ray(recipe, 
         launch.run(recipe("grpo", SAMPLED | VALIDATED, rows, math={}))
 
 
-@needs_math
+@pytest.mark.needs("math")
 def test_recipes_that_are_run_first_stop_the_run_before_ray(recipe, no_cluster, capsys, tmp_path):
     recipe("sft", GIVEN | VALIDATED, [{"input": "1>", "output": "#"}] * 300, math={}, file="first.yaml")
     config = recipe("grpo", SAMPLED, solutions(40), warm_start=str(tmp_path / "first.yaml"))
@@ -194,7 +190,7 @@ def test_recipes_that_are_run_first_stop_the_run_before_ray(recipe, no_cluster, 
     assert "first.yaml.validation.jsonl:1: the answer '#' holds no expression" in capsys.readouterr().err
 
 
-@needs_math
+@pytest.mark.needs("math")
 def test_a_class_is_asked_for_its_first_step(recipe, no_cluster, capsys):
     config = recipe("grpo", SAMPLED, solutions(40))
     own = {"dataset_name": "custom", "type": "custom_parts:Counting", "train": None, "validation": None}
@@ -205,7 +201,7 @@ def test_a_class_is_asked_for_its_first_step(recipe, no_cluster, capsys):
     assert "11 more answers" in said
 
 
-@needs_math
+@pytest.mark.needs("math")
 def test_embedded_tasks_are_scored_as_ever(no_cluster):
     env = "env={arithmetic: null, math: {}}"
     with pytest.raises(no_cluster):

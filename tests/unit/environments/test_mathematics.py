@@ -1,5 +1,3 @@
-import importlib.util
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +8,7 @@ from nemo_rl_mcore.environments import MathEnvironment, make_environment
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.preflight.answer_kinds import is_plain_number
 
-MATH = importlib.util.find_spec("math_verify") is not None
-pytestmark = pytest.mark.skipif(not MATH, reason="the extra math is not installed")
+pytestmark = pytest.mark.needs("math")
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all she sold <<48+24=72>>72 clips.\n#### 72"
 MARKER = {"after": "####"}

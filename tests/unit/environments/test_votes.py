@@ -11,8 +11,8 @@ def test_without_a_reader_of_answers_equal_texts_are_equal():
     assert found == [Vote("12", 0), Vote("1", 1), Vote("12", 0), Vote("", 3), Vote("", 3)]
 
 
+@pytest.mark.needs("math")
 def test_mathematical_answers_are_equal_as_expressions():
-    pytest.importorskip("math_verify")
     from nemo_rl_mcore.environments import MathEnvironment
 
     said = [

@@ -3,7 +3,6 @@
 B rows of P prompt and T answer tokens over V words. Both sides start from the same logits [B,T,V].
 """
 
-import importlib.util
 import warnings
 from collections import defaultdict
 from types import SimpleNamespace
@@ -16,10 +15,7 @@ from torch import Tensor
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn, DPOLossFn
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("trl") is None,
-    reason="needs the dependency group test-oracle: uv run --group test-oracle pytest",
-)
+pytestmark = pytest.mark.needs("test-oracle")
 
 B, P, T, V = 6, 3, 5, 17
 CAP = 1.2

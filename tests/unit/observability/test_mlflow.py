@@ -13,8 +13,7 @@ from written_samples import sample
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.observability import RunFacts, RunRecorder
 
-mlflow = pytest.importorskip("mlflow")
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.needs("mlflow"), pytest.mark.exhaustive]
 RECIPE = {
     "grpo": {"max_num_steps": 3, "lr": 1e-6},
     "long": "x" * 7000,
@@ -41,6 +40,8 @@ def told(run: RunRecorder) -> str:
 
 def stored(log_dir: Path):
     """The client of the run's own file, and its runs, the newest last."""
+    import mlflow
+
     client = mlflow.MlflowClient(f"sqlite:///{log_dir / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("e")
     return client, client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])
@@ -95,6 +96,8 @@ def test_a_resumed_run_that_the_store_does_not_have_is_a_new_one_there(tmp_path,
         with recorder(tmp_path, resumed_step, tracking_uri=f"sqlite:///{tmp_path / name}") as begun:
             begun.log((resumed_step or 0) + 1, {"train/reward": 0.5})
         assert " fails: " not in told(begun)
+    import mlflow
+
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'other.db'}")
     run = client.get_run((tmp_path / ".mlflow_run_id").read_text())
     assert (run.data.metrics["train/reward"], run.data.params["grpo.lr"]) == (0.5, "1e-06")

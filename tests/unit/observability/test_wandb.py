@@ -19,8 +19,8 @@ from written_samples import sample
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.observability import RunFacts, RunRecorder
 
-pytest.importorskip("wandb")
 pytestmark = [
+    pytest.mark.needs("wandb"),
     pytest.mark.exhaustive,
     # Of temporary folders that wandb leaves to the end of the process.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

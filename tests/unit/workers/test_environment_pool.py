@@ -169,6 +169,7 @@ def test_a_bad_turn_costs_itself_alone_and_its_reason_is_told_once(cluster, how,
         assert "fragile_parts.py" in told, "where it stood"
 
 
+@pytest.mark.needs("math")
 def test_what_a_user_cannot_get_over_ends_the_run_at_once(cluster):
     wrong = EnvConfig.model_validate({"math": {}, "pool": {"size": 1}})
     bad = first_turn(Prompt(3, "?", "no number and $\\frac{$"), "\\boxed{1}")
@@ -180,6 +181,7 @@ def test_what_a_user_cannot_get_over_ends_the_run_at_once(cluster):
                 pool.replies([good, bad])
 
 
+@pytest.mark.needs("math")
 @pytest.mark.exhaustive
 def test_math_verify_keeps_its_own_limit_there(cluster):
     slow = EnvConfig.model_validate({"math": {"timeout_s": 1}, "pool": {"size": 1}})
