@@ -2,9 +2,18 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
 
 @dataclass(frozen=True)
@@ -137,3 +146,21 @@ Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """Fits numpy's seeds, which are 32 bits and get the pipeline stage added, and the int64 keys of sampling."""
 IntTuple = Annotated[tuple[int, ...], BeforeValidator(_tuple_from_list)]
 StrTuple = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)]
+
+
+def absolute_path(path: str) -> str:
+    """Return the path from the root, as it is seen from where the command is started."""
+    return str(Path(path).absolute())
+
+
+def folder_or_name(text: str) -> str:
+    """Return a folder that is there as an absolute path, and any other text, such as a hub id, unchanged."""
+    return absolute_path(text) if text != CHAR_TOKENIZER and Path(text).is_dir() else text
+
+
+CHAR_TOKENIZER = "char"
+"""The embedded character tokenizer, also where a folder has that name."""
+FolderPath = Annotated[str, AfterValidator(absolute_path)]
+"""A folder that ranks open, which may run in another working directory than the driver."""
+FolderOrName = Annotated[str, AfterValidator(folder_or_name)]
+"""A folder that ranks open, or a name."""

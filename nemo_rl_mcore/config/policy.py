@@ -8,6 +8,8 @@ from pydantic import BeforeValidator, ValidationInfo, model_validator
 from nemo_rl_mcore.config.base import (
     DEFER,
     ConfigError,
+    FolderOrName,
+    FolderPath,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
@@ -41,7 +43,7 @@ Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_refuse_fp
 class TokenizerConfig(StrictModel):
     """Where the tokenizer comes from."""
 
-    name: str
+    name: FolderOrName
     """`char` for the embedded character tokenizer, or a Hugging Face folder; left out, it is policy.model_name."""
 
 
@@ -50,9 +52,9 @@ class PolicyConfig(StrictModel):
 
     model: ModelConfig
     """The architecture; with model_name it is read from there, and otherwise given: num_layers, hidden_size, ..."""
-    model_name: str | None = None
+    model_name: FolderOrName | None = None
     """Hugging Face weights to start from: a local folder or a hub id; null draws them at random."""
-    init_checkpoint: str | None = None
+    init_checkpoint: FolderPath | None = None
     """Folder step_N of another run, whose weights this one starts from; its optimizer begins anew (ours)."""
     tokenizer: TokenizerConfig
     """The tokenizer."""

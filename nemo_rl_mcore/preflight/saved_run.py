@@ -8,7 +8,7 @@ from typing import cast
 import yaml
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config.base import DEFER, Problem, join_path
+from nemo_rl_mcore.config.base import DEFER, Problem, absolute_path, join_path
 from nemo_rl_mcore.config.hf.pretrained import OF_TRAINING, explicit_fields
 from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.model import ModelConfig
@@ -53,10 +53,7 @@ class Change:
 
 def recipe_text(config: RunConfig) -> str:
     """The resolved recipe as YAML, to be saved; it loads again to the same configuration, in any directory."""
-    tree = config.model_dump(mode="json")
-    if config.policy.model_name is not None and Path(config.policy.model_name).is_dir():
-        tree["policy"]["model_name"] = str(Path(config.policy.model_name).absolute())
-    return yaml.safe_dump(tree, sort_keys=False)
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def read_recipe_of(folder: Path) -> Tree:
@@ -84,8 +81,14 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
     return [
         Change(path, before.get(path), after.get(path))
         for path in {**after, **before}
-        if before.get(path) != after.get(path) and not _has_no_effect(path)
+        if not _same(path, before.get(path), after.get(path)) and not _has_no_effect(path)
     ]
+
+
+def _same(path: str, was: object, now: object) -> bool:
+    """Whether a value is the saved one; a checkpoint from before may hold a folder's path as it was written."""
+    named = path.rpartition(".")[2] in ("model_name", "init_checkpoint") or path.endswith("tokenizer.name")
+    return was == now or (named and isinstance(was, str) and absolute_path(was) == now)
 
 
 def changes_of_answers(saved: Tree, config: RunConfig) -> list[Change]:
