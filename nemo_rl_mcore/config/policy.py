@@ -11,8 +11,8 @@ from nemo_rl_mcore.config.base import (
     FolderOrName,
     FolderPath,
     NonNegativeFloat,
-    PositiveFloat,
     PositiveInt,
+    Seconds,
     StrictModel,
 )
 from nemo_rl_mcore.config.batching import (
@@ -86,9 +86,9 @@ class PolicyConfig(StrictModel):
     """Microbatches sized by tokens."""
     generation: GenerationConfig
     """Engine and sampling."""
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: Seconds = 300.0
     """Seconds without progress after which the start of the ranks is an error (ours)."""
-    call_timeout_s: PositiveFloat = 600.0
+    call_timeout_s: Seconds = 600.0
     """Seconds without progress (a microbatch, a token, a file) after which a call to the ranks is an error (ours)."""
 
     @property

@@ -13,6 +13,7 @@ from typing import cast
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, folder_or_name
+from nemo_rl_mcore.config.environment_values import value_now
 from nemo_rl_mcore.config.hf.pretrained import pretrained_model, read_hf_config
 from nemo_rl_mcore.config.load import load_recipe
 from nemo_rl_mcore.config.master import RunConfig
@@ -85,7 +86,11 @@ def load_recipe_of(
     config = on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
     own, tokenizer = folder.absolute() / TOKENIZER_FOLDER, config.policy.tokenizer
     saved_name = cast("Mapping[str, object]", section.get("tokenizer") or {}).get("name")
-    if own.is_dir() and isinstance(saved_name, str) and tokenizer.name == folder_or_name(saved_name):
+    if (
+        own.is_dir()
+        and isinstance(saved_name, str)
+        and tokenizer.name == folder_or_name(value_now(saved_name) or "")
+    ):
         tokenizer = tokenizer.model_copy(update={"name": str(own)})
     changed = {"init_checkpoint": str(folder.absolute()), "tokenizer": tokenizer}
     return config.model_copy(update={"policy": config.policy.model_copy(update=changed)})
