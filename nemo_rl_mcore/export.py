@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.config.environment_values import value_now
 from nemo_rl_mcore.config.hf.hf_config import missing_family
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.errors import RunStoppedError
@@ -59,5 +60,6 @@ def _origin(config: RunConfig, output: Path) -> str | None:
     if output.exists():
         raise RunStoppedError(f"--output {str(output)!r} exists already; name another folder")
     tokenizer_of(policy)
-    name: str | None = recipe["policy"].get("model_name")
+    given: str | None = recipe["policy"].get("model_name")
+    name = given and value_now(given)
     return name if name is not None and local_folder(name) is not None else None

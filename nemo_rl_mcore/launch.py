@@ -130,7 +130,7 @@ def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | Non
         config.logger,
         config.loop.max_num_steps,
         title=f"{config.algorithm}: {config.data.dataset_name}",
-        run=RunFacts(config.algorithm, config.model_dump(mode="json"), checkpoints.resumed_step),
+        run=RunFacts(config.algorithm, config.written(), checkpoints.resumed_step),
         write_page=page_of_run,
     )
     with ExitStack() as session:

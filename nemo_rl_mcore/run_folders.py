@@ -21,7 +21,7 @@ from nemo_rl_mcore.errors import RunStoppedError, folder_error
 from nemo_rl_mcore.observability.sinks import next_free
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight.folders import folders_of, too_full, try_to_write
-from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, recipe_text
+from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, recipe_text, salt_in
 
 LOCK_FILE = ".lock"
 _held: set[tuple[int, int]] = set()
@@ -46,8 +46,9 @@ def leave_recipe(config: RunConfig) -> None:
 
     Raises FolderError.
     """
-    folder, text = Path(config.logger.log_dir), recipe_text(config).encode()
+    folder = Path(config.logger.log_dir)
     path = folder / RECIPE_FILE
+    text = recipe_text(config, salt_in(folder)).encode()
     try:
         if path.is_file() and path.read_bytes() != text:
             path.rename(next_free(path))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_mcore.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import NonNegativeInt, PositiveInt, Problem, Seconds, StrictModel
 
 
 class AsyncGRPOConfig(StrictModel):
@@ -22,9 +22,9 @@ class AsyncGRPOConfig(StrictModel):
     """Groups at least that a step trains on as soon as they are there; null waits for the whole step."""
     max_inflight_prompts: PositiveInt | None = None
     """Groups that are being answered at most; null is (max_trajectory_age_steps + 1) * num_prompts_per_step."""
-    rollout_timeout_s: PositiveFloat | None = None
+    rollout_timeout_s: Seconds | None = None
     """Time in which a group must be answered, each turn, or it is given up and tried again (ours); null: no limit."""
-    stall_timeout_s: PositiveFloat | None = None
+    stall_timeout_s: Seconds | None = None
     """Time without an answered group or a finished step that ends the run; saves and validations do not count."""
     keep_groups: bool | None = None
     """Write the groups of each step into the folder of the log, for `replay` (ours).

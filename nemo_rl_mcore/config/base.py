@@ -2,9 +2,18 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
 
 @dataclass(frozen=True)
@@ -123,17 +132,55 @@ def _number_from_text(value: object) -> object:
     return value
 
 
-def _tuple_from_list(value: object) -> object:
+def tuple_from_list(value: object) -> object:
+    """Return a list as a tuple, and anything else unchanged."""
     return tuple(cast("list[object]", value)) if isinstance(value, list) else value
 
 
 Float = Annotated[float, BeforeValidator(_number_from_text)]
 NonNegativeFloat = Annotated[Float, Field(ge=0)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
+Seconds = Annotated[Float, Field(gt=0, le=2_000_000)]
+"""A deadline: about three weeks at most, since the system's clocks count milliseconds in 31 bits."""
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """Fits numpy's seeds, which are 32 bits and get the pipeline stage added, and the int64 keys of sampling."""
-IntTuple = Annotated[tuple[int, ...], BeforeValidator(_tuple_from_list)]
-StrTuple = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list)]
+IntTuple = Annotated[tuple[int, ...], BeforeValidator(tuple_from_list)]
+StrTuple = Annotated[tuple[str, ...], BeforeValidator(tuple_from_list)]
+
+
+def absolute_path(path: str) -> str:
+    """Return the path from the root, as it is seen from where the command is started."""
+    return str(Path(path).absolute())
+
+
+def folder_or_name(text: str) -> str:
+    """Return a folder that is there as an absolute path, and any other text, such as a hub id, unchanged."""
+    return absolute_path(text) if text != CHAR_TOKENIZER and Path(text).is_dir() else text
+
+
+CHAR_TOKENIZER = "char"
+"""The embedded character tokenizer, also where a folder has that name."""
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+
+
+def _possible_folder(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("has a NUL character, which no path has; remove it")
+    if len(path.encode(errors="replace")) > _LONGEST_PATH or any(
+        len(name.encode(errors="replace")) > _LONGEST_NAME for name in path.split("/")
+    ):
+        raise ValueError(
+            f"is too long for a path: a name has at most {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}"
+        )
+    return path
+
+
+FolderName = Annotated[str, AfterValidator(_possible_folder)]
+"""A folder that is written to, as it is seen from where the command is started."""
+FolderPath = Annotated[str, AfterValidator(_possible_folder), AfterValidator(absolute_path)]
+"""A folder that ranks open, which may run in another working directory than the driver."""
+FolderOrName = Annotated[str, AfterValidator(folder_or_name)]
+"""A folder that ranks open, or a name."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from nemo_rl_mcore.config.base import NonNegativeInt, PositiveFloat, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import FolderName, NonNegativeInt, PositiveInt, Problem, Seconds, StrictModel
 
 
 def _seconds(duration: str) -> float:
@@ -45,7 +45,7 @@ class ClusterConfig(StrictModel):
     """Times in a run that ranks which died or hang are started anew, and do again what no checkpoint holds (ours)."""
     elastic: Literal["none", "shrink"] = "none"
     """What a run does without a machine that stays gone: `none` ends, `shrink` goes on with fewer copies (ours)."""
-    node_wait_s: PositiveFloat = 300.0
+    node_wait_s: Seconds = 300.0
     """Time in which a machine that is gone may come back, or another one in its place (ours)."""
 
     @property
@@ -71,7 +71,7 @@ class CheckpointingConfig(StrictModel):
     """Whether checkpoints are written, and runs resumed."""
     resume: str = "auto"
     """Where a run begins: `auto` after the latest checkpoint, `never` anew, or a folder step_N (ours)."""
-    checkpoint_dir: str = "results/checkpoints"
+    checkpoint_dir: FolderName = "results/checkpoints"
     """Folder of the checkpoints, of one run; every machine must see it."""
     metric_name: str | None = None
     """Metric that ranks them: `val:` or `train:` and the name of a metric; null ranks them by their step."""

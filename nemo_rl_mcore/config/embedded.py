@@ -1,6 +1,6 @@
 """Configuration of embedded engines that are processes of their own."""
 
-from nemo_rl_mcore.config.base import NonNegativeInt, PositiveFloat, PositiveInt, StrictModel
+from nemo_rl_mcore.config.base import NonNegativeInt, PositiveInt, Seconds, StrictModel
 
 
 class EmbeddedConfig(StrictModel):
@@ -10,9 +10,9 @@ class EmbeddedConfig(StrictModel):
     """Processes, each with the whole model, on a GPU of its own where there are some; each answers a share."""
     max_restarts: NonNegativeInt = 0
     """Times in a run that an engine which died or hangs is started anew, all engines together."""
-    restart_backoff_s: PositiveFloat = 1.0
+    restart_backoff_s: Seconds = 1.0
     """Time before an engine that died is started anew; it doubles with each restart, up to a minute."""
-    start_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: Seconds = 600.0
     """Deadline of an engine's start."""
-    call_timeout_s: PositiveFloat = 1800.0
+    call_timeout_s: Seconds = 1800.0
     """Deadline of a batch, and of an engine's acknowledgement of a bucket of weights."""

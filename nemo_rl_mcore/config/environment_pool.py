@@ -1,6 +1,6 @@
 """Configuration of the processes in which environments run."""
 
-from nemo_rl_mcore.config.base import Fraction, NonNegativeInt, PositiveFloat, StrictModel, StrTuple
+from nemo_rl_mcore.config.base import Fraction, NonNegativeInt, Seconds, StrictModel, StrTuple
 
 
 class EnvPoolConfig(StrictModel):
@@ -8,9 +8,9 @@ class EnvPoolConfig(StrictModel):
 
     size: NonNegativeInt | None = None
     """Processes; 0 asks the environment where the loop runs. Null: 1 for env.math and env.custom, else 0."""
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: Seconds = 120.0
     """Deadline of a reply, to up to 8 answers at once; a process that passes it is killed, and another one started."""
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: Seconds = 300.0
     """Deadline of a process's start."""
     retries: NonNegativeInt = 2
     """Times that an answer without a reply is shown to the environment again, and each of them alone; then its

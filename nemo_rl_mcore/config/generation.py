@@ -8,7 +8,6 @@ from pydantic import Field
 from nemo_rl_mcore.config.base import (
     Float,
     IntTuple,
-    PositiveFloat,
     PositiveInt,
     Problem,
     StrictModel,
@@ -29,7 +28,7 @@ class GenerationConfig(StrictModel):
     """The engine: `embedded` decodes on the training model itself, or on a copy (see colocated); `vllm` on a copy."""
     max_new_tokens: PositiveInt
     """Tokens of a response at most, end-of-sequence included."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[Float, Field(ge=0.01)] = 1.0
     """Divides the logits, in sampling and in every log-probability of answers that were sampled so.
 
     Given answers (SFT, offline DPO, distillation off policy) are read at temperature 1.

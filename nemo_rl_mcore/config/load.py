@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -9,8 +10,16 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
+from nemo_rl_mcore.config.environment_values import (
+    Reference,
+    References,
+    read_environment,
+    read_value,
+    without_values,
+)
 from nemo_rl_mcore.config.foreign.judgement import Tree
 from nemo_rl_mcore.config.hf.own_tokenizer import MODEL, TOKENIZER, inherited, other_tokenizer
+from nemo_rl_mcore.config.interpolations import long_chain
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.sources import Recipe, apply_overrides, locate, origins, read_recipe
 from nemo_rl_mcore.config.validate import validate
@@ -43,20 +52,23 @@ def load_recipe(recipe: Recipe, overrides: Iterable[str] = ()) -> RunConfig:
 
 def _load(recipe: Recipe, overrides: Iterable[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
     overridden, problems = apply_overrides(recipe.tree, overrides)
-    tree, unresolved = resolve(recipe.tree)
+    tree, unresolved, references = resolve(recipe.tree)
     # A recipe drops a section of its parent by `section: null`.
     validated = validate({key: value for key, value in tree.items() if value is not None})
     # A value that could not be computed is left out of the tree: that it is missing then says nothing new.
     known = {problem.path for problem in unresolved}
     problems += [*unresolved, *(problem for problem in validated.problems if problem.path not in known)]
     warnings, config = list(validated.warnings), validated.config
-    if config is not None and (
-        other := other_tokenizer(config.policy.model_name, config.policy.tokenizer.name)
-    ):
+    if config is not None and (other := _other_tokenizer(config)):
         (problems if _is_inherited(recipe, overridden) else warnings).append(other)
+    shown = [hidden(problem, references) for problem in problems or warnings]
     if problems or config is None:
-        raise ConfigError(locate(problems, recipe.files, overridden))
-    return config, tuple(locate(warnings, recipe.files, overridden))
+        raise ConfigError(locate(shown, recipe.files, overridden))
+    return config.refer(references), tuple(locate(shown, recipe.files, overridden))
+
+
+def _other_tokenizer(config: RunConfig) -> Problem | None:
+    return other_tokenizer(config.policy.model_name, config.policy.tokenizer.name)
 
 
 def _is_inherited(recipe: Recipe, overridden: Iterable[str]) -> bool:
@@ -66,63 +78,119 @@ def _is_inherited(recipe: Recipe, overridden: Iterable[str]) -> bool:
     return inherited({key: origin.file for key, origin in origins(recipe.files).items()})
 
 
-def resolve(tree: DictConfig) -> tuple[Tree, list[Problem]]:
-    """Compute the interpolations; give the plain tree and what could not be computed."""
+def hidden(problem: Problem, references: References) -> Problem:
+    """Return the problem with references in place of values from the environment."""
+    what, remedy = (without_values(text, references, problem.path) for text in (problem.what, problem.remedy))
+    return replace(problem, what=what, remedy=remedy)
+
+
+def resolve(tree: DictConfig) -> tuple[Tree, list[Problem], dict[str, Reference]]:
+    """Compute the interpolations; give the plain tree, what could not be computed, and what the environment gave."""
     for name, resolver in _RESOLVERS.items():
         OmegaConf.register_new_resolver(name, resolver, replace=True)
-    problems: list[Problem] = []
-    return _resolve_section(tree, "", problems), problems
+    written = cast("Tree", OmegaConf.to_container(tree, resolve=False))
+    if too_long := long_chain(written):
+        raise ConfigError([too_long])
+    resolving = _Resolving()
+    return resolving.section(tree, ""), resolving.problems, resolving.references
 
 
-def _resolve_section(section: DictConfig, prefix: str, problems: list[Problem]) -> Tree:
-    plain: Tree = {}
-    for key in cast("Iterable[str]", section):
-        path = join_path(prefix, str(key))
-        if OmegaConf.is_missing(section, key):
-            problems.append(Problem(path, "has no value (???)", "set it, in the recipe or by an override"))
-            continue
+_VALUES = 100_000
+_DEPTH = 60
+
+
+@dataclass
+class _Resolving:
+    """From a tree with interpolations to a plain one."""
+
+    problems: list[Problem] = field(default_factory=list[Problem])
+    references: dict[str, Reference] = field(default_factory=dict[str, Reference])
+    values: int = 0
+
+    def section(self, section: DictConfig, prefix: str) -> Tree:
+        plain: Tree = {}
+        for key in cast("Iterable[str]", section):
+            path = join_path(prefix, str(key))
+            if OmegaConf.is_missing(section, key):
+                self.problems.append(
+                    Problem(path, "has no value (???)", "set it, in the recipe or by an override")
+                )
+                continue
+            self._put(plain, str(key), section, key, path)
+        return plain
+
+    def _list(self, many: ListConfig, prefix: str) -> list[object]:
+        plain: dict[str, object] = {}
+        for place in range(len(many)):
+            self._put(plain, str(place), many, place, join_path(prefix, str(place)))
+        return list(plain.values())
+
+    def _put(
+        self, plain: dict[str, object], name: str, parent: DictConfig | ListConfig, key: str | int, path: str
+    ) -> None:
+        """Compute one value, unless it cannot be."""
+        self.values += 1
+        if self.values > _VALUES or path.count(".") > _DEPTH:
+            raise ConfigError(
+                [Problem(path, "a reference to a section that holds it", "correct the reference")]
+            )
         try:
-            value: object = section[key]
+            value, reference = read_value(lambda: parent[key], lambda: _raw(parent, key))
             if isinstance(value, DictConfig):
-                plain[str(key)] = _resolve_section(value, path, problems)
-            elif isinstance(value, ListConfig):
-                plain[str(key)] = [
-                    _resolve_section(one, join_path(path, str(place)), problems)
-                    if isinstance(one, DictConfig)
-                    else OmegaConf.to_container(one, resolve=True)
-                    if isinstance(one, ListConfig)
-                    else one
-                    for place, one in enumerate(value)
-                ]
+                plain[name] = self.section(value, path)
             else:
-                plain[str(key)] = value
+                plain[name] = self._list(value, path) if isinstance(value, ListConfig) else value
         except (OmegaConfBaseException, RecursionError) as error:
-            written = cast("Tree", OmegaConf.to_container(section, resolve=False))[key]
             reason = str(error).splitlines()[0]
-            problems.append(Problem(path, f"{written} cannot be computed: {reason}", "correct the reference"))
-    return plain
+            what = f"{_raw(parent, key)} cannot be computed: {reason}"
+            self.problems.append(Problem(path, what, "correct the reference"))
+        else:
+            if reference is not None:
+                self.references[path] = reference
+
+
+def _raw(parent: DictConfig | ListConfig, key: str | int) -> object:
+    """The value as it is written."""
+    return cast("dict[str | int, object]", OmegaConf.to_container(parent, resolve=False))[key]
 
 
 def _divide(dividend: Number, divisor: Number) -> Number:
     """A quotient of integers stays one where it can, so that it may fill an integer key."""
+    _numbers((dividend, divisor))
     if isinstance(dividend, int) and isinstance(divisor, int) and dividend % divisor == 0:
         return dividend // divisor
     return dividend / divisor
 
 
 def _product(*factors: Number) -> Number:
+    bits = sum(one.bit_length() for one in _numbers(factors) if isinstance(one, int))
+    if bits > _BITS:
+        raise ValueError(f"a product of {bits} bits")
     return math.prod(factors)
 
 
+_BITS = 1024
+"""Of a product; a float has no more."""
+
+
+def _numbers(given: tuple[object, ...]) -> tuple[Number, ...]:
+    """Return what is computed with; a list times a number would be as long as that."""
+    for one in given:
+        if isinstance(one, bool) or not isinstance(one, int | float):
+            raise ValueError(f"{type(one).__name__} is no number")
+    return cast("tuple[Number, ...]", given)
+
+
 def _sum(*terms: Number) -> Number:
-    return sum(terms)
+    return sum(_numbers(terms))
 
 
 def _largest(*values: Number) -> Number:
-    return max(values)
+    return max(_numbers(values))
 
 
-_RESOLVERS: dict[str, Callable[..., Number]] = {
+_RESOLVERS: dict[str, Callable[..., Number | str | None]] = {
+    "oc.env": read_environment,
     "add": _sum,
     "mul": _product,
     "div": _divide,

@@ -7,7 +7,15 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from nemo_rl_mcore.config.base import NonNegativeInt, PositiveFloat, Problem, StrictModel, StrTuple
+from nemo_rl_mcore.config.base import (
+    FolderName,
+    NonNegativeInt,
+    PositiveFloat,
+    Problem,
+    Seconds,
+    StrictModel,
+    StrTuple,
+)
 
 _WANDB_TAG_LENGTH = 64
 _SQLITE = "sqlite:///"
@@ -32,7 +40,7 @@ class RolloutsConfig(StrictModel):
 class TensorBoardConfig(StrictModel):
     """Where TensorBoard's events go."""
 
-    log_dir: str = "tensorboard"
+    log_dir: FolderName = "tensorboard"
     """Folder of the events; a relative one lies in logger.log_dir."""
 
 
@@ -96,7 +104,7 @@ class MLflowConfig(StrictModel):
 class LoggerConfig(StrictModel):
     """What a run records, and where."""
 
-    log_dir: str = "logs"
+    log_dir: FolderName = "logs"
     """Folder of the run: recipe, metrics.jsonl, rollouts, TensorBoard events, curves, report."""
     rollouts: RolloutsConfig = RolloutsConfig()
     """Every answer on disk (ours)."""
@@ -118,7 +126,7 @@ class LoggerConfig(StrictModel):
     """Answers that TensorBoard, Weights & Biases and MLflow show of a step and of a validation, one a prompt (ours)."""
     sample_table_period: NonNegativeInt = 10
     """Steps between those that they show training answers of; 0: of none. Every validation is shown (ours)."""
-    timeout_s: PositiveFloat = 60.0
+    timeout_s: Seconds = 60.0
     """Time in which each of them has to take what it is given, or the run goes on without it (ours)."""
     num_val_samples_to_print: NonNegativeInt = 0
     """Validation samples shown in the terminal."""

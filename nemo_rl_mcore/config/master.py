@@ -13,9 +13,10 @@ from nemo_rl_mcore.config.algorithm import (
     PPOConfig,
     RolloutConfig,
 )
-from nemo_rl_mcore.config.base import PositiveInt, Seed, StrictModel, join_path
+from nemo_rl_mcore.config.base import PositiveInt, Seed, join_path
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
+from nemo_rl_mcore.config.environment_values import WithReferences
 from nemo_rl_mcore.config.evaluation import EvalConfig
 from nemo_rl_mcore.config.logger import LoggerConfig
 from nemo_rl_mcore.config.loss import (
@@ -34,7 +35,7 @@ from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defau
 _Tree = dict[str, object]
 
 
-class RunConfig(StrictModel):
+class RunConfig(WithReferences):
     """Everything a run depends on, whatever its algorithm."""
 
     algorithm: ClassVar[str]

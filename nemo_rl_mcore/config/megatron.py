@@ -12,6 +12,7 @@ from nemo_rl_mcore.config.base import (
     PositiveFloat,
     PositiveInt,
     Problem,
+    Seconds,
     StrictModel,
 )
 
@@ -165,7 +166,7 @@ class MegatronConfig(StrictModel):
     """Bytes of logits that the forward pass may keep for the backward pass; auto: 1 for each logit, at most 1 GiB."""
     fused_linear_logprobs_packed: bool = False
     """Allow policy.sequence_packing with use_fused_linear_logprobs, which is refused otherwise."""
-    process_group_timeout_s: PositiveFloat = 600.0
+    process_group_timeout_s: Seconds = 600.0
     """Seconds that ranks at work wait for one that is slower, or hangs; late starts, files and engines do not count."""
     optimizer: OptimizerConfig
     """The optimizer."""

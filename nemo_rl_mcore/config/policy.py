@@ -8,9 +8,11 @@ from pydantic import BeforeValidator, ValidationInfo, model_validator
 from nemo_rl_mcore.config.base import (
     DEFER,
     ConfigError,
+    FolderOrName,
+    FolderPath,
     NonNegativeFloat,
-    PositiveFloat,
     PositiveInt,
+    Seconds,
     StrictModel,
 )
 from nemo_rl_mcore.config.batching import (
@@ -41,7 +43,7 @@ Precision = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_refuse_fp
 class TokenizerConfig(StrictModel):
     """Where the tokenizer comes from."""
 
-    name: str
+    name: FolderOrName
     """`char` for the embedded character tokenizer, or a Hugging Face folder; left out, it is policy.model_name."""
 
 
@@ -50,9 +52,9 @@ class PolicyConfig(StrictModel):
 
     model: ModelConfig
     """The architecture; with model_name it is read from there, and otherwise given: num_layers, hidden_size, ..."""
-    model_name: str | None = None
+    model_name: FolderOrName | None = None
     """Hugging Face weights to start from: a local folder or a hub id; null draws them at random."""
-    init_checkpoint: str | None = None
+    init_checkpoint: FolderPath | None = None
     """Folder step_N of another run, whose weights this one starts from; its optimizer begins anew (ours)."""
     tokenizer: TokenizerConfig
     """The tokenizer."""
@@ -84,9 +86,9 @@ class PolicyConfig(StrictModel):
     """Microbatches sized by tokens."""
     generation: GenerationConfig
     """Engine and sampling."""
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: Seconds = 300.0
     """Seconds without progress after which the start of the ranks is an error (ours)."""
-    call_timeout_s: PositiveFloat = 600.0
+    call_timeout_s: Seconds = 600.0
     """Seconds without progress (a microbatch, a token, a file) after which a call to the ranks is an error (ours)."""
 
     @property

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 from pydantic import model_validator
 
-from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import (
+    FolderOrName,
+    FolderPath,
+    NonNegativeFloat,
+    PositiveInt,
+    Problem,
+    StrictModel,
+)
 from nemo_rl_mcore.config.megatron import OptimizerConfig, SchedulerConfig, fill_weight_decay
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
@@ -54,9 +61,9 @@ class TeacherConfig(StrictModel):
 
     model: ModelConfig | None = None
     """The teacher's architecture; null is policy.model."""
-    model_name: str | None = None
+    model_name: FolderOrName | None = None
     """Its weights: a Hugging Face folder or hub id."""
-    init_checkpoint: str | None = None
+    init_checkpoint: FolderPath | None = None
     """Its weights: a checkpoint of this package."""
     warm_start: str | None = None
     """Its weights: a recipe that is run first (ours)."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import StringIO
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -14,6 +15,7 @@ from nemo_rl_mcore.config.anchors import anchored, recipe_file
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
 from nemo_rl_mcore.config.master import kind_of
 from nemo_rl_mcore.config.schema import Kind, is_known, suggestion
+from nemo_rl_mcore.config.yaml_text import read_yaml_text, require_shallow
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -69,13 +71,15 @@ def _make_room(below: DictConfig, above: DictConfig) -> None:
 
 def _parse(path: Path, chain: tuple[Path, ...]) -> dict[str, object]:
     try:
-        tree = OmegaConf.load(path)
+        tree = OmegaConf.load(StringIO(read_yaml_text(path)))
     except FileNotFoundError:
         raise _refuse(chain, "no such file", _NO_SUCH_FILE) from None
     except (OSError, UnicodeDecodeError) as error:
         raise _refuse(chain, f"cannot be read: {error}", "name a YAML file") from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise _refuse(chain, f"is not valid YAML: {' '.join(str(error).split())}", "correct it") from error
+    except ValueError as error:
+        raise _refuse(chain, f"is no recipe: {error}", "name a recipe") from error
     if not isinstance(tree, DictConfig):
         raise _refuse(chain, "holds no keys at its top level", "write a recipe: sections with keys")
     return cast("dict[str, object]", OmegaConf.to_container(tree))
@@ -156,8 +160,9 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[st
     kind = kind_of(cast("dict[str, object]", OmegaConf.to_container(tree, resolve=False)))
     for text in texts:
         try:
+            require_shallow(text)
             override = parser.parse_override(text)
-        except HydraException as error:
+        except (HydraException, ValueError, RecursionError) as error:
             reason = str(error).splitlines()[0]
             problems.append(
                 Problem(

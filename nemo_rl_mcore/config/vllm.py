@@ -8,9 +8,9 @@ from pydantic import Field
 from nemo_rl_mcore.config.base import (
     Float,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
     Problem,
+    Seconds,
     StrictModel,
 )
 
@@ -38,11 +38,11 @@ class VllmConfig(StrictModel):
     """Engines when cluster.gpus_per_node is 0 (ours); each answers a share of the samples."""
     max_restarts: NonNegativeInt = 0
     """Times in a run that an engine which died or hangs is started anew, all engines together (ours)."""
-    restart_backoff_s: PositiveFloat = 1.0
+    restart_backoff_s: Seconds = 1.0
     """Time before an engine that died is started anew; it doubles with each restart, up to a minute (ours)."""
-    start_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: Seconds = 600.0
     """Deadline of an engine's start (ours)."""
-    call_timeout_s: PositiveFloat = 1800.0
+    call_timeout_s: Seconds = 1800.0
     """Deadline of a batch, and of an engine's acknowledgement of a bucket of weights (ours)."""
 
 

@@ -12,7 +12,8 @@ from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.base import ConfigError, Problem, folder_or_name
+from nemo_rl_mcore.config.environment_values import value_now
 from nemo_rl_mcore.config.hf.pretrained import pretrained_model, read_hf_config
 from nemo_rl_mcore.config.load import load_recipe
 from nemo_rl_mcore.config.master import RunConfig
@@ -84,7 +85,12 @@ def load_recipe_of(
     _replace(read.tree, {"policy.model_name": None, "policy.init_checkpoint": None, "warm_start": None})
     config = on_few_ranks(read, overrides) if few_ranks else load_recipe(read, overrides)
     own, tokenizer = folder.absolute() / TOKENIZER_FOLDER, config.policy.tokenizer
-    if own.is_dir() and tokenizer.model_dump() == section.get("tokenizer"):
+    saved_name = cast("Mapping[str, object]", section.get("tokenizer") or {}).get("name")
+    if (
+        own.is_dir()
+        and isinstance(saved_name, str)
+        and tokenizer.name == folder_or_name(value_now(saved_name) or "")
+    ):
         tokenizer = tokenizer.model_copy(update={"name": str(own)})
     changed = {"init_checkpoint": str(folder.absolute()), "tokenizer": tokenizer}
     return config.model_copy(update={"policy": config.policy.model_copy(update=changed)})

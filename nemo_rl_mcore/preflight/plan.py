@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.batching import TokenBudgets
+from nemo_rl_mcore.config.load import hidden
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.prev_logprobs import source_of_prev_logprobs
@@ -116,7 +117,7 @@ def preflight(
         *(() if elsewhere else missing),
     )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(hidden(problem, config.references) for problem in problems)
     return Plan(
         layout=_layout(config),
         batch=_batch(config),

@@ -8,19 +8,25 @@ from typing import cast
 import yaml
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config.base import DEFER, Problem, join_path
+from nemo_rl_mcore.config.base import DEFER, Problem, absolute_path, join_path
+from nemo_rl_mcore.config.environment_values import SECTION, saved_digests, saved_salt
+from nemo_rl_mcore.config.foreign.judgement import value_at
 from nemo_rl_mcore.config.hf.pretrained import OF_TRAINING, explicit_fields
 from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.run_models import ModelPlan
-from nemo_rl_mcore.strict_json import read_regular, shortened
+from nemo_rl_mcore.config.yaml_text import read_yaml_text
+from nemo_rl_mcore.strict_json import shortened
 
 RECIPE_FILE = "config.yaml"
 TOKENIZER_FOLDER = "tokenizer"
 
 Tree = Mapping[str, object]
 
-_WITHOUT_EFFECT = ("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name")
+_WITHOUT_EFFECT = (
+    *("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name"),
+    SECTION,
+)
 """What a run leaves behind, where answers are scored, and the weights that the checkpoint has replaced."""
 _DEADLINE = "_timeout_s"
 """How long the driver, ranks and engines wait for each other."""
@@ -51,23 +57,27 @@ class Change:
         return f"{self.path}: {shown_value(self.now)} (was {shown_value(self.was)})"
 
 
-def recipe_text(config: RunConfig) -> str:
-    """The resolved recipe as YAML, to be saved; it loads again to the same configuration, in any directory."""
-    tree = config.model_dump(mode="json")
-    if config.policy.model_name is not None and Path(config.policy.model_name).is_dir():
-        tree["policy"]["model_name"] = str(Path(config.policy.model_name).absolute())
-    return yaml.safe_dump(tree, sort_keys=False)
+def recipe_text(config: RunConfig, salt: str | None = None) -> str:
+    """The resolved recipe as YAML, to be saved; it loads again to the same configuration, in any directory.
+
+    What it takes from the environment stays a reference. salt: of their digests; left out, a new one.
+    """
+    return yaml.safe_dump(config.written(salt), sort_keys=False)
+
+
+def salt_in(folder: Path) -> str | None:
+    """Return the salt of the recipe in a folder: under the same values, the same text is written again."""
+    try:
+        return saved_salt(read_recipe_of(folder))
+    except ValueError:
+        return None
 
 
 def read_recipe_of(folder: Path) -> Tree:
     """The recipe in a checkpoint's folder; raises ValueError when there is none, as `recipe_text` writes it."""
     path = folder / RECIPE_FILE
     try:
-        text = read_regular(path, follow_links=False).decode()
-        events = cast("Iterator[yaml.Event]", yaml.parse(text, Loader=yaml.SafeLoader))  # pyright: ignore[reportUnknownMemberType]
-        if any(isinstance(event, yaml.AliasEvent) for event in events):
-            raise ValueError("it has references, which may stand for any number of values")
-        recipe: object = yaml.safe_load(text)
+        recipe: object = yaml.safe_load(read_yaml_text(path, follow_links=False, aliases=False))
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -80,12 +90,26 @@ def read_recipe_of(folder: Path) -> Tree:
 
 def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
     """What changes the result of a run that was saved under `saved` and goes on under `config`."""
-    before, after = dict(leaves(saved, "")), dict(leaves(config.model_dump(mode="json"), ""))
-    return [
-        Change(path, before.get(path), after.get(path))
-        for path in {**after, **before}
-        if before.get(path) != after.get(path) and not _has_no_effect(path)
-    ]
+    plain, digests = config.plain(), saved_digests(saved)
+    before, after, shown = (dict(leaves(tree)) for tree in (saved, plain, config.model_dump(mode="json")))
+
+    def changed(path: str) -> Change | None:
+        was, now, of_environment = before.get(path), after.get(path), shown.get(path) != after.get(path)
+        if path in digests:
+            same, of_environment = digests[path](value_at(plain, path)), True
+        else:
+            same = _same(path, was, now)
+        return None if same else Change(path, "another value" if of_environment else was, shown.get(path))
+
+    inside = tuple(f"{path}." for path in digests)
+    paths = (path for path in {**after, **before} if not _has_no_effect(path) and not path.startswith(inside))
+    return [change for path in paths if (change := changed(path)) is not None]
+
+
+def _same(path: str, was: object, now: object) -> bool:
+    """Whether a value is the saved one; a checkpoint from before may hold a folder's path as it was written."""
+    named = path.rpartition(".")[2] in ("model_name", "init_checkpoint") or path.endswith("tokenizer.name")
+    return was == now or (named and isinstance(was, str) and absolute_path(was) == now)
 
 
 def changes_of_answers(saved: Tree, config: RunConfig) -> list[Change]:

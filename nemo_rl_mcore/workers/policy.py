@@ -59,7 +59,6 @@ class Policy:
         name: str = "policy",
         group: Callable[..., WorkerGroup] = RayWorkerGroup,
     ) -> None:
-        config = _with_absolute_paths(config)
         self._config, self._cluster, self._colocated_with = config, cluster, colocated_with
         self._check = BatchCheck.of(config)
         self._start_workers = partial(
@@ -313,13 +312,3 @@ class Policy:
     def _next_call(self, method: str) -> str:
         self._calls[method] = self._calls.get(method, 0) + 1
         return f"call {self._calls[method]}"
-
-
-def _with_absolute_paths(config: PolicyConfig) -> PolicyConfig:
-    """The ranks may run in another folder than the driver."""
-    found: dict[str, Any] = {}
-    if config.init_checkpoint is not None:
-        found["init_checkpoint"] = str(Path(config.init_checkpoint).absolute())
-    if (tokenizer := Path(config.tokenizer.name)).is_dir():
-        found["tokenizer"] = config.tokenizer.model_copy(update={"name": str(tokenizer.absolute())})
-    return config.model_copy(update=found)

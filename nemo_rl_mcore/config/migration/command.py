@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.environment_values import without_values
 from nemo_rl_mcore.config.foreign.judgement import Tree
 from nemo_rl_mcore.config.migration.draft import Kind
 from nemo_rl_mcore.config.migration.migrate import Migrated, migrate
@@ -30,7 +31,7 @@ def run_migrate(recipe: str, output: str | None) -> int:
     except OSError as error:
         raise ConfigError([Problem("--output", f"{target} cannot be written: {error.strerror}")]) from error
     for line in report(migrated, target):
-        write_line(sys.stdout, line)
+        write_line(sys.stdout, without_values(line, migrated.references))
     return 0 if migrated.settled else EXIT_OPEN
 
 

@@ -9,6 +9,7 @@ from typing import cast
 from omegaconf import OmegaConf
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
+from nemo_rl_mcore.config.environment_values import References, with_references
 from nemo_rl_mcore.config.foreign.judgement import Tree, value_at
 from nemo_rl_mcore.config.foreign.known_keys import listed_origin
 from nemo_rl_mcore.config.load import resolve
@@ -28,6 +29,7 @@ class Migrated:
     draft: Draft
     written: Tree
     computed: Tree
+    references: References
 
     @property
     def kind(self) -> type[RunConfig]:
@@ -46,7 +48,7 @@ def migrate(path: str | Path) -> Migrated:
     Raises ConfigError for a file that cannot be read, or is no such recipe.
     """
     recipe = read_recipe(path)
-    computed, unresolved = resolve(recipe.tree)
+    computed, unresolved, references = resolve(recipe.tree)
     computed = {key: value for key, value in computed.items() if value is not None}
     _require_a_recipe(path, computed)
     draft = Draft(kind_of(computed).algorithm, copy.deepcopy(computed))
@@ -59,8 +61,9 @@ def migrate(path: str | Path) -> Migrated:
         draft.notes.append(
             Note(Kind.OPEN, problem.path, "; ".join(filter(None, (problem.what, problem.remedy))))
         )
+    draft.tree, _ = with_references(draft.tree, references)
     written = cast("Tree", OmegaConf.to_container(recipe.tree, resolve=False))
-    return Migrated(draft, written, computed)
+    return Migrated(draft, written, computed, references)
 
 
 def _require_a_recipe(path: str | Path, tree: Tree) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import yaml
 
 from nemo_rl_mcore.config.base import join_path
+from nemo_rl_mcore.config.environment_values import without_values
 from nemo_rl_mcore.config.foreign.judgement import Tree, value_at
 from nemo_rl_mcore.config.migration.migrate import Migrated
 from nemo_rl_mcore.config.schema import field_path, fields
@@ -23,7 +24,11 @@ _ORDER = (
 def recipe_text(migrated: Migrated, source: str) -> str:
     """The YAML, ending with a line feed; `source` names the recipe that it was made of."""
     head = _comment(f"Made by `nemo-rl-mcore migrate` of NeMo RL's {source}.", "")
-    return "\n".join([*head, *_Writer(migrated).lines()]) + "\n"
+    lines = (
+        without_values(line, migrated.references) if line.lstrip().startswith("#") else line
+        for line in _Writer(migrated).lines()
+    )
+    return "\n".join([*head, *lines]) + "\n"
 
 
 class _Writer:

@@ -1,6 +1,11 @@
+import json
+
 import pytest
+import yaml
 
 from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.second_model import TeacherConfig
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import load_recipe_of
 from nemo_rl_mcore.preflight.saved_run import changes_since, read_recipe_of, recipe_text
@@ -68,3 +73,47 @@ def test_deadlines_change_nothing_of_a_run(load, tmp_path):
     folder = saved(tmp_path / "step_3", load())
     longer = load("++policy.call_timeout_s=3600", "++policy.megatron_cfg.process_group_timeout_s=60")
     assert changes_since(read_recipe_of(folder), longer) == []
+
+
+HF = {
+    "model_type": "qwen2", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The working directory, with a Hugging Face folder `hf`."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text(json.dumps(HF))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_folders_that_ranks_open_are_absolute(load, here):
+    """The ranks of a cluster run in another folder than the driver."""
+    policy = load("~policy.model", "~policy.tokenizer", "+policy.model_name=hf").policy
+    assert (policy.model_name, policy.tokenizer.name) == (f"{here}/hf", f"{here}/hf")
+    of_python = PolicyConfig.model_validate({**policy.model_dump(), "model_name": "hf"})
+    assert of_python.model_name == f"{here}/hf"
+    assert load("+policy.init_checkpoint=results/step_1").policy.init_checkpoint == f"{here}/results/step_1"
+    assert TeacherConfig(model_name="hf").model_name == f"{here}/hf"
+    assert TeacherConfig(init_checkpoint="../step_1").init_checkpoint == f"{here}/../step_1"
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "char"])
+def test_a_name_stays_one(tree, here, name):
+    (here / "char").mkdir()
+    policy = PolicyConfig.model_validate({**tree["policy"], "tokenizer": {"name": name}})
+    assert policy.tokenizer.name == name
+
+
+def test_a_folder_that_was_saved_as_it_was_written_is_no_change(load, here):
+    config = load("~policy.model", "~policy.tokenizer", "+policy.model_name=hf")
+    folder = saved(here / "step_3", config)
+    recipe = yaml.safe_load((folder / "config.yaml").read_text())
+    recipe["policy"]["tokenizer"]["name"] = "hf"
+    (folder / "config.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "tokenizer").mkdir()
+    assert changes_since(read_recipe_of(folder), config) == []
+    assert load_recipe_of(folder).policy.tokenizer.name == str(folder / "tokenizer")
