@@ -30,7 +30,9 @@ from nemo_rl_mcore.signals import deferred_stop_signals
 
 _KEY = "logger.log_dir"
 _RESERVED_BYTES = 1 << 19
-"""Kept free for the last row and the report, should the disk be full one day."""
+"""Kept free for the last row and the curves, should the disk be full one day."""
+_RESERVED_FOR_THE_PAGE = 6 << 20
+"""Kept free for report.html, of which the library that draws takes 4.7 MB."""
 _TOKENS = "train/total_num_tokens"
 _CHECKPOINT = "checkpoint"
 
@@ -83,10 +85,11 @@ class RunRecorder:
 
     def __enter__(self) -> Self:
         """Open the sinks and start the display."""
-        with self._written():
+        with self._written(), self._room_given_back_on_failure():
             self._rollouts = RolloutSink(self._log_dir, self._config.rollouts, self._resumed_step, self._say)
             metrics = JsonlSink(self._log_dir, self._resumed_step)
-            self._reserve.write_bytes(bytes(_RESERVED_BYTES))
+            self._reserve.unlink(missing_ok=True)
+            self._keep_room()
             if self._resumed_step is not None:
                 self._history.rows += read_history(self._log_dir)
                 self._progress.recall(self._history.rows)
@@ -125,6 +128,7 @@ class RunRecorder:
         """Yield what fails; each part is tried."""
         for part in (
             partial(self._reserve.unlink, missing_ok=True),
+            self._complete_answers,
             close,
             self._complete,
             self._page,
@@ -134,6 +138,15 @@ class RunRecorder:
                 part()
             except OSError as failure:
                 yield failure
+
+    def _complete_answers(self) -> None:
+        assert self._rollouts is not None
+        try:
+            self._rollouts.complete()
+        except OSError:
+            for path in self._rollouts.unwritten:
+                write_line(sys.stderr, f"{path} cannot be written: these answers are lost")
+            raise
 
     def _complete(self) -> None:
         if self._history.rows:
@@ -156,16 +169,32 @@ class RunRecorder:
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def _keep_room(self) -> None:
+        """Keep as much free as the end will need: twice the answers of the largest step, its row and the report."""
+        assert self._rollouts is not None
+        wanted = _RESERVED_BYTES + 2 * self._rollouts.largest_step
+        if self._write_page is not None and self._config.html_report_enabled:
+            wanted += _RESERVED_FOR_THE_PAGE
+        with self._reserve.open("ab", buffering=0) as file:
+            while (missing := wanted - file.tell()) > 0:
+                file.write(bytes(min(missing, _RESERVED_FOR_THE_PAGE)))
+
+    @contextmanager
+    def _room_given_back_on_failure(self) -> Generator[None]:
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                self._reserve.unlink(missing_ok=True)
+            raise
+
     @contextmanager
     def _written(self) -> Generator[None]:
-        """Raise FolderError for what fails; the room that was kept for the end is then given to it."""
+        """Raise FolderError for what fails."""
         try:
             yield
         except OSError as failure:
-            told = folder_error(_KEY, self._log_dir, failure)
-            with suppress(OSError):
-                self._reserve.unlink(missing_ok=True)
-            raise told from failure
+            raise folder_error(_KEY, self._log_dir, failure) from failure
 
     @contextmanager
     def startup(self, part: str, told_as: str = "") -> Generator[dict[str, float]]:
@@ -231,6 +260,7 @@ class RunRecorder:
         with self._written():
             for sink in self._sinks:
                 sink.log(step, row)
+            self._keep_room()
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """Take the answers of the step at hand, which are written when it is logged."""
