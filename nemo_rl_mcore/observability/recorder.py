@@ -20,9 +20,9 @@ from nemo_rl_mcore.errors import FolderError, folder_error
 from nemo_rl_mcore.observability.equal_rewards import EqualRewardsSink
 from nemo_rl_mcore.observability.loggers import Loggers, RunFacts
 from nemo_rl_mcore.observability.progress import ProgressDisplay
-from nemo_rl_mcore.observability.report import HistorySink, read_history, write_report
+from nemo_rl_mcore.observability.report import REPORT_FILE, HistorySink, read_history, write_report
 from nemo_rl_mcore.observability.rollouts import RolloutSink, Sample
-from nemo_rl_mcore.observability.sinks import JsonlSink, MetricSink, complete_rows
+from nemo_rl_mcore.observability.sinks import METRICS_FILE, JsonlSink, MetricSink, complete_rows
 from nemo_rl_mcore.observability.startup import STARTUP_PREFIX, Startup
 from nemo_rl_mcore.observability.timing import TIMING_PREFIX, PhaseTimer
 from nemo_rl_mcore.output import BestEffortStream, write_line
@@ -33,8 +33,29 @@ _RESERVED_BYTES = 1 << 19
 """Kept free for the last row and the curves, should the disk be full one day."""
 _RESERVED_FOR_THE_PAGE = 6 << 20
 """Kept free for report.html, of which the library that draws takes 4.7 MB."""
+_RESERVE_FILE = ".reserve"
 _TOKENS = "train/total_num_tokens"
 _CHECKPOINT = "checkpoint"
+
+
+def finish_report(config: LoggerConfig, write_page: Callable[[Path], object]) -> None:
+    """Do what a run that was killed behind its last step still had to: give back the room, and make the page.
+
+    Raises FolderError.
+    """
+    folder = Path(config.log_dir)
+    page, metrics = folder / REPORT_FILE, folder / METRICS_FILE
+    try:
+        (folder / _RESERVE_FILE).unlink(missing_ok=True)
+        if not (config.html_report_enabled and metrics.is_file()):
+            return
+        if page.is_file() and page.stat().st_mtime_ns >= metrics.stat().st_mtime_ns:
+            return
+        write_page(folder)
+        if page.is_file():
+            write_line(sys.stdout, str(page))
+    except OSError as failure:
+        raise folder_error(_KEY, folder, failure) from failure
 
 
 class RunRecorder:
@@ -63,7 +84,7 @@ class RunRecorder:
         run = run or RunFacts()
         self._config = config
         self._log_dir = Path(config.log_dir)
-        self._reserve = self._log_dir / ".reserve"
+        self._reserve = self._log_dir / _RESERVE_FILE
         self._console = console or Console()
         self._console.file = cast(TextIO, BestEffortStream(self._console.file))
         self._history = HistorySink()
