@@ -13,6 +13,7 @@ from typing import NotRequired, TypedDict
 
 from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.observability.sinks import next_free
+from nemo_rl_mcore.strict_json import open_regular
 
 ROLLOUTS_FOLDER = "rollouts"
 VALIDATION_FOLDER = "validation"
@@ -163,10 +164,17 @@ class RolloutSink:
             )
 
 
-def read_rollouts(path: Path) -> Iterator[dict[str, object]]:
-    """The answers in one of the files, in the order of the batch."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        yield from map(json.loads, file)
+def read_rollouts(path: Path, most_bytes: int | None = None) -> Iterator[dict[str, object]]:
+    """Yield the answers in one of the files, in the order of the batch.
+
+    Raises ValueError where they take more than `most_bytes`, which are not read; OSError for what is no regular file.
+    """
+    left = most_bytes
+    with open_regular(path) as packed, gzip.GzipFile(fileobj=packed) as file:
+        while line := file.readline(-1 if left is None else left + 1):
+            if left is not None and (left := left - len(line)) < 0:
+                raise ValueError(f"its answers take more than {most_bytes} bytes")
+            yield json.loads(line)
 
 
 def _write(path: Path, samples: Sequence[Sample]) -> int:

@@ -213,7 +213,8 @@ def test_a_recipe_that_was_changed_is_not_gone_on_from(tmp_path):
     recipe.write_text(recipe.read_text().replace("seed: 42", "seed: 43"))
     checkpoints, said = opened(tmp_path)
     assert checkpoints.resumed_step == 1
-    assert said[-1].startswith(f"set aside: {tmp_path}/aside_step_2 (") and "config.yaml" in said[-1]
+    assert said[-1].startswith(f"set aside: {tmp_path}/aside_step_2 (")
+    assert "config.yaml" in said[-1]
 
 
 @pytest.mark.parametrize(
