@@ -51,7 +51,7 @@ from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.generation.journal import JOURNAL_FOLDER
 from nemo_rl_mcore.generation.vllm.kind import vllm_kind
 from nemo_rl_mcore.interfaces import Environment, Environments, GenerationInterface
-from nemo_rl_mcore.observability import RunFacts, RunRecorder
+from nemo_rl_mcore.observability import RunFacts, RunRecorder, finish_report
 from nemo_rl_mcore.observability.ending import EXIT_FAILED, exit_status_of
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
@@ -114,6 +114,7 @@ def _run(parts: Parts, outer: RayCluster | None = None) -> None:
             config, notify=lambda line: write_line(sys.stdout, line), tokenizer=parts.tokenizer
         )
         if checkpoints.nothing_left:
+            finish_report(config.logger, page_of_run)
             return
         try:
             _run_from(checkpoints, parts, outer)

@@ -10,11 +10,13 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.errors import RunStoppedError, folder_error
@@ -74,6 +76,17 @@ def held_folders(folders: Mapping[str, Path]) -> Generator[None]:
         yield
 
 
+def _opened_lock(path: Path) -> TextIO:
+    """Open the file of the lock, made if need be; raises OSError for a link, a pipe, and another name of a file."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{path.name} is no file of its folder alone", str(path))
+    return open(descriptor, "a+", encoding="utf-8")
+
+
 @contextmanager
 def _locked(key: str, folder: Path) -> Generator[None]:
     found = folder.stat()
@@ -82,7 +95,7 @@ def _locked(key: str, folder: Path) -> Generator[None]:
         yield
         return
     # No child inherits the descriptor, so that none keeps the lock when this process is gone.
-    with open(folder / LOCK_FILE, "a+", encoding="utf-8") as file:
+    with _opened_lock(folder / LOCK_FILE) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

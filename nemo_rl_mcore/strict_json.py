@@ -5,9 +5,10 @@ import json
 import math
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 _SHOWN = 60
 
@@ -36,6 +37,13 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> object:
 
 def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
     """The bytes of a regular file; OSError for anything else, such as a pipe, which is not waited for."""
+    with open_regular(path, follow_links=follow_links) as file:
+        return file.read()
+
+
+@contextmanager
+def open_regular(path: Path, *, follow_links: bool = True) -> Generator[BinaryIO]:
+    """Open a regular file to read; OSError for anything else, such as a pipe, which is not waited for."""
     if not follow_links and path.is_symlink():
         raise OSError(errno.ELOOP, "a link, and no file", str(path))
     # Without O_NONBLOCK the opening of a pipe waits for whoever writes to it.
@@ -44,7 +52,7 @@ def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "no regular file", str(path))
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
+            yield file
     finally:
         os.close(descriptor)
 

@@ -33,6 +33,7 @@ from nemo_rl_mcore.training.checkpoints import (
     CheckpointStore,
     NotACheckpointError,
     Retention,
+    read_checkpoint,
     require_checkpoint,
 )
 
@@ -254,10 +255,23 @@ def open_checkpoints(config: RunConfig, notify: Notify, tokenizer: Tokenizer | N
     if start is not None:
         _compare(start, config, notify)
     if checkpoints.nothing_left:
+        if store.root.is_dir():
+            for leftover in store.remove_unfinished():
+                notify(f"removed: {leftover}, which was not finished")
         return checkpoints
     for folder in store.begin_after(start.step if start is not None else 0):
-        notify(f"set aside: {folder}")
+        notify(f"set aside: {folder} ({_why_aside(folder, section)})")
     return checkpoints
+
+
+def _why_aside(folder: Path, section: CheckpointingConfig) -> str:
+    try:
+        found = read_checkpoint(folder, verify_checksums=section.verify_checksums)
+    except NotACheckpointError as error:
+        return str(error)
+    if not SkipGuard.accepts(found.counters):
+        return f"the counters in {folder / INFO_FILE} are none of a run"
+    return f"checkpointing.resume={section.resume} begins before it"
 
 
 def require_whole(folder: str, key: str, section: CheckpointingConfig, notify: Notify) -> Checkpoint:
@@ -301,7 +315,7 @@ def _compare(start: Checkpoint, config: RunConfig, notify: Notify) -> None:
         raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}")
     if start.step >= config.loop.max_num_steps:
         key = f"{config.algorithm}.max_num_steps"
-        notify(f"already finished after step {start.step}, saved in {start.folder}; nothing was done ({key})")
+        notify(f"already finished after step {start.step}, saved in {start.folder} ({key})")
         return
     changes = [str(change) for change in changes_since(saved, config)]
     notify(

@@ -2,7 +2,7 @@
 
 from nemo_rl_mcore.observability.loggers import Loggers, RunFacts
 from nemo_rl_mcore.observability.progress import ProgressDisplay
-from nemo_rl_mcore.observability.recorder import RunRecorder
+from nemo_rl_mcore.observability.recorder import RunRecorder, finish_report
 from nemo_rl_mcore.observability.report import HistorySink, read_history, write_report
 from nemo_rl_mcore.observability.rollouts import RolloutSink, Sample, read_rollouts
 from nemo_rl_mcore.observability.sinks import MetricSink
@@ -20,6 +20,7 @@ __all__ = [
     "RunFacts",
     "RunRecorder",
     "Sample",
+    "finish_report",
     "read_history",
     "read_rollouts",
     "write_report",

@@ -20,9 +20,9 @@ from nemo_rl_mcore.errors import FolderError, folder_error
 from nemo_rl_mcore.observability.equal_rewards import EqualRewardsSink
 from nemo_rl_mcore.observability.loggers import Loggers, RunFacts
 from nemo_rl_mcore.observability.progress import ProgressDisplay
-from nemo_rl_mcore.observability.report import HistorySink, read_history, write_report
+from nemo_rl_mcore.observability.report import REPORT_FILE, HistorySink, read_history, write_report
 from nemo_rl_mcore.observability.rollouts import RolloutSink, Sample
-from nemo_rl_mcore.observability.sinks import JsonlSink, MetricSink, complete_rows
+from nemo_rl_mcore.observability.sinks import METRICS_FILE, JsonlSink, MetricSink, complete_rows
 from nemo_rl_mcore.observability.startup import STARTUP_PREFIX, Startup
 from nemo_rl_mcore.observability.timing import TIMING_PREFIX, PhaseTimer
 from nemo_rl_mcore.output import BestEffortStream, write_line
@@ -30,9 +30,32 @@ from nemo_rl_mcore.signals import deferred_stop_signals
 
 _KEY = "logger.log_dir"
 _RESERVED_BYTES = 1 << 19
-"""Kept free for the last row and the report, should the disk be full one day."""
+"""Kept free for the last row and the curves, should the disk be full one day."""
+_RESERVED_FOR_THE_PAGE = 6 << 20
+"""Kept free for report.html, of which the library that draws takes 4.7 MB."""
+_RESERVE_FILE = ".reserve"
 _TOKENS = "train/total_num_tokens"
 _CHECKPOINT = "checkpoint"
+
+
+def finish_report(config: LoggerConfig, write_page: Callable[[Path], object]) -> None:
+    """Do what a run that was killed behind its last step still had to: give back the room, and make the page.
+
+    Raises FolderError.
+    """
+    folder = Path(config.log_dir)
+    page, metrics = folder / REPORT_FILE, folder / METRICS_FILE
+    try:
+        (folder / _RESERVE_FILE).unlink(missing_ok=True)
+        if not (config.html_report_enabled and metrics.is_file()):
+            return
+        if page.is_file() and page.stat().st_mtime_ns >= metrics.stat().st_mtime_ns:
+            return
+        write_page(folder)
+        if page.is_file():
+            write_line(sys.stdout, str(page))
+    except OSError as failure:
+        raise folder_error(_KEY, folder, failure) from failure
 
 
 class RunRecorder:
@@ -61,7 +84,7 @@ class RunRecorder:
         run = run or RunFacts()
         self._config = config
         self._log_dir = Path(config.log_dir)
-        self._reserve = self._log_dir / ".reserve"
+        self._reserve = self._log_dir / _RESERVE_FILE
         self._console = console or Console()
         self._console.file = cast(TextIO, BestEffortStream(self._console.file))
         self._history = HistorySink()
@@ -83,10 +106,11 @@ class RunRecorder:
 
     def __enter__(self) -> Self:
         """Open the sinks and start the display."""
-        with self._written():
+        with self._written(), self._room_given_back_on_failure():
             self._rollouts = RolloutSink(self._log_dir, self._config.rollouts, self._resumed_step, self._say)
             metrics = JsonlSink(self._log_dir, self._resumed_step)
-            self._reserve.write_bytes(bytes(_RESERVED_BYTES))
+            self._reserve.unlink(missing_ok=True)
+            self._keep_room()
             if self._resumed_step is not None:
                 self._history.rows += read_history(self._log_dir)
                 self._progress.recall(self._history.rows)
@@ -125,6 +149,7 @@ class RunRecorder:
         """Yield what fails; each part is tried."""
         for part in (
             partial(self._reserve.unlink, missing_ok=True),
+            self._complete_answers,
             close,
             self._complete,
             self._page,
@@ -134,6 +159,15 @@ class RunRecorder:
                 part()
             except OSError as failure:
                 yield failure
+
+    def _complete_answers(self) -> None:
+        assert self._rollouts is not None
+        try:
+            self._rollouts.complete()
+        except OSError:
+            for path in self._rollouts.unwritten:
+                write_line(sys.stderr, f"{path} cannot be written: these answers are lost")
+            raise
 
     def _complete(self) -> None:
         if self._history.rows:
@@ -156,16 +190,32 @@ class RunRecorder:
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def _keep_room(self) -> None:
+        """Keep as much free as the end will need: twice the answers of the largest step, its row and the report."""
+        assert self._rollouts is not None
+        wanted = _RESERVED_BYTES + 2 * self._rollouts.largest_step
+        if self._write_page is not None and self._config.html_report_enabled:
+            wanted += _RESERVED_FOR_THE_PAGE
+        with self._reserve.open("ab", buffering=0) as file:
+            while (missing := wanted - file.tell()) > 0:
+                file.write(bytes(min(missing, _RESERVED_FOR_THE_PAGE)))
+
+    @contextmanager
+    def _room_given_back_on_failure(self) -> Generator[None]:
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                self._reserve.unlink(missing_ok=True)
+            raise
+
     @contextmanager
     def _written(self) -> Generator[None]:
-        """Raise FolderError for what fails; the room that was kept for the end is then given to it."""
+        """Raise FolderError for what fails."""
         try:
             yield
         except OSError as failure:
-            told = folder_error(_KEY, self._log_dir, failure)
-            with suppress(OSError):
-                self._reserve.unlink(missing_ok=True)
-            raise told from failure
+            raise folder_error(_KEY, self._log_dir, failure) from failure
 
     @contextmanager
     def startup(self, part: str, told_as: str = "") -> Generator[dict[str, float]]:
@@ -231,6 +281,7 @@ class RunRecorder:
         with self._written():
             for sink in self._sinks:
                 sink.log(step, row)
+            self._keep_room()
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """Take the answers of the step at hand, which are written when it is logged."""

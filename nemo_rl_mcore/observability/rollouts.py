@@ -13,6 +13,7 @@ from typing import NotRequired, TypedDict
 
 from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.observability.sinks import next_free
+from nemo_rl_mcore.strict_json import open_regular
 
 ROLLOUTS_FOLDER = "rollouts"
 VALIDATION_FOLDER = "validation"
@@ -92,6 +93,7 @@ class RolloutSink:
     Files that an earlier run left are put aside in a folder `rollouts.1`, or the next free number; a resumed run goes
     on with them, and it is those of the steps after `resumed_step` that are put aside. Above `max_gib` the oldest
     steps are removed, but for every tenth and for validations, which stay; `say` is told so once.
+    largest_step: the bytes that the answers of a step took at most so far.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class RolloutSink:
         self._folder = log_dir / ROLLOUTS_FOLDER
         self._config, self._say = config, say
         self._added: list[Sample] = []
+        self._unwritten: list[tuple[Path, list[Sample]]] = []
         self._told = False
+        self.largest_step = 0
         _put_aside(self._folder, resumed_step)
         self._sizes = {path: path.stat().st_size for path in _files(self._folder)}
 
@@ -110,15 +114,30 @@ class RolloutSink:
             self._added += samples
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write what was added; raises OSError, and then leaves nothing of the file."""
+        """Write what was added; raises OSError, and then leaves nothing of the file, whose answers `complete` takes."""
         del metrics
         added, self._added = self._added, []
         for folder, of_validation in ((self._folder, False), (self._folder / VALIDATION_FOLDER, True)):
             samples = [sample for sample in added if sample.of_validation is of_validation]
             if samples:
-                path = folder / f"step_{step}.jsonl.gz"
-                self._sizes[path] = _write(path, samples)
+                self._unwritten.append((folder / f"step_{step}.jsonl.gz", samples))
+        self.complete()
         self._keep_to_the_bound(step)
+
+    def complete(self) -> None:
+        """Write the answers of finished steps that are not on disk yet; raises OSError, and keeps what is left."""
+        written = 0
+        while self._unwritten:
+            path, samples = self._unwritten[0]
+            self._sizes[path] = _write(path, samples)
+            written += self._sizes[path]
+            del self._unwritten[0]
+        self.largest_step = max(self.largest_step, written)
+
+    @property
+    def unwritten(self) -> list[Path]:
+        """The files whose answers are in memory alone."""
+        return [path for path, _ in self._unwritten]
 
     def close(self) -> None:
         """Forget the answers of a step that was not finished."""
@@ -145,10 +164,17 @@ class RolloutSink:
             )
 
 
-def read_rollouts(path: Path) -> Iterator[dict[str, object]]:
-    """The answers in one of the files, in the order of the batch."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        yield from map(json.loads, file)
+def read_rollouts(path: Path, most_bytes: int | None = None) -> Iterator[dict[str, object]]:
+    """Yield the answers in one of the files, in the order of the batch.
+
+    Raises ValueError where they take more than `most_bytes`, which are not read; OSError for what is no regular file.
+    """
+    left = most_bytes
+    with open_regular(path) as packed, gzip.GzipFile(fileobj=packed) as file:
+        while line := file.readline(-1 if left is None else left + 1):
+            if left is not None and (left := left - len(line)) < 0:
+                raise ValueError(f"its answers take more than {most_bytes} bytes")
+            yield json.loads(line)
 
 
 def _write(path: Path, samples: Sequence[Sample]) -> int:

@@ -16,6 +16,8 @@ _ANSWERS = 24
 _LONGEST_TEXT = 20_000
 _MOST_TOKENS = 2000
 """Of an answer that is shown token by token: each takes some 60 bytes of the page, and an element of the browser's."""
+_MOST_BYTES = 256 << 20
+"""Of the answers of a step, unpacked: in memory they take several times as much."""
 _NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
 _ALWAYS = ("prompt", "response")
 _TEXTS = (*_ALWAYS, "answer")
@@ -43,7 +45,7 @@ def steps_shown(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _answers_of(path: Path) -> tuple[int, list[dict[str, Any]]]:
     """How many a file has, and those that are shown; raises ValueError where the page could not show them."""
-    answers: list[Any] = [*read_rollouts(path)]
+    answers: list[Any] = [*read_rollouts(path, _MOST_BYTES)]
     for line, answer in enumerate(answers, 1):
         if not (isinstance(answer, dict) and all(isinstance(answer.get(name), str) for name in _ALWAYS)):
             raise ValueError(f"line {line} is no answer")

@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from statistics import fmean, median
+from statistics import median
 from typing import Literal
 
 from nemo_rl_mcore.observability.curves import Row, finite_points, finite_values, points_of
-from nemo_rl_mcore.report_page.run_data import WINDOW, RunData
+from nemo_rl_mcore.report_page.run_data import WINDOW, RunData, mean
 
 _COLLAPSED_ENTROPY = 0.1
 """Share of the first entropy below which hardly anything is explored any more."""
@@ -67,7 +67,7 @@ def _ends(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
     values = finite_values(rows, name)
     if len(values) < 2 * WINDOW:
         return None
-    return fmean(values[:WINDOW]), fmean(values[-WINDOW:])
+    return mean(values[:WINDOW]), mean(values[-WINDOW:])
 
 
 def _not_finite(rows: Sequence[Row]) -> Finding | None:
@@ -91,7 +91,7 @@ def _is_learnt(rows: Sequence[Row]) -> bool:
         return False
     # From 0 on, or from the lowest one where rewards are costs.
     low, high = min(0.0, *finite_values(rows, "train/reward_min")), max(highest)
-    return high > low and fmean(rewards) >= low + _LEARNT * (high - low)
+    return high > low and mean(rewards) >= low + _LEARNT * (high - low)
 
 
 def _equal_rewards(rows: Sequence[Row]) -> Finding | None:
@@ -133,9 +133,9 @@ class _HighAtLast:
 
     def __call__(self, rows: Sequence[Row]) -> Finding | None:
         last = finite_values(rows, self.metric)[-WINDOW:]
-        if not last or fmean(last) < self.least:
+        if not last or mean(last) < self.least:
             return None
-        return Finding(self.level, self.text.format(fmean(last)), self.metric)
+        return Finding(self.level, self.text.format(mean(last)), self.metric)
 
 
 _kl = _HighAtLast(
@@ -193,7 +193,7 @@ def _fallen(rows: Sequence[Row]) -> Finding | None:
     points = finite_points(rows, name)
     values = [value for _, value in points]
     width = 1 if name.startswith("validation/") else WINDOW
-    means = [(points[i - 1][0], fmean(values[i - width : i])) for i in range(width, len(values) + 1)]
+    means = [(points[i - 1][0], mean(values[i - width : i])) for i in range(width, len(values) + 1)]
     if not means:
         return None
     step, best = max(means, key=lambda point: point[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.resources import files
@@ -22,12 +23,16 @@ _SCRIPTS = ("script.js", "rollouts.js", "start.js")
 
 def write_page(runs: Sequence[RunData], path: Path) -> Path:
     """Write the page of these runs; it is whole or not there. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    page = _page(runs).encode(errors="backslashreplace")
+    # Made anew under a random name: what somebody else has put there is not followed.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        temporary.write_text(_page(runs), encoding="utf-8", errors="backslashreplace")
+        with temporary.open("xb") as file:
+            file.write(page)
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
+        error.filename = str(path)
         raise
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
@@ -81,6 +82,11 @@ class RunData:
         """When the last row was written."""
         path = self.folder / METRICS_FILE
         return datetime.fromtimestamp(path.stat().st_mtime) if path.is_file() else None
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, also where the sum is too large for a float."""
+    return math.fsum(value / len(values) for value in values)
 
 
 def read_run(folder: Path) -> RunData:

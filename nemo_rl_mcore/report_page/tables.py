@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial, reduce
-from statistics import fmean
 from typing import Any
 
 from nemo_rl_mcore.controllers.events import Aborted, Cancelled, Failed, Lost, Started
 from nemo_rl_mcore.observability.curves import finite_points, finite_values
 from nemo_rl_mcore.observability.series import Best, best_of
 from nemo_rl_mcore.preflight.saved_run import shown_value
-from nemo_rl_mcore.report_page.run_data import WINDOW, RunData
+from nemo_rl_mcore.report_page.run_data import WINDOW, RunData, mean
 
 _COUNTED = {
     "recovery/retries": "parts of a step were tried again",
@@ -52,7 +51,7 @@ def summary(run: RunData) -> list[Row]:
 def _first_and_last(run: RunData, name: str) -> str:
     """Means over the first and the last steps."""
     values = finite_values(run.rows, name)
-    return f"{fmean(values[:WINDOW]):.4g} at first, {fmean(values[-WINDOW:]):.4g} at last" if values else ""
+    return f"{mean(values[:WINDOW]):.4g} at first, {mean(values[-WINDOW:]):.4g} at last" if values else ""
 
 
 def _first_best_last(run: RunData, name: str) -> str:

@@ -145,9 +145,7 @@ class CheckpointStore:
         way, or are broken: they are renamed, so that none of them is ever taken for the latest.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        for leftover in self.root.iterdir():
-            if _TEMPORARY_NAME.fullmatch(leftover.name):
-                _remove(leftover)
+        self.remove_unfinished()
         aside: list[Path] = []
         for folder in _step_folders(self.root):
             if _step_of(folder) > step:
@@ -155,6 +153,13 @@ class CheckpointStore:
                 folder.rename(aside[-1])
         _sync(self.root)
         return aside
+
+    def remove_unfinished(self) -> list[Path]:
+        """Remove what was being written or deleted when an earlier run ended; return it."""
+        found = [path for path in self.root.iterdir() if _TEMPORARY_NAME.fullmatch(path.name)]
+        for leftover in found:
+            _remove(leftover)
+        return found
 
     @contextmanager
     def writing(

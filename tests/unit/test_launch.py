@@ -2,6 +2,7 @@
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -97,8 +98,23 @@ def finished(tmp_path, monkeypatch):
 def test_a_run_that_is_finished_starts_no_ranks_and_reports_nothing(finished, capsys):
     assert launch.run(finished) == 0
     folder = f"{finished.checkpointing.checkpoint_dir}/step_2"
-    told = f"already finished after step 2, saved in {folder}; nothing was done (grpo.max_num_steps)\n"
+    told = f"already finished after step 2, saved in {folder} (grpo.max_num_steps)\n"
     assert capsys.readouterr() == (told, "")
+
+
+def test_a_run_that_was_killed_behind_its_last_checkpoint_is_brought_to_its_end(finished, capsys):
+    log, saved = Path(finished.logger.log_dir), Path(finished.checkpointing.checkpoint_dir)
+    (saved / "tmp_deleted_step_1").mkdir()
+    (saved / "tmp_step_3").mkdir()
+    log.mkdir()
+    (log / ".reserve").write_text("room")
+    (log / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n{"step": 2, "train/reward": 0.5}\n')
+    assert launch.run(finished) == 0
+    assert {path.name for path in saved.iterdir()} == {"step_2", ".lock"}
+    assert {path.name for path in log.iterdir()} == {"metrics.jsonl", "report.html", ".lock"}
+    assert f"{log}/report.html" in capsys.readouterr().out.splitlines()
+    assert launch.run(finished) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1, "there is nothing left to do"
 
 
 def test_what_ends_before_a_step_says_so(finished, monkeypatch, capsys):

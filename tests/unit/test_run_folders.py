@@ -12,7 +12,7 @@ import pytest
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.errors import FolderError, RunStoppedError
 from nemo_rl_mcore.preflight import preflight
-from nemo_rl_mcore.run_folders import leave_recipe, run_folders
+from nemo_rl_mcore.run_folders import held_folders, leave_recipe, run_folders
 
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
 
@@ -31,7 +31,7 @@ def refused(wanted):
 HOLDER = """
 import subprocess, sys, time
 from nemo_rl_mcore.config import load_config
-from nemo_rl_mcore.run_folders import leave_recipe, run_folders
+from nemo_rl_mcore.run_folders import held_folders, leave_recipe, run_folders
 with run_folders(load_config(sys.argv[1], sys.argv[2:])):
     child = subprocess.Popen(["sleep", "60"], close_fds=False)  # as a rank that outlives its driver
     print(child.pid, flush=True)
@@ -158,3 +158,25 @@ def test_the_recipe_is_left_in_the_folder_and_another_one_is_put_aside(tmp_path)
     assert (tmp_path / "config.2.yaml").read_bytes() == b"\xff: of another program"
     with pytest.raises(FolderError, match=r"logger.log_dir"):
         leave_recipe(config(tmp_path / "gone", tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
+def test_a_lock_that_is_no_file_of_the_folder_is_refused_and_destroys_nothing(
+    tmp_path: Path, kind: str
+) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    folder.mkdir()
+    match kind:
+        case "link":
+            (folder / ".lock").symlink_to(victim)
+        case "hard link":
+            (folder / ".lock").hardlink_to(victim)
+        case _:
+            os.mkfifo(folder / ".lock")
+    with (
+        pytest.raises(RunStoppedError, match=r"^logger\.log_dir: "),
+        held_folders({"logger.log_dir": folder}),
+    ):
+        pass
+    assert victim.read_text() == "precious"

@@ -86,9 +86,13 @@ def test_never_and_a_folder_set_later_checkpoints_aside(tmp_path):
     run_to(tmp_path, 2, 4)
     checkpoints, said = opened(tmp_path, f"checkpointing.resume={tmp_path / 'step_2'}")
     assert checkpoints.resumed_step == 2
-    assert said[1:] == [f"set aside: {tmp_path / 'aside_step_4'}"]
+    (told,) = said[1:]
+    assert told.startswith(f"set aside: {tmp_path / 'aside_step_4'} (checkpointing.resume=")
     checkpoints, said = opened(tmp_path, "checkpointing.resume=never")
-    assert (checkpoints.resumed_step, said) == (None, [f"set aside: {tmp_path / 'aside_step_2'}"])
+    assert (checkpoints.resumed_step, said) == (
+        None,
+        [f"set aside: {tmp_path / 'aside_step_2'} (checkpointing.resume=never begins before it)"],
+    )
 
 
 @pytest.mark.parametrize("key", ["checkpointing.resume", "policy.init_checkpoint"])
@@ -209,7 +213,8 @@ def test_a_recipe_that_was_changed_is_not_gone_on_from(tmp_path):
     recipe.write_text(recipe.read_text().replace("seed: 42", "seed: 43"))
     checkpoints, said = opened(tmp_path)
     assert checkpoints.resumed_step == 1
-    assert said[-1] == f"set aside: {tmp_path}/aside_step_2"
+    assert said[-1].startswith(f"set aside: {tmp_path}/aside_step_2 (")
+    assert "config.yaml" in said[-1]
 
 
 @pytest.mark.parametrize(
@@ -265,16 +270,19 @@ def test_the_best_by_the_metric_stay(tmp_path):
 
 @pytest.mark.parametrize("resume", ["auto", "{}/step_7"])
 @pytest.mark.parametrize("last_step", [7, 5])
-def test_a_run_that_is_at_its_last_step_says_so_and_touches_nothing(tmp_path, resume, last_step):
+def test_a_run_that_is_at_its_last_step_says_so_and_removes_only_what_is_unfinished(
+    tmp_path, resume, last_step
+):
     run_to(tmp_path, 3, 7, overrides=("grpo.max_num_steps=7",))
     (tmp_path / "tmp_step_8").mkdir()
     keys = (f"grpo.max_num_steps={last_step}", f"checkpointing.resume={resume.format(tmp_path)}")
     checkpoints, said = opened(tmp_path, *keys)
     assert checkpoints.nothing_left
     assert said == [
-        f"already finished after step 7, saved in {tmp_path / 'step_7'}; nothing was done (grpo.max_num_steps)"
+        f"already finished after step 7, saved in {tmp_path / 'step_7'} (grpo.max_num_steps)",
+        f"removed: {tmp_path / 'tmp_step_8'}, which was not finished",
     ]
-    assert (tmp_path / "tmp_step_8").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_7"]
 
 
 def test_a_run_with_steps_left_is_not_finished(tmp_path):

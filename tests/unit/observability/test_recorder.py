@@ -2,10 +2,12 @@ import errno
 import io
 import json
 import os
+import random
 import shutil
 import signal
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from written_samples import sample
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.errors import FolderError
 from nemo_rl_mcore.observability import RunFacts, RunRecorder, read_rollouts
+from nemo_rl_mcore.report_page.command import page_of_run
 from nemo_rl_mcore.signals import stop_signals
 
 
@@ -87,6 +90,35 @@ def test_answers_that_cannot_be_written_are_an_error_of_the_folder_and_the_row_i
     with pytest.raises(FolderError, match=r"^logger\.log_dir: .* cannot be written to: "):
         run()
     assert rows_of(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_answers_that_a_full_disk_refused_are_written_at_the_end_and_else_named(
+    for_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write, tries = Path.write_bytes, 0
+
+    def full(path: Path, data: bytes) -> int:
+        nonlocal tries
+        if path.name.startswith("step_2"):
+            tries += 1
+            if tries == 1 or for_good:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, data)
+
+    def run() -> None:
+        with make(tmp_path) as recorder:
+            for step in (1, 2):
+                recorder.add_samples([sample(step)])
+                recorder.log(step, {"train/reward": 0.5})
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(FolderError):
+        run()
+    assert rows_of(tmp_path) == [1, 2]
+    lost = tmp_path / "rollouts/step_2.jsonl.gz"
+    assert lost.exists() is not for_good
+    assert (str(lost) in capsys.readouterr().err) is for_good
 
 
 def test_only_the_newest_samples_one_a_prompt_are_shown(tmp_path: Path) -> None:
@@ -187,6 +219,20 @@ def test_room_is_kept_for_the_end_and_given_back(tmp_path: Path) -> None:
         recorder.log(1, {"train/reward": 0.5})
         assert (tmp_path / ".reserve").stat().st_blocks * 512 >= 1 << 19
     assert not (tmp_path / ".reserve").exists()
+
+
+def test_the_room_that_is_kept_holds_the_answers_of_a_step_its_row_and_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    config = LoggerConfig(log_dir=str(tmp_path))
+    console = Console(file=io.StringIO())
+    with RunRecorder(config, 1, console=console, write_page=page_of_run) as recorder:
+        noise = random.Random(0).randbytes(1 << 21).hex()
+        recorder.add_samples([replace(sample(), response=noise)])
+        recorder.log(1, {"train/reward": 0.5})
+        kept = (tmp_path / ".reserve").stat().st_blocks * 512
+    answers = (tmp_path / "rollouts/step_1.jsonl.gz").stat().st_size
+    assert answers > 1 << 20
+    assert kept >= 2 * answers + page.stat().st_size + (tmp_path / "metrics.jsonl").stat().st_size
 
 
 def test_a_deleted_folder_ends_the_run_and_every_row_is_written_anew(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 
 import pytest
 from run_folder import rows, write_run
@@ -7,6 +8,7 @@ from written_samples import sample
 
 from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.observability import RolloutSink
+from nemo_rl_mcore.report_page import answers
 from nemo_rl_mcore.report_page.answers import some_of, steps_shown
 
 
@@ -115,3 +117,13 @@ def test_of_long_answers_the_first_tokens_and_turns_are_shown(tmp_path):
     assert len(answer["turns"]) == 21
     assert answer["turns"][-1] == {"role": "480 more turns", "content": "…"}
     assert len(json.dumps(answer)) < 200_000
+
+
+def test_a_pipe_and_a_file_that_unpacks_to_too_much_are_told_and_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "_MOST_BYTES", 1 << 16)
+    (tmp_path / "rollouts").mkdir()
+    os.mkfifo(tmp_path / "rollouts/step_1.jsonl.gz")
+    (tmp_path / "rollouts/step_2.jsonl.gz").write_bytes(gzip.compress(b" " * (1 << 24)))
+    shown, unread = answers.steps_shown(tmp_path)
+    assert shown == []
+    assert [name for name in ("step_1", "step_2") for line in unread if name in line] == ["step_1", "step_2"]

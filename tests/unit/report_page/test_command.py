@@ -1,5 +1,6 @@
 import json
 import re
+from pathlib import Path
 
 import pytest
 from run_folder import HOSTILE, rows, write_run
@@ -69,6 +70,20 @@ def test_a_page_that_cannot_be_made_does_not_end_a_run_that_is_done(tmp_path, mo
 
 def test_a_disk_that_takes_no_page_does_not_fail_a_run_that_is_done(tmp_path, capsys):
     write_run(tmp_path, rows(1))
-    (tmp_path / "report.html.tmp").mkdir()
+    (tmp_path / "report.html").mkdir()
     command.page_of_run(tmp_path)
     assert "report.html was not written: IsADirectoryError" in capsys.readouterr().err
+
+
+def test_a_link_at_the_temporary_name_of_the_page_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/reward": 0.5}\n')
+    (tmp_path / "report.html.tmp").symlink_to(tmp_path / "victim")
+    assert command.run_report([str(tmp_path)], None) == 0
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_numbers_whose_sum_is_too_large_end_no_report(tmp_path: Path) -> None:
+    rows = [{"step": step, "train/reward": 1e308, "train/loss": -1e308} for step in range(1, 31)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert command.run_report([str(tmp_path)], None) == 0
