@@ -120,7 +120,9 @@ def test_over_the_whole_vocabulary_a_model_whose_tail_is_empty_needs_no_tail_of_
         for tail in (None, empty)
     ]
     expected = mean(oracle(cfg, *(x.log_softmax(-1) for x in logits)), data, 1)
-    assert losses[0].loss.item() == pytest.approx(expected.item(), rel=1e-6 if dtype is torch.float32 else 1e-12)
+    assert losses[0].loss.item() == pytest.approx(
+        expected.item(), rel=1e-6 if dtype is torch.float32 else 1e-12
+    )
     without, with_tail = (torch.autograd.grad(found.loss, given[0], retain_graph=True)[0] for found in losses)
     assert torch.equal(losses[0].loss, losses[1].loss)
     assert torch.equal(without, with_tail)
