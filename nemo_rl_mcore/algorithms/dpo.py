@@ -7,7 +7,8 @@ its worst. P pairs are 2 P rows: chosen, rejected, chosen, ...
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
 from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.logprobs import trained_inputs
+from nemo_rl_mcore.algorithms.reference_blocks import ReferenceBlocks
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
@@ -33,10 +35,6 @@ class DPO(Algorithm[DPOMasterConfig]):
     """Direct preference optimization, https://arxiv.org/abs/2305.18290. `pairs` is None where they are made online."""
 
     pairs: PreferenceSource | None
-    _reference: dict[tuple[bytes, bytes], torch.Tensor] = field(
-        default_factory=dict[tuple[bytes, bytes], torch.Tensor]
-    )
-    """The reference's log-probabilities of given answers by their tokens: they are asked for once."""
 
     def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
         """Take or make the step's pairs, and train on them."""
@@ -47,7 +45,8 @@ class DPO(Algorithm[DPOMasterConfig]):
         else:
             batch = self.pairs.train_batch(step, count)
         with self.observer.phase("reference"):
-            self._add_reference(batch)
+            known = self._reference
+            _add_reference(batch, known.of_step(step, batch) if known else self._ask_reference(batch))
         require_sampled_ids(batch)
         begin_update()
         with self.observer.phase("train"):
@@ -60,11 +59,11 @@ class DPO(Algorithm[DPOMasterConfig]):
     def validate(self, step: int) -> dict[str, float]:
         """The loss of held-out pairs, where pairs are given, and how good the policy's own answers are."""
         judged = super().validate(step)
-        if self.pairs is None:
+        if self.pairs is None or self._reference is None:
             return judged
         size = self.config.policy.train_global_batch_size
         batch = self.pairs.validation(self.config.dpo.val_batches * size)
-        self._add_reference(batch)
+        _add_reference(batch, self._reference.of_validation(batch))
         held_out = train_metrics(self._train(batch, eval_mode=True), "validation")
         return (
             judged
@@ -77,33 +76,19 @@ class DPO(Algorithm[DPOMasterConfig]):
         loss = DPOLossFn(self.config.dpo.loss, fused)
         return self.policy.train(trained_columns(batch), loss, eval_mode=eval_mode)
 
-    def _add_reference(self, batch: BatchedDataDict) -> None:
-        reference = self._cached_reference(batch) if self.pairs is not None else self._ask_reference(batch)
-        # DPO's convention: column i is log p of token i + 1.
-        batch["reference_policy_logprobs"] = reference.roll(-1, dims=1)
+    @cached_property
+    def _reference(self) -> ReferenceBlocks | None:
+        """That of given pairs."""
+        if self.pairs is None:
+            return None
+        policy = self.config.policy
+        count, longest = policy.train_global_batch_size, policy.max_total_sequence_length
+        return ReferenceBlocks(self.pairs, self._ask_reference, count, longest)
 
     def _ask_reference(self, batch: BatchedDataDict) -> torch.Tensor:
         return self.policy.get_reference_policy_logprobs(trained_inputs(batch), trained_only=True)[
             "reference_logprobs"
         ]
-
-    def _cached_reference(self, batch: BatchedDataDict) -> torch.Tensor:
-        """[B, S]; given answers come again with every pass over the data set, and the reference never changes."""
-        # The same tokens may be divided into prompt and answer in another way: then others are asked for.
-        tokens = zip(batch["input_ids"], batch["token_mask"], batch["input_lengths"].tolist(), strict=True)
-        keys = [
-            (ids[:length].numpy().tobytes(), mask[:length].numpy().tobytes()) for ids, mask, length in tokens
-        ]
-        new = [row for row, key in enumerate(keys) if key not in self._reference]
-        if new:
-            asked = batch.select_indices(new)
-            for row, logprobs in zip(new, self._ask_reference(asked), strict=True):
-                self._reference[keys[row]] = logprobs[: int(batch["input_lengths"][row])].clone()
-        cached = torch.zeros(batch["input_ids"].shape)
-        for row, key in enumerate(keys):
-            known = self._reference[key]
-            cached[row, : len(known)] = known
-        return cached
 
     def _sample_pairs(self, step: int, count: int) -> tuple[BatchedDataDict, dict[str, float]]:
         answers = self.config.dpo.num_generations_per_prompt or 0
@@ -113,6 +98,11 @@ class DPO(Algorithm[DPOMasterConfig]):
         self.record(step, rollout)
         metrics = rollout_metrics(rollout) | dict(self.collector.environments.take_counts())
         return batch, metrics | {"train/pairs_with_signal": with_signal}
+
+
+def _add_reference(batch: BatchedDataDict, logprobs: torch.Tensor) -> None:
+    # DPO's convention: column i is log p of token i + 1.
+    batch["reference_policy_logprobs"] = logprobs.roll(-1, dims=1)
 
 
 def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -56,6 +56,13 @@ class PromptSource(Protocol):
         """Give `count` held-out prompts, the same ones at every call and for every seed."""
         ...
 
+    def first_steps(self, step: int, count: int) -> Sequence[int] | None:
+        """Return, of each prompt of `train_batch(step, count)`, the first step that draws it.
+
+        None where the source has no passes, so that nobody knows which prompts come again.
+        """
+        return None
+
 
 DIGIT_TASKS: dict[str, Callable[[str], str]] = {
     "copy": lambda digits: digits,
@@ -66,7 +73,7 @@ DIGIT_TASKS: dict[str, Callable[[str], str]] = {
 """The answer to a string of digits."""
 
 
-class DigitTaskSource:
+class DigitTaskSource(PromptSource):
     """All strings of `num_digits` digits with the answer that the task defines: copy of "527>" is "527".
 
     calculator: the digits are two numbers, "37+25>", and the answer is their sum, of as many places as the question:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 
 from nemo_rl_mcore.config.shares import Shares
-from nemo_rl_mcore.data.datasets import Prompt, shuffled
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource, shuffled
 
 
 @dataclass(frozen=True)
-class EpochSource:
+class EpochSource(PromptSource):
     """A `PromptSource` over lists of prompts; a step takes the next `per_step` rows of the passes.
 
     Where `per_step` does not divide the rows, a step begins in one pass and ends in the next. Such a step holds no row
@@ -35,6 +35,17 @@ class EpochSource:
 
         Raises ValueError when the data set has fewer rows than `count`, or a source fewer than its share of them.
         """
+        return [self.train[row] for _source, row in self._rows(step, count)]
+
+    def first_steps(self, step: int, count: int) -> Sequence[int] | None:
+        """See `PromptSource.first_steps`: that of the first pass."""
+        return [
+            self._step_of(source, self._parts[source].first_position(row)) + 1
+            for source, row in self._rows(step, count)
+        ]
+
+    def _rows(self, step: int, count: int) -> list[tuple[int, int]]:
+        """The source and the row of each prompt of a step."""
         if count > len(self.train):
             raise ValueError(f"{count} rows of a step are more than the {len(self.train)} of data.train")
         first, among = (step - 1) * self.per_step, min(count, self.per_step)
@@ -46,7 +57,7 @@ class EpochSource:
         rows = [iter([*regular]) for regular in taken]
         turns = [self._shares.turn(position) for position in range(first, first + count)]
         order = [next(rows[turn]) for turn in turns[:among]] + [next(drawn[turn]) for turn in turns[among:]]
-        return [self.train[row] for row in order]
+        return [*zip(turns, order, strict=True)]
 
     def validation(self, count: int) -> list[Prompt]:
         """Give the first held-out prompts."""
@@ -72,13 +83,16 @@ class EpochSource:
 
     def _step_around(self, source: int, position: int) -> tuple[int, int]:
         """The first row of a source, counted through its passes, of the step that takes a row, and behind its last."""
+        step = self._step_of(source, position)
+        return self._begin(source, step), self._begin(source, step + 1)
 
-        def begins(step: int) -> int:
-            return self._shares.before(source, step * self.per_step)
-
+    def _step_of(self, source: int, position: int) -> int:
+        """The step, counted from 0, that takes the row at a position of a source's passes."""
         most = (position + 2) * self._shares.period // self.per_step + 1
-        step = bisect_right(range(most), position, key=begins) - 1
-        return begins(step), begins(step + 1)
+        return bisect_right(range(most), position, key=partial(self._begin, source)) - 1
+
+    def _begin(self, source: int, step: int) -> int:
+        return self._shares.before(source, step * self.per_step)
 
     def _rows_of(self, source: int, first: int, end: int) -> list[int]:
         before = self._shares.before
@@ -108,6 +122,7 @@ class _Passes:
     key: str
     step_around: Callable[[int], tuple[int, int]]
     _orders: list[array[int]] = field(default_factory=list["array[int]"], init=False, repr=False)
+    _first: array[int] = field(default_factory=lambda: array("I"), init=False, repr=False)
 
     def row(self, position: int) -> int:
         """The row at a position of the passes."""
@@ -115,6 +130,16 @@ class _Passes:
         while len(self._orders) <= epoch:
             self._orders.append(self._order(len(self._orders)))
         return self.rows[self._orders[epoch][place]]
+
+    def first_position(self, row: int) -> int:
+        """The position of a row in the first pass."""
+        if not self._orders:
+            self._orders.append(self._order(0))
+        if not self._first:
+            self._first.extend(self._orders[0])
+            for position, place in enumerate(self._orders[0]):
+                self._first[place] = position
+        return self._first[bisect_left(self.rows, row)]
 
     def any_order(self, step: int) -> Iterator[int]:
         """All rows in an order of the step's own."""

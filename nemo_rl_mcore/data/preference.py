@@ -38,6 +38,10 @@ class PreferenceSource(Protocol):
         """Give held-out pairs, the same ones at every call."""
         ...
 
+    def first_steps(self, step: int, pairs: int) -> Sequence[int] | None:
+        """Return the first step of each pair of a step, see `PromptSource.first_steps`."""
+        ...
+
 
 def preference_rows(preferences: Sequence[Preference], tokenizer: Tokenizer) -> BatchedDataDict:
     """Rows as `rows_as_batch` gives them: the chosen answer of each pair, then the rejected one."""
@@ -75,6 +79,10 @@ class _PairsOfPrompts(ABC):
     def validation(self, pairs: int) -> BatchedDataDict:
         """See `PreferenceSource.validation`."""
         return self._rows(self._prompts.validation(pairs))
+
+    def first_steps(self, step: int, pairs: int) -> Sequence[int] | None:
+        """See `PreferenceSource.first_steps`."""
+        return self._prompts.first_steps(step, pairs)
 
     def _rows(self, prompts: Sequence[Prompt]) -> BatchedDataDict:
         return preference_rows([self.pair(prompt) for prompt in prompts], self._tokenizer)

@@ -54,7 +54,7 @@ def _in_texts(prompts: PromptSource, config: RunConfig, tokenizer: Tokenizer) ->
 
 
 @dataclass(frozen=True)
-class _ShownInTexts:
+class _ShownInTexts(PromptSource):
     """The prompts of an embedded task between the texts of the recipe, and in the chat template."""
 
     prompts: PromptSource
@@ -93,7 +93,7 @@ def _open_class(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
 
 
 @dataclass(frozen=True)
-class _OwnSource:
+class _OwnSource(PromptSource):
     """A class of the user's own, held to what a `PromptSource` promises, and its prompts to the limits of a row."""
 
     source: PromptSource

@@ -13,7 +13,7 @@ from typing import cast
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.data.examples import Example, example_of, read_held_out
 from nemo_rl_mcore.data.library_rows import open_stream
 from nemo_rl_mcore.data.limits import Limits
@@ -48,7 +48,7 @@ def open_streamed(limits: Limits) -> StreamSource:
 
 
 @dataclass
-class StreamSource:
+class StreamSource(PromptSource):
     """A `PromptSource` over a stream: a step takes the next rows, and a resumed run passes over those before.
 
     At its end the stream begins anew in another order; rows that fill no step are left over, so that none holds a row

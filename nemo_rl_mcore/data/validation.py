@@ -58,10 +58,10 @@ class BatchCheck:
         """A pass that says something of every token, or of those that token_mask marks; `k`: choices asked for."""
         found = _Findings(data)
         lengths_B = self._inputs(found, "a pass without a loss")
-        if trained_only:
-            found.mask("token_mask", "BS")
         if self.budgets is not None and lengths_B is not None:
             self._budget(found, lengths_B, "logprob_mb_tokens", self.budgets.logprob)
+        if trained_only:
+            self._token_mask(found, lengths_B)
         if k is not None and not 1 <= k <= self.vocab_size:
             found.problems.append(f"k: {k}; allowed: 1 to {self.vocab_size} (model.vocab_size)")
         found.refuse()
@@ -91,10 +91,9 @@ class BatchCheck:
         found = _Findings(data)
         in_layers = None if eval_mode else self.layers
         lengths_B = self._inputs(found, in_layers if self.budgets is None else self.budgets.section)
-        tokens_BS = found.mask("token_mask", "BS")
         if self.budgets is not None and lengths_B is not None:
-            tokens = self.budgets.of_training(rows_per_sample)
-            self._budget(found, lengths_B, "train_mb_tokens", tokens, tokens_BS)
+            self._budget(found, lengths_B, "train_mb_tokens", self.budgets.of_training(rows_per_sample))
+        tokens_BS = self._token_mask(found, lengths_B)
         samples_B = found.mask("sample_mask", "B")
         if data.size % rows_per_sample:
             found.problems.append(f"{data.size} rows; allowed: whole samples of {rows_per_sample} rows")
@@ -134,20 +133,23 @@ class BatchCheck:
             found.values("input_lengths", lengths_B, lengths_B > self.positions, self._longest)
         return lengths_B
 
-    def _budget(
-        self, found: _Findings, lengths_B: Tensor, key: str, tokens: int, mask_BS: Tensor | None = None
-    ) -> None:
-        """Note rows that no microbatch has room for, and tokens that count behind the lengths: they are cut off."""
+    def _token_mask(self, found: _Findings, lengths_B: Tensor | None) -> Tensor | None:
+        """Note tokens that count behind the lengths, too: there is padding, or nothing at all."""
+        mask_BS = found.mask("token_mask", "BS")
+        if mask_BS is not None and lengths_B is not None:
+            behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.clamp(min=0).unsqueeze(1)
+            known_BS = (lengths_B >= 0).unsqueeze(1)  # what is no length, or no mask, is noted already
+            marked_BS = behind_BS & known_BS & (mask_BS == 1)
+            found.values("token_mask", mask_BS, marked_BS, "0 behind input_lengths")
+        return mask_BS
+
+    def _budget(self, found: _Findings, lengths_B: Tensor, key: str, tokens: int) -> None:
+        """Note rows that no microbatch has room for."""
         assert self.budgets is not None
         name = f"{self.budgets.section}.{key}: {tokens}"
         found.values(
             "input_lengths", lengths_B, lengths_B > tokens, f"rows of at most {tokens} tokens ({name})"
         )
-        if mask_BS is not None:
-            behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.unsqueeze(1)
-            found.values(
-                "token_mask", mask_BS, behind_BS & (mask_BS != 0), f"0 behind input_lengths ({name})"
-            )
 
     def _episodes(self, found: _Findings, samples_B: Tensor | None, rows_per_sample: int) -> None:
         """Note rows that stand apart from their episode, and episodes that count in part."""

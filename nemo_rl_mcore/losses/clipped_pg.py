@@ -29,7 +29,7 @@ from nemo_rl_mcore.losses.base import (
     TokenOutputs,
     gradient_kind,
 )
-from nemo_rl_mcore.losses.importance import ImportanceWeights, weight_function
+from nemo_rl_mcore.losses.importance import ImportanceWeights, token_fraction, weight_function
 from nemo_rl_mcore.losses.kl import finite_exp, kl_estimate, log_ratio_estimate
 from nemo_rl_mcore.losses.sampler_check import ON_POLICY, SamplerCheck
 
@@ -274,6 +274,7 @@ class ClippedPGLossFn(TokenLossFunction):
             ratio = MetricSum(masks.token_sum(weights.weights), MetricKind.TOKENS)
         metrics = {
             "sampling_importance_ratio": ratio,
+            "is_overflow_ratio": token_fraction(weights.overflowed, masks),
             "num_valid_samples": MetricSum(masks.sequences.sum(), MetricKind.NONE),
         }
         if weights.out_of_bounds is not None:

@@ -175,20 +175,27 @@ def _outcomes(outputs: DistillationOutputs, masks: Masks, *, with_tail: bool) ->
             f"student {list(student.shape)} and teacher {list(teacher.shape)} are not log-probabilities at the same "
             f"ids of the {list(masks.valid.shape)} next tokens"
         )
-    return _kept(outputs.student, masks, with_tail), _kept(outputs.teacher, masks, with_tail)
+    return (
+        _kept(outputs.student, outputs.teacher, masks, with_tail),
+        _kept(outputs.teacher, outputs.student, masks, with_tail),
+    )
 
 
-def _kept(side: TopKLogprobs, masks: Masks, with_tail: bool) -> Tensor:
+def _kept(side: TopKLogprobs, other: TopKLogprobs, masks: Masks, with_tail: bool) -> Tensor:
     counts = masks.valid.unsqueeze(-1) != 0
     logprobs = torch.where(counts, side.logprobs, 0.0)
     if not with_tail:
         return logprobs
-    tail = _rest(logprobs) if side.tail_logmass is None else side.tail_logmass
+    tail = _rest(logprobs, other.tail_logmass) if side.tail_logmass is None else side.tail_logmass
     return torch.cat([logprobs, torch.where(counts, tail.unsqueeze(-1), 0.0)], dim=-1)
 
 
-def _rest(logprobs: Tensor) -> Tensor:
-    """Return [B,S-1] the log of one minus the sum of k probabilities."""
+def _rest(logprobs: Tensor, other_tail: Tensor | None) -> Tensor:
+    """Return [B,S-1] the log of one minus the sum of k probabilities; nothing where the k ids are all there are."""
     # They carry rounding errors, so that a smaller rest is not known: it counts as that much.
     unknown = torch.finfo(logprobs.dtype).eps
-    return torch.log((1 - torch.exp(logprobs).sum(dim=-1)).clamp(min=unknown))
+    rest = torch.log((1 - torch.exp(logprobs).sum(dim=-1)).clamp(min=unknown))
+    if other_tail is None:
+        return rest
+    # A softmax leaves no id without probability: a tail of none is that of the whole vocabulary.
+    return rest.masked_fill(other_tail == -torch.inf, -torch.inf)

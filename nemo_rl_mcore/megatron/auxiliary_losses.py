@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
-from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, set_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     get_tokens_per_expert_and_token_count,
@@ -59,11 +59,26 @@ Output = torch.Tensor | tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class AuxiliaryTerms:
-    """One microbatch's auxiliary losses: what they are multiplied by, and whether routers are shown its padding."""
+    """One microbatch's auxiliary losses: what they are multiplied by, and whether routers are shown its padding.
+
+    recorded: what the load-balancing loss that a router records is multiplied by, to be that of the real rows alone.
+    """
 
     router: float
     prediction: float
     shows_padding: bool
+    recorded: float
+
+
+class _Tracker(MoEMetricsTracker):
+    """Records the load-balancing losses of the running microbatch times its `AuxiliaryTerms.recorded`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def record(self, name: str, value: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        super().record(name, value * self.factor, *args, **kwargs)
 
 
 class AuxiliaryLosses:
@@ -77,7 +92,9 @@ class AuxiliaryLosses:
             and config.moe_aux_loss_coeff != 0
         )
         self._microbatches = 0
+        self._balanced_microbatches = 0
         self._trained_microbatches = 0
+        self._tracker = _Tracker()
         self._router_padding: torch.Tensor | None = (
             None  # bool [tokens of a router], of the running microbatch
         )
@@ -104,13 +121,17 @@ class AuxiliaryLosses:
         # Over no real token at all the load-balancing loss would be 0/0; there its scale is 0 anyway.
         shows_padding = self._balances and bool(model_rows["input_lengths"].any())
         routed = self._routed_tokens(model_rows, real_only=shows_padding) * self._sequence_ranks
+        self._balanced_microbatches += shows_padding
+        recorded = float(shows_padding)
         if shows_padding and config.moe_router_load_balancing_type == "seq_aux_loss":
             # A row without a token counts in the number of sequences that TopKRouter takes the mean over.
-            part *= float((model_rows["input_lengths"] > 0).double().mean())
+            recorded = float((model_rows["input_lengths"] > 0).double().mean())
+            part *= recorded
         return AuxiliaryTerms(
             router=part / routed if routed else 0.0,
             prediction=part / predicted if predicted else 0.0,
             shows_padding=shows_padding,
+            recorded=recorded,
         )
 
     def model_inputs(
@@ -133,6 +154,7 @@ class AuxiliaryLosses:
             first = get_attr_wrapped_model(model, "pre_process")
             inputs["padding_mask"] = padding_BS if first else self._own_columns(padding_BS)
         self._router_padding = self._own_columns(padding_BS).t().flatten()
+        self._tracker.factor = terms.recorded
         return inputs
 
     def follow(self, terms: AuxiliaryTerms, output: Output) -> None:
@@ -153,7 +175,8 @@ class AuxiliaryLosses:
         MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), terms.router, device=gradient.device))
         MTPLossAutoScaler.set_loss_scale(torch.full((1,), terms.prediction, device=gradient.device))
         if self._config.recompute_granularity == "full":
-            self._router_padding = router_padding  # routers count when their layer is computed again
+            # Routers count and record when their layer is computed again.
+            self._router_padding, self._tracker.factor = router_padding, terms.recorded
 
     def _uncount_padding(self, router: Any, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Take the padding out of the tokens that move the experts' bias: that bias fails on the shape of a mask."""
@@ -163,10 +186,11 @@ class AuxiliaryLosses:
 
     def reset(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Forget what an earlier step left: recorded losses, and the tokens that routers counted."""
-        self._microbatches = self._trained_microbatches = 0
+        self._microbatches = self._balanced_microbatches = self._trained_microbatches = 0
         self._router_padding = None
-        # Dropped, not zeroed: their sizes are those of the first model that recorded in this process.
-        destroy_moe_metrics_tracker()
+        # Replaced, not zeroed: its sizes are those of the first model that recorded in this process.
+        self._tracker = _Tracker()
+        set_moe_metrics_tracker(self._tracker)
         MTPLossLoggingHelper.tracker.clear()
         reset_model_temporary_tensors(self._config, [*chunks])
 
@@ -175,18 +199,18 @@ class AuxiliaryLosses:
         if not self._microbatches:
             return {}, {}
         metrics = self._balance() if self._balances else {}, self._prediction_losses()
-        self._microbatches = self._trained_microbatches = 0
+        self._microbatches = self._balanced_microbatches = self._trained_microbatches = 0
         return metrics
 
     def _balance(self) -> dict[str, float]:
-        """The load-balancing loss, without its coefficient: its mean over layers and microbatches."""
+        """The load-balancing loss, without its coefficient: its mean over layers and microbatches with a token."""
         found: dict[str, float] = {}
-        for name, entry in get_moe_metrics_tracker().metrics.items():
+        for name, entry in self._tracker.metrics.items():
             total = entry.values.sum().double().reshape(1)
             dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
             # Each rank of a sequence has its part of the loss.
             dist.all_reduce(total, group=parallel_groups.tensor_parallel_group())
-            (mean,) = self._mean_over_data_parallel(total, self._microbatches)
+            (mean,) = self._mean_over_data_parallel(total, self._balanced_microbatches)
             found[name] = mean / self._config.num_layers
         return found
 

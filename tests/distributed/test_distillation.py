@@ -93,6 +93,8 @@ def test_the_loss_is_the_divergence_of_the_full_distributions(ranks, taught):
     expected = ((np.exp(t) * (t - s)).sum(-1) * mask).sum() / mask.sum()
     assert expected > 0.01
     assert metrics[0]["loss"][0] == pytest.approx(expected, rel=1e-5)
+    without_tail = {name: value for name, value in whole.items() if name != "tail_logmass"}
+    assert ranks(1).run(student, {}, None, without_tail, {"kl_type": "forward"})[0][0] == metrics
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,7 +7,7 @@ from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, sou
 from nemo_rl_mcore.algorithms.dpo import DPO, best_against_worst
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.data.preference import GivenPairs, WrongAnswerPairs
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.losses import DPOLossFn
@@ -159,7 +159,7 @@ def test_the_reference_of_given_answers_is_asked_for_once():
     assert torch.equal(first, last)
 
 
-class Continued:
+class Continued(PromptSource):
     """Pairs whose chosen answers are the same tokens, divided into prompt and answer in other ways."""
 
     def train_batch(self, step, count):

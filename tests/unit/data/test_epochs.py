@@ -127,3 +127,31 @@ def test_weights_are_the_decimals_that_they_are_written_as():
     assert whole_weights([0.7, 0.2, 0.1]) == [7, 2, 1]
     assert whole_weights([2.0, 4]) == [1, 2]
     assert Shares({"a": 0.1, "b": 0.2}).period == 3
+
+
+# The step that draws a row first
+
+
+def assert_first_steps(drawn, steps):
+    met = {}
+    for step in range(1, steps + 1):
+        batch = drawn.train_batch(step, drawn.per_step)
+        wanted = [met.setdefault(prompt.index, step) for prompt in batch]
+        assert drawn.first_steps(step, drawn.per_step) == wanted
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 3))
+def test_the_first_step_of_a_row_is_that_which_draws_it_first(rows, per_step, seed):
+    rows = max(rows, per_step)
+    assert_first_steps(source(rows, per_step, seed), 3 * rows // per_step + 1)
+
+
+@given(mixtures(), st.integers(1, 30))
+def test_the_first_step_of_a_row_of_a_mixture(given, steps):
+    assert_first_steps(given[0], steps)
+
+
+def test_the_first_step_is_known_to_a_source_that_is_opened_in_a_later_pass():
+    wanted = source(20, 6)
+    assert source(20, 6).first_steps(9, 6) == wanted.first_steps(9, 6)
+    assert max(wanted.first_steps(9, 6)) <= 4

@@ -1,6 +1,8 @@
 """What a model and a loss cannot take is refused by key and row, all of it at once; whatever they can take passes."""
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -137,7 +139,11 @@ def test_a_rolled_column_is_read_one_to_the_left(garbage):
         {"input_ids": torch.zeros(4, 6, dtype=torch.int32)},
         {"input_lengths": None},
         {"input_lengths": torch.tensor([6, 6, 6, 6], dtype=torch.int32)},
-        {"token_mask": torch.ones(4, 6).bool(), "sample_mask": torch.ones(4).long()},
+        {
+            "token_mask": torch.ones(4, 6).bool(),
+            "sample_mask": torch.ones(4).long(),
+            "input_lengths": torch.tensor([6, 6, 6, 6]),
+        },
         {"logprobs": torch.zeros(4, 6).bfloat16(), "rolled": torch.zeros(4, 6).double()},
         {"advantages": torch.zeros(4, 6).long()},
         # What such numbers lead to is skipped and reported, not refused.
@@ -228,12 +234,25 @@ def test_rows_that_no_microbatch_has_room_for_are_refused():
         "input_lengths: 6 in row 3; allowed: rows of at most 5 tokens (policy.sequence_packing.train_mb"
         in lines[0]
     )
-    assert (
-        "token_mask: 1.0 in rows 0, 1, 2; allowed: 0 behind input_lengths (policy.sequence_packing.tr"
-        in lines[1]
-    )
+    assert "token_mask: 1.0 in rows 0, 1, 2; allowed: 0 behind input_lengths" in lines[1]
     within = torch.arange(6) < torch.tensor([[5], [4], [0], [5]])
     training(batch(input_lengths=torch.tensor([5, 4, 0, 5]), token_mask=within.float()), CHECK_OF_BUDGETS)
+
+
+@pytest.mark.parametrize("check", [CHECK, BatchCheck(VOCABULARY, 8, replace(PACKING, train=8, logprob=8))])
+def test_marks_in_the_padding_are_refused_wherever_a_mask_is_read(check):
+    marked = batch(**changed("token_mask", 1.0, 1, 5))
+    calls = (
+        partial(training, check=check),
+        partial(training, check=check, eval_mode=True),
+        partial(check.reading, trained_only=True),
+        partial(check.reading, trained_only=True, k=2),
+    )
+    for call in calls:
+        (line,) = refusal(call, marked)
+        assert line.strip().startswith("token_mask: 1.0 in row 1; allowed: 0 behind input_lengths")
+        call(batch())
+    check.reading(marked)
 
 
 def test_prompts_have_a_token_and_the_key_of_their_noise():

