@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from nemo_rl_mcore.generation.engine import Request, Response
-    from nemo_rl_mcore.generation.vllm.engine import EngineSettings, VllmEngine
+    from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine, EngineSettings, VllmEngine
 
 VOCABULARY = 32
 FAMILIES = {
@@ -116,6 +116,16 @@ def refit(engine: VllmEngine, model: Any, version: int, bucket_bytes: int = 40_0
     for message in messages(weights(model), bucket_bytes):
         engine.load_bucket(message)
     assert engine.finish_refit(version, digests(weights(model))) == version
+
+
+async def refit_soon(engine: AsyncVllmEngine, model: Any, version: int) -> None:
+    """Do what `refit` does, for an engine that goes on answering."""
+    from nemo_rl_mcore.generation.refit.digests import digests
+
+    await engine.begin_refit(version)
+    for message in messages(weights(model)):
+        await engine.load_bucket(message)
+    assert await engine.finish_refit(version, digests(weights(model))) == version
 
 
 def requests(lengths: Iterable[int] = PROMPT_LENGTHS) -> list[Request]:

@@ -264,29 +264,22 @@ def in_flight(folder):
     import engine_process as tiny
 
     from nemo_rl_mcore.generation.engine import Sampling
-    from nemo_rl_mcore.generation.refit.digests import digests
     from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine
 
     tiny.model_folder(folder)
     models = [tiny.transformers_model(folder, seed) for seed in (0, 1)]
-
-    async def refit(engine, version):
-        await engine.begin_refit(version)
-        for message in tiny.messages(tiny.weights(models[version])):
-            await engine.load_bucket(message)
-        await engine.finish_refit(version, digests(tiny.weights(models[version])))
 
     async def scenario():
         engine = AsyncVllmEngine(tiny.settings(folder))
         early = asyncio.create_task(engine.generate(tiny.requests([5]), Sampling(4)))
         await asyncio.sleep(0.1)
         waited = not early.done()
-        await refit(engine, 0)
+        await tiny.refit_soon(engine, models[0], 0)
         before = await engine.generate(tiny.requests(), Sampling(16), 0)
         overtaken = asyncio.create_task(engine.generate(tiny.requests([5, 9, 2, 7]), Sampling(200)))
         await asyncio.sleep(0.1)
         running = not overtaken.done()
-        await refit(engine, 1)
+        await tiny.refit_soon(engine, models[1], 1)
         still_running = not overtaken.done()
         responses = await overtaken
         after = await engine.generate(tiny.requests(), Sampling(16), 1)
@@ -330,3 +323,38 @@ def test_weights_change_while_requests_are_in_flight(engine_process, tmp_path: P
     assert found["before"] < LOGPROBS
     assert found["after"] < LOGPROBS
     assert found["tail"] < LOGPROBS
+
+
+def overtaken_by_equal_weights(folder):
+    """Answers to the same requests while nothing happens, and while the same weights arrive again and again."""
+    import asyncio
+
+    import engine_process as tiny
+
+    from nemo_rl_mcore.generation.engine import Sampling
+    from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine
+
+    tiny.model_folder(folder)
+    model, asked, sampling = tiny.transformers_model(folder, 0), tiny.requests([5, 9, 2, 7]), Sampling(200)
+
+    async def scenario():
+        engine = AsyncVllmEngine(tiny.settings(folder))
+        await tiny.refit_soon(engine, model, 0)
+        quiet = await engine.generate(asked, sampling)
+        answers = asyncio.create_task(engine.generate(asked, sampling))
+        version = 0
+        while not answers.done():
+            await asyncio.sleep(0.1)
+            version += 1
+            await tiny.refit_soon(engine, model, version)
+        await engine.shutdown()
+        return quiet, await answers, tiny.largest_error(model, asked, await answers, 1.0)
+
+    return asyncio.run(scenario())
+
+
+def test_a_refit_to_equal_weights_changes_no_token_that_is_drawn_meanwhile(engine_process, tmp_path):
+    [(quiet, overtaken, error)] = engine_process.run(overtaken_by_equal_weights, tmp_path / "model")
+    assert all(len({*response.versions}) > 1 for response in overtaken)
+    assert [response.tokens for response in overtaken] == [response.tokens for response in quiet]
+    assert error < LOGPROBS
