@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -135,7 +135,7 @@ class _Resolving:
                 [Problem(path, "a reference to a section that holds it", "correct the reference")]
             )
         try:
-            value, reference = read_value(lambda: parent[key], lambda: _raw(parent, key))
+            value, reference = read_value(lambda: cast("Any", parent)[key], lambda: _raw(parent, key))
             if isinstance(value, DictConfig):
                 plain[name] = self.section(value, path)
             else:

@@ -259,7 +259,7 @@ def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
         ({"megatron_cfg__optimizer__clip_grad": 0.5}, "0.5 contradicts policy.max_grad_norm: 1.0"),
         ({"precision": "float16"}, "fp16 gradients overflow .* set precision: bfloat16"),
         ({"generation__stop_strings": ["a", ""]}, "an empty text would end every response"),
-        ({"generation__temperature": 0}, "greater than 0"),
+        ({"generation__temperature": 0}, "greater than or equal to 0.01"),
         (
             {"generation__stop_token_ids": [32, 31, -1, 0]},
             r"generation.stop_token_ids: \[32, -1\] is outside 0 to 31, the ids of policy.model.vocab_size: 32",
