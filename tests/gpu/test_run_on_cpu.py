@@ -22,7 +22,7 @@ from trained_worker import TOLERANCES, compare
 
 HERE = Path(__file__).parent
 RUNS = ("recipe", "vllm", "async")
-TE = "uv sync --extra te --no-build-isolation-package transformer-engine-torch"
+TE = "uv sync --extra vllm --extra te --extra math"
 # What the machine of a GPU run need not have, but for those parts.
 NOT_NEEDED = (
     *("ray", "vllm", "transformers", "tokenizers", "huggingface_hub", "hydra", "tensorboard", "matplotlib"),

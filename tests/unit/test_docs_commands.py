@@ -25,7 +25,6 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 GROUPS = PROJECT["dependency-groups"]
 MARKERS = {line.partition(":")[0] for line in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
 TOOLS = {"ruff", "pyright", "lint-imports", "mkdocs"}
-BUILT_HERE = {"transformer-engine-torch"}
 # What the package neither has nor installs.
 OTHERS = {"pip", "source", "export", "curl", "vllm", "tensorboard", "npx", "sbatch", "kubectl"}
 # What the reader is told to write, or has from the step before.
@@ -67,7 +66,7 @@ def without_uv(words):
         return words
     assert words[1] in ("run", "sync"), words
     rest = words[2:]
-    known = {"--extra": EXTRAS, "--group": GROUPS, "--no-build-isolation-package": BUILT_HERE}
+    known = {"--extra": EXTRAS, "--group": GROUPS}
     while rest and rest[0] in known:
         assert rest[1] in known[rest[0]], words
         rest = rest[2:]

@@ -171,3 +171,13 @@ def test_the_teacher_has_the_architecture_of_its_weights():
     assert isinstance(config, DistillationMasterConfig)
     assert config.teacher.model == pretrained_model("Qwen/Qwen3-8B")
     assert config.policy.model == pretrained_model("Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPO / "examples/configs").glob("*async*.yaml")), ids=lambda path: path.stem
+)
+def test_the_same_command_goes_on_with_an_asynchronous_example(path):
+    config = load_config(path, ["logger.log_dir=results/mine"])
+    assert config.checkpointing.enabled
+    assert config.checkpointing.checkpoint_dir == "results/mine/checkpoints"
+    assert config.checkpointing.save_period < config.loop.max_num_steps / 4
