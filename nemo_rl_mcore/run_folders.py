@@ -20,8 +20,8 @@ from typing import TextIO
 
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.errors import RunStoppedError, folder_error
-from nemo_rl_mcore.observability.sinks import next_free
 from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.own_files import next_free, open_own, replacing
 from nemo_rl_mcore.preflight.folders import folders_of, too_full, try_to_write
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, recipe_text, salt_in
 
@@ -54,7 +54,8 @@ def leave_recipe(config: RunConfig) -> None:
     try:
         if path.is_file() and path.read_bytes() != text:
             path.rename(next_free(path))
-        path.write_bytes(text)
+        with replacing(path) as file:
+            file.write(text)
     except OSError as error:
         raise folder_error("logger.log_dir", folder, error) from error
 
@@ -78,8 +79,7 @@ def held_folders(folders: Mapping[str, Path]) -> Generator[None]:
 
 def _opened_lock(path: Path) -> TextIO:
     """Open the file of the lock, made if need be; raises OSError for a link, a pipe, and another name of a file."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
+    descriptor = open_own(path, os.O_RDWR | os.O_APPEND)
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(descriptor)

@@ -11,7 +11,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl_mcore.controllers.events import Checkpointed, Event, Finished, from_line, to_line
-from nemo_rl_mcore.observability.sinks import next_free
+from nemo_rl_mcore.own_files import next_free, open_own
 from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
 
 EVENTS_FILE = "rollouts.jsonl"
@@ -41,7 +41,7 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._descriptor = open_own(path, os.O_RDWR)
         try:
             self._size = _whole_lines(self._descriptor)
             os.ftruncate(self._descriptor, self._size)

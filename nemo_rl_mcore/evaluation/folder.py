@@ -19,6 +19,7 @@ from typing import cast
 from nemo_rl_mcore.config.base import join_path
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.errors import folder_error
+from nemo_rl_mcore.own_files import next_free, replacing
 from nemo_rl_mcore.strict_json import read_json, shortened
 
 IDENTITY_FILE = "evaluation.json"
@@ -64,7 +65,7 @@ def _enter(folder: Path, current: Tree, notify: Callable[[str], None]) -> None:
     if saved == current:
         return
     if theirs := _files(folder, saved, current):
-        aside = _next_free(folder)
+        aside = next_free(folder / ASIDE)
         aside.mkdir()
         # The identity goes last: until then a command that is killed here begins again.
         for file in theirs:
@@ -77,12 +78,10 @@ def _enter(folder: Path, current: Tree, notify: Callable[[str], None]) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Write a file that is whole or not there; raises OSError."""
-    beside = path.with_name(f"{path.name}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=1, ensure_ascii=True, allow_nan=False) + "\n")
+    with replacing(path) as file:
+        file.write(json.dumps(value, indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    beside.rename(path)
 
 
 def _files(folder: Path, *identities: object) -> list[Path]:
@@ -91,13 +90,6 @@ def _files(folder: Path, *identities: object) -> list[Path]:
     names = dict.fromkeys(name for one in sets if isinstance(one, dict) for name in cast("Tree", one))
     found = [*(f"{name}.jsonl" for name in names), RESULTS_FILE, IDENTITY_FILE]
     return [folder / name for name in found if (folder / name).is_file()]
-
-
-def _next_free(folder: Path) -> Path:
-    number = 1
-    while os.path.lexists(path := folder / f"{ASIDE}.{number}"):
-        number += 1
-    return path
 
 
 def _changes(was: Tree, now: Tree, prefix: str = "") -> Iterator[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from nemo_rl_mcore.evaluation.metrics import Scored
+from nemo_rl_mcore.own_files import open_to_append
 from nemo_rl_mcore.strict_json import parse_json
 
 
@@ -81,7 +82,7 @@ class SampleFile:
     def append(self, rows: Sequence[SampleRow]) -> None:
         """Bring the rows of a batch to disk; raises OSError."""
         text = "".join(f"{json.dumps(asdict(row), ensure_ascii=False, allow_nan=False)}\n" for row in rows)
-        with self.path.open("ab") as file:
+        with open_to_append(self.path, buffering=-1) as file:
             # A tokenizer may decode half of a character, which is no UTF-8.
             file.write(text.encode(errors="backslashreplace"))
             file.flush()

@@ -26,6 +26,7 @@ from nemo_rl_mcore.observability.sinks import METRICS_FILE, JsonlSink, MetricSin
 from nemo_rl_mcore.observability.startup import STARTUP_PREFIX, Startup
 from nemo_rl_mcore.observability.timing import TIMING_PREFIX, PhaseTimer
 from nemo_rl_mcore.output import BestEffortStream, write_line
+from nemo_rl_mcore.own_files import open_to_append
 from nemo_rl_mcore.signals import deferred_stop_signals
 
 _KEY = "logger.log_dir"
@@ -196,7 +197,7 @@ class RunRecorder:
         wanted = _RESERVED_BYTES + 2 * self._rollouts.largest_step
         if self._write_page is not None and self._config.html_report_enabled:
             wanted += _RESERVED_FOR_THE_PAGE
-        with self._reserve.open("ab", buffering=0) as file:
+        with open_to_append(self._reserve) as file:
             while (missing := wanted - file.tell()) > 0:
                 file.write(bytes(min(missing, _RESERVED_FOR_THE_PAGE)))
 

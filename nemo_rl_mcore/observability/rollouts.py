@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from nemo_rl_mcore.config.logger import RolloutsConfig
-from nemo_rl_mcore.observability.sinks import next_free
+from nemo_rl_mcore.own_files import TEMPORARY, next_free, replacing
 from nemo_rl_mcore.strict_json import open_regular
 
 ROLLOUTS_FOLDER = "rollouts"
 VALIDATION_FOLDER = "validation"
 
 _NAME = re.compile(r"step_(\d+)\.jsonl\.gz")
-_TEMPORARY = ".tmp"
 _KEPT_ONE_IN = 10
 _GIB = 1 << 30
 # Higher levels take several times as long, for files that are hardly smaller.
@@ -184,13 +183,8 @@ def _write(path: Path, samples: Sequence[Sample]) -> int:
     # A lone surrogate, which no encoding takes, becomes the escape that JSON has for it.
     packed = gzip.compress(lines.encode(errors="backslashreplace"), _COMPRESSION, mtime=0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + _TEMPORARY)
-    try:
-        temporary.write_bytes(packed)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(packed)
     return len(packed)
 
 
@@ -218,7 +212,7 @@ def _step_of(path: Path) -> int:
 
 
 def _put_aside(folder: Path, resumed_step: int | None) -> None:
-    for cut_off in folder.rglob(f"*{_TEMPORARY}"):
+    for cut_off in folder.rglob(f"*{TEMPORARY}"):
         cut_off.unlink()
     later = [path for path in _files(folder) if resumed_step is None or _step_of(path) > resumed_step]
     if not later:

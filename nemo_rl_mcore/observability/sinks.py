@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from io import RawIOBase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
+
+from nemo_rl_mcore.own_files import next_free, open_to_append, replacing
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -40,7 +41,7 @@ class JsonlSink:
                 self._path.rename(next_free(self._path))
             else:
                 _put_aside_after(resumed_step, self._path)
-        self._file = self._path.open("ab", buffering=0)
+        self._file = open_to_append(self._path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line; raises OSError, also when the file is no longer there."""
@@ -55,9 +56,8 @@ class JsonlSink:
 def complete_rows(log_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:
     """Make the file of these rows whole: one that was cut off, and those behind it, are written anew."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    with (log_dir / METRICS_FILE).open("a+b", buffering=0) as file:
-        file.seek(0)
-        text = file.read()
+    with open_to_append(log_dir / METRICS_FILE) as file:
+        text = (log_dir / METRICS_FILE).read_bytes()
         whole = text[: text.rfind(b"\n") + 1]
         if len(whole) < len(text):
             file.truncate(len(whole))
@@ -70,7 +70,7 @@ def _line(row: Mapping[str, float]) -> bytes:
     return json.dumps(finite, allow_nan=False).encode() + b"\n"
 
 
-def _write_whole(file: RawIOBase, line: bytes) -> None:
+def _write_whole(file: BinaryIO, line: bytes) -> None:
     """Write all of a line; a disk that is nearly full takes a part of it and fails at the rest."""
     left = memoryview(line)
     while left:
@@ -88,10 +88,9 @@ def _put_aside_after(step: int, path: Path) -> None:
         parts[_is_row_up_to(step, line)].append(line)
     if not parts[False]:
         return
-    next_free(path).write_text("".join(parts[False]), encoding="utf-8")
-    shortened = path.with_suffix(".tmp")
-    shortened.write_text("".join(parts[True]), encoding="utf-8")
-    shortened.replace(path)
+    for kept, file_path in ((False, next_free(path)), (True, path)):
+        with replacing(file_path) as file:
+            file.write("".join(parts[kept]).encode())
 
 
 def _is_row_up_to(step: int, line: str) -> bool:
@@ -100,11 +99,3 @@ def _is_row_up_to(step: int, line: str) -> bool:
         return line.endswith("\n") and int(row["step"]) <= step
     except (ValueError, TypeError, KeyError):
         return False
-
-
-def next_free(path: Path) -> Path:
-    """The name under which a file or folder of an earlier run is put aside: `metrics.1.jsonl`, or a later number."""
-    number = 1
-    while (renamed := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return renamed

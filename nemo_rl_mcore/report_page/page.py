@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.resources import files
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_mcore import __version__
+from nemo_rl_mcore.own_files import replacing
 from nemo_rl_mcore.report_page.answers import steps_shown
 from nemo_rl_mcore.report_page.figures import curve_groups, other_metrics, stacked_phases, waterfall
 from nemo_rl_mcore.report_page.findings import Finding, findings_of
@@ -24,14 +24,10 @@ _SCRIPTS = ("script.js", "rollouts.js", "start.js")
 def write_page(runs: Sequence[RunData], path: Path) -> Path:
     """Write the page of these runs; it is whole or not there. Raises OSError."""
     page = _page(runs).encode(errors="backslashreplace")
-    # Made anew under a random name: what somebody else has put there is not followed.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with replacing(path) as file:
             file.write(page)
-        temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         error.filename = str(path)
         raise
     return path

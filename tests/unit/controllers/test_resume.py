@@ -89,7 +89,7 @@ class Going:
 def configure(root, *overrides, max_age=1):
     given = (
         *(f"logger.log_dir={root}/log", f"checkpointing.checkpoint_dir={root}/saved"),
-        *("checkpointing.enabled=true", f"grpo.num_prompts_per_step={N}", f"grpo.max_num_steps={LAST}"),
+        *("checkpointing.keep_top_k=null", f"grpo.num_prompts_per_step={N}", f"grpo.max_num_steps={LAST}"),
         *(f"grpo.num_generations_per_prompt={ROWS}", f"policy.train_global_batch_size={N * ROWS}"),
         f"grpo.async_grpo.max_trajectory_age_steps={max_age}",
     )

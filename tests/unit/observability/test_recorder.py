@@ -96,15 +96,15 @@ def test_answers_that_cannot_be_written_are_an_error_of_the_folder_and_the_row_i
 def test_answers_that_a_full_disk_refused_are_written_at_the_end_and_else_named(
     for_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write, tries = Path.write_bytes, 0
+    replace, tries = Path.replace, 0
 
-    def full(path: Path, data: bytes) -> int:
+    def full(path: Path, target: Path) -> Path:
         nonlocal tries
         if path.name.startswith("step_2"):
             tries += 1
             if tries == 1 or for_good:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return write(path, data)
+        return replace(path, target)
 
     def run() -> None:
         with make(tmp_path) as recorder:
@@ -112,7 +112,7 @@ def test_answers_that_a_full_disk_refused_are_written_at_the_end_and_else_named(
                 recorder.add_samples([sample(step)])
                 recorder.log(step, {"train/reward": 0.5})
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(FolderError):
         run()
     assert rows_of(tmp_path) == [1, 2]
