@@ -109,7 +109,7 @@ def set_aside_after(path: Path, mark: LogMark) -> bool:
     Returns whether the log goes on from the mark. The rest is copied first: wherever the process dies, no event is
     lost. Raises OSError.
     """
-    content = read_regular(path) if path.exists() else b""
+    content = read_regular(path, follow_links=False) if path.exists() else b""
     kept = content[: mark.size]
     known = hashlib.sha256(kept).hexdigest() == mark.sha256
     size = len(kept) if known else 0

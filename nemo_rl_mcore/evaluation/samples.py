@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from nemo_rl_mcore.evaluation.metrics import Scored
-from nemo_rl_mcore.own_files import open_to_append
+from nemo_rl_mcore.own_files import open_own, open_to_append
 from nemo_rl_mcore.strict_json import parse_json
 
 
@@ -60,7 +60,7 @@ class SampleFile:
 
     def go_on(self) -> list[SampleRow]:
         """The rows of the whole batches that are there; what stands behind them is cut off. Raises OSError."""
-        self.path.touch()
+        os.close(open_own(self.path, os.O_RDWR))
         content = self.path.read_bytes()
         found: list[SampleRow] = []
         ends = [0]

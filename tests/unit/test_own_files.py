@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nemo_rl_mcore.controllers.event_log import EventLog
+from nemo_rl_mcore.controllers.event_log import BEGINNING, EventLog, set_aside_after
 from nemo_rl_mcore.evaluation.folder import write_json
 from nemo_rl_mcore.evaluation.samples import SampleFile
 from nemo_rl_mcore.observability.sinks import JsonlSink, complete_rows
@@ -54,6 +54,8 @@ def test_the_old_file_stays_where_the_new_one_fails(folder):
     [
         ("metrics.jsonl", lambda folder: complete_rows(folder, [{"step": 1}])),
         ("rollouts.jsonl", lambda folder: EventLog(folder / "rollouts.jsonl")),
+        ("rollouts.jsonl", lambda folder: set_aside_after(folder / "rollouts.jsonl", BEGINNING)),
+        ("samples.jsonl", lambda folder: SampleFile(folder / "samples.jsonl", (), ()).go_on()),
         ("samples.jsonl", lambda folder: SampleFile(folder / "samples.jsonl", (), ()).append([])),
     ],
 )
