@@ -5,7 +5,9 @@ A folder may be one that somebody else has made first, as in /tmp: what is a lin
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,12 +34,16 @@ def replacing(path: Path) -> Generator[BinaryIO]:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file that this run goes on with, or make it; its descriptor. Raises OSError for a link."""
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    """Open a file that this run goes on with, or make it; its descriptor. Raises OSError for a link or a pipe."""
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return descriptor
 
 
 def open_to_append(path: Path, *, buffering: int = 0) -> BinaryIO:
-    """Open a file for appending; raises OSError for a link."""
+    """Open a file for appending; raises OSError for a link or a pipe."""
     return cast("BinaryIO", open(open_own(path, os.O_RDWR | os.O_APPEND), "ab", buffering=buffering))
 
 

@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import socket
-import stat
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -80,8 +79,7 @@ def held_folders(folders: Mapping[str, Path]) -> Generator[None]:
 def _opened_lock(path: Path) -> TextIO:
     """Open the file of the lock, made if need be; raises OSError for a link, a pipe, and another name of a file."""
     descriptor = open_own(path, os.O_RDWR | os.O_APPEND)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+    if os.fstat(descriptor).st_nlink > 1:
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"{path.name} is no file of its folder alone", str(path))
     return open(descriptor, "a+", encoding="utf-8")

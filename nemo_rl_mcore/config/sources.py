@@ -46,7 +46,13 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Recipe:
     for parent in _parents(tree.pop("defaults", None), chain):
         recipe = _read(recipe_file(path.parent, parent), chain)
         merged, files = _merged(merged, recipe.tree), (*files, *recipe.files)
+        if len(files) >= _MOST_FILES:
+            raise _refuse(chain, f"`defaults:` leads to {_MOST_FILES} files and more", "name fewer")
     return Recipe(_merged(merged, tree), (*files, path))
+
+
+_MOST_FILES = 100
+"""Of one recipe; files that each name two others twice are read exponentially often."""
 
 
 def _merged(below: DictConfig, above: DictConfig) -> DictConfig:

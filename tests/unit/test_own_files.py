@@ -1,6 +1,7 @@
 """What somebody else has put into a folder of a run is neither followed nor destroyed."""
 
 import json
+import os
 
 import pytest
 
@@ -63,6 +64,12 @@ def test_a_run_goes_on_with_no_file_of_somebody_else(name, write, folder, victim
     (folder / name).symlink_to(victim)
     with pytest.raises(OSError, match=name):
         write(folder)
+
+
+def test_a_pipe_is_not_waited_for(folder):
+    os.mkfifo(folder / "metrics.jsonl")
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        JsonlSink(folder)
 
 
 def test_rows_of_somebody_else_are_put_aside(folder, victim):
