@@ -45,7 +45,7 @@ def run_eval(config: RunConfig) -> int:
 def _evaluate(config: RunConfig) -> None:
     if config.policy.init_checkpoint is not None:
         require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
-    tokenizer = tokenizer_of(config.policy)
+    tokenizer = tokenizer_of(config.policy, parse_content=config.data.parses_content)
     environment, sets = _open(config, tokenizer)
     folder = Path(config.logger.log_dir)
     _say(f"weights: {_weights(config)}")
