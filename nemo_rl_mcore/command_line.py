@@ -2,18 +2,27 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from nemo_rl_mcore import __version__
 from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.output import visible
 
 _DESCRIPTION = """Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `replay` repeats
 what ran. `migrate` makes one of a recipe of NeMo RL."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Quotes the command line in its errors as `visible` spells it."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Write the message and end the process."""
+        super().exit(status, message and visible(message))
+
+
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The options of a command line (None: of the process), and its overrides; ends the process where it is wrong."""
-    parser = argparse.ArgumentParser(prog="nemo-rl-mcore", description=_DESCRIPTION, allow_abbrev=False)
+    parser = _Parser(prog="nemo-rl-mcore", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in RUN_CONFIGS:
