@@ -5,6 +5,7 @@ Next to nothing is imported here: a signal is listened to from the first moment 
 
 import sys
 from collections.abc import Sequence
+from types import TracebackType
 
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.signals import stop_signals
@@ -12,6 +13,8 @@ from nemo_rl_mcore.signals import stop_signals
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 2 when the recipe has problems, or that of the run."""
+    if arguments is None:
+        sys.excepthook = _write_traceback
     with stop_signals() as signals:
         try:
             from nemo_rl_mcore.commands import run_command
@@ -20,6 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:  # while the libraries load: later the run itself handles it
             write_line(sys.stderr, f"{signals.word} before the run began")
             return signals.exit_status
+
+
+def _write_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an exception that nothing has caught; its message may be what a model or an environment says."""
+    import traceback
+
+    write_line(sys.stderr, "".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from omegaconf import OmegaConf
 
@@ -12,14 +12,23 @@ from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.master import RUN_CONFIGS, kind_of
 from nemo_rl_mcore.config.schema import Kind, path_ending_in
 from nemo_rl_mcore.config.sources import read_recipe
+from nemo_rl_mcore.output import visible
 
 _DESCRIPTION = """Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `replay` repeats
 what ran. `migrate` makes one of a recipe of NeMo RL."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Quotes the command line in its errors as `visible` spells it."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Write the message and end the process."""
+        super().exit(status, message and visible(message))
+
+
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The options of a command line (None: of the process), and its overrides; ends the process where it is wrong."""
-    parser = argparse.ArgumentParser(prog="nemo-rl-mcore", description=_DESCRIPTION, allow_abbrev=False)
+    parser = _Parser(prog="nemo-rl-mcore", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in RUN_CONFIGS:

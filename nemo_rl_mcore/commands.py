@@ -7,7 +7,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO, cast
 
 from nemo_rl_mcore.command_line import parse
 from nemo_rl_mcore.config import ConfigError, RunConfig
@@ -15,7 +14,7 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.load import load_with_warnings
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.output import BestEffortStream, write_line
+from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight import Plan, preflight
 from nemo_rl_mcore.preflight.evaluation import as_evaluated
 from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
@@ -123,14 +122,13 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _check(config: RunConfig, plan: Plan, *, full: bool) -> int:
-    from rich.console import Console
-
+    from nemo_rl_mcore.console import open_console
     from nemo_rl_mcore.preflight.render import render
 
     in_full = _in_full(config, plan) if full else []
     if in_full is None:
         return EXIT_CONFIG_ERROR
-    console = Console(highlight=False, file=cast(TextIO, BestEffortStream(sys.stdout)))
+    console = open_console(highlight=False)
     console.print(render(plan, in_full), soft_wrap=True)
     return 0
 

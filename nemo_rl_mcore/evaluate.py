@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import TextIO, cast
-
-from rich.console import Console
 
 from nemo_rl_mcore.algorithms.engine_comparison import rows_to_compare
 from nemo_rl_mcore.algorithms.rollout import Responder
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.sources import open_sets
 from nemo_rl_mcore.data.tokenizer import Tokenizer
@@ -27,7 +25,7 @@ from nemo_rl_mcore.evaluation.metrics import Estimate
 from nemo_rl_mcore.interfaces import Environment
 from nemo_rl_mcore.launch import count_of, exit_status, open_generation, say_aside, start_frozen
 from nemo_rl_mcore.observability.startup import Startup
-from nemo_rl_mcore.output import BestEffortStream, write_line
+from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.parts import tokenizer_of
 from nemo_rl_mcore.run_folders import held_folders
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
@@ -45,7 +43,7 @@ def run_eval(config: RunConfig) -> int:
 def _evaluate(config: RunConfig) -> None:
     if config.policy.init_checkpoint is not None:
         require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
-    tokenizer = tokenizer_of(config.policy)
+    tokenizer = tokenizer_of(config.policy, parse_content=config.data.parses_content)
     environment, sets = _open(config, tokenizer)
     folder = Path(config.logger.log_dir)
     _say(f"weights: {_weights(config)}")
@@ -99,7 +97,7 @@ def _evaluator(
 
     @cache
     def start() -> Responder:
-        startup = Startup(_console()).part
+        startup = Startup(open_console(highlight=False)).part
         with startup("ray", "starting Ray"):
             cluster = started.enter_context(RayCluster(config.cluster))
         with startup("policy", f"starting {count_of(config.cluster.world_size, 'rank')} of the policy"):
@@ -125,10 +123,6 @@ def _evaluator(
     )
 
 
-def _console() -> Console:
-    return Console(highlight=False, file=cast(TextIO, BestEffortStream(sys.stdout)))
-
-
 def _say(line: str) -> None:
     write_line(sys.stdout, line)
 
@@ -141,7 +135,7 @@ def _print_table(results: Mapping[str, SetResult]) -> None:
     table.add_row("prompts x samples", *(f"{one.prompts} x {one.samples}" for one in results.values()))
     for metric in next(iter(results.values())).metrics:
         table.add_row(metric, *(_shown(one.metrics[metric]) for one in results.values()))
-    _console().print(table)
+    open_console(highlight=False).print(table)
 
 
 def _shown(estimate: Estimate) -> str:

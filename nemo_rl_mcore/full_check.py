@@ -59,7 +59,7 @@ def _lengths(name: str, prompts: Sequence[Prompt], parts: Parts) -> Iterator[Row
     if not prompts:
         return
     config, tokenizer = parts.config, parts.tokenizer
-    lengths = [len(tokenizer.encode(prompt.text)) for prompt in prompts]
+    lengths = [len(tokenizer.encode(prompt.text, prompt.literal)) for prompt in prompts]
     longest = max(lengths)
     yield name, f"{len(prompts)} rows; prompts of {median(lengths):g} tokens in the middle, {longest} at most"
     if place := prompts[lengths.index(longest)].place:

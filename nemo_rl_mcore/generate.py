@@ -14,9 +14,10 @@ from typing import TextIO
 from nemo_rl_mcore.algorithms.rollout import Responder, Rollout
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import RunConfig
-from nemo_rl_mcore.data.chat import with_template
+from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.epochs import EpochSource
+from nemo_rl_mcore.data.limits import Limits
 from nemo_rl_mcore.data.prompt_file import read_prompts
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.streams import StreamSource
@@ -56,7 +57,7 @@ def run_generate(config: RunConfig, asked: Asked) -> int:
 def _generate(config: RunConfig, asked: Asked) -> None:
     if config.policy.init_checkpoint is not None:
         require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
-    tokenizer = tokenizer_of(config.policy)
+    tokenizer = tokenizer_of(config.policy, parse_content=config.data.parses_content)
     prompts = prompts_to_answer(config, asked, tokenizer)
     stop_ids = stop_ids_of(config, tokenizer)
     with (
@@ -137,9 +138,8 @@ def _checked(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
     if prompt.context and not config.data.apply_chat_template:
         raise RunStoppedError(f"{prompt.place}: messages need data.apply_chat_template: true")
     try:
-        if config.data.apply_chat_template:
-            prompt = with_template(prompt, tokenizer)
-        length = len(tokenizer.encode(prompt.text))
+        prompt = Limits(config, tokenizer, RowKind.PROMPTS).rendered(prompt)
+        length = len(tokenizer.encode(prompt.text, prompt.literal))
     except ValueError as error:
         raise RunStoppedError(f"{prompt.place}: {error}") from error
     if not 0 < length <= config.max_prompt_length:

@@ -6,8 +6,28 @@ What a run leaves behind does not depend on it.
 from __future__ import annotations
 
 import os
+import unicodedata
 from contextlib import suppress
 from typing import IO, Any
+
+_ESCAPED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+"""Categories of Unicode: control and format characters, halves of pairs, separators of lines and paragraphs."""
+_KEPT = "\n\t"
+
+
+def visible(text: str) -> str:
+    """Spell out what a terminal would obey or hide: escape sequences, other control characters, turns of direction.
+
+    Whatever a person sees of models, data, environments and recipes passes here; what programs read does not.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        character.encode("unicode_escape").decode("ascii")
+        if character not in _KEPT and unicodedata.category(character) in _ESCAPED
+        else character
+        for character in text
+    )
 
 
 class BestEffortStream:
@@ -50,7 +70,7 @@ class BestEffortStream:
 
 
 def write_line(stream: IO[str], line: str) -> None:
-    """Write a line that is seen at once, if somebody is there to see it."""
+    """Write a line that is seen at once, if somebody is there to see it; see `visible`."""
     seen = BestEffortStream(stream)
-    seen.write(f"{line}\n")
+    seen.write(f"{visible(line)}\n")
     seen.flush()

@@ -36,7 +36,7 @@ class Parts:
 
 def open_parts(config: RunConfig) -> Parts:
     """Open tokenizer, prompts and environment; RunStoppedError for what does not serve."""
-    tokenizer = tokenizer_of(config.policy)
+    tokenizer = tokenizer_of(config.policy, parse_content=config.data.parses_content)
     try:
         check_losses(config)
         form = _form(config, tokenizer)
@@ -79,15 +79,16 @@ def _form(config: RunConfig, tokenizer: Tokenizer) -> EpisodeForm:
     )
 
 
-def tokenizer_of(policy: PolicyConfig) -> Tokenizer:
+def tokenizer_of(policy: PolicyConfig, *, parse_content: bool = False) -> Tokenizer:
     """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads.
 
-    Its files may come from the hub with the weights, which are fetched here: the ranks have less time to start.
+    parse_content: see `load_tokenizer`. Its files may come from the hub with the weights, which are fetched here: the
+    ranks have less time to start.
     """
     try:
         if policy.model_name is not None:
             fetched_folder(policy.model_name)
-        tokenizer = load_tokenizer(policy.tokenizer.name)
+        tokenizer = load_tokenizer(policy.tokenizer.name, parse_content=parse_content)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error
     if tokenizer.vocab_size > policy.model.vocab_size:

@@ -162,8 +162,8 @@ def rows_to_compare(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tok
     longest = min(
         config.policy.max_total_sequence_length - 1, max(1, _LOGITS // config.policy.model.vocab_size)
     )
-    texts = (prompt.text for prompt in prompts[:_PROMPTS])
-    return [tokenizer.encode(text)[:longest] or [tokenizer.eos_token_id] for text in texts]
+    encoded = (tokenizer.encode(prompt.text, prompt.literal) for prompt in prompts[:_PROMPTS])
+    return [ids[:longest] or [tokenizer.eos_token_id] for ids in encoded]
 
 
 def _training_logprobs(policy: PolicyInterface, prompt: Sequence[int], vocabulary: int) -> Tensor:

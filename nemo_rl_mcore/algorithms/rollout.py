@@ -142,7 +142,7 @@ class Responder:
         ]
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt.text)
+        ids = self.tokenizer.encode(prompt.text, prompt.literal)
         if not 0 < len(ids) <= self.max_prompt_length:
             raise ValueError(
                 f"prompt {prompt.index} has {len(ids)} tokens; prompts must have 1 to {self.max_prompt_length}: "

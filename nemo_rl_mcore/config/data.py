@@ -59,6 +59,10 @@ class DataConfig(StrictModel):
     A section here takes the keys that it leaves out from a data.train that is a section."""
     apply_chat_template: bool = False
     """Show prompts to the model as its tokenizer's chat template does; false gives it the plain text (ours)."""
+    special_tokens_in_content: Literal["text", "parse"] | None = None
+    """What a special token of the tokenizer is that a row spells, such as `<|im_end|>` (ours): text, the characters, as
+    all of a row is; parse, the token itself, which ends a turn. Null refuses data with such rows. What an environment
+    says is text unless this is parse; prompt files, system prompts and chat templates are always parsed."""
     overlong: Literal["error", "drop"] = "error"
     """What becomes of a row of a file that has too many tokens (ours)."""
     type: ImportPath | None = None
@@ -100,6 +104,11 @@ class DataConfig(StrictModel):
     def from_files(self) -> bool:
         """Whether the prompts are those of data.train."""
         return self.dataset_name == "files"
+
+    @property
+    def parses_content(self) -> bool:
+        """Whether special tokens that rows and environments spell are those tokens."""
+        return self.special_tokens_in_content == "parse"
 
     @property
     def embedded(self) -> bool:

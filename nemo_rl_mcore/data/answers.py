@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.chat import conversation_row
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.literal_text import Rendered
 from nemo_rl_mcore.data.token_rows import TokenRow, plain_row, rows_as_batch
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 
@@ -20,5 +21,5 @@ def given_answers(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> BatchedDat
 def answer_row(prompt: Prompt, tokenizer: Tokenizer) -> TokenRow:
     """A prompt with its answer, by the chat template where the prompt is a conversation."""
     if not prompt.context:
-        return plain_row(prompt.text, prompt.imitated, tokenizer)
+        return plain_row(Rendered(prompt.text, prompt.literal), prompt.imitated, tokenizer)
     return conversation_row(prompt.context, prompt.imitated, tokenizer, imitate_all=prompt.imitate_all)

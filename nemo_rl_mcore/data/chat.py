@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.literal_text import Rendered, Seal, contents, framed_content, pattern_of
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.token_rows import TokenRow
 from nemo_rl_mcore.data.tokenizer import Tokenizer
@@ -14,10 +15,34 @@ USER, ASSISTANT = "user", "assistant"
 _SHOWN_TEXT = 40
 
 
-def with_template(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
-    """The prompt with the text that the template makes of its context; a plain text is a user's message."""
-    context = prompt.context or (Message(USER, prompt.text),)
-    return replace(prompt, context=context, text=tokenizer.render_chat(context, add_generation_prompt=True))
+def with_template(prompt: Prompt, tokenizer: Tokenizer, frame: tuple[int, int] = (0, 0)) -> Prompt:
+    """The prompt with the text that the template makes of its context; a plain text is a user's message.
+
+    frame: of a plain text, see `Message.frame`.
+    """
+    context = prompt.context or (Message(USER, prompt.text, frame),)
+    shown = rendered(context, tokenizer, add_generation_prompt=True)
+    return replace(prompt, context=context, text=shown.text, literal=shown.literal)
+
+
+def rendered(messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool) -> Rendered:
+    """The text of a conversation by the chat template; special tokens that its messages spell stay text."""
+    tokens, texts = tuple(tokenizer.special_tokens), [*contents(messages)]
+    if not tokens or not any(map(pattern_of(tokens).search, texts)):
+        return Rendered(tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt))
+    seal = Seal(tokens, [message.content for message in messages] + texts)
+    sealed = [_sealed(message, seal) for message in messages]
+    return seal.open(tokenizer.render_chat(sealed, add_generation_prompt=add_generation_prompt))
+
+
+def _sealed(message: Message, seal: Seal) -> Message:
+    before, content, behind = framed_content(message.content, message.frame)
+    return Message(seal.close(message.role), f"{before}{seal.close(content)}{behind}")
+
+
+def _ids(messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool) -> list[int]:
+    shown = rendered(messages, tokenizer, add_generation_prompt=add_generation_prompt)
+    return tokenizer.encode(shown.text, shown.literal)
 
 
 def conversation_row(
@@ -30,7 +55,7 @@ def conversation_row(
     then not those that the model answers with.
     """
     messages = [*context, Message(ASSISTANT, answer)]
-    ids = tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt=False))
+    ids = _ids(messages, tokenizer, add_generation_prompt=False)
     trained = [False] * len(ids)
     for turn, message in enumerate(messages):
         if message.role != ASSISTANT or not (imitate_all or turn == len(messages) - 1):
@@ -56,7 +81,7 @@ def rewritten(before: str, after: str) -> str | None:
 def _length_of_beginning(
     ids: Sequence[int], messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool
 ) -> int:
-    beginning = tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt))
+    beginning = _ids(messages, tokenizer, add_generation_prompt=add_generation_prompt)
     if list(ids[: len(beginning)]) != beginning:
         raise ValueError(
             f"data.apply_chat_template: the chat template does not show the first {len(messages)} messages of a "

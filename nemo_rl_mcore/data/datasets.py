@@ -38,6 +38,8 @@ class Prompt:
     """The name of its source, where there are several."""
     place: str = field(default="", compare=False)
     """Where the data source has it, such as a file and its line, for messages alone."""
+    literal: tuple[tuple[int, int], ...] = ()
+    """Special tokens of the text that the data spells: they are encoded as text, see `data.literal_text`."""
 
     @property
     def imitated(self) -> str:

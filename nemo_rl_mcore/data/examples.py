@@ -26,7 +26,8 @@ class Example:
     """A row: what the model is shown, and the answer to score against; `place` is its file and line, or its number.
 
     solution: what is imitated, where that is more than the answer. imitate_all: every assistant turn of the context is
-    to be imitated, not the answer alone. source: the name of its source.
+    to be imitated, not the answer alone. source: the name of its source. frame: of a context that is text, see
+    `Message.frame`.
     """
 
     place: str
@@ -37,6 +38,7 @@ class Example:
     imitate_all: bool = False
     solution: str | None = None
     source: str = ""
+    frame: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -175,17 +177,17 @@ def _read(name: str, path: str, source: SourceConfig, kind: RowKind, *, chat: bo
 def _keep(
     found: _Found, read: Read, row: Row, texts: PromptTexts, name: str, first: int, *, chat: bool
 ) -> None:
-    shown = texts.shown(read.context, chat=chat)
-    found.examples.append(example_of(read, shown, row.place, first + found.rows, name))
+    found.examples.append(example_of(read, texts, row.place, first + found.rows, name, chat=chat))
     found.fractions.append(hash_fraction(read.context))
     if read.unscored:
         found.unscored[row.place] = f"{row.place}: {read.unscored}"
     found.rows += 1
 
 
-def example_of(read: Read, shown: Context, place: str, index: int, name: str) -> Example:
-    """What was read of a row as an example."""
-    plain = Example(place, index, shown, read.answer, read.rejected, read.imitate_all, source=name)
+def example_of(read: Read, texts: PromptTexts, place: str, index: int, name: str, *, chat: bool) -> Example:
+    """What was read of a row as an example, with its texts."""
+    shown, frame = texts.shown(read.context, chat=chat), texts.frame(chat=chat)
+    plain = Example(place, index, shown, read.answer, read.rejected, read.imitate_all, None, name, frame)
     return plain if read.solution is None else replace(plain, solution=read.solution)
 
 

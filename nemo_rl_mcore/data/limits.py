@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RunConfig
@@ -11,7 +11,9 @@ from nemo_rl_mcore.data.answers import answer_row
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.examples import Example
+from nemo_rl_mcore.data.literal_text import literal_spans
 from nemo_rl_mcore.data.preference import given_pair, pair_rows
+from nemo_rl_mcore.data.special_tokens import KEY, REMEDY, first_token
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 
 
@@ -52,21 +54,36 @@ class Limits:
             example.source,
             example.place,
         )
-        return self.rendered(prompt)
+        return self.rendered(prompt, example.frame)
 
-    def rendered(self, prompt: Prompt) -> Prompt:
-        """The prompt in the chat template, where one is asked for."""
-        return with_template(prompt, self.tokenizer) if self.config.data.apply_chat_template else prompt
+    def rendered(self, prompt: Prompt, frame: tuple[int, int] = (0, 0)) -> Prompt:
+        """The prompt in the chat template, where one is asked for, with the places of what is not to be parsed.
+
+        frame: of a plain text, see `Message.frame`. Raises ValueError where the recipe does not say what a special
+        token of a row is.
+        """
+        data, tokens = self.config.data, self.tokenizer.special_tokens
+        if data.special_tokens_in_content is None and (
+            token := first_token(prompt, frame, tokens, self._kind)
+        ):
+            raise ValueError(f"it holds the special token {token!r}; {REMEDY.format(KEY)}")
+        if data.apply_chat_template:
+            return with_template(prompt, self.tokenizer, frame)
+        return replace(prompt, literal=literal_spans(prompt.text, tokens, frame))
+
+    @property
+    def _kind(self) -> RowKind:
+        return self.kind or self.config.row_kind
 
     def excess(self, prompt: Prompt, *, sampled: bool) -> str | None:
         """What is too long, and the key to raise; None where the row fits."""
         longest_prompt, longest = self.config.max_prompt_length, self.config.policy.max_total_sequence_length
-        if sampled and (length := len(self.tokenizer.encode(prompt.text))) > longest_prompt:
+        if sampled and (length := len(self.tokenizer.encode(prompt.text, prompt.literal))) > longest_prompt:
             return (
                 f"the prompt has {length} tokens, and {longest_prompt} are allowed: raise data.max_input_seq_length, "
                 "or policy.max_total_sequence_length where it is null"
             )
-        kind = self.kind or self.config.row_kind
+        kind = self._kind
         if kind is RowKind.PROMPTS:
             return None
         if kind is RowKind.PAIRS:

@@ -1,6 +1,6 @@
 """The turns of a conversation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -9,6 +9,8 @@ class Message:
 
     role: str
     content: str
+    frame: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
+    """Characters at its beginning and at its end that a file of the recipe says; what is between them is content."""
 
 
 Context = str | tuple[Message, ...]

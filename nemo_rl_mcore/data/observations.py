@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from typing import Protocol
 
-from nemo_rl_mcore.data.chat import ASSISTANT, USER, rewritten
+from nemo_rl_mcore.data.chat import ASSISTANT, USER, rendered, rewritten
+from nemo_rl_mcore.data.literal_text import Rendered
 from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.token_rows import content_ids
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 
 _ENVIRONMENT = "environment"
@@ -47,7 +49,7 @@ class _PlainText:
 
     def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
         """See `Observer.ids_of`."""
-        return [token for message in observation for token in self.tokenizer.encode(message.content)]
+        return [token for message in observation for token in content_ids(message.content, self.tokenizer)]
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ class _Chat:
     def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
         """See `Observer.ids_of`; ValueError also for a role that the template refuses or leaves out."""
         known = [self._in_known_role(message) for message in observation]
-        whole = self.tokenizer.encode(_behind_answer(self.tokenizer, known, add_generation_prompt=True))
-        end = self.tokenizer.encode(_behind_answer(self.tokenizer, (), add_generation_prompt=False))
+        shown = _behind_answer(self.tokenizer, known, add_generation_prompt=True)
+        whole = self.tokenizer.encode(shown.text, shown.literal)
+        end = self.tokenizer.encode(_behind_answer(self.tokenizer, (), add_generation_prompt=False).text)
         # A token that joins the end of the turn to what follows is of neither.
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(end, whole, strict=False))
         end = [token for token, _ in equal]
@@ -109,11 +112,13 @@ def _require_beginnings(tokenizer: Tokenizer, name: str, messages: Sequence[Mess
 
 def _behind_answer(
     tokenizer: Tokenizer, observation: Sequence[Message], *, add_generation_prompt: bool
-) -> str:
+) -> Rendered:
     """What the template writes behind an answer, whatever that is."""
     messages = [_ASKED, Message(ASSISTANT, _ANSWER), *observation]
-    text = tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
-    return text.partition(_ANSWER)[2]
+    shown = rendered(messages, tokenizer, add_generation_prompt=add_generation_prompt)
+    before, answer, behind = shown.text.partition(_ANSWER)
+    start = len(before) + len(answer)
+    return Rendered(behind, tuple((first - start, end - start) for first, end in shown.literal))
 
 
 def _knows(tokenizer: Tokenizer, role: str) -> bool:
@@ -122,7 +127,7 @@ def _knows(tokenizer: Tokenizer, role: str) -> bool:
         shown = _behind_answer(tokenizer, [Message(role, _CONTENT)], add_generation_prompt=True)
     except ValueError:
         return False
-    return _CONTENT in shown
+    return _CONTENT in shown.text
 
 
 def _sampled(answer_ids: Sequence[int], end: Sequence[int], eos_token_id: int) -> int:

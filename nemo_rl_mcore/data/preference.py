@@ -10,6 +10,7 @@ from typing import Protocol
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.chat import conversation_row
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
+from nemo_rl_mcore.data.literal_text import Rendered
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.token_rows import TokenRow, plain_row, rows_as_batch
 from nemo_rl_mcore.data.tokenizer import Tokenizer
@@ -25,6 +26,8 @@ class Preference:
     rejected: str
     context: tuple[Message, ...] = ()
     """The conversation behind the prompt; empty where it is plain text."""
+    literal: tuple[tuple[int, int], ...] = ()
+    """See `Prompt.literal`."""
 
 
 class PreferenceSource(Protocol):
@@ -55,7 +58,7 @@ def pair_rows(pair: Preference, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRo
 
     def row(answer: str) -> TokenRow:
         if not pair.context:
-            return plain_row(pair.prompt, answer, tokenizer)
+            return plain_row(Rendered(pair.prompt, pair.literal), answer, tokenizer)
         return conversation_row(pair.context, answer, tokenizer, imitate_all=False)
 
     return row(pair.chosen), row(pair.rejected)
@@ -117,4 +120,6 @@ def given_pair(prompt: Prompt) -> Preference:
         raise ValueError(
             f"prompt {prompt.index} has no rejected answer, which DPO needs unless dpo.online: true"
         )
-    return Preference(prompt.index, prompt.text, prompt.imitated, prompt.rejected, prompt.context)
+    return Preference(
+        prompt.index, prompt.text, prompt.imitated, prompt.rejected, prompt.context, prompt.literal
+    )

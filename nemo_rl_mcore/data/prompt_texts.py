@@ -29,16 +29,38 @@ class PromptTexts:
             if self.system is None:
                 return text
             return (
-                (Message("system", self.system), Message("user", text)) if chat else f"{self.system}\n{text}"
+                (_of_recipe(self.system), Message("user", text, self._around))
+                if chat
+                else f"{self.system}\n{text}"
             )
         messages = list(context)
         asked = [place for place, message in enumerate(messages) if message.role == "user"]
         if self.around is not None and asked:
             message = messages[asked[0]]
-            messages[asked[0]] = replace(message, content=self.around.format(message.content))
+            content = self.around.format(message.content)
+            messages[asked[0]] = replace(message, content=content, frame=self._around)
         if self.system is not None and messages[0].role != "system":
-            messages.insert(0, Message("system", self.system))
+            messages.insert(0, _of_recipe(self.system))
         return tuple(messages)
+
+    def frame(self, *, chat: bool) -> tuple[int, int]:
+        """Characters before and behind a prompt where `shown` gives it as a text."""
+        before, behind = self._around
+        return before + (0 if self.system is None or chat else len(self.system) + 1), behind
+
+    @property
+    def _around(self) -> tuple[int, int]:
+        if self.around is None:
+            return 0, 0
+        lengths, place = [0, 0], 0
+        for text, field, *_ in Formatter().parse(self.around):
+            lengths[place] += len(text)
+            place = 1 if field is not None else place
+        return lengths[0], lengths[1]
+
+
+def _of_recipe(text: str) -> Message:
+    return Message("system", text, (len(text), 0))
 
 
 def read_texts(source: SourceDefaults) -> tuple[PromptTexts, list[Problem]]:

@@ -20,6 +20,7 @@ from nemo_rl_mcore.data.limits import Limits
 from nemo_rl_mcore.data.preference import GivenPairs, PreferenceSource, WrongAnswerPairs
 from nemo_rl_mcore.data.prompt_texts import PromptTexts, read_texts
 from nemo_rl_mcore.data.row_counts import count_problems, require_enough_left
+from nemo_rl_mcore.data.special_tokens import run_token_problems, special_token_problems
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import CustomCodeError
 
@@ -72,7 +73,8 @@ class _ShownInTexts(PromptSource):
     def _shown(self, prompt: Prompt) -> Prompt:
         shown = self.texts.shown(prompt.text, chat=self.limits.config.data.apply_chat_template)
         text, context = (shown, ()) if isinstance(shown, str) else ("", shown)
-        whole = self.limits.rendered(replace(prompt, text=text, context=context))
+        frame = self.texts.frame(chat=self.limits.config.data.apply_chat_template)
+        whole = self.limits.rendered(replace(prompt, text=text, context=context), frame)
         if (excess := self.limits.excess(whole, sampled=True)) is not None:
             raise ValueError(f"data.dataset_name: {self.limits.config.data.dataset_name}: {excess}")
         return whole
@@ -156,6 +158,7 @@ def _open_files(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     examples, problems = read_run_examples(config)
     if not problems:
         problems = [*count_problems(config, examples.train, examples.held_out)]
+        problems += run_token_problems(config, examples, tokenizer.special_tokens)
     if problems:
         raise ConfigError(problems)
     train = [*limits.fitting(examples.train, sampled=config.row_kind is RowKind.PROMPTS)]
@@ -179,6 +182,8 @@ def open_set(config: RunConfig, name: str, tokenizer: Tokenizer) -> list[Prompt]
     assert config.eval is not None
     chat = config.data.apply_chat_template
     examples, problems = read_set(f"eval.sets.{name}", config.eval.sets[name], chat=chat)
+    tokens, kind = tokenizer.special_tokens, RowKind.PROMPTS
+    problems = problems or [*special_token_problems(config, f"eval.sets.{name}", examples, tokens, kind)]
     if problems:
         raise ConfigError(problems)
     return [*Limits(config, tokenizer, RowKind.PROMPTS).fitting(examples, sampled=True)]

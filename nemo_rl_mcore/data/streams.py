@@ -122,7 +122,7 @@ class StreamSource(PromptSource):
                 continue
             if read.unscored and config.row_kind is RowKind.PROMPTS:
                 raise ConfigError([Problem(f"{self.path}.answer", f"{row.place}: {read.unscored}")])
-            yield example_of(read, texts.shown(read.context, chat=chat), row.place, index, "")
+            yield example_of(read, texts, row.place, index, "", chat=chat)
 
     def _rows(self, epoch: int) -> Iterator[tuple[Row, int]]:
         """Each row of a pass, with its place in the stream as it lies there."""

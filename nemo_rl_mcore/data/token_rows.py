@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+from nemo_rl_mcore.data.literal_text import Rendered, literal_spans
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 
 
@@ -19,10 +20,15 @@ class TokenRow:
     trained: Sequence[bool]
 
 
-def plain_row(prompt: str, answer: str, tokenizer: Tokenizer) -> TokenRow:
+def content_ids(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Ids of a text that data or an environment says."""
+    return tokenizer.encode(text, literal_spans(text, tokenizer.special_tokens))
+
+
+def plain_row(prompt: Rendered, answer: str, tokenizer: Tokenizer) -> TokenRow:
     """Prompt, answer and end of sequence; the answer and the end are to be trained on."""
-    before = tokenizer.encode(prompt)
-    after = [*tokenizer.encode(answer), tokenizer.eos_token_id]
+    before = tokenizer.encode(prompt.text, prompt.literal)
+    after = [*content_ids(answer, tokenizer), tokenizer.eos_token_id]
     return TokenRow([*before, *after], [False] * len(before) + [True] * len(after))
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl_mcore.config.hf.hub import local_folder
+from nemo_rl_mcore.data.literal_encoder import LiteralEncoder
+from nemo_rl_mcore.data.literal_text import Spans
 from nemo_rl_mcore.data.messages import Message
 
 if TYPE_CHECKING:
@@ -43,8 +45,13 @@ class Tokenizer(Protocol):
         """Id that ends a response."""
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text, without any special token added."""
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """Texts of the tokens that content must not stand for; none where content is parsed, too."""
+        ...
+
+    def encode(self, text: str, literal: Spans = ()) -> list[int]:
+        """Ids of the text, without any special token added; those at `literal` are encoded as what they spell."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -70,11 +77,14 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer that `policy.tokenizer.name` asks for: `char`, or a local Hugging Face directory."""
+def load_tokenizer(name: str, *, parse_content: bool = False) -> Tokenizer:
+    """Load the tokenizer that `policy.tokenizer.name` asks for: `char`, or a local Hugging Face directory.
+
+    parse_content: special tokens that rows and environments spell are those tokens.
+    """
     if name == CHAR_TOKENIZER_NAME:
         return CharTokenizer()
-    return HuggingFaceTokenizer(name)
+    return HuggingFaceTokenizer(name, parse_content=parse_content)
 
 
 def strip_response(ids: Sequence[int], pad_token_id: int, eos_token_id: int) -> list[int]:
@@ -88,7 +98,12 @@ def strip_response(ids: Sequence[int], pad_token_id: int, eos_token_id: int) -> 
 
 
 class CharTokenizer:
-    """One token per character over 32 characters; the tokenizer of the embedded tasks."""
+    """One token per character over 32 characters; the tokenizer of the embedded tasks.
+
+    Its special tokens are characters that no text may hold.
+    """
+
+    special_tokens: Sequence[str] = ()
 
     def __init__(self) -> None:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -103,7 +118,7 @@ class CharTokenizer:
         self.pad_token_id = vocabulary[CHAR_PAD]
         self.eos_token_id = vocabulary[CHAR_EOS]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, literal: Spans = ()) -> list[int]:
         """One id per character; ValueError names the characters that are not in the vocabulary."""
         foreign = sorted(set(text) - self._ordinary)
         if foreign:
@@ -141,8 +156,10 @@ class CharTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer directory as `save_pretrained` writes it; never fetched, and its code never executed."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, *, parse_content: bool = False) -> None:
         self._tokenizer = _load_pretrained(directory)
+        self._literal = LiteralEncoder(self._tokenizer)
+        self.special_tokens: Sequence[str] = () if parse_content else self._literal.tokens
         eos_token_id = self._tokenizer.eos_token_id
         if not isinstance(eos_token_id, int):
             raise ValueError(
@@ -154,8 +171,10 @@ class HuggingFaceTokenizer:
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id if isinstance(pad_token_id, int) else eos_token_id
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text, without any special token added."""
+    def encode(self, text: str, literal: Spans = ()) -> list[int]:
+        """See `Tokenizer.encode`."""
+        if literal:
+            return self._literal.encode(text, literal)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -7,11 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO, cast
-
-from rich.console import Console
 
 from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.doctor import machine, packages, ray_session
 from nemo_rl_mcore.doctor.accelerators import Accelerators
 from nemo_rl_mcore.doctor.children import Answer, ask
@@ -19,7 +17,7 @@ from nemo_rl_mcore.doctor.findings import Diagnosis, section
 from nemo_rl_mcore.doctor.installation import installation
 from nemo_rl_mcore.doctor.recipe import Machines, Recipe, findings, read_recipe
 from nemo_rl_mcore.doctor.render import render
-from nemo_rl_mcore.output import BestEffortStream, write_line
+from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight.folders import folders_of
 
 EXIT_NEEDED = 1
@@ -32,7 +30,7 @@ def run_doctor(recipe: str | None, overrides: Sequence[str], *, as_json: bool, d
     if as_json:
         write_line(sys.stdout, json.dumps(diagnosis.as_json(), indent=2))
     else:
-        console = Console(highlight=False, file=cast(TextIO, BestEffortStream(sys.stdout)))
+        console = open_console(highlight=False)
         console.print(render(diagnosis, console.width), soft_wrap=True)
     return EXIT_NEEDED if diagnosis.stopping else 0
 

@@ -48,7 +48,7 @@ def replies_of(environment: Environment, turns: Sequence[Turn], weights: Mapping
     """The reply to each turn. weights: of rewards by name.
 
     Raises ValueError for a return that is not one value a turn, RunStoppedError for a weight of a reward that there is
-    not, and what the environment raises.
+    not and for a reward whose name is not printable, and what the environment raises.
     """
     if not turns:
         return []
@@ -88,6 +88,7 @@ def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, f
         name: [*map(_number, _one_each(f"rewards {name}".strip(), values, turns))]
         for name, values in given.items()
     }
+    _require_names(rewards)
     _require_rewards(weights, rewards)
     terminateds = _one_each("terminateds", returned.terminateds, turns)
     observations = _one_each("observations", returned.observations, turns)
@@ -109,6 +110,14 @@ def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, f
             )
         )
     return replies
+
+
+def _require_names(rewards: Iterable[object]) -> None:
+    """Refuse names that no metric can have: they stand in tables, files and keys."""
+    if wrong := [name for name in rewards if not isinstance(name, str) or not name.isprintable()]:
+        raise RunStoppedError(
+            f"a reward of the environment is called {wrong[0]!r:.80}: name it in printable text"
+        )
 
 
 def _require_rewards(weights: Mapping[str, float], rewards: Collection[str]) -> None:

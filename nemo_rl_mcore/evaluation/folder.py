@@ -34,7 +34,8 @@ def digest_of(prompts: Sequence[Prompt]) -> str:
     """SHA-256 of what is asked and what is scored against, in its order."""
     whole = hashlib.sha256()
     for prompt in prompts:
-        row = json.dumps([prompt.index, prompt.text, prompt.answer])
+        told = [prompt.literal] if prompt.literal else []
+        row = json.dumps([prompt.index, prompt.text, prompt.answer, *told])
         whole.update(f"{row}\n".encode())
     return whole.hexdigest()
 

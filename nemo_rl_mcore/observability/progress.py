@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.observability.series import Best, best_of, shown_metrics, sparkline
 from nemo_rl_mcore.observability.startup import STARTUP_PREFIX
 from nemo_rl_mcore.observability.timing import TIMING_PREFIX
@@ -71,7 +72,7 @@ class ProgressDisplay:
         self._total_steps = total_steps
         self._steps_before = steps_before
         self._title = title
-        self._console = console or Console()
+        self._console = console or open_console()
         self._plain_every = plain_every
         self._latest: dict[str, float] = {}
         self._step = steps_before

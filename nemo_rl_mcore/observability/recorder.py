@@ -16,6 +16,7 @@ from rich.console import Console
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.config import LoggerConfig
+from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.errors import FolderError, folder_error
 from nemo_rl_mcore.observability.equal_rewards import EqualRewardsSink
 from nemo_rl_mcore.observability.loggers import Loggers, RunFacts
@@ -86,7 +87,7 @@ class RunRecorder:
         self._config = config
         self._log_dir = Path(config.log_dir)
         self._reserve = self._log_dir / _RESERVE_FILE
-        self._console = console or Console()
+        self._console = console or open_console()
         self._console.file = cast(TextIO, BestEffortStream(self._console.file))
         self._history = HistorySink()
         self._resumed_step = run.resumed_step

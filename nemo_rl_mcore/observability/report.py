@@ -20,6 +20,7 @@ from nemo_rl_mcore.observability.curves import DRAWN_METRICS, Panel, Row, curve_
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER, Sample
 from nemo_rl_mcore.observability.series import Best, best_of, is_sparse, shown_in
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
+from nemo_rl_mcore.output import visible
 
 CURVES_FILE = "curves.png"
 REPORT_FILE = "report.html"
@@ -145,11 +146,8 @@ def sample_table(samples: Sequence[Sample]) -> Table:
     for heading in ("step", "prompt", "answer", "response", "ended", "reward"):
         table.add_column(heading)
     for sample in samples:
-        # A lone surrogate, which no encoding takes, is shown as its escape.
-        texts = (
-            escape(text.encode(errors="backslashreplace").decode())
-            for text in (sample.prompt, sample.answer, sample.response)
-        )
+        # Spelt out here, too: whichever console it is printed on.
+        texts = (escape(visible(text)) for text in (sample.prompt, sample.answer, sample.response))
         ended = "no" if sample.truncated else "yes"
         table.add_row(str(sample.step), *texts, ended, f"{sample.reward:.3g}")
     return table

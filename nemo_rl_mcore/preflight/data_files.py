@@ -13,7 +13,9 @@ from nemo_rl_mcore.data.examples import Example, Examples, read_examples, read_r
 from nemo_rl_mcore.data.prompt_texts import read_texts
 from nemo_rl_mcore.data.row_counts import count_problems
 from nemo_rl_mcore.data.rows import is_fetched
+from nemo_rl_mcore.data.special_tokens import run_token_problems
 from nemo_rl_mcore.preflight.answer_kinds import gold_answer, gold_problems, wrong_answer
+from nemo_rl_mcore.preflight.tokenizer_folder import special_tokens_of
 from nemo_rl_mcore.strict_json import read_json
 
 _TOKENIZER = "policy.tokenizer.name"
@@ -47,6 +49,7 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
     if not wrong:
         problems += count_problems(config, examples.train, examples.held_out)
         problems += answer_problems(config, _scored(config, examples))
+        problems += run_token_problems(config, examples, special_tokens_of(config.policy.tokenizer.name))
     per_step, rows = config.prompts_per_step, len(examples.train)
     steps = steps_of_epochs(config, rows)
     return DataPlan(rows, len(examples.held_out), per_step, steps), problems

@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.data.examples import read_set
 from nemo_rl_mcore.data.rows import is_fetched
+from nemo_rl_mcore.data.special_tokens import special_token_problems
 from nemo_rl_mcore.preflight.data_files import answer_problems, template_problems
 from nemo_rl_mcore.preflight.packages import import_problems
+from nemo_rl_mcore.preflight.tokenizer_folder import special_tokens_of
 
 _ENVIRONMENT = "env.custom.type"
 
@@ -67,5 +70,7 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
             rows, wrong = read_set(f"eval.sets.{name}", source, chat=config.data.apply_chat_template)
             yield from wrong
             yield from answer_problems(config, rows[: config.eval.max_samples])
+            tokens = special_tokens_of(config.policy.tokenizer.name)
+            yield from special_token_problems(config, f"eval.sets.{name}", rows, tokens, RowKind.PROMPTS)
     paths = config.import_paths
     yield from import_problems({key: path for key, path in paths.items() if key == _ENVIRONMENT})

@@ -26,6 +26,7 @@ class _File(BaseModel):
 
 class _Token(BaseModel):
     content: str
+    special: bool = False
 
 
 class _TokenModel(BaseModel):
@@ -67,6 +68,19 @@ def tokenizer_problems(policy: PolicyConfig) -> Iterator[Problem]:
         for file, kind in _FILES.items():
             if (folder / file).exists():
                 yield from _file_problems(folder / file, kind, policy)
+
+
+def special_tokens_of(name: str) -> list[str]:
+    """The special tokens that the JSON of a tokenizer names; the libraries know those of other formats."""
+    folder = local_folder(name)
+    path = None if name == "char" or folder is None else folder / "tokenizer.json"
+    if path is None or not path.exists():
+        return []
+    try:
+        file = _TokenizerFile.model_validate(_object(path))
+    except (OSError, ValueError):
+        return []  # it is a problem, see `tokenizer_problems`, or fetched later
+    return [token.content for token in file.added_tokens if token.special]
 
 
 def _file_problems(path: Path, kind: type[_File], policy: PolicyConfig) -> Iterator[Problem]:

@@ -25,6 +25,8 @@ def use_chat_template(draft: Draft) -> None:
         draft.pop(template)
     why = "chat_template: null shows the text alone" if as_text else "NeMo RL applies the chat template"
     draft.change("data.apply_chat_template", not as_text, why)
+    parsed = "NeMo RL parses special tokens in rows and in what environments say"
+    draft.change("data.special_tokens_in_content", "parse", parsed)
 
 
 def use_engine(draft: Draft) -> None:

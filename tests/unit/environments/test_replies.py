@@ -6,6 +6,7 @@ import torch
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.turns import first_turn
 from nemo_rl_mcore.environments.replies import replies_of
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import EnvironmentReturn
 
 TURN = first_turn(Prompt(3, "1>", "1"), "2")
@@ -50,3 +51,16 @@ def test_what_is_right_is_a_reply():
 def test_what_is_wrong_is_told_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         replies_of(Saying(**changes), [TURN], {})
+
+
+@pytest.mark.parametrize("name", ["a\n\x1b[2J/b", "\u202eevil", "a\tb", 3])
+def test_a_reward_has_a_name_that_can_be_shown(name):
+    with pytest.raises(RunStoppedError, match="printable") as stopped:
+        replies_of(Saying(rewards={name: torch.tensor([1.0])}), [TURN], {})
+    assert str(stopped.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["length", "format/xml", "длина ответа"])
+def test_other_names_pass(name):
+    [reply] = replies_of(Saying(rewards={name: torch.tensor([1.0])}), [TURN], {})
+    assert reply.rewards == {name: 1.0}
