@@ -17,6 +17,7 @@ import ray
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.signals import deferred_stop_signals
 from nemo_rl_mcore.workers.environment import only_environment, session_environment
+from nemo_rl_mcore.workers.raylet_watch import RayletDiedError, watched_raylet
 from nemo_rl_mcore.workers.session_processes import RayServers, Reaper, kill, processes_of
 
 LOOPBACK = "127.0.0.1"
@@ -43,7 +44,8 @@ class LocalSession:
     def start(self, *, cpus: int, on_cpu: bool, quiet: Mapping[str, Any]) -> None:
         """Start Ray; `quiet` are further arguments of `ray.init`. On CPU it has no GPUs, and a small object store.
 
-        Raises RunStoppedError when it does not come up; `end` is to follow in any case.
+        Raises RunStoppedError when it does not come up, RayletDiedError when a fresh session may; `end` is to follow in
+        any case.
         """
         # Interrupted halfway, `ray.init` leaves processes that `ray.shutdown` does not know of.
         with (
@@ -51,21 +53,22 @@ class LocalSession:
             _children_ignore_stops(),
             only_environment(session_environment(os.environ)),
         ):
+            in_folder = self._folder / "ray"  # which Ray opens to everybody: hence the folder above it
             try:
-                context: Any = ray.init(
-                    address="local",
-                    num_cpus=cpus,
-                    num_gpus=0 if on_cpu else None,
-                    object_store_memory=_OBJECT_STORE_BYTES if on_cpu else None,
-                    include_dashboard=False,
-                    _node_ip_address=LOOPBACK,
-                    _temp_dir=str(
-                        self._folder / "ray"
-                    ),  # which Ray opens to everybody: hence the folder above
-                    **quiet,
-                )
+                with watched_raylet(in_folder):
+                    context: Any = ray.init(
+                        address="local",
+                        num_cpus=cpus,
+                        num_gpus=0 if on_cpu else None,
+                        object_store_memory=_OBJECT_STORE_BYTES if on_cpu else None,
+                        include_dashboard=False,
+                        _node_ip_address=LOOPBACK,
+                        _temp_dir=str(in_folder),
+                        **quiet,
+                    )
             except Exception as error:  # Ray raises it bare when one of its processes is late
-                raise RunStoppedError(
+                kind = RayletDiedError if isinstance(error, RayletDiedError) else RunStoppedError
+                raise kind(
                     f"the local Ray session did not start: {error}\nIs this machine out of memory, disk space "
                     f"or process slots, or very busy? Ray's logs are in {self._folder}; try again, "
                     "or start a cluster with `ray start --head` and set RAY_ADDRESS"
