@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType] - compiled
 from ray.exceptions import RpcError
 
 _AUTH_MODE = "RAY_AUTH_MODE"

@@ -2,6 +2,7 @@
 
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.raylet_watch import RayletDiedError, watched_raylet
 
+Start = Callable[[], subprocess.Popen[bytes]]
 DYING = """#!/bin/sh
 sleep 0.5
 for argument in "$@"
@@ -32,11 +34,22 @@ def raylet(tmp_path: Path) -> Path:
     return script
 
 
-def start(raylet: Path, folder: Path) -> subprocess.Popen[bytes]:
-    logs = folder / "session_2026/logs"
+@pytest.fixture
+def start(raylet: Path, tmp_path: Path) -> Iterator[Start]:
+    """What starts it, as Ray does."""
+    started: list[subprocess.Popen[bytes]] = []
+    logs = tmp_path / "session_2026/logs"
     logs.mkdir(parents=True)
-    with (logs / "raylet.err").open("wb") as errors:
-        return subprocess.Popen([raylet], stderr=errors)
+
+    def start() -> subprocess.Popen[bytes]:
+        with (logs / "raylet.err").open("wb") as errors:
+            started.append(process := subprocess.Popen([raylet], stderr=errors))
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def wait(seconds: float) -> None:
@@ -45,37 +58,37 @@ def wait(seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_a_dead_raylet_ends_the_wait_with_its_words(raylet: Path, tmp_path: Path) -> None:
+def start_session(start: Start, folder: Path, within_s: float, error: Exception | None = None) -> None:
+    with watched_raylet(folder):
+        start()
+        wait(within_s)
+        if error is not None:
+            raise error
+
+
+def test_a_dead_raylet_ends_the_wait_with_its_words(start: Start, tmp_path: Path) -> None:
     begin = time.monotonic()
-    with (
-        pytest.raises(RayletDiedError, match=r"raylet \(pid \d+\) died .*Timed out waiting for file"),
-        watched_raylet(tmp_path / "ray"),
-    ):
-        process = start(raylet, tmp_path / "ray")
-        wait(20)
+    with pytest.raises(RayletDiedError, match=r"raylet \(pid \d+\) died .*Timed out waiting for file"):
+        start_session(start, tmp_path, 20)
     assert time.monotonic() - begin < 5
-    process.wait()
     wait(0.5)  # nothing comes behind it
 
 
-def test_what_else_goes_wrong_while_the_raylet_lives_stays_as_it_is(raylet: Path, tmp_path: Path) -> None:
+def test_what_else_goes_wrong_while_the_raylet_lives_stays_as_it_is(
+    start: Start, raylet: Path, tmp_path: Path
+) -> None:
     raylet.write_text("#!/bin/sh\nexec sleep 60\n")
-    with pytest.raises(ValueError, match="no port"), watched_raylet(tmp_path / "ray"):
-        process = start(raylet, tmp_path / "ray")
-        wait(0.5)
-        raise ValueError("no port")
-    process.kill()
-    process.wait()
+    with pytest.raises(ValueError, match="no port"):
+        start_session(start, tmp_path, 0.5, ValueError("no port"))
     wait(0.5)
 
 
-def test_the_dead_raylet_of_an_earlier_session_is_not_looked_at(raylet: Path, tmp_path: Path) -> None:
-    earlier = start(raylet, tmp_path / "earlier")
+def test_the_dead_raylet_of_an_earlier_session_is_not_looked_at(start: Start, tmp_path: Path) -> None:
+    earlier = start()
     while psutil.Process(earlier.pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.05)
-    with watched_raylet(tmp_path / "ray"):
+    with watched_raylet(tmp_path):
         wait(0.6)
-    earlier.wait()
 
 
 @pytest.mark.exhaustive
