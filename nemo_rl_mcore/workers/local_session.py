@@ -16,7 +16,7 @@ import ray
 
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.signals import deferred_stop_signals
-from nemo_rl_mcore.workers.environment import only_environment, session_environment
+from nemo_rl_mcore.workers.environment import LISTEN_ON_ALL_INTERFACES, only_environment, session_environment
 from nemo_rl_mcore.workers.raylet_watch import RayletDiedError, watched_raylet
 from nemo_rl_mcore.workers.session_processes import RayServers, Reaper, kill, processes_of
 
@@ -47,6 +47,7 @@ class LocalSession:
         Raises RunStoppedError when it does not come up, RayletDiedError when a fresh session may; `end` is to follow in
         any case.
         """
+        _require_loopback()
         # Interrupted halfway, `ray.init` leaves processes that `ray.shutdown` does not know of.
         with (
             deferred_stop_signals(hold=True),
@@ -100,6 +101,17 @@ class LocalSession:
         self._reaper.dismiss()
         if not keep_logs and not stuck:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _require_loopback() -> None:
+    """Raise RunStoppedError where Ray, imported before `workers` set its switch, would listen on every network."""
+    asked_for = os.environ.get(LISTEN_ON_ALL_INTERFACES, "0").lower() in ("1", "true")
+    if not asked_for and (address := ray.util.get_node_ip_address()) != LOOPBACK:
+        raise RunStoppedError(
+            f"a local Ray session would listen on every network, at {address}, since ray was imported before "
+            f"nemo_rl_mcore.workers, which has it stay on this machine: import that first, or export "
+            f"{LISTEN_ON_ALL_INTERFACES}=0. With 1 it listens everywhere"
+        )
 
 
 @contextmanager
