@@ -33,6 +33,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, Self
 
+import nemo_rl_mcore.workers  # noqa: F401 - before ray, which then stays on this machine
+
+# isort: split
 import ray
 import torch
 from driver_fakes import (

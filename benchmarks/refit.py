@@ -20,6 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nemo_rl_mcore.workers  # noqa: F401 - before ray, which then stays on this machine
+
+# isort: split
 import ray
 from measuring import Clock, Figures, header, table
 

@@ -5,6 +5,9 @@ import signal
 import sys
 import time
 
+import nemo_rl_mcore.workers  # noqa: F401 - before ray, which then stays on this machine
+
+# isort: split
 import fake_engine
 import ray
 import torch

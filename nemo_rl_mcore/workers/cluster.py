@@ -21,9 +21,10 @@ from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.signals import deferred_stop_signals, kept_stop_handlers
 from nemo_rl_mcore.workers.environment import rank_environment
 from nemo_rl_mcore.workers.failures import RankIdentity
-from nemo_rl_mcore.workers.gcs_probe import GcsProbe, probe
+from nemo_rl_mcore.workers.gcs_probe import GcsProbe, TokenRefusedError, authenticate, probe
 from nemo_rl_mcore.workers.local_session import LOOPBACK, LocalSession
 from nemo_rl_mcore.workers.nodes import await_nodes, lost_nodes
+from nemo_rl_mcore.workers.raylet_watch import RayletDiedError
 from nemo_rl_mcore.workers.session_processes import state_of
 
 _CPU_SHARE_OF_A_RANK = 0.1
@@ -243,21 +244,35 @@ class RayCluster:
         if self._address:
             self._join(self._address, quiet)
             return
-        cpus = max(2, self.config.world_size)
+        try:
+            self._start_session(quiet)
+        except RayletDiedError as error:  # as on a busy machine, where its agents come too late for it
+            write_line(sys.stderr, f"{error}\nStarting another session, once")
+            self.stop(keep_logs=True)
+            self._start_session(quiet)
+
+    def _start_session(self, quiet: Mapping[str, Any]) -> None:
         self._session = LocalSession()
-        self._session.start(cpus=cpus, on_cpu=self.config.on_cpu, quiet=quiet)
+        self._session.start(cpus=max(2, self.config.world_size), on_cpu=self.config.on_cpu, quiet=quiet)
         self.log_dir = self._session.log_dir
 
     def _join(self, address: str, quiet: Mapping[str, Any]) -> None:
         self._joined = True
         try:
             probe(address)
+            authenticate(address)
             with kept_stop_handlers():
                 context: Any = ray.init(address=address, **quiet)
+        except TokenRefusedError as error:
+            raise RunStoppedError(
+                f"the Ray cluster at RAY_ADDRESS={address} refuses this driver ({error}): set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token; without them "
+                "~/.ray/auth_token is read. Unset RAY_ADDRESS for a local session"
+            ) from error
         except (OSError, ValueError) as error:
             raise RunStoppedError(
-                f"cannot join the Ray cluster at RAY_ADDRESS={address} ({error}): is it running? A cluster with "
-                "token authentication also needs RAY_AUTH_MODE=token. Unset RAY_ADDRESS for a local session"
+                f"cannot join the Ray cluster at RAY_ADDRESS={address} ({error}): is it running? "
+                "Unset RAY_ADDRESS for a local session"
             ) from error
         self._gcs = GcsProbe(ray.get_runtime_context().gcs_address)
         self.log_dir = Path(context.address_info["session_dir"]) / "logs"

@@ -47,10 +47,12 @@ _SESSION_SETTINGS = {
 }
 
 # On, Ray's default on Linux, a local session listens on every network; off, on the loopback interface.
-_LISTEN_ON_ALL_INTERFACES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+LISTEN_ON_ALL_INTERFACES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 # On, Ray's default, a driver under `uv run` has its folder packed and an environment built for every worker. On one
 # machine the workers can use the driver's own.
 _REBUILD_UV_ENVIRONMENT = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
+# How many seconds Ray asks for its node before it returns to Python, which asks again until 30 s: see `raylet_watch`.
+_ASK_FOR_THE_NODE = "RAY_raylet_start_wait_time_s"
 # Ray prints these on the driver's terminal whatever its log settings say; a `WorkerError` tells it better.
 _DEATH_NOTICES = (
     "A worker died or was killed while executing a task|Raylet is terminated|has been marked dead"
@@ -61,8 +63,9 @@ def set_ray_import_switches(environ: MutableMapping[str, str]) -> None:
     """Set what Ray reads when it is imported; a value that is already there stays."""
     environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", _DEATH_NOTICES)
     if not environ.get("RAY_ADDRESS"):
-        environ.setdefault(_LISTEN_ON_ALL_INTERFACES, "0")
+        environ.setdefault(LISTEN_ON_ALL_INTERFACES, "0")
         environ.setdefault(_REBUILD_UV_ENVIRONMENT, "0")
+        environ.setdefault(_ASK_FOR_THE_NODE, "2")
 
 
 def session_environment(environ: Mapping[str, str]) -> dict[str, str]:

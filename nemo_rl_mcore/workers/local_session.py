@@ -16,7 +16,8 @@ import ray
 
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.signals import deferred_stop_signals
-from nemo_rl_mcore.workers.environment import only_environment, session_environment
+from nemo_rl_mcore.workers.environment import LISTEN_ON_ALL_INTERFACES, only_environment, session_environment
+from nemo_rl_mcore.workers.raylet_watch import RayletDiedError, watched_raylet
 from nemo_rl_mcore.workers.session_processes import RayServers, Reaper, kill, processes_of
 
 LOOPBACK = "127.0.0.1"
@@ -43,29 +44,32 @@ class LocalSession:
     def start(self, *, cpus: int, on_cpu: bool, quiet: Mapping[str, Any]) -> None:
         """Start Ray; `quiet` are further arguments of `ray.init`. On CPU it has no GPUs, and a small object store.
 
-        Raises RunStoppedError when it does not come up; `end` is to follow in any case.
+        Raises RunStoppedError when it does not come up, RayletDiedError when a fresh session may; `end` is to follow in
+        any case.
         """
+        _require_loopback()
         # Interrupted halfway, `ray.init` leaves processes that `ray.shutdown` does not know of.
         with (
             deferred_stop_signals(hold=True),
             _children_ignore_stops(),
             only_environment(session_environment(os.environ)),
         ):
+            in_folder = self._folder / "ray"  # which Ray opens to everybody: hence the folder above it
             try:
-                context: Any = ray.init(
-                    address="local",
-                    num_cpus=cpus,
-                    num_gpus=0 if on_cpu else None,
-                    object_store_memory=_OBJECT_STORE_BYTES if on_cpu else None,
-                    include_dashboard=False,
-                    _node_ip_address=LOOPBACK,
-                    _temp_dir=str(
-                        self._folder / "ray"
-                    ),  # which Ray opens to everybody: hence the folder above
-                    **quiet,
-                )
+                with watched_raylet(in_folder):
+                    context: Any = ray.init(
+                        address="local",
+                        num_cpus=cpus,
+                        num_gpus=0 if on_cpu else None,
+                        object_store_memory=_OBJECT_STORE_BYTES if on_cpu else None,
+                        include_dashboard=False,
+                        _node_ip_address=LOOPBACK,
+                        _temp_dir=str(in_folder),
+                        **quiet,
+                    )
             except Exception as error:  # Ray raises it bare when one of its processes is late
-                raise RunStoppedError(
+                kind = RayletDiedError if isinstance(error, RayletDiedError) else RunStoppedError
+                raise kind(
                     f"the local Ray session did not start: {error}\nIs this machine out of memory, disk space "
                     f"or process slots, or very busy? Ray's logs are in {self._folder}; try again, "
                     "or start a cluster with `ray start --head` and set RAY_ADDRESS"
@@ -97,6 +101,17 @@ class LocalSession:
         self._reaper.dismiss()
         if not keep_logs and not stuck:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _require_loopback() -> None:
+    """Raise RunStoppedError where Ray, imported before `workers` set its switch, would listen on every network."""
+    asked_for = os.environ.get(LISTEN_ON_ALL_INTERFACES, "0").lower() in ("1", "true")
+    if not asked_for and (address := ray.util.get_node_ip_address()) != LOOPBACK:
+        raise RunStoppedError(
+            f"a local Ray session would listen on every network, at {address}, since ray was imported before "
+            f"nemo_rl_mcore.workers, which has it stay on this machine: import that first, or export "
+            f"{LISTEN_ON_ALL_INTERFACES}=0. With 1 it listens everywhere"
+        )
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 import contextlib
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -69,3 +71,42 @@ def test_a_local_session_stays_off_the_network_and_in_the_drivers_environment_un
     chosen = {name: "1"}
     set_ray_import_switches(chosen)
     assert chosen[name] == "1"
+
+
+# Prints the machine's address, and whether a session there is refused.
+STARTS = """
+import {first}
+import ray.util
+from nemo_rl_mcore.config import ClusterConfig
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.workers.cluster import RayCluster
+def reached(**_options):
+    raise Exception("reached")
+ray.init = reached
+print(ray.util.get_node_ip_address())
+try:
+    RayCluster(ClusterConfig(cpu_workers_per_node=1)).__enter__()
+except RunStoppedError as error:
+    print("refused" if "import" in str(error) else "reached")
+"""
+
+
+@pytest.mark.quick_cases("ray-None-True")
+@pytest.mark.parametrize(
+    ("first", "switch", "refused"),
+    [("ray", None, True), ("ray", "0", False), ("ray", "1", False), ("nemo_rl_mcore.workers", None, False)],
+)
+def test_a_session_that_ray_would_open_to_every_network_is_refused(
+    first: str, switch: str | None, refused: bool
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    run = subprocess.run(
+        [sys.executable, "-c", STARTS.format(first=first)],
+        env=kept if switch is None else {**kept, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": switch},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    address, outcome = run.stdout.split()
+    assert outcome == ("refused" if refused and address != "127.0.0.1" else "reached")
+    assert switch == "1" or refused or address == "127.0.0.1"
