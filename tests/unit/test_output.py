@@ -14,7 +14,10 @@ from nemo_rl_mcore.observability.rollouts import Sample
 from nemo_rl_mcore.output import visible, write_line
 
 # Sets the title, clears the screen, writes to the clipboard, colours, turns the direction; C1, DEL, a lone surrogate.
-FOREIGN = "\x1b]0;title\x07\x1b[2J\x1b]52;c;cm0gLXJm\x07\x1b[31m\x9b31m\x90q\x7f\u202eright\u2066\u200b\ufeff\u2028\rover\ud800"
+FOREIGN = (
+    "\x1b]0;title\x07\x1b[2J\x1b]52;c;cm0gLXJm\x07\x1b[31m\x9b31m\x90q\x7f"
+    "\u202eright\u2066\u200b\ufeff\u2028\rover\ud800"
+)
 INTERRUPTED = """
 import os, signal, sys
 from nemo_rl_mcore.launch import exit_status

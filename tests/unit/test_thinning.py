@@ -72,7 +72,7 @@ def test_what_is_in_no_tier_runs_each_time():
     options = shlex.split(OPTIONS["addopts"])
     assert options[options.index("-m") + 1] == EACH_TIME
     markers = {marker.partition(":")[0] for marker in OPTIONS["markers"]}
-    assert markers - {"each_value", "quick_cases", "exhaustive_cases"} == {*TIERS}
+    assert markers - {"each_value", "quick_cases", "exhaustive_cases", "needs"} == {*TIERS}
 
 
 COLLECT = """
