@@ -11,18 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from glob import glob
+from logging import CRITICAL
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.row import Row, SourceError
-from nemo_rl_mcore.strict_json import parse_json, shortened
+from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 LIBRARY_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 """What the library calls the formats of files that it reads, by the end of their names."""
+_OF_PARTS, _OF_A_PART = "dataset_dict.json", "state.json"
+_SAVED = "name a folder as save_to_disk writes it"
 
 
 def read_library_file(path: str, name: str) -> Iterator[Row]:
@@ -47,6 +50,7 @@ def read_data_set(source: SourceConfig) -> Sequence[Row]:
 
     path, split = source.paths[0], source.split or "train"
     if _is_saved(Path(path)):
+        _require_inside(Path(path))
         whole = _loaded(path, lambda: datasets.load_from_disk(path))
         parts = dict(whole) if isinstance(whole, datasets.DatasetDict) else {"train": cast("Dataset", whole)}
         first = next(iter(parts.values()))
@@ -119,7 +123,40 @@ def _as_written(name: str, path: str) -> dict[str, Any]:
 
 
 def _is_saved(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return any((folder / name).is_file() for name in (_OF_PARTS, _OF_A_PART))
+
+
+def _require_inside(folder: Path) -> None:
+    """Raise SourceError where the files that save_to_disk has written name others than those of their folder."""
+    parts = _names(folder / _OF_PARTS, "splits") if (folder / _OF_PARTS).is_file() else [""]
+    for part in parts:
+        for entry in _values(folder / part / _OF_A_PART, "_data_files"):
+            name = entry.get("filename") if isinstance(entry, dict) else None
+            _require_name(folder / part / _OF_A_PART, name)
+
+
+def _names(file: Path, key: str) -> list[str]:
+    return [_require_name(file, name) for name in _values(file, key)]
+
+
+def _values(file: Path, key: str) -> list[object]:
+    try:
+        content = parse_json(read_regular(file))
+    except (OSError, ValueError) as error:
+        raise SourceError("data_path", f"{str(file)!r} cannot be read: {error}", _SAVED) from error
+    found = cast("dict[str, object]", content).get(key) if isinstance(content, dict) else None
+    if not isinstance(found, list):
+        raise SourceError(
+            "data_path", f"{str(file)!r}: {key} is {shortened(repr(found))}, and no list", _SAVED
+        )
+    return cast("list[object]", found)
+
+
+def _require_name(file: Path, name: object) -> str:
+    if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+        what = f"{str(file)!r} names {shortened(repr(name))}, which is no file of its folder"
+        raise SourceError("data_path", what, _SAVED)
+    return name
 
 
 def _rows(found: Dataset, place: str) -> Iterator[Row]:
@@ -133,6 +170,7 @@ def _loaded(path: str, load: Callable[[], Any]) -> Any:
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(CRITICAL)  # it logs what it raises too
     try:
         return load()
     except Exception as error:

@@ -17,7 +17,7 @@ def read_prompts(path: Path, input_key: str | None = None) -> list[Prompt]:
     Raises ValueError, naming file and line.
     """
     try:
-        lines = read_regular(path).decode().split("\n")
+        lines = read_regular(path).decode("utf-8-sig").split("\n")
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -78,7 +78,7 @@ def _read(key: str, path: str | None) -> tuple[str | None, list[Problem]]:
     if path is None:
         return None, []
     try:
-        return Path(path).read_text(encoding="utf-8"), []
+        return Path(path).read_text(encoding="utf-8-sig"), []
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
         what = f"{path!r} cannot be read: {reason}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from glob import glob
 from pathlib import Path
@@ -28,6 +29,16 @@ def _is_hub_name(path: str) -> bool:
 
 def read_rows(source: SourceConfig) -> Sequence[Row]:
     """All rows of a source; raises SourceError."""
+    try:
+        return _read_rows(source)
+    except MemoryError as error:
+        what = f"{', '.join(map(repr, source.paths))}: more rows than this machine has memory for"
+        raise SourceError(
+            "data_path", what, "set streaming: true, name a part of them, or a larger machine"
+        ) from error
+
+
+def _read_rows(source: SourceConfig) -> Sequence[Row]:
     [first, *others] = source.paths
     if _is_hub_name(first) or Path(first).is_dir():
         if others:
@@ -61,7 +72,7 @@ def read_file(path: str) -> Iterator[Row]:
         yield from read_library_file(path, name)
         return
     try:
-        content = read_regular(Path(path))
+        content = read_regular(Path(path)).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         what = f"{path!r} cannot be read from {Path.cwd()}: {error.strerror}"
         raise SourceError("data_path", what, "name files, a folder or a data set of the hub") from error
@@ -87,7 +98,7 @@ def _elements(path: str, content: bytes) -> Iterator[Row]:
     try:
         values = cast("list[object]", parse_json(content))
     except ValueError as error:
-        raise SourceError("data_path", f"{path!r} is not JSON: {error}", "mend it") from error
+        raise SourceError("data_path", f"{path!r} is not JSON: {error}", "correct it") from error
     for number, value in enumerate(values, start=1):
         yield _row(f"{path}, row {number}", value)
 

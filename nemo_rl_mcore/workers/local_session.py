@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.signals import deferred_stop_signals
 from nemo_rl_mcore.workers.environment import LISTEN_ON_ALL_INTERFACES, only_environment, session_environment
 from nemo_rl_mcore.workers.raylet_watch import RayletDiedError, watched_raylet
+from nemo_rl_mcore.workers.session_folders import SessionFolder
 from nemo_rl_mcore.workers.session_processes import RayServers, Reaper, kill, processes_of
 
 LOOPBACK = "127.0.0.1"
@@ -34,10 +34,8 @@ class LocalSession:
     def __init__(self) -> None:
         self.log_dir: Path | None = None
         # For this user alone; not under TMPDIR, since the names of Unix sockets must be short.
-        parent = os.environ.get("RAY_TMPDIR", "/tmp")
-        self._folder = Path(
-            tempfile.mkdtemp(prefix="nemo_rl_mcore_", dir=parent)
-        ).resolve()  # as /proc tells it
+        self._held = SessionFolder(Path(os.environ.get("RAY_TMPDIR", "/tmp")))
+        self._folder = self._held.path
         self._reaper = Reaper(self._folder)
         self._servers: RayServers | None = None
 
@@ -99,6 +97,7 @@ class LocalSession:
             )  # Ray's would tell a dead server of an exception, and wait for it
         stuck = kill([process for _, process in processes_of(self._folder)])
         self._reaper.dismiss()
+        self._held.release()
         if not keep_logs and not stuck:
             shutil.rmtree(self._folder, ignore_errors=True)
 

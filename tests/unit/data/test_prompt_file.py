@@ -59,3 +59,11 @@ def test_a_file_without_prompts(tmp_path, content, told):
         read_prompts(path)
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         read_prompts(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("p.txt", "one\ntwo"), ("p.jsonl", '{"prompt": "one"}\n{"prompt": "two"}')]
+)
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path, name, text):
+    (tmp_path / name).write_text(text, "utf-8-sig")
+    assert [prompt.text for prompt in read_prompts(tmp_path / name)] == ["one", "two"]

@@ -63,3 +63,9 @@ def test_files_that_cannot_be_read(tmp_path):
     assert [problem.path for problem in problems] == ["prompt_file", "system_prompt_file"]
     assert "'gone.txt' cannot be read: No such file" in problems[0].what
     assert "no text in UTF-8" in problems[1].what
+
+
+def test_a_byte_order_mark_is_no_part_of_the_texts(tmp_path):
+    (tmp_path / "system.txt").write_text("Be brief.", "utf-8-sig")
+    texts, problems = read_texts(SourceConfig(data_path="x", system_prompt_file=str(tmp_path / "system.txt")))
+    assert (texts.system, problems) == ("Be brief.", [])

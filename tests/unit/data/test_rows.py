@@ -1,4 +1,7 @@
+import codecs
 import json
+import logging
+import subprocess
 import sys
 
 import datasets
@@ -171,3 +174,63 @@ def test_an_answer_that_a_scored_row_does_not_state(folder):
 def test_own_formats_are_read_without_the_library(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert answers(data_path=["rows.jsonl", "rows.json"], split="train") == [*range(10), *range(10)]
+
+
+@pytest.mark.parametrize("path", ["rows.jsonl", "rows.json", "rows.csv"])
+def test_a_byte_order_mark_is_no_part_of_the_rows(folder, path):
+    (folder / path).write_bytes(codecs.BOM_UTF8 + (folder / path).read_bytes())
+    assert answers(data_path=path) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("saved_alone/state.json", "_data_files", [{"filename": "../../etc/passwd"}]),
+        ("saved/train/state.json", "_data_files", [{"filename": "/etc/passwd"}]),
+        ("saved/dataset_dict.json", "splits", ["../saved_alone"]),
+        ("saved_alone/state.json", "_data_files", "x"),
+    ],
+)
+def test_a_saved_data_set_that_leads_out_of_its_folder_is_not_opened(folder, monkeypatch, name, key, value):
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps({**content, key: value}))
+    monkeypatch.setattr(datasets, "load_from_disk", lambda *_: pytest.fail("opened"))
+    with pytest.raises(SourceError) as caught:
+        answers(data_path=name.split("/")[0])
+    assert caught.value.problem.path == "data_path"
+    assert name in str(caught.value)
+
+
+def test_the_library_writes_no_lines_next_to_ours(folder):
+    (folder / "bad.parquet").write_text("x")
+    datasets.logging.set_verbosity_warning()
+    datasets.enable_progress_bars()
+    written = logging.Handler()
+    written.emit = lambda record: pytest.fail(record.getMessage())
+    logging.getLogger("datasets").addHandler(written)
+    try:
+        with pytest.raises(SourceError):
+            answers(data_path="bad.parquet")
+    finally:
+        logging.getLogger("datasets").removeHandler(written)
+    assert datasets.are_progress_bars_disabled()
+
+
+def test_a_file_above_the_memory_is_an_error_of_its_key(folder):
+    with (folder / "huge.jsonl").open("wb") as file:
+        file.truncate(1 << 36)  # sparse
+    code = """
+import resource
+from nemo_rl_mcore.config.source import SourceConfig
+from nemo_rl_mcore.data.row import SourceError
+from nemo_rl_mcore.data.rows import read_rows
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+try:
+    read_rows(SourceConfig(data_path="huge.jsonl"))
+except SourceError as error:
+    print(error)
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("data_path: ")
+    assert "huge.jsonl" in run.stdout
+    assert "streaming" in run.stdout
