@@ -14,7 +14,7 @@ import ray
 import torch
 
 from nemo_rl_mcore.algorithms.algorithm import QuietObserver
-from nemo_rl_mcore.config.cluster import RolloutsConfig
+from nemo_rl_mcore.config.logger import RolloutsConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.token_digests import digests_of_rows
