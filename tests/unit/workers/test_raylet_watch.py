@@ -93,9 +93,9 @@ def test_the_dead_raylet_of_an_earlier_session_is_not_looked_at(start: Start, tm
 # In a process of its own: this one may have a session.
 STARTS = """
 import sys
-from ray._private import services
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.workers import cluster
+from ray._private import services
 works, services.RAYLET_EXECUTABLE = services.RAYLET_EXECUTABLE, sys.argv[1]
 def restore(_to, line):
     services.RAYLET_EXECUTABLE = works
