@@ -7,9 +7,6 @@ import socket
 import threading
 import time
 
-from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType] - compiled
-from ray.exceptions import RpcError
-
 _AUTH_MODE = "RAY_AUTH_MODE"
 _TIMEOUT_S = 3.0
 _EVERY_S = 3.0
@@ -40,6 +37,10 @@ def authenticate(address: str) -> None:
 
     Raises TokenRefusedError at the first answer that refuses the token, or the lack of one.
     """
+    # Here, since `doctor` probes addresses where Ray may be missing or broken.
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType] - compiled
+    from ray.exceptions import RpcError
+
     try:
         from ray._private.authentication import authentication_token_setup as tokens
         from ray.exceptions import AuthenticationError
