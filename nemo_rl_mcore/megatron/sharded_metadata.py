@@ -47,6 +47,8 @@ _GLOBALS = {
     "torch": {"Size", "float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool"},
     "pathlib": {"PosixPath"},
 }
+_MOVED = {"pathlib._local": "pathlib"}
+"""Modules by the name that Python 3.13 writes."""
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
     *(
@@ -157,6 +159,7 @@ class _Unpickler(_InPython):
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        module = _MOVED.get(module, module)
         if name in _GLOBALS.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")
