@@ -383,7 +383,7 @@ def open_environments(
     Actors of a run that samples start at once, and nobody waits for them; those of others when they are first asked.
     """
     if not config.env.pool_size:
-        yield LocalEnvironments(environment, config.env.reward_weights)
+        yield LocalEnvironments(environment, config.env.reward_weights, config.env.max_observation_chars)
         return
     with EnvironmentPool(config.env, cluster) as pool:
         if config.row_kind is RowKind.PROMPTS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nemo_rl_mcore.algorithms.episode_rows import ENDING, EpisodeRows, first_rows
-from nemo_rl_mcore.algorithms.episodes import REWARDS_PREFIX, TURN_OF_TOKEN
+from nemo_rl_mcore.algorithms.episodes import REPLIES, REWARDS_PREFIX, TURN_OF_TOKEN
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.turns import Ending
 
@@ -31,7 +31,14 @@ def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
         "episodes/turns_mean": float(turns.float().mean()),
         "episodes/turns_max": float(turns.max()),
         "episodes/observation_tokens_mean": float(observed.float().mean()),
+        "episodes/observations_cut": _observations_cut(batch),
     }
+
+
+def _observations_cut(batch: BatchedDataDict) -> float:
+    replies = batch.get(REPLIES, ())
+    of_episodes = [replies[row] for row in first_rows(batch)] if replies else []
+    return float(sum("cut" in reply for of_row in of_episodes for reply in of_row))
 
 
 def _ending_rates(batch: BatchedDataDict) -> dict[str, float]:

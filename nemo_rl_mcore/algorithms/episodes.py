@@ -19,7 +19,6 @@ from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.observations import Observer
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
-from nemo_rl_mcore.errors import RunStoppedError
 
 WEIGHT_VERSIONS = "weight_versions"
 TURN_OF_TOKEN = "turn_of_token"
@@ -158,7 +157,7 @@ class Episodes:
     def hear(self, replies: Sequence[Reply]) -> None:
         """Take the replies, in the order of `turns`; raises ValueError when they are not as many.
 
-        RunStoppedError for an observation that is no tokens.
+        An episode whose observation cannot be encoded is dropped; its last reply says why.
         """
         for row, reply in zip(self._open, replies, strict=True):
             row.take(reply)
@@ -180,9 +179,9 @@ class Episodes:
         try:
             ids = self._form.observer.ids_of(row.pieces[-1].ids_N.tolist(), observation)
         except ValueError as error:
-            raise RunStoppedError(
-                f"prompt {row.prompt.index}: what the environment observed: {error}"
-            ) from error
+            row.ending = Ending.DROPPED
+            row.replies[-1]["dropped"] = f"what the environment observed: {error}"
+            return
         if row.length + len(ids) + self._form.new_tokens > self._form.tokens:
             row.ending = Ending.NO_ROOM
             return

@@ -5,6 +5,7 @@ Shapes: B rows (prompts x samples), P longest prompt, T new tokens, S = longest 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -245,5 +246,9 @@ class RolloutCollector(Responder):
         episodes, replies = self.episodes(prompts, asked), replies or self.environments
         while (asking := episodes.asked()) is not None:
             episodes.answer(await respond(asking))
-            episodes.hear(await replies.replies_soon(episodes.turns()))
+            heard = await replies.replies_soon(episodes.turns())
+            if self.form.observer is None:
+                episodes.hear(heard)
+            else:  # observations are encoded, which may take seconds that the loop does not have
+                await asyncio.to_thread(episodes.hear, heard)
         return episodes.batch()

@@ -290,6 +290,9 @@ class EnvConfig(StrictModel):
     """A class of one's own (ours)."""
     reward_weights: dict[str, Float] | None = None
     """Factors of rewards by their name, where env.custom gives several; 1 for each that is not named (ours)."""
+    max_observation_chars: PositiveInt = 100_000
+    """Characters of an observation that the model is shown, from its beginning on (ours); each that is cut counts in
+    `episodes/observations_cut`, and the record of the answer says by how much."""
     pool: EnvPoolConfig = EnvPoolConfig()
     """The processes in which it runs (ours)."""
 

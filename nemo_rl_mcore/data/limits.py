@@ -16,6 +16,9 @@ from nemo_rl_mcore.data.preference import given_pair, pair_rows
 from nemo_rl_mcore.data.special_tokens import KEY, REMEDY, first_token
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 
+_CHARACTERS = 256
+"""More than a token of any vocabulary stands for in running text: what has more is not encoded to be counted."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -78,6 +81,8 @@ class Limits:
     def excess(self, prompt: Prompt, *, sampled: bool) -> str | None:
         """What is too long, and the key to raise; None where the row fits."""
         longest_prompt, longest = self.config.max_prompt_length, self.config.policy.max_total_sequence_length
+        if sampled and (excess := _too_many(len(prompt.text), longest_prompt)):
+            return f"the prompt {excess}: raise data.max_input_seq_length"
         if sampled and (length := len(self.tokenizer.encode(prompt.text, prompt.literal))) > longest_prompt:
             return (
                 f"the prompt has {length} tokens, and {longest_prompt} are allowed: raise data.max_input_seq_length, "
@@ -86,6 +91,9 @@ class Limits:
         kind = self._kind
         if kind is RowKind.PROMPTS:
             return None
+        texts = [prompt.text or "", *(turn.content for turn in prompt.context), prompt.imitated]
+        if excess := _too_many(max(map(len, [*texts, prompt.rejected or ""])), longest):
+            return f"the row {excess}: raise policy.max_total_sequence_length"
         if kind is RowKind.PAIRS:
             rows = pair_rows(given_pair(prompt), self.tokenizer)
         else:
@@ -94,3 +102,9 @@ class Limits:
         if length > longest:
             return f"the row has {length} tokens: raise policy.max_total_sequence_length: {longest}"
         return None
+
+
+def _too_many(characters: int, tokens: int) -> str | None:
+    if characters <= _CHARACTERS * tokens:
+        return None
+    return f"has {characters} characters, more than the {tokens} tokens that are allowed can be"

@@ -25,6 +25,7 @@ CHAR_TOKENIZER_NAME = "char"
 CHAR_VOCABULARY = "0123456789+=>#^$_abcdefghijklmno"
 CHAR_EOS = "$"
 CHAR_PAD = "_"
+_SHOWN = 8
 
 
 class Tokenizer(Protocol):
@@ -123,7 +124,7 @@ class CharTokenizer:
         foreign = sorted(set(text) - self._ordinary)
         if foreign:
             raise ValueError(
-                f"the character tokenizer cannot encode {foreign} of {text!r}; "
+                f"the character tokenizer cannot encode {foreign[:_SHOWN]} of {text!r:.80}; "
                 f"it knows {''.join(sorted(self._ordinary))!r}"
             )
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -48,6 +48,7 @@ class Reply:
     the episode is over; else the model answers once more, after the observation. stop_strings: end that answer besides
     those of the recipe. metadata: given back with the next answer. answer: what was read of the text, if anything.
     dropped: why there is no reply, although it was asked for as often as allowed; nothing else of it counts then.
+    cut: characters of the observation that were left out, as it was longer than `env.max_observation_chars`.
     """
 
     reward: float
@@ -58,6 +59,7 @@ class Reply:
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     answer: str | None = None
     dropped: str | None = None
+    cut: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """All but the metadata, as JSON; what says nothing is left out."""
@@ -67,6 +69,7 @@ class Reply:
             "rewards": dict(self.rewards),
             "answer": self.answer,
             "dropped": self.dropped,
+            "cut": self.cut,
         }
         said = {name: value for name, value in given.items() if value}
         return {"reward": self.reward, "terminated": self.terminated, **said}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from nemo_rl_mcore.data.messages import Message
@@ -12,6 +12,7 @@ from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import Environment, EnvironmentInterface, EnvironmentReturn, ScoresAnswers
 
+_LONGEST_ROLE = 100
 _ONE = ""
 """The name of a reward that has none."""
 
@@ -20,15 +21,16 @@ _ONE = ""
 class LocalEnvironments:
     """Implements `interfaces.Environments` in this process: what the environment raises passes through.
 
-    weights: of rewards by name, 1 where there is none.
+    weights: of rewards by name, 1 where there is none. max_chars: of an observation.
     """
 
     environment: Environment
     weights: Mapping[str, float] | None = None
+    max_chars: int | None = None
 
     def replies(self, turns: Sequence[Turn]) -> list[Reply]:
         """See `interfaces.Environments.replies`."""
-        return replies_of(self.environment, turns, self.weights or {})
+        return replies_of(self.environment, turns, self.weights or {}, self.max_chars)
 
     async def replies_soon(self, turns: Sequence[Turn]) -> list[Reply]:
         """See `interfaces.Environments.replies_soon`; it is waited for, as the environments here take no time."""
@@ -44,8 +46,13 @@ class LocalEnvironments:
         return {}
 
 
-def replies_of(environment: Environment, turns: Sequence[Turn], weights: Mapping[str, float]) -> list[Reply]:
-    """The reply to each turn. weights: of rewards by name.
+def replies_of(
+    environment: Environment,
+    turns: Sequence[Turn],
+    weights: Mapping[str, float],
+    max_chars: int | None = None,
+) -> list[Reply]:
+    """The reply to each turn. weights: of rewards by name. max_chars: of an observation, the rest of which is left out.
 
     Raises ValueError for a return that is not one value a turn, RunStoppedError for a weight of a reward that there is
     not and for a reward whose name is not printable, and what the environment raises.
@@ -56,7 +63,7 @@ def replies_of(environment: Environment, turns: Sequence[Turn], weights: Mapping
         returned = cast("EnvironmentInterface", environment).step(
             [_log(turn) for turn in turns], [_metadata(turn) for turn in turns]
         )
-        return read_return(returned, len(turns), weights)
+        return [_cut(reply, max_chars) for reply in read_return(returned, len(turns), weights)]
     _require_rewards(weights, ())
     scores = cast("ScoresAnswers", environment).score(
         [turn.prompt for turn in turns],
@@ -64,6 +71,14 @@ def replies_of(environment: Environment, turns: Sequence[Turn], weights: Mapping
         [turn.finished for turn in turns],
     )
     return [Reply(_number(score)) for score in _one_each("score", scores, len(turns))]
+
+
+def _cut(reply: Reply, max_chars: int | None) -> Reply:
+    if max_chars is None or all(len(said.content) <= max_chars for said in reply.observation):
+        return reply
+    kept = tuple(replace(said, content=said.content[:max_chars]) for said in reply.observation)
+    cut = sum(len(said.content) for said in reply.observation) - sum(len(said.content) for said in kept)
+    return replace(reply, observation=kept, cut=cut)
 
 
 def _log(turn: Turn) -> list[dict[str, Any]]:
@@ -148,9 +163,12 @@ def _number(value: object) -> float:
 def _observation(given: Mapping[str, str] | None) -> tuple[Message, ...]:
     if given is None:
         return ()
-    return (
-        Message(_text("an observation's role", given["role"]), _text("an observation", given["content"])),
-    )
+    role = _text("an observation's role", given["role"])
+    if len(role) > _LONGEST_ROLE:
+        raise ValueError(
+            f"an observation's role has {len(role)} characters, and {_LONGEST_ROLE} are the most"
+        )
+    return (Message(role, _text("an observation", given["content"])),)
 
 
 def _stop_strings(given: Sequence[str] | None) -> tuple[str, ...]:

@@ -51,13 +51,13 @@ class EnvironmentProcess:
         """Build the environment; variables: added to those of the process."""
         os.environ.update(variables)
         self._environment = make_environment(config)
-        self._weights = config.reward_weights or {}
+        self._weights, self._max_chars = config.reward_weights or {}, config.max_observation_chars
 
     def replies(self, turns: Sequence[Turn], within_s: float) -> list[Reply]:
         """See `replies_of`; within_s: after which the process will be killed."""
         faulthandler.dump_traceback_later(_STACK_AT * within_s)
         try:
-            return replies_of(self._environment, turns, self._weights)
+            return replies_of(self._environment, turns, self._weights, self._max_chars)
         finally:
             faulthandler.cancel_dump_traceback_later()
 

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import threading
 import tracemalloc
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.observations import make_observer
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
+from nemo_rl_mcore.errors import RunStoppedError
 
 TOKENIZER = load_tokenizer("char")
 PROMPTS = [Prompt(4, "12>", "12"), Prompt(8, "3>", "3")]
@@ -296,3 +298,50 @@ def played_once(asked, answered):
     episodes.answer(answered)
     episodes.hear([Reply(1.0) for _ in episodes.turns()])
     return episodes.batch()
+
+
+def test_an_observation_that_was_cut_is_counted():
+    def reply(turn):
+        return Reply(1.0) if turn.answer == "9" else Reply(0.0, False, (Message("user", "1>"),), cut=7)
+
+    batch = collector(SCRIPT, reply).collect(PROMPTS, 2, step=5).batch
+    assert episode_metrics(batch)["episodes/observations_cut"] == 4.0
+    assert batch["replies"][0][0]["cut"] == 7
+
+
+def test_an_observation_that_cannot_be_encoded_drops_its_episode_alone():
+    def reply(turn):
+        return Reply(1.0) if turn.answer == "9" else Reply(0.5, False, (Message("user", "\x1b[2Jé>"),))
+
+    played = collector(SCRIPT, reply)
+    batch = played.collect(PROMPTS, 2, step=5).batch
+    dropped, ended = Ending.DROPPED, Ending.TERMINATED
+    assert batch["ending"].tolist() == [dropped, ended, dropped, Ending.ANSWER_LIMIT]
+    assert batch["sample_mask"].tolist() == [0, 1, 0, 1]
+    assert batch["rewards"].tolist() == [0, 1, 0, 0.5]
+    assert "cannot encode" in batch["replies"][0][-1]["dropped"]
+    with pytest.raises(RunStoppedError, match=r"2 of 4 episodes .* most often: .*cannot encode"):
+        replace(played, max_drop_rate=0.25).check_drops(5, batch)
+
+
+def test_observations_are_encoded_once_and_not_in_the_thread_of_the_loop():
+    class Watching:
+        def __init__(self):
+            self.threads = []
+
+        def ids_of(self, answer_ids, observation):
+            self.threads.append(threading.get_ident())
+            return make_observer(TOKENIZER, chat=False).ids_of(answer_ids, observation)
+
+    played, watching = collector(SCRIPT, until("9")), Watching()
+    played = replace(played, form=replace(played.form, observer=watching))
+
+    async def respond(asked):
+        return played.generation.generate(asked, step=5)
+
+    batch = asyncio.run(played.play_soon(PROMPTS, played.ask(PROMPTS, 2), respond))
+    assert len(watching.threads) == 3
+    assert threading.get_ident() not in watching.threads
+    assert batch["input_ids"].equal(
+        collector(SCRIPT, until("9")).collect(PROMPTS, 2, step=5).batch["input_ids"]
+    )

@@ -308,3 +308,18 @@ def test_a_class_is_called_with_the_seed_and_its_arguments(recipe):
 def test_a_class_that_does_not_serve_names_its_key(recipe, data, message):
     with pytest.raises(ValueError, match=message):
         open_prompts(recipe(data={"dataset_name": "custom", **data}), CHAR)
+
+
+@pytest.mark.parametrize(("algorithm", "output"), [("grpo", 1), ("sft", "1" * 10**6)])
+def test_what_is_far_too_long_is_not_encoded_to_be_counted(recipe, algorithm, output):
+    class Failing:
+        special_tokens = ()
+
+        def encode(self, text, literal=()):
+            raise AssertionError(f"{len(text)} characters were encoded")
+
+    prompt = "1>" if algorithm == "sft" else "1" * 10**6
+    short = [{"input": "1>", "output": 1}] * 300
+    config = recipe([{"input": prompt, "output": output}, *short], algorithm)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .* 1000000 characters"):
+        open_prompts(config, Failing())

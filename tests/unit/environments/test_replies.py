@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.turns import first_turn
+from nemo_rl_mcore.data.turns import Reply, first_turn
 from nemo_rl_mcore.environments.replies import replies_of
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import EnvironmentReturn
@@ -40,6 +40,7 @@ def test_what_is_right_is_a_reply():
     [
         ({"observations": [{"role": "user", "content": None}]}, "an observation: None is no text"),
         ({"observations": [{"role": 1, "content": "a"}]}, "an observation's role: 1 is no text"),
+        ({"observations": [{"role": "r" * 101, "content": "a"}]}, "role has 101 characters"),
         ({"observations": [{"role": "user", "content": "\ud83d"}]}, "surrogates not allowed"),
         ({"next_stop_strings": ["</call>"]}, "next_stop_strings: '</call>' is one text"),
         ({"next_stop_strings": [[""]]}, "an empty text would end every answer"),
@@ -64,3 +65,15 @@ def test_a_reward_has_a_name_that_can_be_shown(name):
 def test_other_names_pass(name):
     [reply] = replies_of(Saying(rewards={name: torch.tensor([1.0])}), [TURN], {})
     assert reply.rewards == {name: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "kept", "cut"), [("abc", "abc", 0), ("abcd", "abc", 1), ("a" * 10**6, "aaa", 10**6 - 3)]
+)
+def test_of_a_long_observation_the_beginning_is_shown_and_the_rest_is_counted(content, kept, cut):
+    said = Saying(observations=[{"role": "user", "content": content}])
+    [reply] = replies_of(said, [TURN], {}, 3)
+    assert (reply.observation[0].content, reply.cut) == (kept, cut)
+    recorded = reply.to_json()
+    assert recorded.get("cut", 0) == cut
+    assert Reply.from_json(recorded) == reply
