@@ -37,6 +37,7 @@ class LocalSession:
         self._held = SessionFolder(Path(os.environ.get("RAY_TMPDIR", "/tmp")))
         self._folder = self._held.path
         self._reaper = Reaper(self._folder)
+        self._begun = False
         self._servers: RayServers | None = None
 
     def start(self, *, cpus: int, on_cpu: bool, quiet: Mapping[str, Any]) -> None:
@@ -46,6 +47,7 @@ class LocalSession:
         any case.
         """
         _require_loopback()
+        self._begun = True
         # Interrupted halfway, `ray.init` leaves processes that `ray.shutdown` does not know of.
         with (
             deferred_stop_signals(hold=True),
@@ -86,7 +88,7 @@ class LocalSession:
     def end(self, *, keep_logs: bool) -> None:
         """Kill all its processes, however they fare, and remove the folder; idempotent."""
         # From a session that is lost this process takes leave at its very end, which may take Ray some seconds.
-        if self.lost() is None and ray.is_initialized():
+        if self._begun and self.lost() is None and ray.is_initialized():
             # Ray asks its processes to stop one by one, and waits a second for those that do not listen. Without the
             # raylet, which goes with its agents, Ray would end this process here and now, whatever it has to say yet.
             kill([one for name, one in processes_of(self._folder) if not name.startswith(_NEEDED_TO_LEAVE)])
