@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -184,8 +185,9 @@ def wait_for_child(process, name):
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         for child in process.children():
-            if name in child.cmdline():
-                return child
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                if name in child.cmdline():
+                    return child
         time.sleep(0.01)
     raise AssertionError(f"no child asks about {name}")
 
