@@ -117,7 +117,7 @@ def changed(folder, change):
 
 
 def begin_the_last_before_the_checkpoint(events):
-    """Whether a group was under way while the checkpoint was written is up to the machine; of this one the log says it."""
+    """Say so of the last group: which groups are under way while a checkpoint is written is up to the machine."""
     event = next(e for e in events if e["kind"] == "committed" and e["token"]["position"] == STEPS * 16 - 1)
     event["turns"][0]["segments"][0]["version"] = 2
 
