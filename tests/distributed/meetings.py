@@ -29,7 +29,7 @@ import tolerances
 from meeting_cases import Values, refusal_of, selection
 from meeting_recipes import ALGORITHMS, FACTORS, LAYOUTS, Case, Material, load, name_of, plain_sibling
 from meeting_runs import Outcome, PoolGroup, run
-from rank_pool import RankPool
+from rank_pool import RankPool, Ranks
 
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.config import ConfigError, OptimizerConfig, RunConfig, SchedulerConfig
@@ -55,7 +55,7 @@ class Matrix:
     steps: int = 2
     _plain: dict[str, Outcome] = field(default_factory=dict)
     _made: set[Path] = field(default_factory=set)
-    _former: int = 1
+    _world_size: int = 1
     _runs: int = 0
 
     def __post_init__(self) -> None:
@@ -94,8 +94,7 @@ class Matrix:
 
     def leave(self) -> None:
         """End what the ranks still hold."""
-        for ranks in {1, self._former}:
-            self._pool(ranks).run(meeting_ranks.leave)
+        self.ranks(self._world_size).run(meeting_ranks.leave)
 
     def _load(self, case: Case, folder: Path | None = None, **more: object) -> RunConfig:
         self._make_weights(case)
@@ -143,13 +142,9 @@ class Matrix:
             run(config, self._pool(1), lambda *_: None)
         self._made.add(weights)
 
-    def _pool(self, ranks: int) -> RankPool:
-        if self._former not in (1, ranks):
-            # The threads of groups that nobody uses slow the others down.
-            self.ranks(self._former).run(meeting_ranks.leave)
-        if ranks != 1:
-            self._former = ranks
-        return self.ranks(ranks)
+    def _pool(self, world_size: int) -> RankPool:
+        self._world_size = world_size
+        return self.ranks(world_size)
 
 
 def _differences(group: PoolGroup, whole: dict[str, object]) -> tuple[set[str], float]:
@@ -240,13 +235,7 @@ def main() -> int:
     parser.add_argument("--strength", type=int, choices=(2, 3), default=3)
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
-    pools: dict[int, RankPool] = {}
-
-    def ranks(number: int) -> RankPool:
-        if number not in pools or not pools[number].alive:
-            pools[number] = RankPool(number)
-        return pools[number]
-
+    ranks = Ranks()
     cases, started = selection(options.strength), time.monotonic()
     verdicts: list[tuple[Case, Verdict]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -258,8 +247,7 @@ def main() -> int:
                 print(f"FAILED {name_of(case)}: {failure}", flush=True)
             if number % 50 == 49:
                 print(f"{number + 1} of {len(cases)}: {time.monotonic() - started:.0f} s", flush=True)
-    for pool in pools.values():
-        pool.close()
+    ranks.close()
     print("\n".join(report(verdicts, options.strength)))
     failed = sum(bool(verdict.failures) for _, verdict in verdicts)
     print(f"{len(cases)} combinations, {failed} failed, {time.monotonic() - started:.0f} s")

@@ -175,7 +175,7 @@ def differences(case: Case) -> dict[str, Any]:
 
 def main() -> int:
     """Run the full product; 1 if any case is not exact."""
-    from rank_pool import RankPool
+    from rank_pool import Ranks
     from tolerances import SPLIT_STEP
 
     parser = argparse.ArgumentParser(
@@ -185,8 +185,9 @@ def main() -> int:
     args = parser.parse_args()
     worst: Counter[tuple[str, str]] = Counter()
     failed, started = [], time.monotonic()
+    processes = Ranks()
     for layout in args.layout:
-        pool = RankPool(LAYOUTS[layout][0])
+        pool = processes(LAYOUTS[layout][0])
         cases = [dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]
         for case in (case for case in cases if case["layout"] == layout):
             ranks = pool.run(differences, case)
@@ -194,8 +195,8 @@ def main() -> int:
             worst[layout, case["loss"]] = max(worst[layout, case["loss"]], difference)
             if difference > SPLIT_STEP or not all(rank["updated"] and rank["moved"] > 1e-3 for rank in ranks):
                 failed.append(name_of(case))
-        pool.close()
         print(f"{layout}: {time.monotonic() - started:.0f} s", flush=True)
+    processes.close()
     print("largest relative difference of a parameter after 3 steps, over all other options")
     print(f"{'layout':10}" + "".join(f"{loss:>14}" for loss in LOSSES))
     for layout in args.layout:

@@ -1,4 +1,4 @@
-"""Gloo ranks that live as long as the test session: importing Megatron costs seconds, so it is paid once per rank.
+"""Gloo ranks that live as long as the test session: importing Megatron costs seconds, so it is paid once per process.
 
 A test sends a function of its own file by name; every rank runs it and sends its result, or its traceback, back.
 """
@@ -18,61 +18,105 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class RankFailedError(AssertionError):
     """A rank raised; the message is its traceback."""
 
 
-class RankPool:
-    """`world_size` processes of one process group; `prepare` is what each runs first."""
+class _Rank(NamedTuple):
+    process: Any
+    pipe: Connection
 
-    def __init__(self, world_size: int, prepare: Callable[[int], None] | None = None):
+
+class Ranks:
+    """Processes that serve as ranks, started when a world first needs them; `ranks(2)` is the first two of them.
+
+    Worlds of different sizes share processes: each call enters its own world. prepare: what a process runs first.
+    """
+
+    def __init__(self, prepare: Callable[[int], None] | None = None):
+        self._prepare = prepare
+        self._ranks: list[_Rank] = []
+        self._world = 0, 0
+
+    def __call__(self, world_size: int) -> RankPool:
+        """Return the pool of this size; processes that a test has broken are started anew."""
+        return RankPool(self, world_size)
+
+    def first(self, world_size: int) -> tuple[list[_Rank], int]:
+        """Return the processes of a world, and the port where they meet."""
+        if not self.alive:
+            self.close()
+        while len(self._ranks) < world_size:
+            self._ranks.append(self._start(len(self._ranks)))
+        if self._world[0] != world_size:
+            self._world = world_size, _free_port()
+        return self._ranks[:world_size], self._world[1]
+
+    @property
+    def alive(self) -> bool:
+        """Whether every process that was started still serves."""
+        return all(rank.process.is_alive() for rank in self._ranks)
+
+    def close(self) -> None:
+        """End every process."""
+        for rank in self._ranks:
+            rank.process.kill()
+            rank.process.join()
+            rank.pipe.close()
+        self._ranks, self._world = [], (0, 0)
+
+    def _start(self, rank: int) -> _Rank:
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(rank, world_size, port, theirs, prepare or prepare_training),
-                daemon=prepare is None,
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_serve,
+            args=(rank, theirs, self._prepare or prepare_training),
+            daemon=self._prepare is None,
+        )
+        process.start()
+        theirs.close()
+        return _Rank(process, ours)
+
+
+class RankPool:
+    """A world: so many processes of one process group."""
+
+    def __init__(self, ranks: Ranks, world_size: int):
+        self._ranks, self._world_size = ranks, world_size
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = 180.0, stay: bool = False
     ) -> list[Any]:
         """Run `function(*args)` on every rank; the results in rank order.
 
-        stay: the layout that the function leaves behind is there in the next call.
+        stay: the layout that the function leaves behind is there in the next call, if that is of the same size.
         """
-        for pipe in self._pipes:
-            pipe.send((function.__code__.co_filename, function.__name__, args, stay))
+        ranks, port = self._ranks.first(self._world_size)
+        for rank in ranks:
+            world = self._world_size, port
+            rank.pipe.send((world, function.__code__.co_filename, function.__name__, args, stay))
         deadline = time.monotonic() + timeout_s
         answers: dict[int, tuple[bool, Any]] = {}
-        while len(answers) < len(self._pipes):
-            for rank, pipe in enumerate(self._pipes):
-                if rank not in answers and pipe.poll(0.01):
-                    answers[rank] = pipe.recv()
+        while len(answers) < len(ranks):
+            for number, (_, pipe) in enumerate(ranks):
+                if number not in answers and pipe.poll(0.01):
+                    answers[number] = pipe.recv()
                     # The peers of a failed rank may hang in a collective: a short grace, then they are given up.
-                    if not answers[rank][0]:
+                    if not answers[number][0]:
                         deadline = min(deadline, time.monotonic() + 5.0)
             if time.monotonic() > deadline:
                 break
         self._raise_failures(function.__name__, answers)
-        return [answers[rank][1] for rank in range(len(self._pipes))]
+        return [answers[number][1] for number in range(len(ranks))]
 
     def _raise_failures(self, name: str, answers: dict[int, tuple[bool, Any]]) -> None:
         failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
-        hung = [rank for rank in range(len(self._pipes)) if rank not in answers]
+        hung = [rank for rank in range(self._world_size) if rank not in answers]
         if hung:
-            self.close()
+            self._ranks.close()
             failed.append(f"ranks {hung} did not finish {name}")
         if failed:
             raise RankFailedError("\n".join(failed))
@@ -80,13 +124,7 @@ class RankPool:
     @property
     def alive(self) -> bool:
         """Whether every rank still serves."""
-        return all(process.is_alive() for process in self._processes)
-
-    def close(self) -> None:
-        """End every rank."""
-        for process in self._processes:
-            process.kill()
-            process.join()
+        return self._ranks.alive
 
 
 def _free_port() -> int:
@@ -108,24 +146,31 @@ def prepare_training(rank: int) -> None:
     accelerator.install(rank)
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection, prepare: Callable[[int], None]) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+def _serve(rank: int, pipe: Connection, prepare: Callable[[int], None]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     sys.path.insert(0, os.path.dirname(__file__))
     prepare(rank)
     while True:
-        path, name, args, stay = pipe.recv()
+        (world_size, port), path, name, args, stay = pipe.recv()
         try:
+            _enter(world_size, port)
             pipe.send((True, getattr(_load(path), name)(*args)))
         except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
             pipe.send((False, traceback.format_exc()))
         if not stay and (tiny := sys.modules.get("tiny")) is not None:
             tiny.leave()  # an idle pool holds no groups, whose threads would slow the others down
+
+
+def _enter(world_size: int, port: int) -> None:
+    """Leave the last call's world, unless it is the same one."""
+    world = {"WORLD_SIZE": str(world_size), "MASTER_PORT": str(port)}
+    if world.items() <= os.environ.items():
+        return
+    if "WORLD_SIZE" in os.environ and (rendezvous := sys.modules.get("nemo_rl_mcore.rendezvous")):
+        if (tiny := sys.modules.get("tiny")) is not None:
+            tiny.leave()
+        rendezvous.leave()
+    os.environ.update(world)
 
 
 @cache

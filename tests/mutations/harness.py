@@ -79,20 +79,13 @@ def run_table(mutations: tuple[Mutation, ...]) -> int:
     """Run a table on pools of one and two ranks, and print it; 1 if a mutation survives or a check fails unmutated."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
-    from rank_pool import RankPool
+    from rank_pool import Ranks
 
-    pools: dict[int, RankPool] = {}
-
-    def ranks(world_size: int) -> RankPool:
-        if world_size not in pools or not pools[world_size].alive:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size]
-
+    ranks = Ranks()
     try:
         return _report(ranks, mutations)
     finally:
-        for pool in pools.values():
-            pool.close()
+        ranks.close()
 
 
 def _report(ranks: Callable[[int], Any], mutations: tuple[Mutation, ...]) -> int:

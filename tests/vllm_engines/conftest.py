@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from engine_process import prepare_engine
-from rank_pool import RankPool
+from rank_pool import RankPool, Ranks
 
 HERE = Path(__file__).parent
 
@@ -24,6 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def engine_process() -> Iterator[RankPool]:
     """A process that has imported vLLM, which takes long, and runs functions of the tests."""
-    pool = RankPool(1, prepare_engine)
-    yield pool
-    pool.close()
+    ranks = Ranks(prepare_engine)
+    yield ranks(1)
+    ranks.close()
