@@ -20,6 +20,7 @@ settings.load_profile("any machine")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from counting import Counts  # noqa: E402
 from extras import lacking  # noqa: E402
 from thinning import thin_out  # noqa: E402
 
@@ -33,14 +34,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--skipped", type=Path, metavar="FILE", help="write the ids of skipped tests there, one a line"
     )
+    parser.addoption(
+        "--counts", type=Path, metavar="FILE", help="fail where the tests cost more than this says"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    file: Path | None = config.getoption("--skipped")
-    if file and not hasattr(
-        config, "workerinput"
-    ):  # not in the processes of pytest-xdist, which report to this one
-        config.pluginmanager.register(_Skipped(file))
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist, which reports to the one that started it
+        return
+    skipped: Path | None = config.getoption("--skipped")
+    counts: Path | None = config.getoption("--counts")
+    if skipped:
+        config.pluginmanager.register(_Skipped(skipped))
+    if counts:
+        config.pluginmanager.register(Counts(counts))
 
 
 class _Skipped:

@@ -9,7 +9,7 @@ import pytest
 
 Values = set[tuple[str, str]]
 
-TIERS = ("exhaustive", "nightly", "vllm")
+TIERS = ("exhaustive", "nightly", "vllm", "distributed", "docs")
 """A test is in one of them, or in none and runs each time."""
 
 
@@ -20,6 +20,8 @@ def thin_out(items: Iterable[pytest.Item]) -> None:
     new one.
     quick_cases(id, ...): exhaustive are all but those of these ids.
     exhaustive_cases(id, ...): exhaustive are those of these ids, and nightly all others that are not quick.
+    stage(tier): of this tier are all that are in no other one and that are not smoke tests.
+    smoke, smoke(id, ...): all cases, or those of these ids, run each time although their file is a stage.
     """
     seen: dict[str, Values] = defaultdict(set)
     for item in items:
@@ -33,6 +35,14 @@ def thin_out(items: Iterable[pytest.Item]) -> None:
             if values <= of_test:
                 item.add_marker(pytest.mark.exhaustive)
             of_test |= values
+        stage = item.get_closest_marker("stage")
+        if stage and not _is_smoke(item) and not any(map(item.get_closest_marker, TIERS)):
+            item.add_marker(stage.args[0])
+
+
+def _is_smoke(item: pytest.Function) -> bool:
+    smoke = item.get_closest_marker("smoke")
+    return smoke is not None and (not smoke.args or item.callspec.id in smoke.args)
 
 
 def _tier_by_id(item: pytest.Function) -> str:

@@ -8,6 +8,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rank_pool import Ranks
 
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before `thin_out`
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.stage("distributed"))
+
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:

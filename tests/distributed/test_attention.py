@@ -43,6 +43,7 @@ def errors(case, dtype_name):
     ]
 
 
+@pytest.mark.smoke("separate documents")
 @pytest.mark.parametrize("case", CASES)
 def test_local_attention_is_exact(ranks, case):
     for ours, _ in ranks(1).run(errors, case, "float32")[0]:

@@ -35,12 +35,16 @@ def holds(check, backend, folder):
     getattr(backend_contract, check)(make, folder)
 
 
+@pytest.mark.smoke(
+    "a_split_step_is_the_whole_one-megatron", "an_aborted_or_failed_step_leaves_no_trace-megatron"
+)
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_backend_keeps_the_contract(ranks, tmp_path, check, backend):
     ranks(1).run(holds, check, backend, tmp_path)
 
 
+@pytest.mark.smoke
 def test_every_check_of_the_contract_is_run():
     from pathlib import Path
 

@@ -64,6 +64,7 @@ def resume_against_going_on(folder, model, megatron, policy):
     return [name for name in worker_state.differences(wanted, found) if name != "config"]
 
 
+@pytest.mark.smoke("dp2-bf16")
 @pytest.mark.quick_cases("dp2-bf16", "ep2")
 @pytest.mark.parametrize(
     ("ranks_needed", "model", "megatron", "policy"),
@@ -286,6 +287,7 @@ class Trap:
         return Path.touch, (self.file,)
 
 
+@pytest.mark.smoke
 def test_a_checkpoint_that_would_run_code_is_refused(ranks, tmp_path):
     ranks(1).run(save_new, str(tmp_path))
     trap = tmp_path / "trapped"

@@ -135,6 +135,7 @@ def test_values_are_zero_at_the_start_and_only_the_output_layer_stays(single_ran
     assert [name.split("module.")[-1] for name in still] == ["output_layer.weight"]
 
 
+@pytest.mark.smoke("tp2-sp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_the_critic_as_one_does(ranks, single_rank, layout):
     results, _, after, weights, _ = single_rank

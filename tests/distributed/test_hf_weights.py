@@ -59,6 +59,7 @@ def assert_loads(ranks, world_size, megatron, folder, logprobs):
         assert_equal_tensors(exported, folder)
 
 
+@pytest.mark.smoke("qwen2")
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_one_rank_computes_what_transformers_computes(ranks, saved, name):
     folder, logprobs = saved(name)
@@ -88,6 +89,7 @@ def test_stretched_frequencies_reach_the_logprobs(saved, tmp_path):
         assert np.abs(hf_models.logprobs(plain, *batch()) - logprobs).max() > 100 * TOLERANCE
 
 
+@pytest.mark.smoke("qwen3-moe-megatron4")
 @pytest.mark.parametrize(
     ("name", "megatron"),
     [

@@ -25,6 +25,7 @@ def matrix(ranks, tmp_path_factory):
     matrix.leave()
 
 
+@pytest.mark.smoke
 def test_every_algorithm_and_variant_of_the_package_is_in_the_matrix():
     shipped = {algorithm.shipped.algorithm for algorithm in ALGORITHMS.values()}
     assert shipped == RUN_CONFIGS.keys()
@@ -47,6 +48,7 @@ def test_the_selection_holds_every_meeting(strength):
         assert any(set(values) <= case.items() for case in chosen)
 
 
+@pytest.mark.smoke
 def test_the_plain_sibling_has_the_same_mathematics_and_nothing_else():
     for case in meeting_cases.selection(2):
         plain = plain_sibling(case)

@@ -103,6 +103,7 @@ def single_rank(ranks):
     return ranks(1).run(steps_from, {}, None, False, BALANCED)[0]
 
 
+@pytest.mark.smoke("tp2-sp-ep2")
 @pytest.mark.parametrize("layout", TWO_RANKS)
 def test_two_ranks_equal_one(ranks, single_rank, layout):
     weights, logprobs, metrics, end, balance = single_rank

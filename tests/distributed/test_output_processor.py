@@ -37,6 +37,7 @@ def default_loss_against_hook(fused, tied):
     return losses, difference, max(float(g.abs().max()) for g in gradients[0].values())
 
 
+@pytest.mark.smoke("fused-tied")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 def test_hook_gives_the_default_loss_and_gradients(ranks, fused, tied):
@@ -160,6 +161,7 @@ def _doubled(*, hidden_states):
     return 2 * hidden_states
 
 
+@pytest.mark.smoke
 def test_a_megatron_that_does_not_call_the_processor_is_refused_with_the_version_that_does(ranks):
     (told,) = ranks(1).run(complaints_about_the_hook)
     for name in ("Calls", "TakesAnything", "MiddleStage"):

@@ -5,6 +5,7 @@ import pytest
 from tolerances import SPLIT_STEP
 
 
+@pytest.mark.smoke
 def test_the_selection_holds_every_pair():
     chosen = parity.pairwise()
     assert len(chosen) < 30
@@ -13,6 +14,7 @@ def test_the_selection_holds_every_pair():
         assert len(pairs) == len(parity.FACTORS[first]) * len(parity.FACTORS[second])
 
 
+@pytest.mark.smoke("pp2-vpp2, token level, tied, no fused, distributed_optimizer, no overlap_grad_reduce")
 @pytest.mark.quick_cases(
     "dp2, gspo, tied, fused, distributed_optimizer, overlap_grad_reduce",
     "tp2-sp, nll, tied, fused, no distributed_optimizer, no overlap_grad_reduce",

@@ -124,6 +124,7 @@ def reference(ranks):
     return of
 
 
+@pytest.mark.smoke("one-rank-packing-39")
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("layout", "way"),

@@ -24,6 +24,8 @@ from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE
 
+pytestmark = pytest.mark.stage("docs")
+
 EXEMPLAR = "grpo_copy_cpu.yaml"
 EXPERIMENT = "examples/hook_experiment.py"
 # What a run leaves in logger.log_dir, and what the reader is told to write: no files of the repository.

@@ -20,6 +20,8 @@ from ray.scripts.scripts import cli as ray_cli
 from nemo_rl_mcore.command_line import parse
 from nemo_rl_mcore.config import load_config
 
+pytestmark = pytest.mark.stage("docs")
+
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 GROUPS = PROJECT["dependency-groups"]

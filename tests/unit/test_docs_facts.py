@@ -11,6 +11,8 @@ from doc_pages import PAGES, REPO
 
 import nemo_rl_mcore
 
+pytestmark = pytest.mark.stage("docs")
+
 ANY = "\0"
 
 

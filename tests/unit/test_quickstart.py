@@ -21,6 +21,8 @@ from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.preflight.memory import estimate_memory
 
+pytestmark = pytest.mark.stage("docs")
+
 REPO = Path(__file__).parents[2]
 FOLDER = REPO / "examples/configs/quickstart"
 PAGE = (REPO / "docs/quickstart.md").read_text("utf-8")

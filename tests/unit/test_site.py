@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from doc_pages import PAGES, REPO
 
-pytestmark = pytest.mark.needs("docs")
+pytestmark = [pytest.mark.needs("docs"), pytest.mark.stage("docs")]
 
 # What a browser fetches by itself; an <a> is followed by a reader.
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href", "object": "data"}

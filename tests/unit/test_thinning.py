@@ -44,12 +44,30 @@ def test_both(case): pass
 @pytest.mark.each_value
 @pytest.mark.parametrize(("first", "second"), ["ac", "ad", "bc", "bd"])
 def test_values(first, second): pass
+
+@pytest.mark.stage("docs")
+def test_page(): pass
+
+@pytest.mark.stage("docs")
+@pytest.mark.exhaustive
+def test_every_page(): pass
+
+@pytest.mark.stage("distributed")
+@pytest.mark.smoke
+def test_ranks(): pass
+
+@pytest.mark.stage("distributed")
+@pytest.mark.smoke("b")
+@pytest.mark.parametrize("case", "ab")
+def test_layout(case): pass
 """
 SELECTED = {
-    EACH_TIME: "plain quick[a] both[a] values[a-c] values[a-d] values[b-c]",
-    "exhaustive": "quick[b] quick[c] exhaustive[b] both[b] values[b-d]",
+    EACH_TIME: "plain quick[a] both[a] values[a-c] values[a-d] values[b-c] ranks layout[b]",
+    "exhaustive": "quick[b] quick[c] exhaustive[b] both[b] values[b-d] every_page",
     "nightly": "long exhaustive[a] exhaustive[c] both[c]",
     "vllm": "engine",
+    "distributed": "layout[a]",
+    "docs": "page",
 }
 
 
@@ -72,7 +90,7 @@ def test_what_is_in_no_tier_runs_each_time():
     options = shlex.split(OPTIONS["addopts"])
     assert options[options.index("-m") + 1] == EACH_TIME
     markers = {marker.partition(":")[0] for marker in OPTIONS["markers"]}
-    assert markers - {"each_value", "quick_cases", "exhaustive_cases", "needs"} == {*TIERS}
+    assert markers - {"each_value", "quick_cases", "exhaustive_cases", "needs", "stage", "smoke"} == {*TIERS}
 
 
 COLLECT = """
@@ -84,7 +102,7 @@ class Listed:
     def pytest_collection_modifyitems(self, items):
         rows = []
         for item in items:
-            marks = [*item.iter_markers("quick_cases"), *item.iter_markers("exhaustive_cases")]
+            marks = [mark for name in ("quick_cases", "exhaustive_cases", "smoke") for mark in item.iter_markers(name)]
             named = [name for mark in marks for name in mark.args]
             case = item.callspec.id if named else ""
             tiers = sorted({*TIERS} & {mark.name for mark in item.iter_markers()})

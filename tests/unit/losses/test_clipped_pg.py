@@ -336,6 +336,7 @@ def test_calls_on_parts_with_the_global_counts_add_up(name: str, make_batch: Bat
     torch.testing.assert_close(summed, torch.autograd.grad(total, c))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_stands_at_masked_positions_never_matters(name: str, poison: float, make_batch: BatchMaker):

@@ -85,6 +85,7 @@ def test_plain_twin_is_the_definition():
             )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["plain", "entropy"])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])

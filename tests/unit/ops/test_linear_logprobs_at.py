@@ -77,6 +77,7 @@ def test_plain_twin_is_the_definition():
             assert float(out.entropy[s, b]) == pytest.approx(-keep * sum(p * math.log(p) for p in probs))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("outputs", [{}, {"with_tail": True}, ALL], ids=["plain", "tail", "entropy"])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
@@ -187,6 +188,7 @@ def peaked(gap: float) -> tuple[Tensor, Tensor, Tensor]:
     return logits, torch.eye(300, dtype=torch.float64), torch.tensor([150, 299, 4]).expand(5, 2, 3).clone()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("gap", [34.0, 100.0, 236.0], ids="gap {}".format)
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["plain", "entropy"])

@@ -55,6 +55,7 @@ def backward(
     return seen.count, hidden.grad, weight.grad
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tiling", TILINGS, ids=["panels", "whole"])
 @pytest.mark.parametrize("grad", [GRAD, SPARSE_GRAD], ids=["all rows", "some rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -104,6 +105,7 @@ def test_nothing_is_cached_without_a_backward():
     assert max(largest) <= TOKENS * VOCAB // 3  # a panel has a little more
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tiling", TILINGS, ids=["panels", "whole"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("zero_out", [False, True])
@@ -160,6 +162,7 @@ def test_a_weight_without_main_grad_is_refused_unless_frozen():
     assert hidden.grad is not None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tiling", TILINGS, ids=["panels", "whole"])
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["plain", "entropy"])
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])

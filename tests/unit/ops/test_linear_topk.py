@@ -63,6 +63,7 @@ def test_plain_twin_is_the_definition():
             assert float(out.entropy[s, b]) == pytest.approx(keep * entropy)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
@@ -112,6 +113,7 @@ def test_any_shape_mask_and_tiling(data: st.DataObject):
     assert_matches(actual, expected, 1e-11)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_ties_take_any_of_the_equal_ids_once(tiling, dtype):
@@ -128,6 +130,7 @@ def test_ties_take_any_of_the_equal_ids_once(tiling, dtype):
     assert bool((ids[..., 1:] != ids[..., :-1]).all())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("gap", [34.0, 236.0])
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -157,6 +160,7 @@ def test_the_whole_vocabulary_leaves_an_empty_tail(tiling):
     torch.testing.assert_close(out.logprobs.exp().sum(-1), torch.ones(3, 2, dtype=torch.float64))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tiling", TILINGS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_a_student_equal_to_its_teacher_has_the_same_probabilities(tiling, dtype):

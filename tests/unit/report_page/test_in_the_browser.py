@@ -6,7 +6,7 @@ from run_folder import HOSTILE, rows, write_events, write_results, write_run
 
 from nemo_rl_mcore.report_page import read_run, write_page
 
-pytestmark = pytest.mark.needs("browser")
+pytestmark = [pytest.mark.needs("browser"), pytest.mark.stage("docs")]
 TOKENS = {
     "text": ["4", "2", "=", "\n", "7"],
     "turn": [1, 1, 0, 0, 2],

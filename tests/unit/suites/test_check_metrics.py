@@ -4,6 +4,8 @@ import math
 import pytest
 from test_suites.check_metrics import LONGEST_CHECK, CheckError, Metrics, main, parse_check, read_metrics
 
+pytestmark = pytest.mark.stage("docs")
+
 STEPS = 4
 METRICS = {
     "train/loss": {"1": 4, "2": 2.5, "3": 1, "4": 0.5},

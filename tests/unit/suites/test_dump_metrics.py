@@ -6,6 +6,8 @@ from test_suites.dump_metrics import METRICS_FILE, main
 
 from nemo_rl_mcore.observability import sinks
 
+pytestmark = pytest.mark.stage("docs")
+
 
 @pytest.fixture
 def dump(tmp_path):

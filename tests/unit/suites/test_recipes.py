@@ -14,6 +14,8 @@ from nemo_rl_mcore.config.master import RUN_CONFIGS, DistillationMasterConfig, G
 from nemo_rl_mcore.config.sources import read_recipe
 from nemo_rl_mcore.preflight import preflight
 
+pytestmark = pytest.mark.stage("docs")
+
 REPO = Path(__file__).parents[3]
 SUITES = REPO / "tests/test_suites"
 RECIPES = sorted((REPO / "examples/configs/recipes/llm").rglob("*.yaml"))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.stage("docs")
+
 SUITES = Path(__file__).parents[2] / "test_suites"
 FAKE_PACKAGE = """
 import json, os, sys, time
