@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from counting import Counts  # noqa: E402
 from extras import lacking  # noqa: E402
-from thinning import thin_out  # noqa: E402
+from thinning import has_stages, thin_out  # noqa: E402
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    thin_out(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    thin_out(items, stages=has_stages(config))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

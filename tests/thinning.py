@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -11,16 +12,18 @@ Values = set[tuple[str, str]]
 
 TIERS = ("exhaustive", "nightly", "vllm", "distributed", "docs")
 """A test is in one of them, or in none and runs each time."""
+EACH_TIME = " and ".join(f"not {tier}" for tier in TIERS)
+"""The default of pytest's option -m."""
 
 
-def thin_out(items: Iterable[pytest.Item]) -> None:
+def thin_out(items: Iterable[pytest.Item], *, stages: bool) -> None:
     """Mark the cases of tests that leave some of them to a later tier.
 
     each_value: exhaustive are all but those in which some value of some parameter, or of a case that is a dict, is a
     new one.
     quick_cases(id, ...): exhaustive are all but those of these ids.
     exhaustive_cases(id, ...): exhaustive are those of these ids, and nightly all others that are not quick.
-    stage(tier): of this tier are all that are in no other one and that are not smoke tests.
+    stage(tier): with `stages`, of this tier are all that are in no other one and that are not smoke tests.
     smoke, smoke(id, ...): all cases, or those of these ids, run each time although their file is a stage.
     """
     seen: dict[str, Values] = defaultdict(set)
@@ -36,8 +39,14 @@ def thin_out(items: Iterable[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.exhaustive)
             of_test |= values
         stage = item.get_closest_marker("stage")
-        if stage and not _is_smoke(item) and not any(map(item.get_closest_marker, TIERS)):
+        if stages and stage and not _is_smoke(item) and not any(map(item.get_closest_marker, TIERS)):
             item.add_marker(stage.args[0])
+
+
+def has_stages(config: pytest.Config) -> bool:
+    """Return False for who names files or tests and no tier: these run, whatever stage they are of."""
+    names_files = any(Path(argument.partition("::")[0]).name != "tests" for argument in config.args)
+    return not names_files or config.option.markexpr != EACH_TIME
 
 
 def _is_smoke(item: pytest.Function) -> bool:

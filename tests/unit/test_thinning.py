@@ -9,13 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from thinning import TIERS
+from thinning import EACH_TIME, TIERS
 
 pytest_plugins = "pytester"
 
 REPO = Path(__file__).parents[2]
 OPTIONS = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-EACH_TIME = " and ".join(f"not {tier}" for tier in TIERS)
 
 SUITE = """
 import pytest
@@ -71,19 +70,36 @@ SELECTED = {
 }
 
 
-@pytest.mark.parametrize("expression", SELECTED)
-def test_the_markers_leave_cases_to_their_tiers(pytester, expression):
+@pytest.fixture
+def ran(pytester):
+    """The tests that pytest runs with some options."""
     pytester.makeconftest(
-        "from thinning import thin_out\n"
+        "from thinning import has_stages, thin_out\n"
         "import pytest\n"
         "@pytest.hookimpl(tryfirst=True)\n"
-        "def pytest_collection_modifyitems(items): thin_out(items)\n"
+        "def pytest_collection_modifyitems(config, items): thin_out(items, stages=has_stages(config))\n"
     )
     pytester.makeini("[pytest]\nmarkers =\n" + "".join(f"    {marker}\n" for marker in OPTIONS["markers"]))
-    pytester.makepyfile(SUITE)
-    passed, *others = pytester.inline_run("--strict-markers", "-m", expression).listoutcomes()
-    assert others == [[], []]
-    assert " ".join(report.nodeid.partition("::test_")[2] for report in passed) == SELECTED[expression]
+    file = pytester.mkdir("tests") / "test_suite.py"
+    file.write_text(SUITE)
+
+    def run(*options):
+        passed, *others = pytester.inline_run("--strict-markers", *options).listoutcomes()
+        assert others == [[], []]
+        return " ".join(report.nodeid.partition("::test_")[2] for report in passed)
+
+    return run
+
+
+@pytest.mark.parametrize("expression", SELECTED)
+def test_the_markers_leave_cases_to_their_tiers(ran, expression):
+    assert ran("-m", expression, "tests") == SELECTED[expression]
+
+
+def test_who_names_a_file_runs_what_it_has_of_a_stage(ran):
+    plain = SELECTED[EACH_TIME].removesuffix(" ranks layout[b]")
+    assert ran("-m", EACH_TIME, "tests/test_suite.py") == f"{plain} page ranks layout[a] layout[b]"
+    assert ran("-m", "docs", "tests/test_suite.py") == "page"
 
 
 def test_what_is_in_no_tier_runs_each_time():
@@ -96,7 +112,7 @@ def test_what_is_in_no_tier_runs_each_time():
 COLLECT = """
 import json, sys
 import pytest
-from thinning import TIERS
+from thinning import EACH_TIME, TIERS
 
 class Listed:
     def pytest_collection_modifyitems(self, items):
