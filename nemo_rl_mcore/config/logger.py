@@ -105,7 +105,7 @@ class LoggerConfig(StrictModel):
     """What a run records, and where."""
 
     log_dir: FolderName = "logs"
-    """Folder of the run: recipe, metrics.jsonl, rollouts, TensorBoard events, curves, report."""
+    """Folder of the run: recipe, metrics.jsonl, rollouts, TensorBoard events, report."""
     rollouts: RolloutsConfig = RolloutsConfig()
     """Every answer on disk (ours)."""
     html_report_enabled: bool = True

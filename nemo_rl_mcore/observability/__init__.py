@@ -3,7 +3,7 @@
 from nemo_rl_mcore.observability.loggers import Loggers, RunFacts
 from nemo_rl_mcore.observability.progress import ProgressDisplay
 from nemo_rl_mcore.observability.recorder import RunRecorder, finish_report
-from nemo_rl_mcore.observability.report import HistorySink, read_history, write_report
+from nemo_rl_mcore.observability.report import HistorySink, print_report, read_history
 from nemo_rl_mcore.observability.rollouts import RolloutSink, Sample, read_rollouts
 from nemo_rl_mcore.observability.sinks import MetricSink
 from nemo_rl_mcore.observability.startup import STARTUP_PREFIX
@@ -21,7 +21,7 @@ __all__ = [
     "RunRecorder",
     "Sample",
     "finish_report",
+    "print_report",
     "read_history",
     "read_rollouts",
-    "write_report",
 ]

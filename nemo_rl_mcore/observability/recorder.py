@@ -21,7 +21,7 @@ from nemo_rl_mcore.errors import FolderError, folder_error
 from nemo_rl_mcore.observability.equal_rewards import EqualRewardsSink
 from nemo_rl_mcore.observability.loggers import Loggers, RunFacts
 from nemo_rl_mcore.observability.progress import ProgressDisplay
-from nemo_rl_mcore.observability.report import REPORT_FILE, HistorySink, read_history, write_report
+from nemo_rl_mcore.observability.report import REPORT_FILE, HistorySink, print_report, read_history
 from nemo_rl_mcore.observability.rollouts import RolloutSink, Sample
 from nemo_rl_mcore.observability.sinks import METRICS_FILE, JsonlSink, MetricSink, complete_rows
 from nemo_rl_mcore.observability.startup import STARTUP_PREFIX, Startup
@@ -32,7 +32,7 @@ from nemo_rl_mcore.signals import deferred_stop_signals
 
 _KEY = "logger.log_dir"
 _RESERVED_BYTES = 1 << 19
-"""Kept free for the last row and the curves, should the disk be full one day."""
+"""Kept free for the last row, should the disk be full one day."""
 _RESERVED_FOR_THE_PAGE = 6 << 20
 """Kept free for report.html, of which the library that draws takes 4.7 MB."""
 _RESERVE_FILE = ".reserve"
@@ -180,7 +180,7 @@ class RunRecorder:
             self._write_page(self._log_dir)
 
     def _report(self) -> None:
-        write_report(
+        print_report(
             self._log_dir,
             self._history.rows,
             list(self._shown),

@@ -1,4 +1,4 @@
-"""The end of a run: a summary on the console, and curves.png in the run's folder.
+"""Read the metrics of a run, and print a summary of them at its end.
 
 Everything is made from the rows of metrics.jsonl, so a report can be made again later, or during the run.
 """
@@ -16,13 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from nemo_rl_mcore.observability.curves import DRAWN_METRICS, Panel, Row, curve_panels, points_of
+from nemo_rl_mcore.observability.curves import DRAWN_METRICS, Row
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER, Sample
 from nemo_rl_mcore.observability.series import Best, best_of, is_sparse, shown_in
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.output import visible
 
-CURVES_FILE = "curves.png"
 REPORT_FILE = "report.html"
 
 _SUMMARY_PREFIXES = ("validation/", "performance/", "timing/")
@@ -74,22 +73,20 @@ def read_history(
     return rows
 
 
-def write_report(
+def print_report(
     log_dir: Path, rows: Sequence[Row], samples: Sequence[Sample] = (), *, console: Console
 ) -> None:
-    """Write the curves, then print the summary with these samples and the files of the run."""
+    """Print the summary, these samples and the files of the run."""
     if not rows:
         console.print("No step was finished: nothing to report.")
         return
-    log_dir.mkdir(parents=True, exist_ok=True)
-    write_curves(rows, log_dir / CURVES_FILE)
     for table in (summary_table(rows), sparse_table(rows)):
         if table.row_count:
             # A file, which has no width, is not to be cut off at that of a small terminal.
             console.print(table, width=None if console.is_terminal else _TABLE_WIDTH, crop=False)
     if samples:
         console.print(sample_table(samples))
-    for name in (METRICS_FILE, ROLLOUTS_FOLDER, CURVES_FILE, REPORT_FILE):
+    for name in (METRICS_FILE, ROLLOUTS_FOLDER, REPORT_FILE):
         if (file := log_dir / name).exists():
             console.print(f"{file}", markup=False, highlight=False, soft_wrap=True)
 
@@ -151,37 +148,6 @@ def sample_table(samples: Sequence[Sample]) -> Table:
         ended = "no" if sample.truncated else "yes"
         table.add_row(str(sample.step), *texts, ended, f"{sample.reward:.3g}")
     return table
-
-
-def write_curves(rows: Sequence[Row], path: Path) -> Path:
-    """Draw the known metrics that the rows have over the steps, those that belong together in one panel."""
-    # The object interface: pyplot would keep every figure alive and choose a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    panels = curve_panels(rows)
-    columns = min(3, max(1, len(panels)))
-    lines = math.ceil(len(panels) / columns)
-    figure: Any = Figure(figsize=(5 * columns, 3.2 * lines), layout="constrained")
-    FigureCanvasAgg(figure)
-    for position, panel in enumerate(panels, start=1):
-        _draw(figure.add_subplot(lines, columns, position), rows, panel)
-    figure.savefig(path, dpi=110)
-    return path
-
-
-def _draw(axes: Any, rows: Sequence[Row], panel: Panel) -> None:
-    for name in panel.metrics:
-        steps, values = points_of(rows, name)
-        marker = "o" if len(steps) < 20 or is_sparse(name, values, len(rows)) else None
-        axes.plot(steps, values, linewidth=1.2, marker=marker, markersize=3, label=name)
-    # An axis of 1.0000001 is to say so, not "1e-7 + 1".
-    axes.yaxis.get_major_formatter().set_useOffset(False)
-    axes.set_title(panel.heading, fontsize=10)
-    axes.set_xlabel("step")
-    axes.grid(alpha=0.3)
-    if len(panel.metrics) > 1:
-        axes.legend(fontsize=8)
 
 
 def _row(line: bytes, where: str) -> dict[str, float]:

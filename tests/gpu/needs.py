@@ -7,7 +7,7 @@ from importlib.util import find_spec
 # Modules that the commands import, and so every part that runs one; by the way they are installed.
 _COMMANDS = dict.fromkeys(
     (
-        *("ray", "transformers", "tokenizers", "huggingface_hub", "hydra", "tensorboard", "matplotlib"),
+        *("ray", "transformers", "tokenizers", "huggingface_hub", "hydra", "tensorboard"),
         *("rich", "psutil"),
     ),
     "uv sync",

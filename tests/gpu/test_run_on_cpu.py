@@ -25,7 +25,7 @@ RUNS = ("recipe", "vllm", "async")
 ALL = "uv sync --extra vllm --extra te --extra math"
 # What the machine of a GPU run need not have, but for those parts.
 NOT_NEEDED = (
-    *("ray", "vllm", "transformers", "tokenizers", "huggingface_hub", "hydra", "tensorboard", "matplotlib"),
+    *("ray", "vllm", "transformers", "tokenizers", "huggingface_hub", "hydra", "tensorboard"),
     *("rich", "psutil", "wandb", "pytest", "hypothesis"),
 )
 

@@ -13,7 +13,7 @@ from nemo_rl_mcore import cli
 REPOSITORY = Path(__file__).parents[2]
 EXEMPLAR = str(REPOSITORY / "examples/configs/grpo_copy_cpu.yaml")
 DPO = str(Path(EXEMPLAR).with_name("dpo_cpu.yaml"))
-HEAVY = ("torch", "ray", "megatron", "transformers", "numpy", "matplotlib")
+HEAVY = ("torch", "ray", "megatron", "transformers", "numpy")
 
 
 def test_check_prints_the_plan(capsys):

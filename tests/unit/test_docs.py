@@ -19,7 +19,7 @@ from nemo_rl_mcore.config.reference import reference_pages
 from nemo_rl_mcore.config.schema import is_known
 from nemo_rl_mcore.controllers.event_log import EVENTS_FILE
 from nemo_rl_mcore.evaluation.folder import IDENTITY_FILE, RESULTS_FILE
-from nemo_rl_mcore.observability.report import CURVES_FILE, REPORT_FILE
+from nemo_rl_mcore.observability.report import REPORT_FILE
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE
@@ -31,7 +31,6 @@ EXPERIMENT = "examples/hook_experiment.py"
 # What a run leaves in logger.log_dir, and what the reader is told to write: no files of the repository.
 NOT_IN_REPOSITORY = {
     METRICS_FILE,
-    CURVES_FILE,
     REPORT_FILE,
     RECIPE_FILE,
     "rollouts/",
@@ -201,7 +200,7 @@ def test_paths_exist(page):
 
 
 def test_the_readme_names_the_files_of_a_run():
-    assert {METRICS_FILE, CURVES_FILE, f"{ROLLOUTS_FOLDER}/"} <= set(in_backticks("README.md"))
+    assert {METRICS_FILE, f"{ROLLOUTS_FOLDER}/"} <= set(in_backticks("README.md"))
     assert f"`{load_config(REPO / 'examples/configs' / EXEMPLAR).logger.log_dir}/`" in PAGES["README.md"]
 
 

@@ -6,15 +6,14 @@ import pytest
 from rich.console import Console
 from written_samples import sample
 
-from nemo_rl_mcore.observability import report
-from nemo_rl_mcore.observability.curves import Panel, curve_panels
+from nemo_rl_mcore.observability.curves import curve_panels
 from nemo_rl_mcore.observability.report import (
     HistorySink,
+    print_report,
     read_history,
+    sample_table,
     sparse_table,
     summary_table,
-    write_curves,
-    write_report,
 )
 from nemo_rl_mcore.observability.sinks import JsonlSink
 
@@ -94,16 +93,13 @@ def test_unknown_metrics_are_summarised_when_there_are_no_others() -> None:
     assert "perplexity" in printed(summary_table([{"step": 1, "perplexity": 3.0}]))
 
 
-def test_the_report_leaves_curves_on_disk_and_shows_samples_and_files(tmp_path: Path) -> None:
+def test_the_report_shows_samples_and_files(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
     (tmp_path / "rollouts").mkdir()
-    write_report(tmp_path, make_rows(30), [SAMPLE], console=console)
-    image = (tmp_path / "curves.png").read_bytes()
-    assert image.startswith(b"\x89PNG")
-    assert len(image) > 5000
+    print_report(tmp_path, make_rows(30), [SAMPLE], console=console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("5[red]7|") == 1
-    assert text.replace("\n", "").endswith(f"{tmp_path / 'rollouts'}{tmp_path / 'curves.png'}")
+    assert text.replace("\n", "").endswith(f"{tmp_path / 'rollouts'}")
 
 
 def test_what_only_some_steps_have_is_told_by_its_first_best_and_last_value() -> None:
@@ -125,49 +121,9 @@ def test_a_validation_of_every_step_is_no_mean_either() -> None:
     assert summary_table(rows).row_count == 0
 
 
-def test_no_axis_is_told_as_an_offset(tmp_path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    axes = figure.subplots()
-    rows = [{"step": step, "x": 1.0000001 + step * 1e-9} for step in range(1, 30)]
-    report._draw(axes, rows, Panel("x", ("x",), ""))
-    axes.yaxis.get_major_formatter().set_locs(axes.get_yticks())
-    assert axes.yaxis.get_major_formatter().get_offset() == ""
-
-
-def test_a_validation_is_drawn_with_a_mark_at_each_of_its_points() -> None:
-    from matplotlib.figure import Figure
-
-    rows = [{"step": step, "train/loss": 1.0} for step in range(1, 301)]
-    for row in rows[::10]:
-        row["validation/loss"] = 2.0
-    axes = Figure().subplots()
-    report._draw(
-        axes,
-        rows,
-        Panel(
-            "loss",
-            (
-                "train/loss",
-                "validation/loss",
-            ),
-            "",
-        ),
-    )
-    assert [line.get_marker() for line in axes.get_lines()] == ["None", "o"]
-
-
-@pytest.mark.parametrize(
-    "rows", [make_rows(1), [{"step": 1, "train/loss": math.nan}], [{"step": 4, "x": 1.0}]]
-)
-def test_short_and_strange_runs_can_be_drawn(rows: list[dict[str, float]], tmp_path: Path) -> None:
-    assert write_curves(rows, tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
-    write_report(tmp_path, [], console=console)
+    print_report(tmp_path, [], console=console)
     assert "nothing to report" in console.file.getvalue()  # type: ignore[attr-defined]
     assert list(tmp_path.iterdir()) == []
 
@@ -185,15 +141,13 @@ ASYNC_ROW = {
 }
 
 
-def test_what_belongs_together_shares_a_panel(tmp_path: Path) -> None:
+def test_what_belongs_together_shares_a_panel() -> None:
     rows = [{**row, **ASYNC_ROW} for row in make_rows(3)]
     assert [panel.heading for panel in curve_panels(make_rows(3))] == ["train/reward", "train/loss"]
     panels = {panel.heading: panel.metrics for panel in curve_panels(rows)}
     assert panels["groups under way"] == ("async/buffer_ready", "async/inflight")
     assert panels["age of the tokens"] == ("async/age_mean", "async/age_max")
     assert panels["idle, share of a step"] == ("async/trainer_idle", "async/engine_idle")
-    alone = write_curves(make_rows(3), tmp_path / "alone.png").stat().st_size
-    assert write_curves(rows, tmp_path / "beside.png").stat().st_size > 2 * alone
 
 
 def test_the_summary_tells_age_idleness_and_correction_and_what_was_lost() -> None:
@@ -208,6 +162,6 @@ def test_the_summary_tells_age_idleness_and_correction_and_what_was_lost() -> No
 
 
 def test_a_lone_surrogate_in_an_answer_is_shown_as_its_escape() -> None:
-    text = printed(report.sample_table([sample(response="5\ud8007")]))
+    text = printed(sample_table([sample(response="5\ud8007")]))
     assert "5\\ud8007" in text
     text.encode()

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 NOT_NEEDED = (
     *("ray", "vllm", "transformers", "tokenizers", "huggingface_hub", "hydra"),
-    *("tensorboard", "matplotlib", "rich", "psutil", "wandb", "pytest"),
+    *("tensorboard", "rich", "psutil", "wandb", "pytest"),
 )
 BUILD_TRAIN_AND_SEND = """
 import importlib, sys
