@@ -89,6 +89,26 @@ def free_shared_memory() -> None:
         torch.cuda.ipc_collect()
 
 
+def empty_cache() -> None:
+    """Give unused GPU memory back, so that other processes can have it."""
+    torch.cuda.empty_cache()
+
+
+def current_stream() -> torch.cuda.Stream:
+    """Return the stream on which this thread launches its work."""
+    return torch.cuda.current_stream()
+
+
+def new_stream() -> torch.cuda.Stream:
+    """Return a stream whose work runs next to that of the current one."""
+    return torch.cuda.Stream()
+
+
+def on_stream(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+    """Launch the block's work on a stream."""
+    return torch.cuda.stream(stream)
+
+
 def communication_backend() -> str:
     """The torch.distributed backend of the device: nccl on CUDA, else gloo."""
     return "nccl" if has_cuda() else "gloo"

@@ -1,4 +1,8 @@
-"""What the threads of this process are at, and since when, for whoever watches them."""
+"""What this process does, for whoever watches it.
+
+A rank or an engine counts the pieces of work that are done, so that who waits for it sees that it goes on. The driver's
+threads say what they are at, which its stall watch reports.
+"""
 
 from __future__ import annotations
 
@@ -61,3 +65,36 @@ def stack_of(thread: int, without: str = "\0") -> str:
     frames = traceback.extract_stack(frame) if frame is not None else []
     own = [entry for entry in frames if not entry.filename.startswith(without)]
     return "".join(traceback.format_list(own[-_FRAMES_SHOWN:])).rstrip()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A reading of the counter. doing: the piece of work that was begun last, as a person would say it."""
+
+    count: int = 0
+    doing: str = "starting"
+
+
+_latest = Progress()
+loading_s = 0.0
+"""Seconds in which this process has loaded weights from disk."""
+
+
+def advance(doing: str) -> None:
+    """Say that a piece of work is done, and what comes next; cheap enough for every token and every tensor."""
+    global _latest
+    _latest = Progress(_latest.count + 1, doing)
+
+
+def current() -> Progress:
+    """The reading now; it may be taken by any thread."""
+    return _latest
+
+
+@contextmanager
+def loading() -> Generator[None]:
+    """Count the block as time in which weights are loaded."""
+    global loading_s
+    began = time.monotonic()
+    yield
+    loading_s += time.monotonic() - began

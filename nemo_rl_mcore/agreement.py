@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from nemo_rl_mcore import accelerator, progress
+from nemo_rl_mcore import accelerator, activity
 from nemo_rl_mcore.errors import PeerLostError
 from nemo_rl_mcore.rendezvous import patient_group
 
@@ -29,7 +29,7 @@ def together(call: str = "", group: dist.ProcessGroup | None = None) -> Iterator
         yield
     except Exception as error:  # the ranks beside this one must hear of any
         # Whoever watches this rank hears of it, also where the other ranks never come to.
-        progress.advance(
+        activity.advance(
             f"telling the other ranks of {type(error).__name__}: {str(error).partition('\n')[0]}"
         )
         raise_together(error, group, call)

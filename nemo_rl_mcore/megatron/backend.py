@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nemo_rl_mcore import accelerator, progress, rendezvous
+from nemo_rl_mcore import accelerator, activity, rendezvous
 from nemo_rl_mcore.agreement import together
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
@@ -43,9 +43,9 @@ _SHARES = (
 def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBackend:
     """Meet the other ranks and build this rank's part of the model; the device is prepared, see `accelerator`."""
     notices.tell_once()
-    progress.advance("meeting the other ranks")
+    activity.advance("meeting the other ranks")
     parallel_groups.initialize(policy.megatron_cfg, options.seed)
-    progress.advance("building the model")
+    activity.advance("building the model")
     return MegatronBackend(policy, options)
 
 

@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from nemo_rl_mcore import accelerator, progress
+from nemo_rl_mcore import accelerator, activity
 from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Microbatch, in_batch_order
@@ -167,7 +167,7 @@ class ForwardBackward:
     ) -> Any:
         """One microbatch forward; or, for the schedule that overlaps expert communication, only the plan of it."""
         microbatch, terms = next(microbatches)
-        progress.advance("a microbatch")
+        activity.advance("a microbatch")
         collect = guard.loss(partial(kind.collect, microbatch))
         if return_schedule_plan:
             plan = model.build_schedule_plan(**self._model_inputs(microbatch, terms, kind, model))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_mcore import accelerator, progress
+from nemo_rl_mcore import accelerator, activity
 from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.data.token_digests import digests_of_rows
 from nemo_rl_mcore.megatron import parallel_groups
@@ -170,7 +170,7 @@ class _Batch:
     def step(self, vocab_size: int) -> SampledTokens:
         """Draw a token for each row, and close those that it completes."""
         drawn = len(self.new_tokens[0])
-        progress.advance(f"token {drawn + 1} of an answer")
+        activity.advance(f"token {drawn + 1} of an answer")
         tokens_B, logprobs_B = sample_tokens(
             # The padding rows of the embedding are no tokens.
             self.next_logits(self.sequences_BL)[:, :vocab_size],

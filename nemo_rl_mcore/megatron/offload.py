@@ -50,7 +50,7 @@ class Offload:
         if wanted is OnDevice.EVERYTHING:
             self._bring_back_state()
         else:
-            torch.cuda.empty_cache()  # others are to have it
+            accelerator.empty_cache()  # others are to have it
         self._present = wanted
 
     def _put_away_state(self) -> None:

@@ -69,7 +69,7 @@ class ReferencePolicy:
 
     def _exchange(self, spares: Sequence[torch.Tensor]) -> None:
         """The model's weights against those that are kept; one piece leaves while the next one comes."""
-        coming, leaving = torch.cuda.current_stream(), torch.cuda.Stream()
+        coming, leaving = accelerator.current_stream(), accelerator.new_stream()
         emptied = [leaving.record_event() for _ in spares]
         for number, (piece, kept) in enumerate(zip(self._pieces(), self._kept, strict=True)):
             turn = number % len(spares)
@@ -78,7 +78,7 @@ class ReferencePolicy:
             spare.copy_(piece)
             piece.copy_(kept, non_blocking=True)
             leaving.wait_stream(coming)
-            with torch.cuda.stream(leaving):
+            with accelerator.on_stream(leaving):
                 kept.copy_(spare, non_blocking=True)
             emptied[turn] = leaving.record_event()
         coming.wait_stream(leaving)

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.futures import Future
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.agreement import agreed, agreed_on_first
 from nemo_rl_mcore.megatron.sharded_metadata import COMMON_STATE, read_metadata
 from nemo_rl_mcore.rendezvous import patient_group
@@ -65,7 +65,7 @@ def save_sharded(state: ShardedStateDict, folder: Path) -> None:
 
     Raises OSError on all ranks, naming the folder, when one of them cannot write.
     """
-    progress.advance(f"writing {folder}")
+    activity.advance(f"writing {folder}")
     agreed_on_first(lambda: folder.mkdir(parents=True))
     part, common = save_preprocess(state)
     sharded = cast(ShardedStateDict, part)
@@ -148,7 +148,7 @@ class _SavePlanner(MCoreSavePlanner):
     """Tells of each tensor that is written: the whole may take long."""
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        progress.advance(f"writing {write_item.index.fqn}")
+        activity.advance(f"writing {write_item.index.fqn}")
         return super().resolve_data(write_item)
 
 
@@ -156,7 +156,7 @@ class _LoadPlanner(MCoreLoadPlanner):
     """Tells of each tensor that is read."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        progress.advance(f"reading {read_item.dest_index.fqn}")
+        activity.advance(f"reading {read_item.dest_index.fqn}")
         return super().resolve_tensor(read_item)
 
 
@@ -177,7 +177,7 @@ class _Reader(FileSystemReader):
             return self.storage_data[item.storage_index].relative_path
 
         for name, items in groupby(sorted(plan.items, key=file_of), file_of):
-            progress.advance(f"reading {self._folder / name}")
+            activity.advance(f"reading {self._folder / name}")
             try:
                 super().read_data(replace(plan, items=[*items]), planner)
             except Exception as error:

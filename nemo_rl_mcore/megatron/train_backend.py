@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
-from nemo_rl_mcore import accelerator, progress
+from nemo_rl_mcore import accelerator, activity
 from nemo_rl_mcore.agreement import UnequalCallsError, together
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.config.logits_cache import LogitsCache
@@ -58,7 +58,7 @@ class MegatronTrainBackend:
         self.trained = options.trained
         self.config, models = build_model(policy)
         if policy.model_name is not None:
-            with progress.loading(), together("the end of loading the weights"):
+            with activity.loading(), together("the end of loading the weights"):
                 load_pretrained(policy, models)  # before the optimizer takes its fp32 copies
         require_hook(models)
         if options.role is Role.VALUE:

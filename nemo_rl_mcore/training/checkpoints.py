@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.strict_json import read_json, shortened
 from nemo_rl_mcore.training.checksums import (
     SUMS_FILE,
@@ -182,7 +182,7 @@ class CheckpointStore:
         (folder / INFO_FILE).write_text(json.dumps(info, indent=1, allow_nan=False), encoding="utf-8")
         write_sums(folder, {name: sha256(folder / name) for name in outside_of_lists((INFO_FILE, *files))})
         for path in (*_files(folder), *_folders(folder)):
-            progress.advance(f"bringing {path} to disk")
+            activity.advance(f"bringing {path} to disk")
             _sync(path)
         folder.rename(self.root / f"step_{step}")
         _sync(self.root)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.strict_json import read_regular, shortened
 
 SUMS_FILE = "SHA256SUMS"
@@ -24,7 +24,7 @@ def sha256(path: Path) -> str:
     whole = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            progress.advance(f"taking the checksum of {path}")
+            activity.advance(f"taking the checksum of {path}")
             whole.update(chunk)
     return whole.hexdigest()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_rl_mcore import activity
-from nemo_rl_mcore.progress import Progress
+from nemo_rl_mcore.activity import Progress
 from nemo_rl_mcore.signals import deferred_stop_signals
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import (

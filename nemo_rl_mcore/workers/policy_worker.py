@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore import accelerator, progress
+from nemo_rl_mcore import accelerator, activity
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.stop_conditions import StopConditions
@@ -91,7 +91,7 @@ class MegatronPolicyWorker:
         self.backend = backend(self.policy, options)
         if self.policy.init_checkpoint is not None:
             folder = Path(self.policy.init_checkpoint) / POLICY_FOLDER
-            with progress.loading():
+            with activity.loading():
                 self.backend.load_weights(folder, of_a_policy=self.role is Role.VALUE)
         self.train_step = TrainStep(self.backend)
         self._has_reference = init_reference_model
@@ -356,7 +356,7 @@ class MegatronPolicyWorker:
         self._meet("weights_digest")
         digester = Digester(held_as)
         for name, tensor in self.backend.full_tensors():
-            progress.advance(f"reading {name}")
+            activity.advance(f"reading {name}")
             digester.add(name, tensor)
         return of_all(digester.digests())
 
@@ -385,7 +385,7 @@ class MegatronPolicyWorker:
 
     def loading_s(self) -> float:
         """Seconds that loading weights has taken."""
-        return progress.loading_s
+        return activity.loading_s
 
     def data_parallel_rank(self) -> int:
         """Which shard of a batch this rank is to be sent."""

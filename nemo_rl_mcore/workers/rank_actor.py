@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.activity import stack_of
 from nemo_rl_mcore.rendezvous import LISTENING_SOCKET, listen_at
 from nemo_rl_mcore.workers.failures import RankIdentity
@@ -25,7 +25,7 @@ _RAY_FOLDER = str(Path(ray.__file__).parent)
 class Health:
     """What a rank says of itself while it works. stack: Python's, of the thread that works; empty if not asked for."""
 
-    progress: progress.Progress
+    progress: activity.Progress
     stack: str = ""
 
 
@@ -90,7 +90,7 @@ def actor_class(worker_class: type) -> Any:
         @ray.method(concurrency_group=_HEALTH)
         def _health(self, with_stack: bool) -> Health:
             thread = vars(self).get("_worker_thread")
-            return Health(progress.current(), stack_of(thread, _RAY_FOLDER) if with_stack and thread else "")
+            return Health(activity.current(), stack_of(thread, _RAY_FOLDER) if with_stack and thread else "")
 
     Rank.__name__ = Rank.__qualname__ = worker_class.__name__
     as_actor: Any = ray.remote(concurrency_groups={_HEALTH: 1})  # type: ignore[reportCallIssue]

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from nemo_rl_mcore.progress import Progress
+from nemo_rl_mcore.activity import Progress
 from nemo_rl_mcore.signals import current_stop_signals
 from nemo_rl_mcore.workers.rank_actor import Health
 

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.generation.refit.sender import EngineLostError
 
 _LOOK_EVERY_S = 1.0
@@ -48,7 +48,7 @@ class RayEngines:
         deadline = time.monotonic() + timeout_s
         while not ray.wait([acknowledgement], timeout=min(_LOOK_EVERY_S, timeout_s))[0]:
             # This wait has a deadline of its own: the engine is late, not this rank.
-            progress.advance(f"waiting for {engine}")
+            activity.advance(f"waiting for {engine}")
             if time.monotonic() >= deadline:
                 key = self._deadline_key and f" ({self._deadline_key})"
                 raise EngineLostError(

@@ -65,7 +65,7 @@ class RayWorkerGroup:
     `WorkerError` tells the root cause. If every rank answered, be it by raising, none waits in a collective, and the
     group can be called again, to abort a step for example; otherwise each later call raises the same failure.
 
-    Deadlines are seconds without progress: of `nemo_rl_mcore.progress`, whose counter each rank tells while it works.
+    Deadlines are seconds without progress: of `nemo_rl_mcore.activity`, whose counter each rank tells while it works.
     A first Ctrl-C or SIGTERM waits until the call is over.
 
     Args:

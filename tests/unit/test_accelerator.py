@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+import nemo_rl_mcore
+
 INSTALL = "from nemo_rl_mcore import accelerator; accelerator.install()\n"
 
 
@@ -77,3 +79,11 @@ def test_transformers_loads_the_same_model_after_the_install(tmp_path: Path):
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     code = f"import json\n{INSTALL}{inspect.getsource(logprobs_of)}print(json.dumps(logprobs_of({str(tmp_path)!r})))"
     assert printed(code) == pytest.approx(logprobs_of(str(tmp_path)), abs=1e-6)
+
+
+def test_torch_cuda_is_named_here_alone():
+    package = Path(nemo_rl_mcore.__file__).parent
+    named = {
+        str(path.relative_to(package)) for path in package.rglob("*.py") if "torch.cuda" in path.read_text()
+    }
+    assert named == {"accelerator.py"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.generation.engine import (
@@ -80,7 +80,7 @@ class EmbeddedEngine:
         self, requests: Sequence[Request], sampling: Sampling, version: int | None = None, ticket: str = ""
     ) -> list[Response]:
         """See `Engine.generate`; without a version, requests wait for a refit under way to end."""
-        progress.advance("generate")
+        activity.advance("generate")
         if version is not None:
             self.weights.require(version)
         ticket = ticket or f"group {next(self._numbers)}"
@@ -130,7 +130,7 @@ class EmbeddedEngine:
 
     async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
         """See `Engine.next_logprobs`."""
-        progress.advance("next_logprobs")
+        activity.advance("next_logprobs")
         self.weights.require(None)
         return [*self._backend.next_logprobs(prompts, temperature).numpy()]
 
@@ -140,7 +140,7 @@ class EmbeddedEngine:
 
     async def begin_refit(self, version: int) -> None:
         """See `Engine.begin_refit`; requests in flight pause."""
-        progress.advance("begin_refit")
+        activity.advance("begin_refit")
         self.weights.begin(version)
         self._may_generate.clear()
         self._receivers.close()
@@ -148,7 +148,7 @@ class EmbeddedEngine:
 
     async def load_bucket(self, message: Mapping[str, Any]) -> None:
         """See `Engine.load_bucket`."""
-        progress.advance("load_bucket")
+        activity.advance("load_bucket")
         assert self._filling is not None
         for name, tensor in self._receivers.read(self._relay.relay(message)):
             self._filling.take(name, tensor)
@@ -156,7 +156,7 @@ class EmbeddedEngine:
 
     async def finish_refit(self, version: int, sent: Digests) -> int:
         """See `Engine.finish_refit`; generation goes on."""
-        progress.advance("finish_refit")
+        activity.advance("finish_refit")
         assert self._filling is not None
         self._receivers.close()
         self._relay.close()

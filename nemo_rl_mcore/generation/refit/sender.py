@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.agreement import together
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
@@ -128,7 +128,7 @@ class WeightSender:
         digester = Digester(self._settings.held_as) if self._settings.verify and self._is_first else None
         sent: dict[str, int | None] = {}
         for name, tensor in tensors:
-            progress.advance(f"sending {name}")
+            activity.advance(f"sending {name}")
             sent[name] = None
             # Of the trainer's tensor, not of its copy in the buffer.
             if digester is not None:

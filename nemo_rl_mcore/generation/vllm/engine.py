@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.generation.engine import (
     GenerationCancelledError,
     HeldWeights,
@@ -94,7 +94,7 @@ class VllmEngine:
         self, requests: Sequence[Request], sampling: Sampling, version: int | None, ticket: str = ""
     ) -> list[Response]:
         """See `Engine.generate`; the weights do not change under way."""
-        progress.advance("generate")
+        activity.advance("generate")
         held = self.weights.require(version)
         prompts: Any = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         params = [_sampling_params(request, sampling) for request in requests]
@@ -113,7 +113,7 @@ class VllmEngine:
 
     def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
         """See `Engine.next_logprobs`."""
-        progress.advance("next_logprobs")
+        activity.advance("next_logprobs")
         self.weights.require(None)
         params = _next_params(temperature)
         outputs = self._llm.generate([_apart(prompt) for prompt in prompts], params, use_tqdm=False)
@@ -124,18 +124,18 @@ class VllmEngine:
 
     def begin_refit(self, version: int) -> None:
         """See `Engine.begin_refit`; until `finish_refit` nothing is generated."""
-        progress.advance("begin_refit")
+        activity.advance("begin_refit")
         self.weights.begin(version)
         self._llm.collective_rpc("begin_refit")
 
     def load_bucket(self, message: Mapping[str, Any]) -> None:
         """See `Engine.load_bucket`."""
-        progress.advance("load_bucket")
+        activity.advance("load_bucket")
         self._llm.collective_rpc("load_refit_bucket", args=(self._relay.relay(message),))
 
     def finish_refit(self, version: int, sent: Digests) -> int:
         """See `Engine.finish_refit`."""
-        progress.advance("finish_refit")
+        activity.advance("finish_refit")
         self._relay.close()
         require_refit(sent, self._llm.collective_rpc("finish_refit", args=(reads_back(sent),)))
         if not self._llm.reset_prefix_cache():
@@ -153,7 +153,7 @@ class VllmEngine:
 
     def wake_up(self, tags: Sequence[str]) -> None:
         """See `Engine.wake_up`."""
-        progress.advance("wake_up")
+        activity.advance("wake_up")
         self._llm.wake_up([*tags])
 
     def health(self) -> None:
@@ -191,7 +191,7 @@ class AsyncVllmEngine:
         ticket: str = "",
     ) -> list[Response]:
         """See `Engine.generate`; without a version, requests wait for a refit under way to end."""
-        progress.advance("generate")
+        activity.advance("generate")
         if version is not None:
             self.weights.require(version)
         ticket = ticket or f"group {next(self._numbers)}"
@@ -208,7 +208,7 @@ class AsyncVllmEngine:
 
     async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
         """See `Engine.next_logprobs`."""
-        progress.advance("next_logprobs")
+        activity.advance("next_logprobs")
         self.weights.require(None)
         return list(await asyncio.gather(*(self._next(prompt, temperature) for prompt in prompts)))
 
@@ -227,7 +227,7 @@ class AsyncVllmEngine:
 
     async def begin_refit(self, version: int) -> None:
         """See `Engine.begin_refit`; requests in flight pause."""
-        progress.advance("begin_refit")
+        activity.advance("begin_refit")
         self.weights.begin(version)
         self._may_generate.clear()
         # Clears the prefix cache, and the caches of the requests in flight with it.
@@ -236,12 +236,12 @@ class AsyncVllmEngine:
 
     async def load_bucket(self, message: Mapping[str, Any]) -> None:
         """See `Engine.load_bucket`."""
-        progress.advance("load_bucket")
+        activity.advance("load_bucket")
         await self._llm.collective_rpc("load_refit_bucket", args=(self._relay.relay(message),))
 
     async def finish_refit(self, version: int, sent: Digests) -> int:
         """See `Engine.finish_refit`; generation goes on."""
-        progress.advance("finish_refit")
+        activity.advance("finish_refit")
         self._relay.close()
         require_refit(sent, await self._llm.collective_rpc("finish_refit", args=(reads_back(sent),)))
         self.weights.finish(version)
@@ -261,7 +261,7 @@ class AsyncVllmEngine:
 
     async def wake_up(self, tags: Sequence[str]) -> None:
         """See `Engine.wake_up`."""
-        progress.advance("wake_up")
+        activity.advance("wake_up")
         await self._llm.wake_up([*tags])
 
     async def health(self) -> None:
@@ -285,7 +285,7 @@ class AsyncVllmEngine:
         params.output_kind = RequestOutputKind.DELTA  # token by token, for the version that drew each
         prompt: Any = {"prompt_token_ids": list(request.prompt)}
         async for output in self._llm.generate(prompt, params, request_id=str(next(self._numbers))):
-            progress.advance("a token of a response")
+            activity.advance("a token of a response")
             [drawn] = output.outputs
             assert self.weights.newest is not None  # before the first refit nothing is generated
             tokens += drawn.token_ids

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from nemo_rl_mcore import accelerator, progress
+from nemo_rl_mcore import accelerator, activity
 from nemo_rl_mcore.agreement import agreed_on_first, together
 from nemo_rl_mcore.config import ModelConfig, PolicyConfig
 from nemo_rl_mcore.config.hf.hf_config import family_of, hf_config_of
@@ -72,7 +72,7 @@ def save_pretrained(
     writes = dist.get_rank() == 0
     writer = ShardWriter(partial, _bytes_of(policy), shard_bytes)
     for name, tensor in full_tensors(chunks, policy):
-        progress.advance(f"exporting {name}")
+        activity.advance(f"exporting {name}")
         # While a file is written the others wait here, with patience, and not in the collectives of the next tensor.
         with together(f"the export of {name}") if writer.ends_a_file(name) else nullcontext():
             if writes:

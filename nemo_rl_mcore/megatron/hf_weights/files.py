@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.data.weight_files import read_weight_map, weight_file
 
 ONE_FILE = "model.safetensors"
@@ -112,7 +112,7 @@ class ShardWriter:
         self._pending[name] = tensor.to("cpu", copy=True)
         if list(self._pending) == self._shards[self._number]:
             file = self._name(self._number)
-            progress.advance(f"writing {self._folder / file}")
+            activity.advance(f"writing {self._folder / file}")
             save_file(self._pending, self._folder / file, metadata={"format": "pt"})
             self._written |= dict.fromkeys(self._pending, file)
             self._pending, self._number = {}, self._number + 1

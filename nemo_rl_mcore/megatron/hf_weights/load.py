@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig
 from nemo_rl_mcore.config.hf.pretrained import differences, pretrained_model
 from nemo_rl_mcore.data.hub import fetched_folder
@@ -27,7 +27,7 @@ def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> 
     Raises ValueError when config.json, the tensors' names or their shapes are not those of policy.model.
     """
     assert policy.model_name is not None
-    progress.advance(f"fetching {policy.model_name}")
+    activity.advance(f"fetching {policy.model_name}")
     folder = fetched_folder(policy.model_name)
     _check_architecture(policy, folder)
     with TensorFiles(folder) as files:
@@ -40,7 +40,7 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
     place = this_place()
     with torch.no_grad():
         for weight, parameter in local_parameters(chunks, model, place):
-            progress.advance(f"loading {', '.join(weight.names)}")
+            activity.advance(f"loading {', '.join(weight.names)}")
             fill(parameter, _read(files, weight, place, model))
             if weight.slot is EMBEDDING and model.tie_word_embeddings:
                 _check_tied_output(files, place, model, parameter)

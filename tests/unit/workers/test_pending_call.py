@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import ray
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.signals import stop_signals
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import WorkerError
@@ -25,7 +25,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 class Rank:
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
-        progress.advance("idle")
+        activity.advance("idle")
 
     def pause(self, seconds: float) -> int:
         time.sleep(seconds)
@@ -33,7 +33,7 @@ class Rank:
 
     def work(self, pieces: int) -> int:
         for piece in range(pieces):
-            progress.advance(f"piece {piece}")
+            activity.advance(f"piece {piece}")
             time.sleep(0.3)
         return self.rank
 

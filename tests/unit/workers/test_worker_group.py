@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from nemo_rl_mcore import progress
+from nemo_rl_mcore import activity
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import WorkerError
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
@@ -58,7 +58,7 @@ class Rank:
 
     def work(self, pieces: int, pause_s: float) -> int:
         for piece in range(pieces):
-            progress.advance(f"piece {piece}")
+            activity.advance(f"piece {piece}")
             time.sleep(pause_s)
         return self.rank
 
