@@ -5,6 +5,8 @@ import torch
 from checkpoint_tensors import tensors_in
 from grpo_run import Run
 
+pytestmark = pytest.mark.stage("distributed")
+
 STEPS = 2
 
 

@@ -3,10 +3,15 @@
 import subprocess
 import sys
 
+import pytest
 from grpo_run import RECIPE
+
+pytestmark = pytest.mark.stage("distributed")
 
 OTHER_ROTARY_BASE = """
 import sys
+
+import pytest
 from dataclasses import replace
 
 from nemo_rl_mcore import launch

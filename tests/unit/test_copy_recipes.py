@@ -70,6 +70,8 @@ def test_the_list_names_every_recipe(capsys):
     assert capsys.readouterr().out.splitlines() == listed
 
 
+@pytest.mark.stage("docs")
+@pytest.mark.smoke("grpo_copy_cpu.yaml", "quickstart/grpo_7B_8gpu.yaml")
 @pytest.mark.parametrize("name", shipped_names())
 def test_a_copy_means_what_the_original_means(name, empty_folder, capsys):
     assert cli.main(["recipes", "copy", name, "copies"]) == 0

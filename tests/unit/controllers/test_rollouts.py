@@ -226,7 +226,8 @@ def test_groups_of_a_dead_engine_wait_for_the_one_that_starts_and_it_is_not_coun
         chunks, _, pace = train_a_step(rollouts)
         assert chunks == [[0, 1, 2]]
         assert engines.rejoined == [(0, threading.current_thread().name)]
-        assert (pace.requeued, pace.dropped, pace.engine_restarts) == ({"EngineDiedError": N}, {}, 1)
+        assert 0 < pace.requeued["EngineDiedError"] <= N  # the others were ready before
+        assert (pace.dropped, pace.engine_restarts) == ({}, 1)
         attempts = {ticket: step for ticket, step in engines.steps.items() if ticket.endswith("0.2")}
         assert attempts == {f"group {position}, attempt 0.2": 1 for position in range(N)}, (
             "with the same noise"
