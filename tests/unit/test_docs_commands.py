@@ -51,7 +51,7 @@ COMMANDS = [
         *((page, text) for page, _, text in blocks("bash")),
         *(
             (page, text)
-            for page in ("README.md", "docs/numerics.md", "docs/performance.md", "docs/async.md")
+            for page in ("docs/claims.md", "README.md", "docs/numerics.md", "docs/performance.md", "docs/async.md")
             for text in in_backticks(page)
             if re.match(r"(uv|python|bash|nemo-rl-mcore) .*[/-]", text)
         ),
@@ -128,15 +128,14 @@ def are_options_of_ray(arguments):
 
 
 def claims():
-    """The arguments of pytest that prove each claim of the README."""
-    _, _, section = PAGES["README.md"].partition("## What is different")
-    rows = re.findall(r"^\| (.+) \| `(.+)` \|$", section.partition("\n## ")[0], re.MULTILINE)
+    """The arguments of pytest that show each claim."""
+    rows = re.findall(r"^\| (.+) \| `(.+)` \|$", PAGES["docs/claims.md"], re.MULTILINE)
     return {claim: without_uv(shlex.split(command))[1:] for claim, command in rows}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tiers", [[], ["-m", ""]], ids=["quick", "all"])
-def test_each_claim_of_the_readme_is_tested_by_its_command(tiers):
+def test_each_claim_is_tested_by_its_command(tiers):
     """With the tiers that the command asks for: a file may have no test in the quick one."""
     files = [arguments[-1] for arguments in claims().values() if ("-m" in arguments) == bool(tiers)]
     assert len(files) >= 3
