@@ -16,6 +16,31 @@ from nemo_rl_mcore.output import visible
 
 _DESCRIPTION = """Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `replay` repeats
 what ran. `migrate` makes one of a recipe of NeMo RL."""
+_RESUMES = """Without checkpointing.enabled=true nothing is saved. With it the same command resumes an interrupted run
+from its newest checkpoint; run it again until it says that the run has finished."""
+_EXAMPLES = {
+    "grpo": "grpo --config grpo_copy_cpu.yaml grpo.max_num_steps=50 logger.log_dir=results/short",
+    "ppo": "ppo --config ppo_cpu.yaml policy.megatron_cfg.optimizer.lr=1e-3",
+    "dpo": "dpo --config quickstart/dpo_cpu.yaml checkpointing.enabled=true",
+    "sft": "sft --config quickstart/sft_cpu.yaml checkpointing.enabled=true",
+    "distillation": "distillation --config distillation_cpu.yaml distillation.max_num_steps=50",
+    "check": "check --config quickstart/grpo_7B_8gpu.yaml cluster.gpus_per_node=4",
+    "doctor": "doctor --config quickstart/grpo_7B_8gpu.yaml",
+    "eval": "eval --checkpoint results/mine/checkpoints/step_100",
+    "generate": "generate --hf results/mine/hf --config mine.yaml --prompt '527>' --samples 4",
+    "export": "export --checkpoint results/mine/checkpoints/step_100 --output results/mine/hf",
+    "replay": "replay results/mine --steps 0:20",
+    "report": "report results/mine results/yours --output comparison.html",
+    "migrate": "migrate grpo_math_1B_megatron.yaml --output mine.yaml",
+    "recipes": "recipes copy quickstart",
+}
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wraps texts of one paragraph, and leaves those with line breaks as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,6 +62,10 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         add(commands)
     for add in (_add_report, _add_doctor, _add_migrate, _add_recipes):
         add(commands)
+    for name, command in commands.choices.items():
+        resumes = f"\n\n{_RESUMES}" if name in RUN_CONFIGS else ""
+        command.epilog = f"example:\n  nemo-rl-mcore {_EXAMPLES[name]}{resumes}"
+        command.formatter_class = _Formatter
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in options]
@@ -90,12 +119,14 @@ def _add_check(commands: Any) -> None:
     check = _add_command(commands, "check", purpose)
     _add_recipe(check)
     check.add_argument(
-        "--full", action="store_true", help="open the data too: tokenise it, read its golds, score one row"
+        "--full",
+        action="store_true",
+        help="open the data too: tokenise it, read the reference answers, score one row",
     )
 
 
 def _add_doctor(commands: Any) -> None:
-    purpose = "tell what this machine has, what lacks for runs or for a recipe, and the command that mends it"
+    purpose = "report what this machine has, what is missing for runs or for a recipe, and the command that fixes it"
     doctor = _add_command(commands, "doctor", purpose)
     doctor.add_argument("--config", metavar="FILE", help="the recipe to look at this machine for")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
@@ -118,7 +149,7 @@ def _add_generate(commands: Any) -> None:
         metavar="FILE",
         help="a prompt a line, or a file .jsonl of prompts or messages; without any prompt, held-out ones are taken",
     )
-    generate.add_argument("--samples", type=_count, default=1, metavar="N", help="answers to each prompt")
+    generate.add_argument("--samples", type=_count, default=1, metavar="N", help="answers to each prompt (1)")
     generate.add_argument(
         "--greedy", action="store_true", help="take the likeliest token instead of sampling"
     )
@@ -156,7 +187,7 @@ def _add_weights(command: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 def _add_report(commands: Any) -> None:
-    purpose = "write a page of a run, or of several beside each other, that a browser shows"
+    purpose = "write a page of a run, or of several side by side, that a browser shows"
     report: argparse.ArgumentParser = commands.add_parser(
         "report", help=purpose, description=purpose, allow_abbrev=False
     )

@@ -1,6 +1,7 @@
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import types
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_mcore import cli
+from nemo_rl_mcore import cli, command_line
+from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.config.shipped import shipped_recipe
 
 REPOSITORY = Path(__file__).parents[2]
 EXEMPLAR = str(REPOSITORY / "examples/configs/grpo_copy_cpu.yaml")
@@ -187,3 +190,14 @@ def test_gpus_without_transformer_engine_are_warned_of(capsys):
     assert warned not in capsys.readouterr().out
     assert cli.main(["check", "--config", EXEMPLAR]) == 0
     assert warned not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", command_line._EXAMPLES)
+def test_the_example_of_each_command_is_one(command, capsys):
+    example = command_line._EXAMPLES[command]
+    with pytest.raises(SystemExit):
+        command_line.parse([command, "--help"])
+    assert f"nemo-rl-mcore {example}" in capsys.readouterr().out
+    options, overrides = command_line.parse(shlex.split(example))
+    if (recipe := shipped_recipe(getattr(options, "config", None) or "")) is not None:
+        load_config(recipe, overrides)

@@ -51,7 +51,13 @@ COMMANDS = [
         *((page, text) for page, _, text in blocks("bash")),
         *(
             (page, text)
-            for page in ("docs/claims.md", "README.md", "docs/numerics.md", "docs/performance.md", "docs/async.md")
+            for page in (
+                "docs/claims.md",
+                "README.md",
+                "docs/numerics.md",
+                "docs/performance.md",
+                "docs/async.md",
+            )
             for text in in_backticks(page)
             if re.match(r"(uv|python|bash|nemo-rl-mcore) .*[/-]", text)
         ),
