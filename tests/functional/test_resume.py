@@ -1,7 +1,6 @@
 """A run that is killed and started again is, in the end, the run that nobody killed: bit for bit."""
 
 import os
-import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,27 +45,34 @@ def last_checkpoint(run: Run) -> dict[str, torch.Tensor]:
     return tensors_in(run.log_dir / "checkpoints" / f"step_{STEPS}" / "policy")
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_a_killed_run_resumes_as_if_nothing_had_happened(start, ranks) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "killed_in"),
+    [
+        (1, 4),
+        pytest.param(1, 2, marks=pytest.mark.exhaustive),  # before the first checkpoint
+        pytest.param(1, STEPS, marks=pytest.mark.nightly),
+        pytest.param(2, 4, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_killed_run_resumes_as_if_nothing_had_happened(start, ranks, killed_in) -> None:
     cluster = f"cluster.cpu_workers_per_node={ranks}"
     undisturbed = start("undisturbed", cluster)
     assert undisturbed.end(within_s=300)[0] == 0
-    killed_in = random.SystemRandom().randint(2, STEPS)
     killed = start("killed", cluster)
     killed.wait_for_step(killed_in - 1, within_s=240)
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.watch.kill_all()
     resumed = start("killed", cluster)
     code, output, errors = resumed.end(within_s=300)
-    assert (code, errors) == (0, ""), f"killed in step {killed_in}"
+    assert (code, errors) == (0, "")
     if killed_in > 3:
         assert "resuming after step" in output
-    assert results(resumed) == results(undisturbed), f"killed in step {killed_in}"
+    assert results(resumed) == results(undisturbed)
     assert [row["step"] for row in results(resumed)] == [1, 2, 3, 4, 5]
     wanted, found = last_checkpoint(undisturbed), last_checkpoint(resumed)
     assert wanted.keys() == found.keys()
     assert {name.split()[0] for name in wanted} == {"weights", "reference", "optimizer"}
     differing = [name for name in wanted if not wanted[name].equal(found[name])]
-    assert not differing, f"killed in step {killed_in}"
+    assert not differing
     kept = [sorted(os.listdir(run.log_dir / "checkpoints")) for run in (undisturbed, resumed)]
     assert kept[0] == kept[1]
