@@ -25,6 +25,7 @@ from nemo_rl_mcore.preflight.packages import (
     transformer_impl,
 )
 from nemo_rl_mcore.preflight.saved_run import init_checkpoint_problems
+from nemo_rl_mcore.preflight.subject import subject_of
 from nemo_rl_mcore.preflight.tokenizer_folder import tokenizer_problems
 from nemo_rl_mcore.preflight.wandb_key import wandb_key_problems
 from nemo_rl_mcore.preflight.warm_start import warm_start_problems
@@ -74,9 +75,11 @@ class BatchArithmetic:
 class Plan:
     """The resolved run: what `check` prints and what the launcher goes by.
 
-    reference_policy: where its weights are kept; empty without one.
+    subject: what is trained, name and value of each line. reference_policy: where its weights are kept; empty without
+    one.
     """
 
+    subject: tuple[tuple[str, str], ...]
     layout: Layout
     batch: BatchArithmetic
     engines: EnginesPlan
@@ -119,6 +122,7 @@ def preflight(
     if problems:
         raise ConfigError(hidden(problem, config.references) for problem in problems)
     return Plan(
+        subject=tuple(subject_of(config)),
         layout=_layout(config),
         batch=_batch(config),
         engines=plan_engines(config),

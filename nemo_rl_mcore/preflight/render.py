@@ -15,12 +15,13 @@ _NAME_WIDTH = 22
 
 
 def render(plan: Plan, in_full: Sequence[Row] = ()) -> Group:
-    """Lay out a plan: parallel layout, batch arithmetic, guardrails, memory; print it with soft_wrap.
+    """Lay out a plan: what is trained, parallel layout, batch arithmetic, guardrails, memory; print it with soft_wrap.
 
     A line longer than the terminal runs over instead of being broken inside a key.
     in_full: what `check --full` has found besides.
     """
     sections = (
+        ("What is trained", plan.subject),
         ("Parallel layout", _layout_rows(plan)),
         ("Batch arithmetic of a step", _batch_rows(plan)),
         *_async_sections(plan),

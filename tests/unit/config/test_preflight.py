@@ -41,6 +41,26 @@ def test_plan_of_the_exemplar(load):
     assert all(guardrail.ok for guardrail in plan.guardrails)
 
 
+def test_what_is_trained_is_shown_first(load):
+    subject = dict(
+        preflight(load("policy.megatron_cfg.optimizer.lr=3e-3", "loss_fn.entropy_coef=0.5")).subject
+    )
+    assert subject["algorithm"] == "grpo"
+    assert subject["tokenizer"] == "char"
+    assert "lr: 0.003" in subject["optimizer"]
+    assert "entropy_coef: 0.5" in subject["loss_fn"]
+    assert "ratio_clip_c" not in subject["loss_fn"]  # as it is by default
+    assert shown(preflight(load())).index("lr: ") < shown(preflight(load())).index("Parallel layout")
+
+
+def test_what_is_trained_names_no_value_from_the_environment(load, monkeypatch):
+    monkeypatch.setenv("RUN_TOKEN", "hunter2-hunter2")
+    own = ("+loss_fn.type=custom_parts:CountedPG", "+loss_fn.args={key: '${oc.env:RUN_TOKEN}'}")
+    plan = preflight(load(*own))
+    assert "hunter2" not in str(plan.subject)
+    assert "oc.env:RUN_TOKEN" in dict(plan.subject)["loss_fn"]
+
+
 def test_batch_arithmetic_adds_up(load):
     plan = preflight(
         load(

@@ -1,0 +1,92 @@
+"""What a run trains, as `check` prints it first: model, data, environment, loss, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+
+from nemo_rl_mcore.config.base import StrictModel
+from nemo_rl_mcore.config.environment_values import without_values
+from nemo_rl_mcore.config.loss import DPOLossConfig
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.output import visible
+
+
+def subject_of(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each line, with references in place of what is from the environment."""
+    for name, value in _lines(config):
+        yield name, visible(without_values(value, config.references))
+
+
+def _lines(config: RunConfig) -> Iterator[tuple[str, str]]:
+    yield "algorithm", f"{config.algorithm}{', asynchronous rollouts' if config.asynchronous else ''}"
+    for name, plan in config.models.items():
+        first = config.warm_start if name == "policy" else plan.warm_start
+        yield name, _model(plan.policy) + (f", trained by {first} first" if first else "")
+    yield "tokenizer", config.policy.tokenizer.name
+    yield from _data(config)
+    if config.learns_from_samples or config.loop.validates:
+        yield from _environments(config)
+    if isinstance(config.loop, DPOLossConfig):
+        yield "loss", _keys(config.loop, only=DPOLossConfig)
+    for path, loss in config.losses.items():
+        yield path, _keys(loss)
+    estimator = getattr(config.loop, "adv_estimator", None)
+    if isinstance(estimator, StrictModel) and config.learns_from_samples:
+        yield "advantage", _keys(estimator, "name")
+    for name, plan in config.models.items():
+        if plan.trained:
+            yield from _optimizer(plan.policy, "" if name == "policy" else f" of the {name}")
+
+
+def _model(policy: PolicyConfig) -> str:
+    model = policy.model
+    shape = f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size}"
+    weights = policy.init_checkpoint or policy.model_name or "random weights"
+    return f"{shape}, from {weights}"
+
+
+def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
+    data = config.data
+    if data.type is not None:
+        yield "data", data.type
+    elif not data.from_files:
+        yield "data", str(data.dataset_name)
+    for path, source in (config.train_sources | config.validation_sources).items():
+        yield path, ", ".join(map(str, source.paths))
+
+
+def _environments(config: RunConfig) -> Iterator[tuple[str, str]]:
+    sections = {
+        name: getattr(config.env, name) for name in ("arithmetic", "guess_number", "calculator", "math")
+    }
+    named = [name for name, section in sections.items() if section is not None]
+    if config.env.custom is not None:
+        named.append(config.env.custom.type)
+    turns = config.max_rollout_turns
+    of_turns = f", up to {turns} turns" if turns > 1 else ""
+    yield "environment", (", ".join(named) or "none") + of_turns
+
+
+def _optimizer(policy: PolicyConfig, of: str) -> Iterator[tuple[str, str]]:
+    megatron = policy.megatron_cfg
+    optimizer, schedule = megatron.optimizer, megatron.scheduler
+    yield (
+        f"optimizer{of}",
+        f"{_keys(optimizer, 'optimizer', 'lr')}, gradients clipped at {policy.max_grad_norm:g}",
+    )
+    yield f"schedule{of}", _keys(schedule, "lr_decay_style")
+
+
+def _keys(section: BaseModel, *always: str, only: type[BaseModel] | None = None) -> str:
+    """Spell the keys, of a class of the section's, that differ from their defaults or are always shown."""
+    fields = (only or type(section)).model_fields
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+    shown = [
+        f"{name}: {value}"
+        for name, default in defaults.items()
+        if (value := getattr(section, name)) != default or name in always
+    ]
+    return ", ".join(shown) or "all keys at their defaults"
