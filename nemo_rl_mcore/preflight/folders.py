@@ -65,5 +65,18 @@ def too_full(config: RunConfig) -> Problem | None:
     )
 
 
+def checkpoints_on_disk(config: RunConfig) -> str:
+    """Say how many checkpoints the run keeps at most, and what they take."""
+    section = config.checkpointing
+    if not section.enabled:
+        return "none (checkpointing.enabled: false)"
+    kept = -(-config.loop.max_num_steps // section.save_period)
+    if section.keep_top_k is not None:
+        # The newest one is kept beside the best.
+        kept = min(kept, section.keep_top_k + (section.metric_name is not None))
+    size = _gigabytes(kept * checkpoint_bytes(config))
+    return f"every {section.save_period} steps, {kept} kept at most, about {size} in {section.checkpoint_dir}"
+
+
 def _gigabytes(number: int) -> str:
     return f"{number / 1e9:.3g} GB"

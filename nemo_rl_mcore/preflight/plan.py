@@ -16,7 +16,7 @@ from nemo_rl_mcore.config.rules.packing import fused_guardrail
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
 from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
-from nemo_rl_mcore.preflight.folders import folder_problems
+from nemo_rl_mcore.preflight.folders import checkpoints_on_disk, folder_problems
 from nemo_rl_mcore.preflight.memory import RunMemory, estimate_memory, reference_place
 from nemo_rl_mcore.preflight.packages import (
     import_problems,
@@ -91,6 +91,7 @@ class Plan:
     steps: int
     reference_policy: str
     log_dir: str
+    checkpoints: str
     missing: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
     fetched: tuple[str, ...] = ()
@@ -134,6 +135,7 @@ def preflight(
         steps=config.loop.max_num_steps if data is None else data.steps,
         reference_policy=reference_place(config),
         log_dir=config.logger.log_dir,
+        checkpoints=checkpoints_on_disk(config),
         missing=missing,
         warnings=(*warnings, *layer_warnings(config)),
         fetched=tuple(fetched(config)) if of_a_run else (),

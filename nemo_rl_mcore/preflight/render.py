@@ -114,6 +114,7 @@ def _run_rows(plan: Plan) -> Iterator[Row]:
     yield "steps", str(plan.steps) if not plan.fetched else f"{plan.steps} at most"
     yield "reference policy", plan.reference_policy or "no (its KL penalty is 0)"
     yield "log_dir", plan.log_dir
+    yield "checkpoints", plan.checkpoints
     for problem in plan.missing:
         yield "not on this machine", str(problem)
 

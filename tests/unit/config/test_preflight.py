@@ -53,6 +53,21 @@ def test_what_is_trained_is_shown_first(load):
     assert shown(preflight(load())).index("lr: ") < shown(preflight(load())).index("Parallel layout")
 
 
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [
+        (("checkpointing.keep_top_k=null",), 30),
+        (("checkpointing.keep_top_k=3", "checkpointing.metric_name=null"), 3),
+        (("checkpointing.keep_top_k=3", "checkpointing.metric_name=train:loss"), 4),
+    ],
+)
+def test_all_checkpoints_that_are_kept_are_counted(load, keys, kept):
+    every_ten = ("checkpointing.enabled=true", "checkpointing.save_period=10", "grpo.max_num_steps=300")
+    plan = preflight(load(*every_ten, *(f"++{key}" for key in keys)))
+    assert f" {kept} kept at most" in plan.checkpoints
+    assert "enabled: false" in preflight(load("checkpointing.enabled=false")).checkpoints
+
+
 def test_what_is_trained_names_no_value_from_the_environment(load, monkeypatch):
     monkeypatch.setenv("RUN_TOKEN", "hunter2-hunter2")
     own = ("+loss_fn.type=custom_parts:CountedPG", "+loss_fn.args={key: '${oc.env:RUN_TOKEN}'}")
