@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from processes import ProcessWatch
 
+pytestmark = pytest.mark.stage("distributed")
+
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
 FILES = ("digits.jsonl", "results.json")
 

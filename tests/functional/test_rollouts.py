@@ -10,6 +10,8 @@ from grpo_run import Run
 
 from nemo_rl_mcore.observability import read_rollouts
 
+pytestmark = pytest.mark.stage("distributed")
+
 ONE_RANK = ("cluster.cpu_workers_per_node=1", "logger.tensorboard_enabled=false")
 
 

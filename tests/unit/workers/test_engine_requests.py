@@ -16,6 +16,8 @@ from fake_generation import Weights, engine_of, generation, kill, prompts, until
 from nemo_rl_mcore.generation.engine import EngineDiedError, EngineFailedError
 from nemo_rl_mcore.workers.failures import WorkerError
 
+pytestmark = pytest.mark.stage("distributed")
+
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 assert fake_generation  # registers its own
 
@@ -110,6 +112,7 @@ def test_a_task_that_is_cancelled_gives_its_group_up_at_the_engine(cluster):
             assert time.monotonic() < deadline
 
 
+@pytest.mark.smoke
 def test_what_a_dead_engine_was_asked_is_answered_by_another_with_the_same_noise(cluster):
     """Both are asked by then; the one that starts anew gets weights beside the other's answers."""
     data = prompts(3, 5)

@@ -18,6 +18,8 @@ from nemo_rl_mcore.workers.pending_call import GroupInUseError
 from nemo_rl_mcore.workers.rank_calls import Ended, RankCalls
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
+pytestmark = pytest.mark.stage("distributed")
+
 # pytest's module names mean nothing to a worker.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -81,6 +83,7 @@ def test_a_call_returns_while_the_ranks_work_and_is_done_when_they_have_answered
     assert call.result() == call.result() == [0, 1]
 
 
+@pytest.mark.smoke
 def test_one_thread_waits_for_calls_to_several_groups(
     policy: RayWorkerGroup, teacher: RayWorkerGroup
 ) -> None:

@@ -14,6 +14,8 @@ from nemo_rl_mcore.generation.refit.sender import EngineLostError, RefitSettings
 from nemo_rl_mcore.generation.refit.transports import MessageRelay, SharedMemoryReceiver, SharedMemorySender
 from nemo_rl_mcore.workers.ray_engines import RayEngines
 
+pytestmark = pytest.mark.stage("distributed")
+
 BUCKET = 4096
 
 
@@ -161,6 +163,7 @@ def test_a_failing_engine_ends_the_refit(engine, bucket, misbehaviour, error, me
         sending.send(tensors())
 
 
+@pytest.mark.smoke
 def test_a_sender_goes_on_after_a_failed_refit(engine):
     actor = engine(0, misbehave={2: "raise"})
     sending = sender([actor])

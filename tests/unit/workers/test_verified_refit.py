@@ -15,6 +15,8 @@ from fake_generation import engine_of, generation, prompts
 from nemo_rl_mcore.generation.refit.sender import RefitSettings
 from nemo_rl_mcore.workers.failures import WorkerError
 
+pytestmark = pytest.mark.stage("distributed")
+
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 NAMES = [f"weight.{i}" for i in range(12)]
@@ -112,6 +114,7 @@ class OneFails(FakeEngine):
         return await super().finish_refit(version, sent)
 
 
+@pytest.mark.smoke
 def test_an_engine_that_does_not_hold_what_was_sent_starts_anew_alone(cluster, tmp_path, capsys):
     settings = str(tmp_path / "failed")
     with generation(cluster, Weights(), engine=OneFails, settings=settings, max_restarts=1) as engines:

@@ -15,6 +15,8 @@ from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import WorkerError
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
+pytestmark = pytest.mark.stage("distributed")
+
 # pytest's module names mean nothing to a worker.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -152,6 +154,7 @@ def test_every_rank_knows_its_place(steady: RayWorkerGroup) -> None:
     assert {e["CUDA_VISIBLE_DEVICES"] for e in environments} == {""}
 
 
+@pytest.mark.smoke
 def test_ranks_see_only_the_allowed_variables(make_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LATE_SECRET", "hunter2")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -163,6 +166,7 @@ def test_ranks_see_only_the_allowed_variables(make_group: Any, monkeypatch: pyte
         assert "PYTHONDONTWRITEBYTECODE" not in environment
 
 
+@pytest.mark.smoke
 def test_run_all_sends_the_same_to_all_and_answers_in_order(steady: RayWorkerGroup) -> None:
     assert steady.run_all("combine", 1, [2], name="x") == [
         (0, (1, [2]), {"name": "x"}),
@@ -207,6 +211,7 @@ def test_when_some_ranks_raise_and_all_answer_the_group_stays_usable(steady: Ray
     assert steady.run_all("fail", on=[]) == [0, 1]
 
 
+@pytest.mark.smoke
 def test_one_rank_raises_while_its_peer_waits_in_a_collective(make_group: Any) -> None:
     group = make_group(GlooRank)
     assert group.run_all("all_reduce") == [3.0, 3.0]
