@@ -39,7 +39,8 @@ class Counts:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self._found = self._counted()
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._exceeded = exceeded(self._found, json.loads(self._file.read_text()))
+        self._recorded = json.loads(self._file.read_text())
+        self._exceeded = exceeded(self._found, self._recorded)
         if self._exceeded and exitstatus == 0:
             session.exitstatus = 1
 
@@ -48,6 +49,8 @@ class Counts:
         terminalreporter.write_line(json.dumps(self._found, indent=2))
         for line in self._exceeded:
             terminalreporter.write_line(line, red=True)
+        if self._found[CPU] > self._recorded[CPU]:
+            terminalreporter.write_line(f"warning: more than the {self._recorded[CPU]} {CPU}", yellow=True)
 
     def _counted(self) -> dict[str, float]:
         file = self._folder / "counts"
