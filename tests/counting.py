@@ -1,4 +1,4 @@
-"""What a run of tests costs, in counts that no busy machine changes: `pytest --counts tests/counts.json`.
+"""Count what a run of tests starts, in numbers that no busy machine changes: `pytest --counts tests/counts.json`.
 
 Every Python process that a test starts counts for itself: it loads tests/counted/sitecustomize.py, of which the run
 puts a copy on PYTHONPATH. The file holds the most that is allowed, and the CPU seconds of the run divided by those of a

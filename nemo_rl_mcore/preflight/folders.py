@@ -72,7 +72,7 @@ def checkpoints_on_disk(config: RunConfig) -> str:
         return "none (checkpointing.enabled: false)"
     kept = -(-config.loop.max_num_steps // section.save_period)
     if section.keep_top_k is not None:
-        # The newest one is kept beside the best.
+        # The newest one is kept in addition to the best.
         kept = min(kept, section.keep_top_k + (section.metric_name is not None))
     size = _gigabytes(kept * checkpoint_bytes(config))
     return f"every {section.save_period} steps, {kept} kept at most, about {size} in {section.checkpoint_dir}"

@@ -1,4 +1,4 @@
-"""What a run trains, as `check` prints it first: model, data, environment, loss, optimizer."""
+"""Show what a run trains, as `check` prints it first: models, data, environment, loss, optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts what makes tests slow, in every Python process that finds this folder on PYTHONPATH: see tests/counting.py."""
+"""Count what makes tests slow, in every Python process that finds this folder on PYTHONPATH: see tests/counting.py."""
 
 import sys
 from pathlib import Path
