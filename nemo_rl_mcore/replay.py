@@ -54,8 +54,8 @@ def _replay(config: RunConfig, run: Path, after: int, last: int | None) -> None:
         raise RunStoppedError(f"{run} is of a run that was not asynchronous: it has no log to replay")
     timeline = _timeline(run)
     steps = range(after + 1, (max(timeline.chunks, default=0) if last is None else last) + 1)
-    require_steps(timeline, steps, str(run / EVENTS_FILE))
     kept = _kept_groups(run, config, steps)
+    require_steps(timeline, steps, kept, str(run / EVENTS_FILE))
     lacking = missing_groups(timeline, steps, kept)
     embedded = config.policy.generation.backend == "embedded"
     if lacking or (not embedded and any(p not in kept for p in timeline.positions(steps))):

@@ -190,7 +190,7 @@ def missing_groups(timeline: Timeline, steps: range, kept: GroupStore) -> list[i
     ]
 
 
-def require_steps(timeline: Timeline, steps: range, log: str) -> None:
+def require_steps(timeline: Timeline, steps: range, kept: GroupStore, log: str) -> None:
     """Raise RunStoppedError unless the log has them all, each with groups that were there to be trained."""
     lacking = [step for step in steps if step not in timeline.chunks]
     if lacking or not steps:
@@ -202,8 +202,11 @@ def require_steps(timeline: Timeline, steps: range, log: str) -> None:
     for step in steps:
         for position in timeline.positions(range(step, step + 1)):
             group = timeline.groups.get(position)
-            if group is None or not group.segments or group.segments[-1].version >= step:
-                drawn = "never drawn" if group is None else f"drawn by {[s.version for s in group.segments]}"
+            versions = [] if group is None else group.versions
+            # An embedded engine's versions go up: drawing the group again would wait for one that has been.
+            in_vain = position not in kept and versions != sorted(versions)
+            if not versions or max(versions) >= step or in_vain:
+                drawn = f"drawn by {versions}" if versions else "never drawn"
                 raise RunStoppedError(
                     f"{log}: step {step} trains group {position}, which was {drawn} before it"
                 )

@@ -30,7 +30,13 @@ class LoggedGroup:
     @property
     def oldest(self) -> int:
         """The version of its first tokens."""
-        return self.segments[0].version
+        return min(self.versions)
+
+    @property
+    def versions(self) -> list[int]:
+        """The versions that drew it, turn by turn where the log tells turns."""
+        by_turn = [segment.version for turn in self.turns for segment in turn.segments]
+        return by_turn or [segment.version for segment in self.segments]
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_episodes_of_several_turns_are_equal_and_no_environment_is_asked(tmp_pat
     assert status == 0, output + errors
     log = (tmp_path / "rollouts.jsonl").read_text().splitlines()
     turns = [event["turns"] for event in map(json.loads, log) if event["kind"] == "committed"]
-    assert max(map(len, turns)) == 4
+    assert max(map(len, turns)) > 1  # how many exactly depends on which weights drew them
     status, lines, errors = replay(tmp_path)
     assert (status, len(lines)) == (0, 5), errors
     assert all(" equal, " in line for line in lines)
@@ -119,7 +119,7 @@ def changed(folder, change):
 def begin_the_last_before_the_checkpoint(events):
     """Say so of the last group: which groups are under way while a checkpoint is written is up to the machine."""
     event = next(e for e in events if e["kind"] == "committed" and e["token"]["position"] == STEPS * 16 - 1)
-    event["turns"][0]["segments"][0]["version"] = 2
+    event["turns"][0]["segments"][0] = event["segments"][0] = {"first": 0, "version": 2}
 
 
 def shift_a_segment(events):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_rl_mcore.controllers import events
-from nemo_rl_mcore.controllers.events import Segment, Token
+from nemo_rl_mcore.controllers.events import LoggedTurn, Segment, Token
 from nemo_rl_mcore.controllers.group_store import GroupStore
 from nemo_rl_mcore.controllers.logged_turns import turns_of
 from nemo_rl_mcore.controllers.replayed_rollouts import missing_groups, require_steps
@@ -13,9 +13,11 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
 
 
-def committed(position, *segments, incarnation=0, digest="d"):
+def committed(position, *segments, incarnation=0, digest="d", turns=()):
     token = Token(incarnation, position, 1)
-    return events.Committed(token=token, segments=tuple(Segment(*s) for s in segments), digest=digest)
+    drawn = [tuple(Segment(*s) for s in each) for each in (segments, *turns)]
+    logged = tuple(LoggedTurn(each, ()) for each in drawn[1:])
+    return events.Committed(token=token, segments=drawn[0], digest=digest, turns=logged)
 
 
 def trained(step, *positions):
@@ -39,7 +41,7 @@ def test_a_log_says_what_each_step_trained_on():
     assert found.positions(range(1, 3)) == [0, 1, 2, 3]
     assert found.weights == {1: "w1", 2: "w2"}
     assert found.groups[2].oldest == 0
-    require_steps(found, range(1, 3), "log")
+    require_steps(found, range(1, 3), GroupStore(), "log")
 
 
 def test_steps_that_a_resume_took_back_do_not_count():
@@ -53,7 +55,7 @@ def test_steps_that_a_resume_took_back_do_not_count():
 @pytest.mark.parametrize("steps", [range(1, 4), range(3, 5), range(2, 2)])
 def test_steps_that_the_log_does_not_have_are_refused(steps):
     with pytest.raises(RunStoppedError, match="log has steps 1 to 2; name a range of them"):
-        require_steps(Timeline.of(LOG), steps, "log")
+        require_steps(Timeline.of(LOG), steps, GroupStore(), "log")
 
 
 @pytest.mark.parametrize(
@@ -61,16 +63,26 @@ def test_steps_that_the_log_does_not_have_are_refused(steps):
     [
         (trained(3, 9), "step 3 trains group 9, which was never drawn before it"),
         ([committed(4, (0, 2), (1, 3)), *trained(3, 4)], r"group 4, which was drawn by \[2, 3\] before it"),
+        (
+            [committed(4, (0, 2), turns=[[(0, 2)], [(0, 1)]]), *trained(3, 4)],
+            r"group 4, which was drawn by \[2, 1\]",
+        ),
+        (
+            [committed(4, (0, 2), turns=[[(0, 2), (1, 3)]]), *trained(3, 4)],
+            r"group 4, which was drawn by \[2, 3\]",
+        ),
     ],
 )
 def test_a_log_that_trains_what_was_not_there_is_refused(more, message):
     with pytest.raises(RunStoppedError, match=message):
-        require_steps(Timeline.of([*LOG, *more]), range(1, 4), "log")
+        require_steps(Timeline.of([*LOG, *more]), range(1, 4), GroupStore(), "log")
 
 
 def test_groups_that_weights_of_before_have_begun_cannot_be_drawn_again():
     assert missing_groups(Timeline.of(LOG), range(2, 3), GroupStore()) == [2]
     assert missing_groups(Timeline.of(LOG), range(1, 3), GroupStore()) == []
+    turns_begun_before = committed(3, (0, 1), turns=[[(0, 0), (1, 1)]])
+    assert missing_groups(Timeline.of([*LOG, turns_begun_before]), range(2, 3), GroupStore()) == [2, 3]
 
 
 def test_a_turn_has_a_step_for_each_batch_of_rows_that_run_together():
