@@ -35,7 +35,7 @@ from nemo_rl_mcore.config import (
     SFTMasterConfig,
 )
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.config.elastic import shrunk
+from nemo_rl_mcore.config.rules import shrunk
 from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
 from nemo_rl_mcore.controllers.rollouts import Rollouts
 from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts

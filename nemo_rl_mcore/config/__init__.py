@@ -11,7 +11,7 @@ from nemo_rl_mcore.config.algorithm import (
     RolloutConfig,
 )
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
-from nemo_rl_mcore.config.base import ConfigError, Problem, hold_to
+from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
 from nemo_rl_mcore.config.embedded import EmbeddedConfig
@@ -53,7 +53,7 @@ from nemo_rl_mcore.config.policy import (
     SequencePackingConfig,
     TokenizerConfig,
 )
-from nemo_rl_mcore.config.rules import policy_problems, run_problems
+from nemo_rl_mcore.config.rules import checked
 from nemo_rl_mcore.config.run_models import ModelPlan, Role
 from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
 
@@ -107,8 +107,6 @@ __all__ = [
     "TokenizerConfig",
     "ValueConfig",
     "WandbConfig",
+    "checked",
     "load_config",
 ]
-
-hold_to(PolicyConfig, policy_problems)
-hold_to(RunConfig, run_problems)

@@ -1,9 +1,9 @@
 """Strict frozen models, and problems that are collected instead of thrown one by one."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, cast
 
 from pydantic import (
     AfterValidator,
@@ -11,8 +11,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationInfo,
-    model_validator,
 )
 
 
@@ -60,8 +58,8 @@ class ConfigError(ValueError):
 class StrictModel(BaseModel):
     """A frozen section: unknown keys are errors, and nothing is coerced from one type into another.
 
-    A subclass states the rules between its own fields in `problems`, and is held to those of config/rules besides; they
-    are raised together on construction.
+    Construction checks each field alone. The rules between its own fields are `problems`; those between sections are
+    in config/rules. `validate` reports all of them for a recipe, and `config.checked` raises them for one section.
     """
 
     model_config = ConfigDict(
@@ -72,35 +70,10 @@ class StrictModel(BaseModel):
         """Yield what is wrong between fields that are each valid; paths are relative to this section."""
         yield from ()
 
-    @model_validator(mode="after")
-    def _refuse_problems(self, info: ValidationInfo) -> Self:
-        if info.context != DEFER and (problems := tuple(_problems(self))):
-            raise ConfigError(problems)
-        return self
-
-
-_ABOVE: dict[type[StrictModel], Callable[[Any], Iterator[Problem]]] = {}
-
-
-def hold_to[Section: StrictModel](kind: type[Section], rules: Callable[[Section], Iterator[Problem]]) -> None:
-    """Hold every section of a class to rules that stand above it, besides its own."""
-    _ABOVE[kind] = rules
-
-
-def _problems(section: StrictModel) -> Iterator[Problem]:
-    yield from section.problems()
-    for kind in type(section).__mro__:
-        if kind in _ABOVE:
-            yield from _ABOVE[kind](section)
-
-
-DEFER = "collect problems afterwards"
-"""Validation context under which sections only check fields; `collect_problems` then finds the rest."""
-
 
 def collect_problems(section: StrictModel, prefix: str = "") -> Iterator[Problem]:
-    """Yield the problems of a section and of the sections inside it, with full paths."""
-    for problem in _problems(section):
+    """Yield what is wrong within a section and within each section inside it, with full paths."""
+    for problem in section.problems():
         yield problem.below(prefix)
     for name in type(section).model_fields:
         yield from _problems_inside(getattr(section, name), join_path(prefix, name))

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal, cast
 
-from pydantic import BeforeValidator, ValidationInfo, model_validator
+from pydantic import BeforeValidator, model_validator
 
 from nemo_rl_mcore.config.base import (
-    DEFER,
     ConfigError,
     FolderOrName,
     FolderPath,
@@ -116,10 +115,9 @@ class PolicyConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_model(cls, given: object, info: ValidationInfo) -> object:
-        # Deferred validation has filled it already, and reports problems with the place they stand in.
-        if not isinstance(given, Mapping) or info.context == DEFER:
-            return cast("object", given)
+    def _fill_model(cls, given: object) -> object:
+        if not isinstance(given, Mapping):
+            return given
         section, problems = fill_from_model_name(cast("Mapping[str, object]", given))
         if problems:
             raise ConfigError(problems)

@@ -7,13 +7,14 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl_mcore.config.base import DEFER, Problem, collect_problems
+from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.foreign.judgement import Tree
 from nemo_rl_mcore.config.foreign.second_models import screen_second_models
 from nemo_rl_mcore.config.foreign.translated import Translation, translate
 from nemo_rl_mcore.config.foreign.unsupported import Screened, screen
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.master import RunConfig, kind_of
+from nemo_rl_mcore.config.rules import run_problems
 from nemo_rl_mcore.config.schema import (
     Kind,
     allowed,
@@ -43,8 +44,10 @@ def validate(written: Tree) -> Validated:
     translation, screened = to_own_keys(written, tree, kind.algorithm)
     kept = translation.tree
     problems = [*screened.problems, *unread, *translation.problems]
+    for problem in unread:  # already reported; construction would read it once more
+        cast("Tree", kept[problem.path.partition(".")[0]]).pop("model_name", None)
     try:
-        config = kind.model_validate(kept, context=DEFER)
+        config = kind.model_validate(kept)
     except ValidationError as error:
         translated = (_translate(details, kept, kind) for details in error.errors(include_url=False))
         field_problems = list(dict.fromkeys(translated))  # a union says it once for each of its branches
@@ -55,7 +58,7 @@ def validate(written: Tree) -> Validated:
         field_problems = []
     if config is not None:
         wrong = {problem.path for problem in [*field_problems, *unread]} | _meant(field_problems, kind)
-        problems += [problem for problem in collect_problems(config) if not _rests_on(problem, wrong)]
+        problems += [problem for problem in run_problems(config) if not _rests_on(problem, wrong)]
     problems = [replace(problem, path=translation.as_written(problem.path)) for problem in problems]
     return Validated(None if problems else config, problems, screened.warnings)
 
@@ -157,7 +160,7 @@ def _stand_in(tree: Tree, kind: Kind) -> RunConfig | None:
     tree = copy.deepcopy(tree)
     for _ in range(_PASSES):
         try:
-            return kind.model_validate(tree, context=DEFER)
+            return kind.model_validate(tree)
         except ValidationError as error:
             for details in error.errors(include_url=False):
                 _replace(tree, _as_written(details["loc"], tree), kind)

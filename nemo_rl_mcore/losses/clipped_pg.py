@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from nemo_rl_mcore.config import checked
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig, KLType
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
@@ -177,9 +178,7 @@ class ClippedPGLossFn(TokenLossFunction):
         sampler_check: SamplerCheck | None = None,
     ) -> None:
         """sampler_check: the batch has no prev_logprobs, as no weight has changed since it was drawn or judged."""
-        self.cfg = (
-            cfg if isinstance(cfg, ClippedPGLossConfig) else ClippedPGLossConfig.model_validate(dict(cfg))
-        )
+        self.cfg = checked(ClippedPGLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self.loss_type = LossType.TOKEN_LEVEL if self.cfg.token_level_loss else LossType.SEQUENCE_LEVEL
         self.kl_penalty = 0.0 if self.cfg.use_kl_in_reward else self.cfg.reference_policy_kl_penalty

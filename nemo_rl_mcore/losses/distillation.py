@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nemo_rl_mcore.config import checked
 from nemo_rl_mcore.config.loss import DistillationLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column
@@ -97,11 +98,7 @@ class DistillationLossFn(LossFunction):
     def __init__(
         self, cfg: DistillationLossConfig | Mapping[str, object], use_fused_linear_logprobs: bool = False
     ) -> None:
-        self.cfg = (
-            cfg
-            if isinstance(cfg, DistillationLossConfig)
-            else DistillationLossConfig.model_validate(dict(cfg))
-        )
+        self.cfg = checked(DistillationLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self._divergence = divergence(self.cfg)
         self._policy_gradient = ClippedPGLossFn(self.cfg.rl) if self.cfg.rl_weight else None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from nemo_rl_mcore.config import checked
 from nemo_rl_mcore.config.loss import DPOLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column
@@ -38,7 +39,7 @@ class DPOLossFn(TokenLossFunction):
     def __init__(
         self, cfg: DPOLossConfig | Mapping[str, object], use_fused_linear_logprobs: bool = False
     ) -> None:
-        self.cfg = cfg if isinstance(cfg, DPOLossConfig) else DPOLossConfig.model_validate(dict(cfg))
+        self.cfg = checked(DPOLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
 
     @property

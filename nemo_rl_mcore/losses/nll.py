@@ -1,5 +1,6 @@
 """The negative log-likelihood of the tokens to train on."""
 
+from nemo_rl_mcore.config import checked
 from nemo_rl_mcore.config.loss import NLLLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.losses.base import (
@@ -19,7 +20,7 @@ class NLLLossFn(TokenLossFunction):
     loss_type = LossType.TOKEN_LEVEL
 
     def __init__(self, cfg: NLLLossConfig | None = None, use_fused_linear_logprobs: bool = False) -> None:
-        self.cfg = cfg or NLLLossConfig()
+        self.cfg = checked(NLLLossConfig, cfg or NLLLossConfig())
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
 
     def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nemo_rl_mcore.config import checked
 from nemo_rl_mcore.config.loss import MseValueLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
@@ -36,9 +37,7 @@ class MseValueLossFn(LossFunction):
     def __init__(
         self, cfg: MseValueLossConfig | Mapping[str, object], use_fused_linear_logprobs: bool = False
     ) -> None:
-        self.cfg = (
-            cfg if isinstance(cfg, MseValueLossConfig) else MseValueLossConfig.model_validate(dict(cfg))
-        )
+        self.cfg = checked(MseValueLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
 
     @property

@@ -8,7 +8,7 @@ from typing import cast
 import yaml
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config.base import DEFER, Problem, absolute_path, join_path
+from nemo_rl_mcore.config.base import Problem, absolute_path, join_path
 from nemo_rl_mcore.config.environment_values import SECTION, saved_digests, saved_salt
 from nemo_rl_mcore.config.foreign.judgement import value_at
 from nemo_rl_mcore.config.hf.pretrained import OF_TRAINING, explicit_fields
@@ -133,7 +133,7 @@ def does_not_fit(saved: Tree, plan: ModelPlan) -> list[str]:
     section = saved.get("policy")
     model = cast("Tree", section).get("model") if isinstance(section, dict) else None
     try:
-        theirs = explicit_fields(ModelConfig.model_validate(model, context=DEFER))
+        theirs = explicit_fields(ModelConfig.model_validate(model))
     except ValidationError as error:
         return [f"its policy.model cannot be read: {error.error_count()} wrong fields"]
     ours = explicit_fields(plan.policy.model)

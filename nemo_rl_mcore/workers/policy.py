@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore.config import PolicyConfig, Role, checked
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.token_budget import split_balanced
@@ -59,7 +59,8 @@ class Policy:
         name: str = "policy",
         group: Callable[..., WorkerGroup] = RayWorkerGroup,
     ) -> None:
-        self._config, self._cluster, self._colocated_with = config, cluster, colocated_with
+        self._config = checked(PolicyConfig, config, only_read=not trained)
+        self._cluster, self._colocated_with = cluster, colocated_with
         self._check = BatchCheck.of(config)
         self._start_workers = partial(
             group,

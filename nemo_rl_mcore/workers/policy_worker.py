@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_mcore import accelerator, activity
-from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore.config import PolicyConfig, Role, checked
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.data.validation import BatchCheck
@@ -81,7 +81,7 @@ class MegatronPolicyWorker:
         backend: BackendFactory = open_backend,
     ) -> None:
         self.role = Role(role)
-        self.policy = config if isinstance(config, PolicyConfig) else PolicyConfig.model_validate(config)
+        self.policy = checked(PolicyConfig, config, only_read=not trained)
         self._check = BatchCheck.of(self.policy)
         self._seed = seed
         self._sender: WeightSender | None = None

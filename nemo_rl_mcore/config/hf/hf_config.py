@@ -6,7 +6,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.base import ConfigError, Problem, collect_problems
 from nemo_rl_mcore.config.model import ModelConfig, RopeScalingConfig
 
 HFConfig = Mapping[str, object]
@@ -236,18 +236,18 @@ def _model_config(family: Family, values: HFConfig, rope: HFConfig) -> ModelConf
         # Scores that are made to sum to 1 after the selection are a softmax over the selected experts.
         fields["moe_router_pre_softmax"] = not values["norm_topk_prob"]
     try:
-        return ModelConfig.model_validate(fields)
+        model = ModelConfig.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(_translated(error, keys)) from error
+    if problems := [Problem("", str(problem)) for problem in collect_problems(model)]:
+        raise ConfigError(problems)  # sizes that do not go together, which they name themselves
+    return model
 
 
 def _translated(error: ValidationError, keys: Mapping[str, str]) -> Iterator[Problem]:
     for details in error.errors(include_url=False):
-        if details["type"] == "value_error":  # sizes that do not go together, which it names itself
-            yield Problem("", str(details.get("ctx", {}).get("error", details["msg"])))
-        else:
-            path = ".".join(str(part) for part in details["loc"])
-            yield Problem(keys.get(path, path), f"{details['input']!r}: {details['msg']}")
+        path = ".".join(str(part) for part in details["loc"])
+        yield Problem(keys.get(path, path), f"{details['input']!r}: {details['msg']}")
 
 
 def family_of(model: ModelConfig) -> Family:

@@ -5,7 +5,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config.base import DEFER, ConfigError, Problem
+from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.hf.hf_config import HFConfig, model_config_from_hf
 from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
 from nemo_rl_mcore.config.hf.known_models import KNOWN_MODELS
@@ -52,7 +52,7 @@ def fill_from_model_name(
     merged = derived.model_dump() | dict(cast("Section", given or {}))
     section["model"] = merged
     try:
-        model = ModelConfig.model_validate(merged, context=DEFER)
+        model = ModelConfig.model_validate(merged)
     except ValidationError:
         return section, []  # the section's own validation says which field is wrong
     contradictions = differences(model, derived, name)

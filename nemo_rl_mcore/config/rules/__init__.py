@@ -1,13 +1,13 @@
 """Rules between sections, a file for each feature.
 
 A rule is a function that yields the problems of a model's policy section, or of a whole recipe, and is named in the
-RULES of its file; FEATURES names the files. Sections know nothing of these rules: the package holds them to them.
+RULES of its file; FEATURES names the files. Sections know nothing of these rules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 
-from nemo_rl_mcore.config.base import Problem, collect_problems
+from nemo_rl_mcore.config.base import ConfigError, Problem, StrictModel, collect_problems
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules import (
@@ -59,14 +59,46 @@ def model_problems(policy: PolicyConfig) -> Iterator[Problem]:
 
 
 def policy_problems(policy: PolicyConfig) -> Iterator[Problem]:
-    """Yield what does not go together inside a policy."""
+    """Yield what does not go together within and between the sections of a policy."""
+    yield from collect_problems(policy)
+    yield from _between_sections(policy)
+
+
+def _between_sections(policy: PolicyConfig) -> Iterator[Problem]:
     for feature in FEATURES:
         for rule in (*feature.of_models, *feature.of_policies):
             yield from rule(policy)
 
 
 def run_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield what does not go together between sections, and what stops a model beside the policy."""
+    """Yield what does not go together within and between the sections of a recipe, of all its models."""
+    found = tuple(_problems_on_all_machines(config))
+    yield from found
+    if (
+        config.cluster.elastic == "shrink"
+        and not found
+        and shrunk(config, config.cluster.num_nodes - 1) is None
+    ):
+        yield survival.no_fewer_machines(config)
+
+
+def shrunk(config: RunConfig, nodes: int) -> RunConfig | None:
+    """Return the recipe on the largest number of machines that its rules allow: `nodes` at most, fewer than its own.
+
+    The model must fit, and the batch divide by the copies that are left. None where no such number of machines passes.
+    """
+    for fewer in range(min(nodes, config.cluster.num_nodes - 1), 0, -1):
+        cluster = config.cluster.model_copy(update={"num_nodes": fewer})
+        # What is asked of a recipe that may shrink is not asked of the one that it shrinks to.
+        fixed = cluster.model_copy(update={"elastic": "none"})
+        if not any(_problems_on_all_machines(config.model_copy(update={"cluster": fixed}))):
+            return config.model_copy(update={"cluster": cluster})
+    return None
+
+
+def _problems_on_all_machines(config: RunConfig) -> Iterator[Problem]:
+    yield from collect_problems(config)
+    yield from (problem.below("policy") for problem in _between_sections(config.policy))
     yield from chain.from_iterable(rule(config) for feature in FEATURES for rule in feature.of_runs)
     for plan in config.models.values():
         if plan.policy is not config.policy:
@@ -75,14 +107,30 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _second_model_problems(config: RunConfig, plan: ModelPlan) -> Iterator[Problem]:
     """Yield the rules of a policy that a model beside it breaks, unless the recipe's own walk tells of them."""
-    of_policy = set(collect_problems(config.policy, "policy"))
+    of_policy = set(policy_problems(config.policy))
     of_section = set(collect_problems(getattr(config, plan.name), plan.name))
-    if plan.trained:
-        problems = collect_problems(plan.policy, "policy")
-    else:
-        problems = (problem.below("policy") for problem in model_problems(plan.policy))
-    for problem in problems:
-        told = plan.in_recipe(problem)
-        shared = told.path == problem.path and problem in of_policy
+    for problem in (policy_problems if plan.trained else model_problems)(plan.policy):
+        told = plan.in_recipe(problem.below("policy"))
+        shared = told.path == f"policy.{problem.path}" and problem in of_policy
         if not shared and told not in of_section:
             yield told
+
+
+def checked[Section: StrictModel](
+    kind: type[Section], given: Section | Mapping[str, object], *, only_read: bool = False
+) -> Section:
+    """Return a section, or the equal mapping, that meets all its rules; raises ConfigError with every one it breaks.
+
+    only_read: hold a policy to the rules of a model that is neither trained nor asked for answers.
+    """
+    section = given if isinstance(given, kind) else kind.model_validate(given)
+    match section:
+        case PolicyConfig():
+            problems = (model_problems if only_read else policy_problems)(section)
+        case RunConfig():
+            problems = run_problems(section)
+        case _:
+            problems = collect_problems(section)
+    if found := tuple(problems):
+        raise ConfigError(found)
+    return section

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.elastic import shrinks
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 from nemo_rl_mcore.config.rules.parallelism import OF_THE_LAYOUT
@@ -45,18 +44,21 @@ def _shrinking(config: RunConfig) -> Iterator[Problem]:
             "policy.generation.backend",
             "cluster.gpus_per_node",
         )
-    elif not shrinks(config):
-        yield _no_shrinking(
-            f"finds no number of machines below cluster.num_nodes: {cluster.num_nodes} whose ranks make whole copies "
-            "of the model, among which the batch divides",
-            *OF_THE_LAYOUT,
-            "policy.train_global_batch_size",
-        )
 
 
 def _engines_on_gpus_of_ranks(config: RunConfig) -> bool:
     generation = config.policy.generation
     return generation.colocated.enabled and not generation.decodes_on_ranks and not config.cluster.on_cpu
+
+
+def no_fewer_machines(config: RunConfig) -> Problem:
+    """Return the refusal of a recipe that may shrink, and passes the rules on no smaller number of machines."""
+    return _no_shrinking(
+        f"finds no number of machines below cluster.num_nodes: {config.cluster.num_nodes} whose ranks make whole "
+        "copies of the model, among which the batch divides",
+        *OF_THE_LAYOUT,
+        "policy.train_global_batch_size",
+    )
 
 
 def _no_shrinking(reason: str, *related: str) -> Problem:

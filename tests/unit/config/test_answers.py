@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_rl_mcore.config import EnvConfig
+from nemo_rl_mcore.config import EnvConfig, checked
 from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
 from nemo_rl_mcore.preflight.answer_kinds import as_quantity, as_words, gold_answer, has_unit, why_unreadable
 
@@ -80,7 +80,7 @@ def test_where_a_response_most_likely_states_its_answer(response, stated):
 )
 def test_sections_that_do_not_say_where(section, message):
     with pytest.raises(ValueError, match=r"math\.") as caught:
-        EnvConfig.model_validate({"math": section})
+        checked(EnvConfig, {"math": section})
     assert message in str(caught.value)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_rl_mcore.config import AsyncGRPOConfig, ConfigError, load_config
+from nemo_rl_mcore.config import AsyncGRPOConfig, ConfigError, checked, load_config
 from nemo_rl_mcore.config.rules.asynchronous import remarks
 from nemo_rl_mcore.preflight.saved_run import recipe_text
 
@@ -290,4 +290,4 @@ def test_what_is_worth_a_word(load, overrides, told):
 def test_the_section_can_be_built_alone():
     AsyncGRPOConfig(rollout_timeout_s=9.0, stall_timeout_s=5.0)  # which nothing reads
     with pytest.raises(ValueError, match="stall_timeout_s: 5 is not above rollout_timeout_s: 9"):
-        AsyncGRPOConfig(enabled=True, rollout_timeout_s=9.0, stall_timeout_s=5.0)
+        checked(AsyncGRPOConfig, AsyncGRPOConfig(enabled=True, rollout_timeout_s=9.0, stall_timeout_s=5.0))

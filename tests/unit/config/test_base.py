@@ -4,7 +4,6 @@ import pytest
 from pydantic import ValidationError
 
 from nemo_rl_mcore.config.base import (
-    DEFER,
     ConfigError,
     Float,
     IntTuple,
@@ -88,15 +87,8 @@ def test_sections_are_frozen():
         Outer().count = 2
 
 
-def test_construction_refuses_cross_field_problems():
-    with pytest.raises(ValidationError, match="low: 2 is above high: 1; swap them"):
-        Inner(low=2)
-    with pytest.raises(ValidationError, match="low: 2 is above high: 1"):
-        Outer.model_validate({"inner": {"low": 2}})
-
-
-def test_deferred_problems_are_collected_from_all_sections_with_full_paths():
-    config = Outer.model_validate({"inner": {"low": 2}, "switch": True}, context=DEFER)
+def test_problems_are_collected_from_all_sections_with_full_paths():
+    config = Outer.model_validate({"inner": {"low": 2}, "switch": True})
     assert list(collect_problems(config)) == [
         Problem("switch", "needs a count above 1"),
         Problem("inner.low", "2 is above high: 1", "swap them", ("inner.high",)),

@@ -4,14 +4,14 @@ import pytest
 import yaml
 from chat_tokenizer import VOCABULARY, save_chat_tokenizer
 
-from nemo_rl_mcore.config import ConfigError, DataConfig, EnvConfig, load_config
+from nemo_rl_mcore.config import ConfigError, DataConfig, EnvConfig, checked, load_config
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.preflight import preflight
 
 
 def refused(kind, given):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        kind.model_validate(given)
+        checked(kind, given)
     return str(caught.value)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from nemo_rl_mcore.config import ConfigError, load_config
-from nemo_rl_mcore.config.elastic import shrunk
+from nemo_rl_mcore.config.rules import shrunk
 
 MEGATRON = "policy.megatron_cfg"
 ELASTIC = ("cluster.elastic=shrink", "cluster.max_trainer_restarts=1", "checkpointing.enabled=true")

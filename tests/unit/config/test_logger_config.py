@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_rl_mcore.config import LoggerConfig, MLflowConfig, WandbConfig
+from nemo_rl_mcore.config import LoggerConfig, MLflowConfig, WandbConfig, checked
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ def test_what_is_no_store_is_refused_with_what_is(uri) -> None:
     with pytest.raises(
         ValueError, match=r"tracking_uri: .* is no store; write http://HOST:PORT, .*sqlite:///"
     ):
-        MLflowConfig(tracking_uri=uri)
+        checked(MLflowConfig, MLflowConfig(tracking_uri=uri))
 
 
 def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
@@ -27,7 +27,7 @@ def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
 @pytest.mark.parametrize("tag", ["", "x" * 65])
 def test_tags_have_the_length_that_wandb_takes(tag) -> None:
     with pytest.raises(ValueError, match=r"tags: .* characters; write 1 to 64"):
-        WandbConfig(tags=(tag,))
+        checked(WandbConfig, WandbConfig(tags=(tag,)))
 
 
 def test_the_loggers_section_of_nemo_rl_carries_over() -> None:

@@ -1,7 +1,6 @@
 import pytest
-from pydantic import ValidationError
 
-from nemo_rl_mcore.config import ClippedPGLossConfig, NLLLossConfig
+from nemo_rl_mcore.config import ClippedPGLossConfig, ConfigError, NLLLossConfig, checked
 
 # What every loss has beside the keys of the conventions: the place for a class of the user's own.
 OWN = {"type": None, "args": None}
@@ -61,8 +60,8 @@ def test_defaults_are_those_of_the_conventions():
     ],
 )
 def test_forbidden_combinations_name_both_keys(given, keys):
-    with pytest.raises(ValidationError) as caught:
-        ClippedPGLossConfig.model_validate(given)
+    with pytest.raises(ConfigError) as caught:
+        checked(ClippedPGLossConfig, given)
     assert all(key in str(caught.value) for key in keys)
 
 
@@ -77,8 +76,8 @@ def test_forbidden_combinations_name_both_keys(given, keys):
 )
 def test_truncation_needs_its_bounds(kind, bounds, missing):
     given = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": kind, **bounds}
-    with pytest.raises(ValidationError) as caught:
-        ClippedPGLossConfig.model_validate(given)
+    with pytest.raises(ConfigError) as caught:
+        checked(ClippedPGLossConfig, given)
     for suffix in ("ratio", "ratio_min"):
         named = f"{kind} needs truncated_importance_sampling_{suffix}, " in str(caught.value)
         assert named == (suffix in missing)
@@ -86,16 +85,20 @@ def test_truncation_needs_its_bounds(kind, bounds, missing):
 
 def test_truncation_bounds_in_the_wrong_order():
     with pytest.raises(
-        ValidationError, match=r"ratio_min: 3\.0 is above truncated_importance_sampling_ratio: 2\.0"
+        ValueError, match=r"ratio_min: 3\.0 is above truncated_importance_sampling_ratio: 2\.0"
     ):
-        ClippedPGLossConfig(
-            truncated_importance_sampling_ratio=2.0, truncated_importance_sampling_ratio_min=3.0
+        checked(
+            ClippedPGLossConfig,
+            {"truncated_importance_sampling_ratio": 2.0, "truncated_importance_sampling_ratio_min": 3.0},
         )
 
 
 def test_two_conflicts_are_reported_together():
-    with pytest.raises(ValidationError) as caught:
-        ClippedPGLossConfig(use_cispo=True, disable_ppo_ratio=True, force_on_policy_ratio=True)
+    with pytest.raises(ConfigError) as caught:
+        checked(
+            ClippedPGLossConfig,
+            ClippedPGLossConfig(use_cispo=True, disable_ppo_ratio=True, force_on_policy_ratio=True),
+        )
     assert "disable_ppo_ratio: true" in str(caught.value)
     assert "force_on_policy_ratio: true" in str(caught.value)
 
