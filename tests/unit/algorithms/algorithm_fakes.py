@@ -13,6 +13,7 @@ import torch
 from nemo_rl_mcore.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.config import checked
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import DigitTaskSource
@@ -245,7 +246,7 @@ def recipe(algorithm, policy=None, **sections):
     for name, given in sections.items():
         tree[name] = tree.get(name, {}) | given if isinstance(given, dict) else given
     kept = {name: section for name, section in tree.items() if section is not None}
-    return RUN_CONFIGS[algorithm].model_validate(kept)
+    return checked(RUN_CONFIGS[algorithm], kept)
 
 
 LARGE_REWARDS = {"enabled": True, "source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1e4}

@@ -8,6 +8,7 @@ from nemo_rl_mcore.config import (
     DistillationLossConfig,
     MseValueLossConfig,
     NLLLossConfig,
+    checked,
     load_config,
 )
 from nemo_rl_mcore.data import BatchedDataDict
@@ -90,7 +91,7 @@ def test_the_key_is_that_of_the_section():
 )
 def test_a_section_refuses(kind, given, message):
     with pytest.raises((ConfigError, ValueError), match=message):
-        kind.model_validate(given)
+        checked(kind, given)
 
 
 @pytest.mark.parametrize(

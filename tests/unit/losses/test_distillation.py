@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 
-from nemo_rl_mcore.config import ConfigError, DistillationLossConfig
+from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import (
     ClippedPGLossFn,
@@ -279,7 +279,7 @@ def test_masked_positions_never_matter(cfg: dict[str, Any], logits: Logits, data
 )
 def test_settings_that_make_no_sense(given: dict[str, Any], message: str):
     with pytest.raises((ConfigError, ValueError), match=message):
-        DistillationLossConfig(**given)
+        DistillationLossFn(given)
 
 
 def test_shapes_that_do_not_fit_are_refused(logits: Logits, data: BatchedDataDict):

@@ -139,7 +139,7 @@ def test_what_it_says_of_itself(pairs: tuple[torch.Tensor, BatchedDataDict]):
 )
 def test_settings_that_make_no_sense(given: dict[str, Any], message: str):
     with pytest.raises((ConfigError, ValueError), match=message):
-        DPOLossConfig(**given)
+        DPOLossFn(given)
 
 
 @pytest.mark.parametrize("masked", [0, 1])
