@@ -97,6 +97,7 @@ class InProcessRank:
     ) -> None:
         self._name, self._call_timeout_s, self._deadline_keys = name, call_timeout_s, deadline_keys
         self._worker: Any = None
+        self._ended: WorkerError | None = None
         self.placement = placement or Placement()
         self.identities = {0: RankIdentity(socket.gethostname(), os.getpid(), "")}
         listener = listen_at(_LOOPBACK)
@@ -126,6 +127,11 @@ class InProcessRank:
         call = self._call(method, context, timeout_s or self._call_timeout_s, key)
         if self._worker is None:
             raise call.error(f"{call} was not started: the worker group is shut down")
+        if self._ended is not None:
+            headline = str(self._ended).partition("\n")[0]
+            raise call.error(
+                f"{call} was not started: the worker group ended with an earlier failure: {headline}"
+            )
         own = per_rank_kwargs[0] if per_rank_kwargs else {}
         answer = self._answer(call, getattr(self._worker, method), *args, **kwargs, **own)
         return [answer if answering is None or 0 in answering else None]
@@ -181,7 +187,8 @@ class InProcessRank:
         except FailedFromOutsideError:
             if not found:
                 raise
-            raise found[0] from None
+            self._ended = found[0]
+            raise self._ended from None
         finally:
             over.set()
             watcher.join()
