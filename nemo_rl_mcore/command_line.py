@@ -219,10 +219,15 @@ def _add_recipes(commands: Any) -> None:
     actions = command.add_subparsers(dest="action", metavar="ACTION")
     actions.add_parser("list", help="the names, as `defaults:` and --config take them")
     copy = actions.add_parser(
-        "copy", help="copy a recipe or a folder of recipes, with the files that they need"
+        "copy", help="copy a recipe or a folder of recipes, with the parents and other files that they need"
     )
     copy.add_argument("name", metavar="NAME", help="such as grpo_copy_cpu.yaml or quickstart")
-    copy.add_argument("destination", nargs="?", metavar="DEST", help="left out, here")
+    copy.add_argument(
+        "destination",
+        nargs="?",
+        metavar="DEST",
+        help="left out, here; each file keeps its path in the package",
+    )
 
 
 def _count(text: str) -> int:

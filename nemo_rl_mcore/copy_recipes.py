@@ -1,15 +1,16 @@
 """Recipes that come with the package, listed and copied."""
 
+import filecmp
 import re
 import shutil
 from collections.abc import Iterator
+from os.path import normpath
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
-from nemo_rl_mcore.config.shipped import SHIPPED, shipped_folder, shipped_name, shipped_names, shipped_recipe
+from nemo_rl_mcore.config.shipped import SHIPPED, shipped_folder, shipped_names, shipped_recipe
 
 _FIRST_COMMENT = re.compile(r"# .*(\n# .*)*")
-_NAMES_A_RECIPE = re.compile(r"^(\s*(?:defaults|warm_start): *)(\S+)$", re.MULTILINE)
 _NAMES_A_FILE = re.compile(r"^\s*[\w.]+: *(\S+)$", re.MULTILINE)
 
 
@@ -24,58 +25,55 @@ def list_recipes() -> Iterator[str]:
 
 
 def copy_recipes(name: str, destination: str | None) -> list[Path]:
-    """Copy a recipe with the files beside it that it needs, or a folder of recipes; give the recipes that were written.
+    """Copy a recipe or a folder of them, with all files that they need, parents too; return the recipes written.
 
-    What is above its folder is found in the package by name. Raises ConfigError, and then nothing is written.
+    Each keeps its place in the package, as they name each other by it. A file that is there stays if it is the same.
+    Raises ConfigError, and then nothing is written.
     """
-    source, files = _chosen(name)
-    target = Path(destination or (source.name if source == SHIPPED / name else "."))
-    copies = {path: target / path.relative_to(source) for path in files}
-    there = [copy for copy in copies.values() if copy.exists()]
-    if there:
-        raise ConfigError([Problem("DEST", f"{there[0]} is there", "name another folder")])
-    for path, copy in copies.items():
+    target = Path(destination or ".")
+    copies = {path: target / path.relative_to(SHIPPED) for path in sorted({*_chosen(name)})}
+    new = {path: copy for path, copy in copies.items() if not _is_there(path, copy)}
+    if not new:
+        raise ConfigError([Problem("DEST", f"all of {name} is there", "name another folder")])
+    for path, copy in new.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".yaml":
-            copy.write_text(_by_name(path), "utf-8")
-        else:
-            shutil.copyfile(path, copy)
-    return [copy for copy in copies.values() if copy.suffix == ".yaml"]
+        shutil.copyfile(path, copy)
+    return [copy for copy in new.values() if copy.suffix == ".yaml"]
 
 
-def _chosen(name: str) -> tuple[Path, list[Path]]:
-    """The folder of what is copied, and its files."""
-    folder = shipped_folder(name)
+def _is_there(path: Path, copy: Path) -> bool:
+    if copy.is_file() and filecmp.cmp(path, copy, shallow=False):
+        return True
+    if copy.exists():
+        raise ConfigError([Problem("DEST", f"{copy} is there, and differs", "name another folder")])
+    return False
+
+
+def _chosen(name: str) -> Iterator[Path]:
+    """Yield the files of what is copied."""
+    folder, recipe = shipped_folder(name), shipped_recipe(name)
     if folder is not None:
-        files = sorted(
-            path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
-        )
-        return folder, files
-    recipe = shipped_recipe(name)
-    if recipe is None:
+        files = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        yield from files
+        recipes = [path for path in files if path.suffix == ".yaml"]
+    elif recipe is not None:
+        recipes = [recipe]
+    else:
         raise ConfigError([Problem("NAME", f"no recipe {name!r}", "`nemo-rl-mcore recipes` lists them")])
-    return recipe.parent, sorted({*_needed(recipe)})
+    for path in recipes:
+        yield from _needed(path)
 
 
 def _needed(recipe: Path) -> Iterator[Path]:
-    """Yield a recipe and the files beside it, or below its folder, that its values name."""
+    """Yield a recipe and the files that its values name, and those that these need."""
     yield recipe
     for name in _NAMES_A_FILE.findall(recipe.read_text("utf-8")):
-        path = recipe.parent / name
-        if ".." in Path(name).parts or not path.exists():
+        path = Path(normpath(recipe.parent / name))
+        if not path.is_relative_to(SHIPPED) or path == SHIPPED:
             continue
-        if path.suffix == ".yaml":
+        if path.is_dir():
+            yield from (file for file in path.rglob("*") if file.is_file())
+        elif path.suffix == ".yaml" and path.is_file():
             yield from _needed(path)
-        else:
-            yield from [path] if path.is_file() else (file for file in path.rglob("*") if file.is_file())
-
-
-def _by_name(recipe: Path) -> str:
-    """The text of a recipe, which names those above its folder as the package does."""
-
-    def named(match: re.Match[str]) -> str:
-        path = recipe.parent / match[2]
-        above = ".." in Path(match[2]).parts
-        return match[1] + (shipped_name(path) or match[2]) if above else match[0]
-
-    return _NAMES_A_RECIPE.sub(named, recipe.read_text("utf-8"))
+        elif path.is_file():
+            yield path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -22,14 +22,16 @@ from nemo_rl_mcore.evaluation.evaluator import Evaluator, SetResult
 from nemo_rl_mcore.evaluation.folder import enter
 from nemo_rl_mcore.evaluation.identity import identity_of
 from nemo_rl_mcore.evaluation.metrics import Estimate
-from nemo_rl_mcore.interfaces import Environment
-from nemo_rl_mcore.launch import count_of, exit_status, open_generation, say_aside, start_frozen
+from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
+from nemo_rl_mcore.interfaces import Environment, GenerationInterface
+from nemo_rl_mcore.observability.ending import exit_status
 from nemo_rl_mcore.observability.startup import Startup
-from nemo_rl_mcore.output import write_line
-from nemo_rl_mcore.parts import tokenizer_of
+from nemo_rl_mcore.output import count_of, say_aside, write_line
+from nemo_rl_mcore.parts import stop_ids_of, tokenizer_of
 from nemo_rl_mcore.run_folders import held_folders
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
-from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.one_process import OneProcess
+from nemo_rl_mcore.workers.policy import open_place, start_frozen
 
 _VERSION = 1
 """Of the weights, which engines apart from the ranks are sent once."""
@@ -97,18 +99,8 @@ def _evaluator(
 
     @cache
     def start() -> Responder:
-        startup = Startup(open_console(highlight=False)).part
-        with startup("ray", "starting Ray"):
-            cluster = started.enter_context(RayCluster(config.cluster))
-        with startup("policy", f"starting {count_of(config.cluster.world_size, 'rank')} of the policy"):
-            policy = started.enter_context(start_frozen(config, cluster))
         first = next(iter(sets.values()))
-        generation = started.enter_context(
-            open_generation(
-                config, tokenizer, policy, cluster, lambda: rows_to_compare(config, first, tokenizer), startup
-            )
-        )
-        generation.update_weights(_VERSION)
+        generation = _generation(config, tokenizer, first, started)
         return Responder(generation, tokenizer, config.max_prompt_length)
 
     return Evaluator(
@@ -121,6 +113,30 @@ def _evaluator(
         greedy=section.temperature == 0,
         notify=_say,
     )
+
+
+def _generation(
+    config: RunConfig, tokenizer: Tokenizer, first: Sequence[Prompt], started: ExitStack
+) -> GenerationInterface:
+    """The engine over started ranks, with their weights; first: the set whose prompts engines are compared on."""
+    startup = Startup(open_console(highlight=False)).part
+    place = open_place(config, engines=not config.policy.generation.decodes_on_ranks)
+    alone = isinstance(place, OneProcess)
+    with nullcontext() if alone else startup("ray", "starting Ray"):
+        cluster = started.enter_context(place)
+    with startup("policy", f"starting {count_of(config.cluster.world_size, 'rank')} of the policy"):
+        policy = started.enter_context(start_frozen(config, cluster))
+    if isinstance(cluster, OneProcess):
+        return EmbeddedGeneration(policy, stop_ids_of(config, tokenizer))
+    from nemo_rl_mcore.launch import open_generation  # brings in Ray
+
+    generation = started.enter_context(
+        open_generation(
+            config, tokenizer, policy, cluster, lambda: rows_to_compare(config, first, tokenizer), startup
+        )
+    )
+    generation.update_weights(_VERSION)
+    return generation
 
 
 def _say(line: str) -> None:

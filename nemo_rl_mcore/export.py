@@ -12,11 +12,11 @@ from nemo_rl_mcore.config.environment_values import value_now
 from nemo_rl_mcore.config.hf.hf_config import missing_family
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen
-from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.observability.ending import exit_status
+from nemo_rl_mcore.output import say_aside, write_line
 from nemo_rl_mcore.parts import tokenizer_of
 from nemo_rl_mcore.preflight.saved_run import read_recipe_of
-from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.policy import open_place, start_frozen
 
 
 def run_export(config: RunConfig, output: str) -> int:
@@ -38,7 +38,7 @@ def run_export(config: RunConfig, output: str) -> int:
 def _export(config: RunConfig, output: Path) -> None:
     origin = _origin(config, output)
     with (
-        RayCluster(config.cluster) as cluster,
+        open_place(config) as cluster,
         start_frozen(config, cluster) as policy,
     ):
         policy.export_hf(str(output), origin=origin)

@@ -24,11 +24,11 @@ from nemo_rl_mcore.data.streams import StreamSource
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
-from nemo_rl_mcore.launch import exit_status, say_aside, start_frozen
-from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.observability.ending import exit_status
+from nemo_rl_mcore.output import say_aside, write_line
 from nemo_rl_mcore.parts import stop_ids_of, tokenizer_of
 from nemo_rl_mcore.strict_json import shortened
-from nemo_rl_mcore.workers.cluster import RayCluster
+from nemo_rl_mcore.workers.policy import open_place, start_frozen
 
 _HELD_OUT_PROMPTS = 8
 
@@ -62,7 +62,7 @@ def _generate(config: RunConfig, asked: Asked) -> None:
     stop_ids = stop_ids_of(config, tokenizer)
     with (
         _written_to(asked.output) as write,
-        RayCluster(config.cluster) as cluster,
+        open_place(config) as cluster,
         start_frozen(config, cluster) as policy,
     ):
         responder = Responder(EmbeddedGeneration(policy, stop_ids), tokenizer, config.max_prompt_length)

@@ -44,7 +44,7 @@ from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.environments.replies import LocalEnvironments
-from nemo_rl_mcore.errors import RunStoppedError, run_stopped_by
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded.kind import embedded_kind
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.engine import EngineKind
@@ -52,21 +52,19 @@ from nemo_rl_mcore.generation.journal import JOURNAL_FOLDER
 from nemo_rl_mcore.generation.vllm.kind import vllm_kind
 from nemo_rl_mcore.interfaces import Environment, Environments, GenerationInterface
 from nemo_rl_mcore.observability import RunFacts, RunRecorder, finish_report
-from nemo_rl_mcore.observability.ending import EXIT_FAILED, exit_status_of
-from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.observability.ending import exit_status
+from nemo_rl_mcore.output import count_of, write_line
 from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.preflight.saved_run import changes_since, read_recipe_of
 from nemo_rl_mcore.preflight.warm_start import warm_start_recipe
 from nemo_rl_mcore.report_page.command import page_of_run
 from nemo_rl_mcore.run_folders import leave_recipe, run_folders
-from nemo_rl_mcore.signals import current_stop_signals, stop_signals
+from nemo_rl_mcore.signals import current_stop_signals
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.engine_generation import EngineGeneration
 from nemo_rl_mcore.workers.environment_pool import EnvironmentPool
 from nemo_rl_mcore.workers.policy import Policy
-
-_LIMIT_KEY = "checkpointing.checkpoint_must_save_by"
 
 
 def run(config: RunConfig) -> int:
@@ -75,35 +73,6 @@ def run(config: RunConfig) -> int:
     However it ends, the ranks are gone, and the metrics and the report hold every finished step.
     """
     return exit_status(lambda: _run(open_parts(config)))
-
-
-def exit_status(run: Callable[[], None], left_behind: Callable[[], str] = str) -> int:
-    """Run to the end, to a failure or to a signal; say on stderr how it ended, and what it left.
-
-    Returns 0, also where the time limit ended it, 1 for a failure, also one that the time limit came upon, and what a
-    shell reports for a program that a signal ended: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP. A failure
-    during which the signal came is told with it. What was left is `left_behind`, or what the notes of the exception
-    say.
-    """
-    with stop_signals() as signals:
-        try:
-            run()
-        except KeyboardInterrupt as stop:
-            failure, status = run_stopped_by(stop), exit_status_of(stop)
-            how = f"time is up ({_LIMIT_KEY})" if signals.exit_status == 0 else signals.word
-            line = "; ".join(filter(None, [how, *_notes(stop), left_behind()]))
-            write_line(sys.stderr if status else sys.stdout, line)
-            if failure is not None:
-                say_aside(f"the run stopped: {failure}")
-            return status
-        except RunStoppedError as error:
-            say_aside("\n".join([f"the run stopped: {error}", *_notes(error)]))
-            return EXIT_FAILED
-    return 0
-
-
-def _notes(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])
 
 
 def _run(parts: Parts, outer: RayCluster | None = None) -> None:
@@ -323,18 +292,6 @@ def start_model(
     )
 
 
-def start_frozen(config: RunConfig, cluster: RayCluster) -> Policy:
-    """The policy with the weights that it starts from, which nothing will train."""
-    return Policy(
-        config.policy,
-        cluster,
-        seed=config.seed,
-        temperature=config.logprob_temperature,
-        trained=False,
-        verify_checksums=config.checkpointing.verify_checksums,
-    )
-
-
 @contextmanager
 def open_generation(
     config: RunConfig,
@@ -416,13 +373,3 @@ def _journal_folder(config: RunConfig) -> str | None:
     if not config.policy.generation.journal:
         return None
     return str(Path(config.logger.log_dir).absolute() / JOURNAL_FOLDER)
-
-
-def count_of(number: int, noun: str) -> str:
-    """The number with its noun."""
-    return f"{number} {noun}{'s' if number > 1 else ''}"
-
-
-def say_aside(line: str) -> None:
-    """Tell a line beside what a command answers with."""
-    write_line(sys.stderr, line)

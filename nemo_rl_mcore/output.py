@@ -6,6 +6,7 @@ What a run leaves behind does not depend on it.
 from __future__ import annotations
 
 import os
+import sys
 import unicodedata
 from contextlib import suppress
 from typing import IO, Any
@@ -74,3 +75,13 @@ def write_line(stream: IO[str], line: str) -> None:
     seen = BestEffortStream(stream)
     seen.write(f"{visible(line)}\n")
     seen.flush()
+
+
+def say_aside(line: str) -> None:
+    """Write a line next to what a command answers with."""
+    write_line(sys.stderr, line)
+
+
+def count_of(number: int, noun: str) -> str:
+    """The number with its noun."""
+    return f"{number} {noun}{'s' if number > 1 else ''}"

@@ -31,8 +31,9 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.embedded.scheduled import ScheduledEngine, ScheduledSettings
 from nemo_rl_mcore.interfaces import GenerationInterface
-from nemo_rl_mcore.launch import engine_kind, exit_status, say_aside, start_model
-from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.launch import engine_kind, start_model
+from nemo_rl_mcore.observability.ending import exit_status
+from nemo_rl_mcore.output import say_aside, write_line
 from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER, ROLLOUTS_FOLDER
 from nemo_rl_mcore.workers.cluster import RayCluster

@@ -17,8 +17,8 @@ from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.generation.refit.sender import open_sender
-from nemo_rl_mcore.workers.cluster import Placement
 from nemo_rl_mcore.workers.engine_generation import EngineGeneration
+from nemo_rl_mcore.workers.placement import Placement
 
 # pytest's module names mean nothing to a worker.
 for module in (fake_engine, sys.modules[__name__]):

@@ -19,7 +19,7 @@ ALL = (*BASE, *(name for names in EXTRAS.values() for name in names))
 """What takes seconds to import."""
 
 # Python imports it first of all, in every child too.
-_HIDE = """
+HIDE = """
 import os
 from importlib.machinery import PathFinder
 
@@ -46,7 +46,7 @@ class Doctor:
         self._shadows.mkdir()
         hiding = folder / "hiding"
         hiding.mkdir()
-        (hiding / "sitecustomize.py").write_text(_HIDE)
+        (hiding / "sitecustomize.py").write_text(HIDE)
         self._path = [self._shadows, hiding, REPOSITORY]
 
     def install(self, package: str, code: str, distribution: str = "", version: str = "1.0") -> None:

@@ -30,11 +30,3 @@ def shipped_folder(name: str) -> Path | None:
 
 def _below(name: Path) -> bool:
     return bool(name.parts) and not name.is_absolute() and ".." not in name.parts
-
-
-def shipped_name(path: Path) -> str | None:
-    """The name of a file, if it is one of these recipes."""
-    resolved = path.resolve()
-    return (
-        str(resolved.relative_to(SHIPPED.resolve())) if resolved.is_relative_to(SHIPPED.resolve()) else None
-    )

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,33 +23,11 @@ from nemo_rl_mcore.workers.failures import RankIdentity
 from nemo_rl_mcore.workers.gcs_probe import GcsProbe, TokenRefusedError, authenticate, probe
 from nemo_rl_mcore.workers.local_session import LOOPBACK, LocalSession
 from nemo_rl_mcore.workers.nodes import await_nodes, lost_nodes
+from nemo_rl_mcore.workers.placement import Placement, RankSlot
 from nemo_rl_mcore.workers.raylet_watch import RayletDiedError
 from nemo_rl_mcore.workers.session_processes import state_of
 
 _CPU_SHARE_OF_A_RANK = 0.1
-
-
-@dataclass(frozen=True)
-class RankSlot:
-    """Where one rank runs, and the environment that tells it who it is."""
-
-    rank: int
-    environment: Mapping[str, str]
-    options: Mapping[str, Any]
-    """Scheduling options of the Ray actor."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The slots of one worker group; `release` gives the resources back."""
-
-    slots: tuple[RankSlot, ...]
-    group: PlacementGroup | None = None
-
-    def release(self) -> None:
-        """Free the reserved resources; nothing to do for CPU ranks of this machine alone."""
-        if self.group is not None and ray.is_initialized():
-            remove_placement_group(self.group)
 
 
 class RayCluster:

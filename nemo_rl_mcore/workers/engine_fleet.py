@@ -13,8 +13,9 @@ from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.generation.journal import ENGINE_NUMBER
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.signals import current_stop_signals, deferred_stop_signals
-from nemo_rl_mcore.workers.cluster import Placement, RankSlot, RayCluster
+from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import RankIdentity, WorkerError
+from nemo_rl_mcore.workers.placement import Placement, RankSlot
 from nemo_rl_mcore.workers.rank_calls import HealthWatch
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 

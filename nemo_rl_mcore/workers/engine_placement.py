@@ -12,8 +12,9 @@ from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.vllm import ColocatedConfig
 from nemo_rl_mcore.generation.engine import EngineKind
-from nemo_rl_mcore.workers.cluster import Placement, RankSlot, RayCluster
+from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.environment import rank_environment
+from nemo_rl_mcore.workers.placement import Placement, RankSlot
 
 _CPU_SHARE_OF_AN_ENGINE = 0.1
 

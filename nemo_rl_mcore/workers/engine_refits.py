@@ -9,10 +9,11 @@ from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.generation.refit.sender import BroadcastRendezvous, EngineLostError, Engines, RefitSettings
 from nemo_rl_mcore.generation.refit.verification import Digests, of_all
-from nemo_rl_mcore.workers.cluster import Placement, RayCluster
+from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.engine_fleet import EngineFleet, StartedEngine
 from nemo_rl_mcore.workers.engine_placement import transport_of
 from nemo_rl_mcore.workers.failures import Call, WorkerError
+from nemo_rl_mcore.workers.placement import Placement
 from nemo_rl_mcore.workers.ray_engines import RayEngines
 
 

@@ -18,6 +18,7 @@ from nemo_rl_mcore.generation.engine import (
 )
 from nemo_rl_mcore.workers.engine_fleet import HEALTH_S, EngineFleet, StartedEngine
 from nemo_rl_mcore.workers.failures import Call, RankFailure
+from nemo_rl_mcore.workers.rank_calls import failure_of
 
 _LOOK_EVERY_S = 1.0
 
@@ -49,7 +50,7 @@ class EngineRequests:
             engine.actor.cancel.remote(ticket)
             raise
         except RayError as error:
-            failure = RankFailure(engine.number, engine.identity, error)
+            failure = failure_of(engine.number, engine.identity, error)
             raise await self._failed(engine, failure) from None
         finally:
             del self._asked[ticket]

@@ -23,6 +23,7 @@ from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.environment import rank_environment
 from nemo_rl_mcore.workers.failures import RankFailure, RankIdentity, stderr_tail
 from nemo_rl_mcore.workers.rank_actor import identity_of_this_process
+from nemo_rl_mcore.workers.rank_calls import failure_of
 
 _STACK_AT = 0.9
 """Share of the deadline after which a process writes to its standard error where it stands."""
@@ -117,7 +118,7 @@ class EnvironmentActor:
             raise EnvironmentFailedError(late, self, lost=True, details=self._stderr())
         if (error := answer.exception()) is None:
             return answer.result()
-        raise self._failure(RankFailure(self.number, self._identity, error))
+        raise self._failure(failure_of(self.number, self._identity, error))
 
     def _failure(self, failure: RankFailure) -> Exception:
         if failure.died:

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray.exceptions import RayTaskError
-
 from nemo_rl_mcore.errors import PeerLostError, RanksFailedError
 
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
@@ -86,22 +84,18 @@ class WorkerError(RanksFailedError):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What one rank reported: an exception that it raised, or its death; lost_node: its machine, if that is gone."""
+    """What one rank reported: an exception that it raised, or its death.
+
+    report: all that is known, with the traceback. cause: the exception as the rank raised it. died: the process is
+    gone, as opposed to a method that raised. lost_node: its machine, if that is gone.
+    """
 
     rank: int
     identity: RankIdentity
-    error: BaseException
+    report: str
+    cause: BaseException | None = None
+    died: bool = True
     lost_node: str | None = None
-
-    @property
-    def died(self) -> bool:
-        """Whether the process is gone, as opposed to a method that raised."""
-        return not isinstance(self.error, RayTaskError)
-
-    @property
-    def cause(self) -> BaseException | None:
-        """The exception as the rank raised it."""
-        return self.error.cause if isinstance(self.error, RayTaskError) else None
 
     @property
     def is_of_a_peer(self) -> bool:
@@ -118,8 +112,8 @@ class RankFailure:
         return self.details().splitlines()[-1].strip()
 
     def details(self) -> str:
-        """Everything that Ray knows, with the remote traceback, without terminal codes."""
-        plain = _TERMINAL_CODES.sub("", str(self.error)).split(_RAY_ADVICE)[0]
+        """Everything that is known, with the traceback of the rank, without terminal codes."""
+        plain = _TERMINAL_CODES.sub("", self.report).split(_RAY_ADVICE)[0]
         return _CARETS_ONLY.sub("", plain).strip()
 
 
@@ -213,8 +207,8 @@ class Stall:
         """The failure of a rank whose machine is gone."""
         if self.lost_node is None or self.identity is None:
             return None
-        error = ConnectionRefusedError("the Ray server of its machine does not listen any more")
-        return RankFailure(self.rank, self.identity, error, self.lost_node)
+        report = "the Ray server of its machine does not listen any more"
+        return RankFailure(self.rank, self.identity, report, lost_node=self.lost_node)
 
 
 def hung_first(stalls: Sequence[Stall]) -> list[Stall]:

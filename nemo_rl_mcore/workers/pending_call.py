@@ -14,7 +14,6 @@ from nemo_rl_mcore.signals import deferred_stop_signals
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import (
     Call,
-    RankFailure,
     RankIdentity,
     Stall,
     WorkerError,
@@ -23,7 +22,7 @@ from nemo_rl_mcore.workers.failures import (
     identity_in,
     root_cause,
 )
-from nemo_rl_mcore.workers.rank_calls import Ended, RankCalls
+from nemo_rl_mcore.workers.rank_calls import Ended, RankCalls, failure_of
 
 # Python hears of signals between two waits, and of two signals that came during one it hears once.
 _WAKE_EVERY_S = 0.2
@@ -152,8 +151,7 @@ class PendingCall:
         """What went wrong; ranks that do not return are killed."""
         calls, ranks, call = self._calls, self._ranks, self._call
         failures = [
-            RankFailure(ranks.first + rank, self._identity(rank, error), error)
-            for rank, error in calls.errors
+            failure_of(ranks.first + rank, self._identity(rank, error), error) for rank, error in calls.errors
         ]
         # Ranks that all answered, if only by raising, still serve: an open train step can be aborted.
         usable = not calls.waiting and not any(failure.died for failure in failures)

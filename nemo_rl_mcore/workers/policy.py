@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from nemo_rl_mcore.config import PolicyConfig, Role, checked
+from nemo_rl_mcore.config import PolicyConfig, Role, RunConfig, checked
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.token_budget import split_balanced
@@ -20,11 +20,15 @@ from nemo_rl_mcore.generation.refit.verification import Digests
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.train_step import TrainStepError
-from nemo_rl_mcore.workers.cluster import Placement, RayCluster
 from nemo_rl_mcore.workers.environment import hub_token
 from nemo_rl_mcore.workers.failures import WorkerError
+from nemo_rl_mcore.workers.one_process import InProcessRank, OneProcess
+from nemo_rl_mcore.workers.placement import Placement
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
-from nemo_rl_mcore.workers.worker_group import RayWorkerGroup, WorkerGroup
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.workers.cluster import RayCluster
+    from nemo_rl_mcore.workers.worker_group import WorkerGroup
 
 _ANSWERS_S = 10.0
 _NOBODY: Collection[int] = ()
@@ -37,7 +41,7 @@ class Policy:
     trained, temperature, verify_checksums, journal: see `MegatronPolicyWorker`.
     name: what errors call it, such as "teacher".
     colocated_with: another one, whose machines and GPUs this one shares.
-    group: what makes the ranks, from the arguments of `RayWorkerGroup`.
+    group: what makes the ranks, from the arguments of `RayWorkerGroup`, which is the default for a session.
 
     Raises WorkerError, naming the rank, when a rank fails or dies. A batch that the model or the loss cannot take is a
     ValueError by key and row, and nothing of it is sent.
@@ -46,7 +50,7 @@ class Policy:
     def __init__(
         self,
         config: PolicyConfig,
-        cluster: RayCluster,
+        cluster: RayCluster | OneProcess,
         *,
         seed: int,
         init_reference_model: bool = False,
@@ -57,13 +61,13 @@ class Policy:
         verify_checksums: bool = True,
         journal: str | None = None,
         name: str = "policy",
-        group: Callable[..., WorkerGroup] = RayWorkerGroup,
+        group: Callable[..., WorkerGroup] | None = None,
     ) -> None:
         self._config = checked(PolicyConfig, config, only_read=not trained)
         self._cluster, self._colocated_with = cluster, colocated_with
         self._check = BatchCheck.of(config)
         self._start_workers = partial(
-            group,
+            group or _group_at(cluster),
             MegatronPolicyWorker,
             cluster,
             (config,),
@@ -313,3 +317,35 @@ class Policy:
     def _next_call(self, method: str) -> str:
         self._calls[method] = self._calls.get(method, 0) + 1
         return f"call {self._calls[method]}"
+
+
+def _group_at(cluster: RayCluster | OneProcess) -> Callable[..., WorkerGroup]:
+    if isinstance(cluster, OneProcess):
+        return InProcessRank
+    from nemo_rl_mcore.workers.worker_group import RayWorkerGroup  # brings in Ray
+
+    return RayWorkerGroup
+
+
+def open_place(config: RunConfig, *, engines: bool = False) -> OneProcess | RayCluster:
+    """Return where the ranks of a command that trains nothing run: here, if one rank is all there is.
+
+    engines: whether it starts engines apart from the ranks. A cluster at RAY_ADDRESS is used where there is one.
+    """
+    if config.cluster.world_size == 1 and not engines and not os.environ.get("RAY_ADDRESS"):
+        return OneProcess(config.cluster)
+    from nemo_rl_mcore.workers.cluster import RayCluster  # brings in Ray
+
+    return RayCluster(config.cluster)
+
+
+def start_frozen(config: RunConfig, cluster: OneProcess | RayCluster) -> Policy:
+    """The policy with the weights that it starts from, which nothing will train."""
+    return Policy(
+        config.policy,
+        cluster,
+        seed=config.seed,
+        temperature=config.logprob_temperature,
+        trained=False,
+        verify_checksums=config.checkpointing.verify_checksums,
+    )

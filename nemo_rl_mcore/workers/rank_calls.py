@@ -13,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from nemo_rl_mcore.activity import Progress
 from nemo_rl_mcore.signals import current_stop_signals
+from nemo_rl_mcore.workers.failures import RankFailure, RankIdentity
 from nemo_rl_mcore.workers.rank_actor import Health
 
 _LOOK_EVERY_S = 1.0
@@ -192,3 +193,9 @@ class RankCalls:
                 self._failed_at = time.monotonic()
             self.errors.append((rank, error))
         del self._refs[ref]  # last: a Ctrl-C before it has the answer taken once more
+
+
+def failure_of(rank: int, identity: RankIdentity, error: BaseException) -> RankFailure:
+    """Return what Ray reports of a rank."""
+    raised = isinstance(error, RayTaskError)
+    return RankFailure(rank, identity, str(error), error.cause if raised else None, died=not raised)

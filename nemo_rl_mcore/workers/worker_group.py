@@ -12,9 +12,10 @@ from typing import Any, Protocol, Self
 import ray
 
 from nemo_rl_mcore.signals import deferred_stop_signals
-from nemo_rl_mcore.workers.cluster import Placement, RankSlot, RayCluster
+from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import Call, RankIdentity
 from nemo_rl_mcore.workers.pending_call import GroupInUseError, PendingCall, Ranks
+from nemo_rl_mcore.workers.placement import Placement, RankSlot
 from nemo_rl_mcore.workers.rank_actor import Construction, actor_class
 from nemo_rl_mcore.workers.tensor_transport import use_arrays_for_tensors
 
@@ -22,7 +23,7 @@ _MASTER_ADDRESS, _MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 
 
 class WorkerGroup(Protocol):
-    """What `Policy` asks of its ranks; see `RayWorkerGroup`, which is the one that runs."""
+    """What `Policy` asks of its ranks; see `RayWorkerGroup`, and `InProcessRank` for a single one."""
 
     @property
     def placement(self) -> Placement:

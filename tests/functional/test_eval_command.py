@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hidden_packages import HIDE
 from processes import ProcessWatch
 
 pytestmark = pytest.mark.stage("distributed")
@@ -17,12 +18,16 @@ RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
 FILES = ("digits.jsonl", "results.json")
 
 
-def start(watch, *arguments, folder):
-    command = [sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"]
+def start(watch, *arguments, folder, first="", **environment):
+    command = [
+        sys.executable,
+        "-c",
+        f"{first}\nimport sys; from nemo_rl_mcore.cli import main; sys.exit(main())",
+    ]
     return subprocess.Popen(
         [*command, *map(str, arguments)],
         cwd=folder,
-        env={**os.environ, **watch.environment},
+        env={**os.environ, **environment, **watch.environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -30,10 +35,10 @@ def start(watch, *arguments, folder):
     )
 
 
-def run(*arguments, folder, end=None):
-    """Status, output and errors; `end` is called with the process once it runs."""
+def run(*arguments, folder, end=None, **options):
+    """Status, output and errors; `end` is called with the process once it runs. options: see `start`."""
     watch = ProcessWatch()
-    with start(watch, *arguments, folder=folder) as process:
+    with start(watch, *arguments, folder=folder, **options) as process:
         watch.follow(process.pid)
         try:
             if end is not None:
@@ -131,3 +136,49 @@ def test_generate_answers_a_file_by_a_folder_without_a_recipe(tmp_path):
         1,
         "the run stopped: --output 'answers.jsonl' exists already; name another file\n",
     )
+
+
+_IN_A_SESSION = """
+from nemo_rl_mcore import evaluate, export, generate
+from nemo_rl_mcore.workers.cluster import RayCluster
+for command in (evaluate, export, generate):
+    command.open_place = lambda config, **_: RayCluster(config.cluster)
+"""
+
+
+def test_one_rank_in_the_one_process_gives_what_one_of_a_session_gives(tmp_path):
+    (tmp_path / "hiding").mkdir()
+    (tmp_path / "hiding/sitecustomize.py").write_text(HIDE)
+    path = os.pathsep.join(filter(None, [str(tmp_path / "hiding"), os.environ.get("PYTHONPATH")]))
+    ways = {"here": {"PYTHONPATH": path, "HIDDEN": "ray"}, "session": {"first": _IN_A_SESSION}}
+    rows = [{"input": f"{value}>", "output": str(value)} for value in range(100, 116)]
+    (tmp_path / "digits.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "recipe.yaml").write_text(
+        f"defaults: {RECIPE}\ngrpo: {{max_num_steps: 1, val_period: 0, val_at_end: false}}\n"
+        "cluster: {cpu_workers_per_node: 1}\nlogger: {log_dir: run, tensorboard_enabled: false}\n"
+        "checkpointing: {enabled: true, checkpoint_dir: saved, save_period: 1}\n"
+        "eval: {sets: {digits: {data_path: digits.jsonl}}, num_tests_per_prompt: 2, temperature: 1.0}\n"
+    )
+    trained = run("grpo", "--config", "recipe.yaml", folder=tmp_path)
+    assert trained[0] == 0, trained
+    weights = ("--checkpoint", "saved/step_1")
+    for way, options in ways.items():
+        for asked in (
+            ("export", *weights, "--output", f"{way}/hf"),
+            ("generate", *weights, "--samples", 2, "--output", f"{way}/answers.jsonl"),
+            ("eval", "--config", "recipe.yaml", *weights, f"eval.save_path={way}/eval"),
+        ):
+            (tmp_path / way).mkdir(exist_ok=True)
+            status, _, errors = run(*asked, folder=tmp_path, **options)
+            assert (status, errors) == (0, "")
+    here, session = (_files(tmp_path / way) for way in ways)
+    assert here == session
+    assert {"hf/model.safetensors", "answers.jsonl", "eval/digits.jsonl", "eval/results.json"} <= here.keys()
+
+
+def _files(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }

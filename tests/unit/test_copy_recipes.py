@@ -8,6 +8,7 @@ import pytest
 from nemo_rl_mcore import cli
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.shipped import SHIPPED, shipped_names, shipped_recipe
+from nemo_rl_mcore.config.sources import read_recipe
 
 CONFIGS = Path(__file__).parents[2] / "examples/configs"
 
@@ -71,37 +72,49 @@ def test_the_list_names_every_recipe(capsys):
 
 
 @pytest.mark.stage("docs")
-@pytest.mark.smoke("grpo_copy_cpu.yaml", "quickstart/grpo_7B_8gpu.yaml")
+@pytest.mark.smoke("grpo_copy_cpu.yaml", "quickstart/dpo_cpu.yaml", "recipes/variants/rloo_cpu.yaml")
 @pytest.mark.parametrize("name", shipped_names())
-def test_a_copy_means_what_the_original_means(name, empty_folder, capsys):
+def test_a_copy_means_what_the_original_means_and_needs_nothing_of_the_package(name, empty_folder, capsys):
     assert cli.main(["recipes", "copy", name, "copies"]) == 0
-    copy = empty_folder / "copies" / Path(name).name
-    assert str(copy.relative_to(empty_folder)) in capsys.readouterr().out.splitlines()
-    assert _without_places(load_config(copy)) == _without_places(load_config(CONFIGS / name))
+    copies = empty_folder / "copies"
+    printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert printed == sorted(path.relative_to(empty_folder) for path in copies.rglob("*.yaml"))
+    assert all(path.is_relative_to(copies) for path in read_recipe(copies / name).files)
+    copy, original = load_config(copies / name).model_dump(), load_config(SHIPPED / name).model_dump()
+    assert copy == _moved(original, SHIPPED, copies)
+    assert str(SHIPPED) not in str(copy)
 
 
-def _without_places(config):
-    """The recipe, each path of this machine by its name alone."""
-
-    def named(node):
-        if isinstance(node, dict):
-            return {key: named(value) for key, value in node.items()}
-        return Path(node).name if isinstance(node, str) and Path(node).is_absolute() else node
-
-    return named(config.model_dump())
+def _moved(node, old, new):
+    """The recipe, with the paths below one folder below the other."""
+    if isinstance(node, dict):
+        return {key: _moved(value, old, new) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(_moved(value, old, new) for value in node)
+    return node.replace(str(old), str(new)) if isinstance(node, str) else node
 
 
-def test_a_folder_is_copied_whole(empty_folder):
+def test_a_folder_is_copied_whole_with_the_parents_above_it(empty_folder):
     assert cli.main(["recipes", "copy", "quickstart"]) == 0
     compared = filecmp.dircmp(CONFIGS / "quickstart", empty_folder / "quickstart", ignore=["__pycache__"])
-    assert (compared.left_only, compared.right_only) == ([], [])
+    assert (compared.left_only, compared.right_only, compared.diff_files) == ([], [], [])
+    above = {path.name for path in empty_folder.iterdir()}
+    assert above == {"quickstart", "grpo_copy_cpu.yaml", "grpo_math_7B.yaml"}
     config = load_config("quickstart/sft_cpu.yaml")
     assert Path(config.policy.tokenizer.name) == empty_folder / "quickstart/tokenizer"
 
 
-def test_nothing_is_overwritten(empty_folder, capsys):
+def test_a_parent_that_is_there_stays_where_it_is_the_same(empty_folder, capsys):
+    assert cli.main(["recipes", "copy", "grpo_copy_cpu"]) == 0
+    assert cli.main(["recipes", "copy", "sft_cpu"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["grpo_copy_cpu.yaml", "sft_cpu.yaml"]
+    assert cli.main(["recipes", "copy", "sft_cpu"]) == 2
+
+
+@pytest.mark.parametrize("name", ["grpo_copy_cpu", "quickstart"])
+def test_nothing_is_overwritten(name, empty_folder, capsys):
     (empty_folder / "grpo_copy_cpu.yaml").write_text("mine")
-    assert cli.main(["recipes", "copy", "grpo_copy_cpu"]) == 2
+    assert cli.main(["recipes", "copy", name]) == 2
     assert "DEST: grpo_copy_cpu.yaml is there" in capsys.readouterr().err
     assert [path.name for path in empty_folder.iterdir()] == ["grpo_copy_cpu.yaml"]
 

@@ -10,6 +10,7 @@ from nemo_rl_mcore import export, launch
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.observability.ending import exit_status
 from nemo_rl_mcore.signals import current_stop_signals, deferred_stop_signals
 
 RECIPE = "examples/configs/grpo_copy_cpu.yaml"
@@ -41,7 +42,7 @@ def test_a_signal_has_its_status_and_one_line(capsys, number, status, word):
             stop.add_note("step 3 is saved")
             raise
 
-    assert launch.exit_status(run, lambda: "and this was left") == status
+    assert exit_status(run, lambda: "and this was left") == status
     assert capsys.readouterr() == ("", f"{word}; step 3 is saved; and this was left\n")
 
 
@@ -50,7 +51,7 @@ def test_the_limit_of_time_is_no_failure(capsys):
         current_stop_signals().time_is_up = True
         raises(KeyboardInterrupt(), "step 3 is saved")()
 
-    assert launch.exit_status(run) == 0
+    assert exit_status(run) == 0
     assert capsys.readouterr() == (
         "time is up (checkpointing.checkpoint_must_save_by); step 3 is saved\n",
         "",
@@ -75,13 +76,13 @@ def test_a_failure_that_had_to_wait_for_a_stop_is_told_whole(capsys, of_time, st
             stop.add_note("step 3 is saved")
             raise
 
-    assert launch.exit_status(run) == status
+    assert exit_status(run) == status
     told = f"{how}; step 3 is saved\nthe run stopped: rank 1 died\nand this is why\n"
     assert capsys.readouterr() == ("", told)
 
 
 def test_a_failure_is_told_with_what_is_kept(capsys):
-    assert launch.exit_status(raises(RunStoppedError("rank 1 died"), "step 3 is saved")) == 1
+    assert exit_status(raises(RunStoppedError("rank 1 died"), "step 3 is saved")) == 1
     assert capsys.readouterr().err == "the run stopped: rank 1 died\nstep 3 is saved\n"
 
 

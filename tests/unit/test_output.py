@@ -20,7 +20,7 @@ FOREIGN = (
 )
 INTERRUPTED = """
 import os, signal, sys
-from nemo_rl_mcore.launch import exit_status
+from nemo_rl_mcore.observability.ending import exit_status
 from nemo_rl_mcore.output import write_line
 def run():
     sys.stdin.read()

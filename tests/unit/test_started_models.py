@@ -10,6 +10,7 @@ from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.config import Role, load_config
 from nemo_rl_mcore.observability import RunRecorder
 from nemo_rl_mcore.preflight.saved_run import recipe_text
+from nemo_rl_mcore.workers import policy
 
 EXEMPLARS = Path(__file__).parents[2] / "examples/configs"
 
@@ -55,9 +56,11 @@ class NoCluster:
 @pytest.fixture(autouse=True)
 def started(monkeypatch):
     built.clear()
-    monkeypatch.setattr(launch, "Policy", Started)
-    for module in (launch, generate, export):
-        monkeypatch.setattr(module, "RayCluster", NoCluster)
+    for module in (launch, policy):
+        monkeypatch.setattr(module, "Policy", Started)
+    monkeypatch.setattr(launch, "RayCluster", NoCluster)
+    for module in (generate, export):
+        monkeypatch.setattr(module, "open_place", lambda config: NoCluster(config.cluster))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from ray.util.placement_group import PlacementGroup
 from nemo_rl_mcore.config import ClusterConfig, GenerationConfig
 from nemo_rl_mcore.config.vllm import ColocatedConfig
 from nemo_rl_mcore.generation.engine import EngineKind
-from nemo_rl_mcore.workers.cluster import Placement, RayCluster
+from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.engine_placement import place_engines, transport_of
+from nemo_rl_mcore.workers.placement import Placement
 
 GPUS = tuple(f"GPU-{number}" for number in range(8))
 

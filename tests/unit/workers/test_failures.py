@@ -15,15 +15,16 @@ from nemo_rl_mcore.workers.failures import (
     root_cause,
     stderr_tail,
 )
+from nemo_rl_mcore.workers.rank_calls import failure_of
 
 
 def raised(rank: int, error: Exception) -> RankFailure:
     report = RayTaskError("train()", f"Traceback\n  frame\n{type(error).__name__}: {error}", error)
-    return RankFailure(rank, RankIdentity("node7", 40 + rank, f"worker{rank}"), report)
+    return failure_of(rank, RankIdentity("node7", 40 + rank, f"worker{rank}"), report)
 
 
 def died(rank: int) -> RankFailure:
-    return RankFailure(rank, RankIdentity("node7", 40 + rank, f"worker{rank}"), ActorDiedError())
+    return failure_of(rank, RankIdentity("node7", 40 + rank, f"worker{rank}"), ActorDiedError())
 
 
 def hung(rank: int) -> Stall:

@@ -11,8 +11,8 @@ from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
 from nemo_rl_mcore.workers import worker_group
-from nemo_rl_mcore.workers.cluster import RankSlot
 from nemo_rl_mcore.workers.failures import WorkerError
+from nemo_rl_mcore.workers.placement import RankSlot
 from nemo_rl_mcore.workers.policy import Policy
 from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 

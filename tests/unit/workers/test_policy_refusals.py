@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from nemo_rl_mcore.config import ClippedPGLossConfig, load_config
+from nemo_rl_mcore.config import ClippedPGLossConfig, ConfigError, PolicyConfig, load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.training.train_step import TrainStepError
 from nemo_rl_mcore.workers.policy import Policy
+from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 
 LOSS = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
 
@@ -97,3 +98,35 @@ def test_prompts_that_leave_no_room_for_a_response_are_refused_before_they_are_s
     data = batch(input_ids=torch.ones(4, longest).long(), input_lengths=torch.tensor([1, 1, longest, 1]))
     with pytest.raises(ValueError, match=f"row 2 has a prompt of {longest} tokens"):
         policy.generate(data, step=1, stop_ids=[1], greedy=True)
+
+
+FUSED = "megatron_cfg.use_fused_linear_logprobs"
+OVERLAP = "megatron_cfg.distributed_data_parallel_config.overlap_param_gather"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [MegatronPolicyWorker, lambda policy: Policy(policy, None, seed=0, group=Ranks)],
+    ids=["worker", "policy"],
+)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("megatron_cfg.context_parallel_size", 2),
+        ("sequence_packing.enabled", True),
+        ("generation.top_k", 5),
+        ("generation.top_p", 0.9),
+        (OVERLAP, True),
+    ],
+)
+def test_the_guardrails_of_fused_logprobs_hold_without_a_recipe(make, key, value):
+    tree = load_config("examples/configs/grpo_copy_cpu.yaml").policy.model_dump()
+    section = tree
+    *sections, last = key.split(".")
+    for name in sections:
+        section = section[name]
+    section[last] = value
+    with pytest.raises(ConfigError) as caught:
+        make(PolicyConfig(**tree))
+    (problem,) = [problem for problem in caught.value.problems if problem.path == FUSED]
+    assert key in problem.related
