@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from meeting_runs import NoCluster, _Groups, run
 
-from nemo_rl_mcore import evaluate, export, launch
+from nemo_rl_mcore import evaluate, export
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.preflight.evaluation import as_evaluated
 from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
+from nemo_rl_mcore.workers import policy
 from nemo_rl_mcore.workers.policy import Policy
 
 RECIPE = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
@@ -51,9 +52,9 @@ def write_recipe(folder, base, more=""):
 def groups(ranks, monkeypatch):
     """The ranks of the models that are started."""
     groups = _Groups(ranks(1))
-    monkeypatch.setattr(launch, "Policy", partial(Policy, group=groups))
+    monkeypatch.setattr(policy, "Policy", partial(Policy, group=groups))
     for module in (evaluate, export):
-        monkeypatch.setattr(module, "RayCluster", Session)
+        monkeypatch.setattr(module, "open_place", lambda config, **_: Session(config.cluster))
     return groups
 
 

@@ -7,6 +7,7 @@ import yaml
 
 from nemo_rl_mcore import launch
 from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.observability.ending import EXIT_FAILED
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import load_recipe_of
 from nemo_rl_mcore.preflight.saved_run import recipe_text
@@ -174,7 +175,7 @@ def test_answers_that_only_the_parser_can_judge_stop_the_run_before_ray(recipe, 
     rows = [{"input": f"{n}>", "output": n} for n in range(40)]
     held_out = [*rows[:1], {"input": "1>", "output": "1/0"}]
     bad = [*rows, {"input": "9>", "output": "#"}]
-    assert launch.run(recipe("grpo", SAMPLED | VALIDATED, bad, held_out, math={})) == launch.EXIT_FAILED
+    assert launch.run(recipe("grpo", SAMPLED | VALIDATED, bad, held_out, math={})) == EXIT_FAILED
     said = capsys.readouterr().err
     assert f"{tmp_path}/recipe.yaml.train.jsonl:41: the answer '#' holds no expression" in said
     assert f"{tmp_path}/recipe.yaml.validation.jsonl:2: the answer '1/0' does not equal itself" in said
@@ -186,7 +187,7 @@ def test_answers_that_only_the_parser_can_judge_stop_the_run_before_ray(recipe, 
 def test_recipes_that_are_run_first_stop_the_run_before_ray(recipe, no_cluster, capsys, tmp_path):
     recipe("sft", GIVEN | VALIDATED, [{"input": "1>", "output": "#"}] * 300, math={}, file="first.yaml")
     config = recipe("grpo", SAMPLED, solutions(40), warm_start=str(tmp_path / "first.yaml"))
-    assert launch.run(config) == launch.EXIT_FAILED
+    assert launch.run(config) == EXIT_FAILED
     assert "first.yaml.validation.jsonl:1: the answer '#' holds no expression" in capsys.readouterr().err
 
 
@@ -195,7 +196,7 @@ def test_a_class_is_asked_for_its_first_step(recipe, no_cluster, capsys):
     config = recipe("grpo", SAMPLED, solutions(40))
     own = {"dataset_name": "custom", "type": "custom_parts:Counting", "train": None, "validation": None}
     config = config.model_copy(update={"data": config.data.model_copy(update=own)})
-    assert launch.run(config) == launch.EXIT_FAILED
+    assert launch.run(config) == EXIT_FAILED
     said = capsys.readouterr().err
     assert "env.math.gold: prompt 42000: the answer '0' has no answer behind '####'" in said
     assert "11 more answers" in said
