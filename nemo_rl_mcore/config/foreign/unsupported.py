@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from nemo_rl_mcore.config.base import Problem, join_path
-from nemo_rl_mcore.config.foreign.judgement import Judgement, Tree, shown
+from nemo_rl_mcore.config.base import Problem, Tree, join_path
+from nemo_rl_mcore.config.foreign.judgement import Judgement, shown
 from nemo_rl_mcore.config.foreign.of_policy import OF_POLICY
 from nemo_rl_mcore.config.foreign.of_runs import OF_RUNS
 
