@@ -25,14 +25,16 @@ def recipe_of_nemo_rl(tree: Tree, file: Path | None, overridden: Collection[str]
     keys = list(dict.fromkeys(foreign_keys(tree)))
     if not keys:
         return None
-    named = ", ".join(keys[:_NAMED]) + (", ..." if len(keys) > _NAMED else "")
     migrate = f"run `nemo-rl-mcore migrate {file}`, or give --migrate to check and {kind_of(tree).algorithm}"
-    if len(keys) > _NAMED:
-        what = f"is a recipe of NeMo RL: {len(keys)} of its keys are not ours ({named})"
-        return Problem(str(file), what, migrate, tuple(keys))
     typed = file is None or all(key in overridden for key in keys)
-    what = f"is of NeMo RL, and no key of ours ({len(keys)} such: {named})"
-    remedy = "remove it" if typed else f"remove it or, if the recipe is NeMo RL's, {migrate}"
+    if len(keys) > _NAMED and not typed:
+        named = ", ".join(keys[:_NAMED])
+        what = f"is a recipe of NeMo RL: {len(keys)} of its keys are not ours ({named}, ...)"
+        return Problem(str(file), what, migrate, tuple(keys))
+    others = f"; so are {', '.join(keys[1:])}" if keys[1:] else ""
+    what = f"is a key of NeMo RL, and none of ours{others}"
+    remove = "remove them" if others else "remove it"
+    remedy = remove if typed else f"{remove} or, if the recipe is NeMo RL's, {migrate}"
     return Problem(keys[0], what, remedy, tuple(keys))
 
 

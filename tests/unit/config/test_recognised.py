@@ -67,13 +67,20 @@ def test_a_few_of_their_keys_in_a_recipe_of_ours_are_named_with_their_line(exemp
     assert [*problem.related] == keys or len(problem.related) == keys
     assert problem.path == problem.related[0]
     assert problem.where == f"{mine}:2"
-    assert problem.remedy.startswith("remove it or")
+    assert problem.remedy.startswith("remove ")
     assert f"migrate {mine}" in problem.remedy
 
 
-def test_one_on_the_command_line_is_removed_there(exemplar):
-    problem = problem_of(exemplar, "+policy.draft.enabled=true")
-    assert (problem.path, problem.where) == ("policy.draft.enabled", "command line")
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        ("+policy.draft.enabled=true", "policy.draft.enabled"),
+        ("+async_rl={a: 1, b: 2, c: 3, d: 4}", "async_rl.a"),
+    ],
+)
+def test_those_on_the_command_line_are_removed_there(exemplar, override, path):
+    problem = problem_of(exemplar, override)
+    assert (problem.path, problem.where) == (path, "command line")
     assert "migrate" not in problem.remedy
 
 
