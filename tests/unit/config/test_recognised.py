@@ -7,7 +7,9 @@ import pytest
 from nemo_rl_mcore.cli import main
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.foreign.known_keys import listed_keys
 from nemo_rl_mcore.config.foreign.recognised import foreign_keys
+from nemo_rl_mcore.config.migration.draft import ONLY_OURS
 from nemo_rl_mcore.config.migration.migrate import load_migrated
 from nemo_rl_mcore.preflight.saved_run import recipe_text
 
@@ -136,6 +138,10 @@ def test_a_key_of_ours_alone_stands():
     config = load_migrated(TINY, ["data.overlong=error"]).config
     assert config is not None
     assert (config.data.apply_chat_template, config.data.overlong) == (False, "error")
+
+
+def test_keys_of_ours_alone_are_none_of_theirs():
+    assert not {*ONLY_OURS} & {*listed_keys()}
 
 
 def test_what_does_not_carry_over_ends_the_command_unless_an_override_settles_it(capsys):
