@@ -112,6 +112,11 @@ def _add_command(commands: Any, name: str, purpose: str) -> argparse.ArgumentPar
 
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", required=True, metavar="FILE", help="the recipe, a YAML file")
+    command.add_argument(
+        "--migrate",
+        action="store_true",
+        help="the recipe is one of NeMo RL: migrate it first, and print what changes",
+    )
 
 
 def _add_check(commands: Any) -> None:

@@ -61,11 +61,18 @@ def run_command(arguments: Sequence[str] | None) -> int:
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
     if options.command in _OVER_WEIGHTS:
         return _load_over_weights(options, overrides), ()
-    config, warnings = load_with_warnings(_recipe(options), overrides)
+    load = _migrated if getattr(options, "migrate", False) else load_with_warnings
+    config, warnings = load(_recipe(options), overrides)
     if options.command in RUN_CONFIGS and options.command != config.algorithm:
         what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
         raise ConfigError([Problem(options.config, what, f"call nemo-rl-mcore {config.algorithm}")])
     return config, warnings
+
+
+def _migrated(recipe: str, overrides: Sequence[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
+    from nemo_rl_mcore.config.migration.command import run_in_memory
+
+    return run_in_memory(recipe, overrides)
 
 
 def _load_over_weights(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:

@@ -1,9 +1,9 @@
 """Configurations of the loops that sample, and of the advantage estimators."""
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.config.base import (
@@ -183,7 +183,9 @@ class GRPOConfig(EpisodesConfig):
     """Shorthand for adv_estimator.use_leave_one_out_baseline, which is the value that is read."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     """How rewards become advantages."""
-    async_grpo: AsyncGRPOConfig = AsyncGRPOConfig()
+    async_grpo: Annotated[AsyncGRPOConfig, BeforeValidator(lambda given: {} if given is None else given)] = (
+        AsyncGRPOConfig()
+    )
     """Sampling beside training."""
 
     @property

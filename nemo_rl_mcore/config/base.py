@@ -90,6 +90,17 @@ def _problems_inside(value: object, path: str) -> Iterator[Problem]:
             yield from _problems_inside(one, join_path(path, str(key)))
 
 
+Tree = dict[str, object]
+"""A recipe, or a section of one, before it is checked."""
+
+
+def value_at(tree: object, path: str) -> object:
+    """Return the value at a path, or null where the path ends early."""
+    for key in path.split("."):
+        tree = cast("Tree", tree).get(key) if isinstance(tree, dict) else getattr(tree, key, None)
+    return tree
+
+
 def join_path(prefix: str, key: str) -> str:
     """Join two dotted YAML paths; either may be empty."""
     return f"{prefix}.{key}" if prefix and key else prefix or key

@@ -27,9 +27,7 @@ from pydantic import (
     model_serializer,
 )
 
-from nemo_rl_mcore.config.base import StrictModel, absolute_path, join_path, tuple_from_list
-
-Tree = dict[str, object]
+from nemo_rl_mcore.config.base import StrictModel, Tree, absolute_path, join_path, tuple_from_list
 
 SECTION = "environment_values"
 """The key of a saved recipe that holds the digests."""

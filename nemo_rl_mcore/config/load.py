@@ -9,7 +9,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
 from nemo_rl_mcore.config.environment_values import (
     Reference,
     References,
@@ -17,7 +17,7 @@ from nemo_rl_mcore.config.environment_values import (
     read_value,
     without_values,
 )
-from nemo_rl_mcore.config.foreign.judgement import Tree
+from nemo_rl_mcore.config.foreign.recognised import recipe_of_nemo_rl
 from nemo_rl_mcore.config.hf.own_tokenizer import MODEL, TOKENIZER, inherited, other_tokenizer
 from nemo_rl_mcore.config.interpolations import long_chain
 from nemo_rl_mcore.config.master import RunConfig
@@ -38,10 +38,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 def load_with_warnings(
     path: str | Path, overrides: Iterable[str] = ()
 ) -> tuple[RunConfig, tuple[Problem, ...]]:
-    """Load and check a recipe as `load_config` does; give also the keys that it sets in vain.
-
-    They are NeMo RL's, and cost speed or memory alone.
-    """
+    """Load and check a recipe as `load_config` does; give also what is suspicious of it, and not wrong."""
     return _load(read_recipe(path), overrides)
 
 
@@ -51,20 +48,52 @@ def load_recipe(recipe: Recipe, overrides: Iterable[str] = ()) -> RunConfig:
 
 
 def _load(recipe: Recipe, overrides: Iterable[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
+    read = compute(recipe, overrides)
+    if theirs := recipe_of_nemo_rl(read.tree, next(reversed(recipe.files), None), read.overridden):
+        raise ConfigError(read.located([theirs]))
+    return check(read, read.tree)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A recipe after overrides and interpolations: its plain tree, and what is wrong so far.
+
+    overridden: the keys that the command line sets. references: what the environment gave.
+    """
+
+    recipe: Recipe
+    tree: Tree
+    problems: list[Problem]
+    overridden: list[str]
+    references: References
+
+    def located(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Return the problems with where each key was set, and without values from the environment."""
+        shown = [hidden(problem, self.references) for problem in problems]
+        return locate(shown, self.recipe.files, self.overridden)
+
+
+def compute(recipe: Recipe, overrides: Iterable[str]) -> Computed:
+    """Apply overrides, and compute the interpolations."""
     overridden, problems = apply_overrides(recipe.tree, overrides)
     tree, unresolved, references = resolve(recipe.tree)
     # A recipe drops a section of its parent by `section: null`.
-    validated = validate({key: value for key, value in tree.items() if value is not None})
+    kept = {key: value for key, value in tree.items() if value is not None}
+    return Computed(recipe, kept, [*problems, *unresolved], overridden, references)
+
+
+def check(read: Computed, tree: Tree) -> tuple[RunConfig, tuple[Problem, ...]]:
+    """Validate a tree of our keys that was made of a recipe; give also the warnings. Raises ConfigError."""
+    validated = validate(tree)
     # A value that could not be computed is left out of the tree: that it is missing then says nothing new.
-    known = {problem.path for problem in unresolved}
-    problems += [*unresolved, *(problem for problem in validated.problems if problem.path not in known)]
-    warnings, config = list(validated.warnings), validated.config
+    known = {problem.path for problem in read.problems}
+    problems = [*read.problems, *(problem for problem in validated.problems if problem.path not in known)]
+    warnings, config = list[Problem](), validated.config
     if config is not None and (other := _other_tokenizer(config)):
-        (problems if _is_inherited(recipe, overridden) else warnings).append(other)
-    shown = [hidden(problem, references) for problem in problems or warnings]
+        (problems if _is_inherited(read.recipe, read.overridden) else warnings).append(other)
     if problems or config is None:
-        raise ConfigError(locate(shown, recipe.files, overridden))
-    return config.refer(references), tuple(locate(shown, recipe.files, overridden))
+        raise ConfigError(read.located(problems))
+    return config.refer(read.references), tuple(read.located(warnings))
 
 
 def _other_tokenizer(config: RunConfig) -> Problem | None:

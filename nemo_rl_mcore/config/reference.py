@@ -33,18 +33,20 @@ uv run python -m nemo_rl_mcore.config.reference docs/reference
 _UNSUPPORTED_INTRODUCTION = """\
 ## Keys that do nothing here
 
-A recipe may keep such a key at a neutral value, where it changes nothing. What another value does stands in the
-last columns: it is refused with an advice, or, where it costs speed or memory alone, warned of. The table stands in
-`nemo_rl_mcore/config/foreign/`.
+A migration leaves such a key out at a neutral value, where it changes nothing. What another value does stands in the
+last columns: it is refused with an advice, or, where it costs speed or memory alone, left out and reported. The table
+stands in `nemo_rl_mcore/config/foreign/`.
 """
 
 
 _TRANSLATED_INTRODUCTION = """\
 # Keys of NeMo RL
 
+What [`migrate` and `--migrate`](../migrating.md) make of them; a recipe that is run without has none.
+
 ## Keys that have another name here
 
-A recipe may keep these; they fill the key beside them, and `async_rl` makes the run asynchronous.
+They become the key next to them, and `async_rl` makes the run asynchronous.
 """
 
 _PAGES_OF_THEIR_OWN = ("policy.model", "policy.megatron_cfg", "policy.generation")
@@ -123,7 +125,7 @@ def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 def _translated_table() -> str:
     rows = ((f"`{foreign}`", f"`{own}`") for foreign, own in TRANSLATED.items())
-    return _table(("key", "read as"), rows)
+    return _table(("key", "becomes"), rows)
 
 
 def _unsupported_section() -> str:
@@ -132,7 +134,7 @@ def _unsupported_section() -> str:
 
 
 def _unsupported_row(path: str, known: Judgement) -> tuple[str, ...]:
-    otherwise = "" if known.neutral == (ANY,) else "warned of" if known.warns else "refused"
+    otherwise = "" if known.neutral == (ANY,) else "reported" if known.warns else "refused"
     return f"`{path}`", " or ".join(_neutral(value) for value in known.neutral), otherwise, known.remedy
 
 

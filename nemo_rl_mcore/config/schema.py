@@ -9,9 +9,6 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from nemo_rl_mcore.config.base import StrictModel, join_path
-from nemo_rl_mcore.config.foreign.second_models import is_judged_alone, judged_as
-from nemo_rl_mcore.config.foreign.translated import BUFFER, TRANSLATED
-from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED
 from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
 
 Kind = type[RunConfig]
@@ -72,21 +69,9 @@ def field_at(path: str, kind: Kind = GRPOMasterConfig) -> FieldInfo | None:
 
 
 def is_known(path: str, kind: Kind = GRPOMasterConfig) -> bool:
-    """Whether a key exists, has another name here, or is in the table of unsupported keys (or below one of them)."""
-    if is_judged_alone(path) or path == BUFFER:
-        return True
+    """Whether a key exists in the recipes of an algorithm."""
     path = field_path(path, kind)
-    other = judged_as(path)
-    exists = path in fields(kind) or other in fields(kind) or path.endswith(f".{ANY_NAME}")
-    return exists or any(
-        parent in TRANSLATED or parent in UNSUPPORTED for parent in (*_up(path), *_up(other))
-    )
-
-
-def _up(path: str) -> list[str]:
-    """A key and the sections that it stands in."""
-    parts = path.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return path in fields(kind) or path.endswith(f".{ANY_NAME}")
 
 
 def suggestion(path: str, kind: Kind = GRPOMasterConfig) -> str:

@@ -1,17 +1,13 @@
 """From a plain tree to a checked configuration, or to every problem it has."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.foreign.judgement import Tree
-from nemo_rl_mcore.config.foreign.second_models import screen_second_models
-from nemo_rl_mcore.config.foreign.translated import Translation, translate
-from nemo_rl_mcore.config.foreign.unsupported import Screened, screen
+from nemo_rl_mcore.config.base import Problem, Tree
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.rules import run_problems
@@ -30,46 +26,33 @@ from nemo_rl_mcore.config.schema import (
 
 @dataclass(frozen=True)
 class Validated:
-    """The configuration, None where there are problems; and what it asks for that does nothing."""
+    """The configuration, None where there are problems."""
 
     config: RunConfig | None
     problems: list[Problem]
-    warnings: list[Problem]
 
 
 def validate(written: Tree) -> Validated:
     """Check fields first, then what goes together; a wrong field does not hide the problems of the others."""
     kind = kind_of(written)
     tree, unread = with_pretrained_model(written)
-    translation, screened = to_own_keys(written, tree, kind.algorithm)
-    kept = translation.tree
-    problems = [*screened.problems, *unread, *translation.problems]
+    problems = [*unread]
     for problem in unread:  # already reported; construction would read it once more
-        cast("Tree", kept[problem.path.partition(".")[0]]).pop("model_name", None)
+        cast("Tree", tree[problem.path.partition(".")[0]]).pop("model_name", None)
     try:
-        config = kind.model_validate(kept)
+        config = kind.model_validate(tree)
     except ValidationError as error:
-        translated = (_translate(details, kept, kind) for details in error.errors(include_url=False))
+        translated = (_translate(details, tree, kind) for details in error.errors(include_url=False))
         field_problems = list(dict.fromkeys(translated))  # a union says it once for each of its branches
         # A model that could not be read is missing for that reason alone.
         problems += [problem for problem in field_problems if not (unread and problem.path == _MODEL)]
-        config = _stand_in(kept, kind)
+        config = _stand_in(tree, kind)
     else:
         field_problems = []
     if config is not None:
         wrong = {problem.path for problem in [*field_problems, *unread]} | _meant(field_problems, kind)
         problems += [problem for problem in run_problems(config) if not _rests_on(problem, wrong)]
-    problems = [replace(problem, path=translation.as_written(problem.path)) for problem in problems]
-    return Validated(None if problems else config, problems, screened.warnings)
-
-
-def to_own_keys(written: Tree, filled: Tree, algorithm: str) -> tuple[Translation, Screened]:
-    """A recipe without NeMo RL's keys, and what is said of them; `filled` has what model_name says."""
-    screened = screen(filled)
-    kept, origins = screen_second_models(screened.kept, filled, screened)
-    translation = translate(kept, algorithm, written)
-    translation.origins.update(origins)
-    return translation, screened
+    return Validated(None if problems else config, problems)
 
 
 _MODEL = "policy.model"

@@ -8,9 +8,8 @@ from typing import cast
 import yaml
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config.base import Problem, absolute_path, join_path
+from nemo_rl_mcore.config.base import Problem, absolute_path, join_path, value_at
 from nemo_rl_mcore.config.environment_values import SECTION, saved_digests, saved_salt
-from nemo_rl_mcore.config.foreign.judgement import value_at
 from nemo_rl_mcore.config.hf.pretrained import OF_TRAINING, explicit_fields
 from nemo_rl_mcore.config.master import RunConfig, kind_of
 from nemo_rl_mcore.config.model import ModelConfig

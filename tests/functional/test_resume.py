@@ -10,6 +10,8 @@ import torch
 from checkpoint_tensors import tensors_in
 from grpo_run import Run
 
+from nemo_rl_mcore.config import load_config
+
 STEPS = 5
 OVERRIDES = (
     *(f"grpo.max_num_steps={STEPS}", "grpo.val_period=1", "grpo.max_val_samples=16"),
@@ -76,3 +78,19 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(start, ranks, killed_in
     assert not differing
     kept = [sorted(os.listdir(run.log_dir / "checkpoints")) for run in (undisturbed, resumed)]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.exhaustive
+def test_a_migrated_run_is_resumed_by_the_same_command(tmp_path) -> None:
+    theirs = Path(__file__).parents[1] / "fixtures/over_nemo_rl.yaml"
+    saves = ("checkpointing.enabled=true", "checkpointing.save_period=1", "checkpointing.metric_name=null")
+    command = ("--migrate", *saves, f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}")
+    for steps in (1, 2):
+        run = Run(tmp_path, *command, f"grpo.max_num_steps={steps}", recipe=theirs)
+        code, output, errors = run.end(within_s=300)
+        run.close()
+        assert code == 0, errors
+        assert output.startswith("migrated from NeMo RL")
+        assert ("resuming after step" in output) == (steps == 2)
+    assert [row["step"] for row in run.steps()] == [1, 2]
+    assert load_config(tmp_path / "config.yaml").policy.generation.backend == "embedded"

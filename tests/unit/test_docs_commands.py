@@ -19,6 +19,7 @@ from ray.scripts.scripts import cli as ray_cli
 
 from nemo_rl_mcore.command_line import parse
 from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.config.migration.migrate import load_migrated
 
 pytestmark = pytest.mark.stage("docs")
 
@@ -107,7 +108,9 @@ def is_a_command(page, arguments):
     if recipe and page != QUICKSTART and recipe not in THEIRS:
         # As the command finds it: a file, else a recipe that is shipped.
         path = REPO / recipe if (REPO / recipe).is_file() else recipe
-        config = load_config(path, overrides)
+        migrates = getattr(options, "migrate", False)
+        config = load_migrated(path, overrides).config if migrates else load_config(path, overrides)
+        assert config is not None
         assert options.command in ("check", "doctor", config.algorithm)
 
 

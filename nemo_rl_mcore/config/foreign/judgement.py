@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-Tree = dict[str, object]
+from nemo_rl_mcore.config.base import Tree, value_at
 
 ANY = object()
 """Neutral value of keys that only a part of NeMo RL reads which is refused elsewhere, or off."""
@@ -56,13 +56,6 @@ def _is_neutral(value: object, neutral: object, section: Tree, recipe: Tree) -> 
         known = value_at(recipe, neutral.other) if "." in neutral.other else section.get(neutral.other)
         return known is not None and value == known
     return type(value) is type(neutral) and value == neutral
-
-
-def value_at(tree: object, path: str) -> object:
-    """The value at a path, or null where the path ends early."""
-    for key in path.split("."):
-        tree = cast("Tree", tree).get(key) if isinstance(tree, dict) else getattr(tree, key, None)
-    return tree
 
 
 def _switch(section: object) -> bool | None:

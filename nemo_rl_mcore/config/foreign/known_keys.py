@@ -15,8 +15,7 @@ from typing import cast
 
 import yaml
 
-from nemo_rl_mcore.config.base import join_path
-from nemo_rl_mcore.config.foreign.judgement import Tree
+from nemo_rl_mcore.config.base import Tree, join_path
 from nemo_rl_mcore.config.foreign.second_models import judged_as
 
 LIST = Path(__file__).with_name("nemo_rl_keys.txt")

@@ -6,8 +6,8 @@ A critic and a teacher are cut as the policy is, so that each of their keys repe
 from collections.abc import Iterator
 from typing import cast
 
-from nemo_rl_mcore.config.base import Problem, join_path
-from nemo_rl_mcore.config.foreign.judgement import OFF, UNREAD, Judgement, Tree, refused, shown, value_at
+from nemo_rl_mcore.config.base import Problem, Tree, join_path, value_at
+from nemo_rl_mcore.config.foreign.judgement import OFF, UNREAD, Judgement, refused, shown
 from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED, Screened
 
 OWN_KEYS: dict[str, tuple[str, ...]] = {

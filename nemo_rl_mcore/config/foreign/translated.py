@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
-from nemo_rl_mcore.config.base import Problem, join_path
-from nemo_rl_mcore.config.foreign.judgement import Tree, shown, value_at
+from nemo_rl_mcore.config.base import Problem, Tree, join_path, value_at
+from nemo_rl_mcore.config.foreign.judgement import shown
 
 _FOREIGN = "async_rl"
 _OWN = "grpo.async_grpo"
@@ -60,10 +60,6 @@ class Translation:
     problems: list[Problem] = field(default_factory=list[Problem])
     origins: dict[str, str] = field(default_factory=dict[str, str])
     dropped: list[str] = field(default_factory=list[str])
-
-    def as_written(self, path: str) -> str:
-        """The key of the recipe that one of ours stands in for."""
-        return self.origins.get(path, path)
 
 
 def translate(tree: Tree, algorithm: str, written: Tree) -> Translation:

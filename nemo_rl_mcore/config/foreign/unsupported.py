@@ -1,16 +1,16 @@
 """NeMo RL keys that this package knows and does not implement.
 
-An entry of the table says which values are neutral (they change nothing), and what to do about any other one. Neutral
-keys are dropped before the strict models see the recipe. Others are refused, or, where they cost speed or memory and
-nothing else, dropped with a warning. So a recipe moves over, and nothing it asks for is lost silently.
+An entry of the table says which values are neutral (they change nothing), and what to do about any other one. A
+migration drops neutral keys. Others are refused, or, where they cost speed or memory and nothing else, dropped with a
+line in the report. So a recipe moves over, and nothing it asks for is lost silently.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from nemo_rl_mcore.config.base import Problem, join_path
-from nemo_rl_mcore.config.foreign.judgement import Judgement, Tree, shown
+from nemo_rl_mcore.config.base import Problem, Tree, join_path
+from nemo_rl_mcore.config.foreign.judgement import Judgement, shown
 from nemo_rl_mcore.config.foreign.of_policy import OF_POLICY
 from nemo_rl_mcore.config.foreign.of_runs import OF_RUNS
 

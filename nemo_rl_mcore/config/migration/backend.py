@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from nemo_rl_mcore.config.foreign.judgement import Tree
+from nemo_rl_mcore.config.base import Tree
 from nemo_rl_mcore.config.migration.draft import Draft
 
 _DTENSOR = "policy.dtensor_cfg"

@@ -2,15 +2,15 @@
 
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import cast
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.environment_values import without_values
-from nemo_rl_mcore.config.foreign.judgement import Tree
+from nemo_rl_mcore.config.foreign.recognised import leaf_paths
+from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.migration.draft import Kind
-from nemo_rl_mcore.config.migration.migrate import Migrated, migrate
+from nemo_rl_mcore.config.migration.migrate import Migrated, load_migrated, migrate
 from nemo_rl_mcore.config.migration.writer import recipe_text
 from nemo_rl_mcore.output import write_line
 
@@ -31,7 +31,7 @@ def run_migrate(recipe: str, output: str | None) -> int:
     except OSError as error:
         raise ConfigError([Problem("--output", f"{target} cannot be written: {error.strerror}")]) from error
     for line in report(migrated, target):
-        write_line(sys.stdout, without_values(line, migrated.references))
+        write_line(sys.stdout, without_values(line, migrated.read.references))
     return 0 if migrated.settled else EXIT_OPEN
 
 
@@ -41,21 +41,41 @@ def _require_free(target: Path) -> None:
         raise ConfigError([Problem("--output", what, "name another file")])
 
 
-def report(migrated: Migrated, target: Path) -> Iterator[str]:
-    """What became of the keys: a line for each group, and one for each key that is not as it was."""
+def run_in_memory(recipe: str, overrides: Iterable[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
+    """Migrate a recipe to run it, and write what is not as it was; give its configuration and warnings.
+
+    Raises ConfigError for a key that does not carry over, or a recipe that has problems.
+    """
+    migrated = load_migrated(recipe, overrides)
+    assert migrated.config is not None
+    for line in report(migrated):
+        write_line(sys.stdout, without_values(line, migrated.read.references))
+    return migrated.config, migrated.warnings
+
+
+_IN_SHORT = (Kind.RENAMED, Kind.FILES)
+"""Groups whose keys mean in a run what they meant; files are found, or `check` says so."""
+
+
+def report(migrated: Migrated, target: Path | None = None) -> Iterator[str]:
+    """Yield what became of the keys: a line for each group, and one for each key that is not as it was.
+
+    target: the file that was written; without one, keys that mean what they meant are counted alone.
+    """
     draft = migrated.draft
     said = {note.path for note in draft.notes}
-    kept = [path for path in _leaves(draft.tree, "") if path not in said]
-    yield f"{target}: a recipe of {draft.algorithm}"
+    kept = [path for path in leaf_paths(draft.tree) if path not in said]
+    yield f"{target or 'migrated from NeMo RL'}: a recipe of {draft.algorithm}"
     yield f"kept as they are: {len(kept)} keys"
     for kind in Kind:
         notes = [note for note in draft.notes if note.kind is kind]
         if notes:
             yield f"{kind.value}: {len(notes)}"
-            yield from (f"  {note}" for note in notes)
+            yield from (f"  {note}" for note in notes if target or kind not in _IN_SHORT)
     yield f"left out at values that change nothing here: {len(draft.dropped)}"
-    yield from _names_by_section(draft.dropped)
-    yield f"next: nemo-rl-mcore check --config {target}"
+    if target:
+        yield from _names_by_section(draft.dropped)
+        yield f"next: nemo-rl-mcore check --config {target}"
 
 
 def _names_by_section(paths: list[str]) -> Iterator[str]:
@@ -67,12 +87,3 @@ def _names_by_section(paths: list[str]) -> Iterator[str]:
         yield from textwrap.wrap(
             f"{section}: {', '.join(keys)}", _WIDTH, initial_indent="  ", subsequent_indent="    "
         )
-
-
-def _leaves(section: Tree, prefix: str) -> Iterator[str]:
-    for key, value in section.items():
-        path = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, dict):
-            yield from _leaves(cast("Tree", value), path)
-        else:
-            yield path

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
 
-from nemo_rl_mcore.config.foreign.judgement import Tree, shown, value_at
+from nemo_rl_mcore.config.base import Problem, Tree, value_at
+from nemo_rl_mcore.config.foreign.judgement import shown
 
 
 class Kind(Enum):
@@ -16,6 +17,13 @@ class Kind(Enum):
     FILES = "files to copy, whose paths start at the recipe or where the command starts"
     REFUSED = "refused, and in the file as comments"
     OPEN = "left for you to settle"
+
+
+ONLY_OURS = (
+    *("data.apply_chat_template", "data.special_tokens_in_content", "data.overlong"),
+    *("loss_fn.tail_mass", "env.math.response.regex"),
+)
+"""Keys that a migration sets, and that no recipe of NeMo RL has."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Draft:
 
     tree: the recipe, without interpolations. comments: lines to write above keys of ours.
     refused: keys that are left out, with their values, as comments. dropped: those that say nothing here.
+    problems: why keys were refused. origins: which key of theirs gave which of ours.
     """
 
     algorithm: str
@@ -44,6 +53,8 @@ class Draft:
     comments: dict[str, str] = field(default_factory=dict[str, str])
     refused: dict[str, tuple[object, str]] = field(default_factory=dict[str, tuple[object, str]])
     dropped: list[str] = field(default_factory=list[str])
+    problems: list[Problem] = field(default_factory=list[Problem])
+    origins: dict[str, str] = field(default_factory=dict[str, str])
 
     def get(self, path: str) -> object:
         """The value at a path, null where there is none."""
@@ -81,16 +92,22 @@ class Draft:
         return (self.section(parent) if parent else self.tree).pop(key, None)
 
     def change(self, path: str, value: object, why: str) -> None:
-        """Set a key to what its value, or its absence, means here; the file and the report say why."""
+        """Set a key to what its value, or its absence, means here; the file and the report say why.
+
+        One that NeMo RL does not have was written for this package, and stands.
+        """
         before = self.get(path)
+        if before is not None and path in ONLY_OURS:
+            return
         self.set(path, value)
         arrow = "" if before is None else f"{shown(before)} -> "
         self.notes.append(Note(Kind.CHANGED, path, f"{arrow}{shown(value)}; {why}"))
         self.comments[path] = why if before is None else f"NeMo RL: {shown(before)}. {_sentence(why)}"
 
-    def refuse(self, path: str, value: object, remedy: str) -> None:
+    def refuse(self, path: str, value: object, remedy: str, what: str = "") -> None:
         """Leave a key out that asks for something that is missing here."""
         self.refused[path] = (value, remedy)
+        self.problems.append(Problem(path, what or f"{shown(value)} does not carry over", remedy))
         self.notes.append(Note(Kind.REFUSED, path, f"{shown(value)}; {remedy}" if remedy else shown(value)))
 
 

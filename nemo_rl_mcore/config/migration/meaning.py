@@ -1,10 +1,10 @@
 """Keys whose value, or whose absence, means something else here."""
 
 import re
-from typing import cast
+from typing import cast, get_args
 
-from nemo_rl_mcore.config.data import EnvConfig
-from nemo_rl_mcore.config.foreign.judgement import Tree
+from nemo_rl_mcore.config.base import Tree
+from nemo_rl_mcore.config.data import DataConfig, EnvConfig
 from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 from nemo_rl_mcore.config.source import TEXT_FILES
 
@@ -14,6 +14,8 @@ _PROMPT = "data.max_input_seq_length"
 _LONGEST_PROMPT = 1024
 _SAMPLED_IN_VALIDATION = 256
 _ALL_BATCHES = 8
+_TASKS = get_args(DataConfig.model_fields["dataset_name"].annotation)
+"""Of this package, which no recipe of NeMo RL names."""
 _SAMPLING = ("grpo", "ppo", "distillation")
 
 
@@ -82,8 +84,9 @@ def name_sources(draft: Draft) -> None:
             value = draft.pop(f"data.{key}")
             if value is not None and not draft.has(f"data.default.{key}"):
                 draft.set(f"data.default.{key}", value)
-    if isinstance(draft.get("data.dataset_name"), str) and not draft.has("data.train"):
-        name = draft.pop("data.dataset_name")
+    name = draft.get("data.dataset_name")
+    if isinstance(name, str) and name not in _TASKS and not draft.has("data.train"):
+        draft.pop("data.dataset_name")
         draft.change("data.train.dataset_name", name, "a data set is named in data.train")
     for place, source in _sources(draft):
         for key in TEXT_FILES:

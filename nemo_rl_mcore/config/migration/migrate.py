@@ -1,35 +1,43 @@
 """The steps from a recipe of NeMo RL to one of ours."""
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from omegaconf import OmegaConf
 
-from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
-from nemo_rl_mcore.config.environment_values import References, with_references
-from nemo_rl_mcore.config.foreign.judgement import Tree, value_at
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path, value_at
+from nemo_rl_mcore.config.environment_values import with_references
 from nemo_rl_mcore.config.foreign.known_keys import listed_origin
-from nemo_rl_mcore.config.load import resolve
+from nemo_rl_mcore.config.foreign.recognised import foreign_keys, inner_sections
+from nemo_rl_mcore.config.foreign.second_models import screen_second_models
+from nemo_rl_mcore.config.foreign.translated import translate
+from nemo_rl_mcore.config.foreign.unsupported import screen
+from nemo_rl_mcore.config.load import Computed, check, compute
 from nemo_rl_mcore.config.master import RUN_CONFIGS, RunConfig, kind_of
 from nemo_rl_mcore.config.migration.backend import use_megatron
 from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 from nemo_rl_mcore.config.migration.meaning import STEPS
 from nemo_rl_mcore.config.schema import field_at, section_of
-from nemo_rl_mcore.config.sources import locate, read_recipe
-from nemo_rl_mcore.config.validate import to_own_keys, validate, with_pretrained_model
+from nemo_rl_mcore.config.sources import read_recipe
+from nemo_rl_mcore.config.validate import with_pretrained_model
 
 
 @dataclass(frozen=True)
 class Migrated:
-    """Our recipe, theirs as it was written (with its interpolations) and as it was computed, and what was said."""
+    """Our recipe, theirs as it was written (with its interpolations) and as it was computed, and what was said.
+
+    config: the recipe as it is run; None where something is wrong with it. problems: what is, and what was refused.
+    """
 
     draft: Draft
     written: Tree
-    computed: Tree
-    references: References
+    read: Computed
+    config: RunConfig | None
+    warnings: tuple[Problem, ...]
+    problems: list[Problem]
 
     @property
     def kind(self) -> type[RunConfig]:
@@ -42,28 +50,49 @@ class Migrated:
         return not any(note.kind in (Kind.REFUSED, Kind.OPEN) for note in self.draft.notes)
 
 
-def migrate(path: str | Path) -> Migrated:
+def migrate(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     """Read a recipe of NeMo RL, with what its `defaults:` name, and make one of ours of it.
 
     Raises ConfigError for a file that cannot be read, or is no such recipe.
     """
-    recipe = read_recipe(path)
-    computed, unresolved, references = resolve(recipe.tree)
-    computed = {key: value for key, value in computed.items() if value is not None}
-    _require_a_recipe(path, computed)
-    draft = Draft(kind_of(computed).algorithm, copy.deepcopy(computed))
+    read = compute(read_recipe(path), overrides)
+    _require_a_recipe(path, read.tree)
+    draft = Draft(kind_of(read.tree).algorithm, copy.deepcopy(read.tree))
     use_megatron(draft)
     for step in STEPS:
         step(draft)
     _sort_out(draft)
     _leave_out_unknown(draft, draft.tree, "")
-    for problem in [*validate(draft.tree).problems, *locate(unresolved, recipe.files, ())]:
+    config, warnings, problems = _checked(read, draft.tree)
+    for problem in problems:
         draft.notes.append(
             Note(Kind.OPEN, problem.path, "; ".join(filter(None, (problem.what, problem.remedy))))
         )
-    draft.tree, _ = with_references(draft.tree, references)
-    written = cast("Tree", OmegaConf.to_container(recipe.tree, resolve=False))
-    return Migrated(draft, written, computed, references)
+    as_written = [
+        replace(problem, path=draft.origins.get(problem.path, problem.path))
+        for problem in (*draft.problems, *problems)
+    ]
+    draft.tree, _ = with_references(draft.tree, read.references)
+    written = cast("Tree", OmegaConf.to_container(read.recipe.tree, resolve=False))
+    return Migrated(draft, written, read, config, warnings, read.located(as_written))
+
+
+def _checked(read: Computed, tree: Tree) -> tuple[RunConfig | None, tuple[Problem, ...], tuple[Problem, ...]]:
+    try:
+        return *check(read, tree), ()
+    except ConfigError as error:
+        return None, (), error.problems
+
+
+def load_migrated(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
+    """Migrate a recipe of NeMo RL to run it; raises ConfigError for what it asks for and would not get."""
+    migrated = migrate(path, overrides)
+    if not any(foreign_keys(migrated.read.tree)):
+        what = "is no recipe of NeMo RL: all of its keys are ours"
+        raise ConfigError([Problem(str(path), what, "leave out --migrate")])
+    if migrated.problems:
+        raise ConfigError(migrated.problems)
+    return migrated
 
 
 def _require_a_recipe(path: str | Path, tree: Tree) -> None:
@@ -88,17 +117,20 @@ def _sort_out(draft: Draft) -> None:
     """Rename and drop by the table what stands under NeMo RL's names."""
     before = copy.deepcopy(draft.tree)
     filled, _ = with_pretrained_model(draft.tree)
-    translation, screened = to_own_keys(draft.tree, filled, draft.algorithm)
+    screened = screen(filled)
+    kept, origins = screen_second_models(screened.kept, filled, screened)
+    translation = translate(kept, draft.algorithm, draft.tree)
+    draft.origins = translation.origins | origins
     draft.tree = copy.deepcopy(translation.tree)
-    _without_what_the_weights_say(draft, before, {*translation.origins})
+    _without_what_the_weights_say(draft, before, {*draft.origins})
     draft.dropped += [*screened.dropped, *translation.dropped]
-    for theirs, ours in _by_section(translation.origins):
+    for theirs, ours in _by_section(draft.origins):
         draft.notes.append(Note(Kind.RENAMED, theirs, ours))
     for warning in screened.warnings:
         draft.notes.append(Note(Kind.WARNED, warning.path, f"{warning.what}; {warning.remedy}"))
     for problem in [*screened.problems, *translation.problems]:
         draft.pop(problem.path)
-        draft.refuse(problem.path, value_at(before, problem.path), problem.remedy)
+        draft.refuse(problem.path, value_at(before, problem.path), problem.remedy, problem.what)
 
 
 def _by_section(origins: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -140,14 +172,8 @@ def _leave_out_unknown(draft: Draft, section: Tree, prefix: str) -> None:
         field = field_at(path, kind)
         if field is None:
             section.pop(key)
-            draft.refuse(path, value, f"no key of this package, nor of NeMo RL at {listed_origin()}")
+            nowhere = f"no key of this package, nor of NeMo RL at {listed_origin()}"
+            draft.refuse(path, value, nowhere, "unknown key")
         elif section_of(field) is not None:
-            for place, inner in _sections(value):
+            for place, inner in inner_sections(value):
                 _leave_out_unknown(draft, inner, join_path(path, place))
-
-
-def _sections(value: object) -> Iterator[tuple[str, Tree]]:
-    many = enumerate(cast("list[object]", value)) if isinstance(value, list) else [("", value)]
-    for place, one in many:
-        if isinstance(one, dict):
-            yield str(place), cast("Tree", one)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import yaml
 
-from nemo_rl_mcore.config.base import join_path
+from nemo_rl_mcore.config.base import Tree, join_path, value_at
 from nemo_rl_mcore.config.environment_values import without_values
-from nemo_rl_mcore.config.foreign.judgement import Tree, value_at
 from nemo_rl_mcore.config.migration.migrate import Migrated
 from nemo_rl_mcore.config.schema import field_path, fields
 
@@ -25,7 +24,7 @@ def recipe_text(migrated: Migrated, source: str) -> str:
     """The YAML, ending with a line feed; `source` names the recipe that it was made of."""
     head = _comment(f"Made by `nemo-rl-mcore migrate` of NeMo RL's {source}.", "")
     lines = (
-        without_values(line, migrated.references) if line.lstrip().startswith("#") else line
+        without_values(line, migrated.read.references) if line.lstrip().startswith("#") else line
         for line in _Writer(migrated).lines()
     )
     return "\n".join([*head, *lines]) + "\n"
@@ -81,13 +80,13 @@ class _Writer:
 
     def _written(self, path: str, value: object) -> object:
         """A value as theirs was written, where that still gives the same one."""
-        given, known = value_at(self._migrated.written, path), value_at(self._migrated.computed, path)
+        given, known = value_at(self._migrated.written, path), value_at(self._migrated.read.tree, path)
         if not isinstance(given, str) or "${" not in given or known != value:
             return value
         references = _REFERENCE.findall(given)
         left = _REFERENCE.sub("", _RESOLVERS.sub("", given))
         holds = all(
-            value_at(self._tree, other) == value_at(self._migrated.computed, other) is not None
+            value_at(self._tree, other) == value_at(self._migrated.read.tree, other) is not None
             for other in references
         )
         return _Interpolation(given) if references and holds and "${" not in left else value

@@ -3,6 +3,7 @@
 import pytest
 
 from nemo_rl_mcore.config import AsyncGRPOConfig, ConfigError, checked, load_config
+from nemo_rl_mcore.config.migration.migrate import migrate
 from nemo_rl_mcore.config.rules.asynchronous import remarks
 from nemo_rl_mcore.preflight.saved_run import recipe_text
 
@@ -252,11 +253,12 @@ def test_a_saved_recipe_is_the_same(load, tmp_path):
     [("ppo_cpu", "ppo"), ("dpo_cpu", "dpo"), ("sft_cpu", "sft"), ("distillation_cpu", "distillation")],
 )
 def test_grpo_alone_has_it(exemplar, recipe, section):
-    other = exemplar.with_name(f"{recipe}.yaml")
-    assert not load_config(other, [f"+{section}.async_grpo.enabled=false"]).asynchronous
+    other, asks = exemplar.with_name(f"{recipe}.yaml"), f"+{section}.async_grpo.enabled=true"
     with pytest.raises(ConfigError) as caught:
-        load_config(other, [f"+{section}.async_grpo.enabled=true"])
+        load_config(other, [asks])
     (problem,) = caught.value.problems
+    assert problem.path == f"{section}.async_grpo.enabled"
+    (problem,) = [one for one in migrate(other, [asks]).problems if "async_grpo" in one.path]
     assert (problem.path, problem.what) == (f"{section}.async_grpo", "enabled: true is not supported")
     assert problem.remedy.startswith(f"set {section}.async_grpo.enabled: false; ")
 

@@ -213,8 +213,8 @@ def test_where_a_value_was_set_is_shown(tmp_path, exemplar):
     ("override", "path"),
     [
         ("+polcy.x=1", "polcy"),
-        ("+policy.draft.enabled=true", "policy.draft"),
-        ("+policy.draft={enabled: true}", "policy.draft"),
+        ("+policy.draft.enabled=true", "policy.draft.enabled"),
+        ("+policy.draft={enabled: true}", "policy.draft.enabled"),
         ("logger.wandb={project: 3}", "logger.wandb.project"),
         ("~policy.model", "policy.model"),
     ],

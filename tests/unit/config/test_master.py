@@ -186,7 +186,7 @@ def test_the_teacher_has_its_own_weights_and_maybe_architecture():
         (
             "ppo",
             ["+value.model.num_layers=4"],
-            "value.model.num_layers: 4 differs from policy.model.num_layers: 2",
+            "value.model.num_layers: is a key of NeMo RL, and none of ours; remove it",
         ),
         (
             "dpo",

@@ -109,8 +109,8 @@ def test_a_set_of_a_parent_is_removed_by_null(recipe, tmp_path):
 
 def test_defaults_and_what_validation_takes_from_train(recipe):
     data = {
-        "default": {"prompt_file": "p.txt", "processor": "math_hf_data_processor", "env_name": "math"},
-        "train": {"dataset_name": "GSM8K", "input_key": "q", "seed": 3},
+        "default": {"prompt_file": "p.txt", "processor": "math_hf_data_processor"},
+        "train": {"dataset_name": "GSM8K", "input_key": "q"},
         "validation": {"split": "test"},
     }
     config = load_config(recipe(data=data, eval={"sets": {"math500": {"dataset_name": "MATH-500"}}}))

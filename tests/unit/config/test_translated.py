@@ -1,20 +1,45 @@
 """The section async_rl of NeMo RL's recipes."""
 
+from collections.abc import Callable
+
 import pytest
 
-from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.config.foreign.recognised import is_foreign
 from nemo_rl_mcore.config.foreign.translated import TRANSLATED
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.config.schema import fields, is_known
+from nemo_rl_mcore.config.migration.migrate import Migrated, migrate
+from nemo_rl_mcore.config.schema import fields
 
 APART = "policy.generation.colocated.enabled=false"
 CHOSEN = "loss_fn.use_importance_sampling_correction=true"
 ASYNC = "grpo.async_grpo"
 
 
+@pytest.fixture
+def migrated(exemplar) -> Callable[..., Migrated]:
+    """Migrate the exemplar, or another one, with overrides."""
+    as_text = ("data.apply_chat_template=false", "data.special_tokens_in_content=text")
+    return lambda *overrides, recipe="grpo_copy_cpu.yaml": migrate(
+        exemplar.with_name(recipe), (*as_text, *overrides)
+    )
+
+
+@pytest.fixture
+def load(migrated):
+    return lambda *overrides: migrated(*overrides).config
+
+
+@pytest.fixture
+def refusals(migrated):
+    """The problems of a migrated recipe, without where they stand."""
+    return lambda *overrides, **recipe: [
+        str(problem).partition("  [")[0] for problem in migrated(*overrides, **recipe).problems
+    ]
+
+
 def test_every_key_has_one_of_ours():
     assert set(TRANSLATED.values()) <= {path for kind in RUN_CONFIGS.values() for path in fields(kind)}
-    assert all(is_known(foreign) for foreign in TRANSLATED)
+    assert all(is_foreign(foreign) for foreign in TRANSLATED)
 
 
 def test_it_makes_the_run_asynchronous(load):
@@ -106,13 +131,12 @@ def test_the_line_of_a_foreign_key_is_found(exemplar, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"defaults: {exemplar}\nloss_fn:\n  use_importance_sampling_correction: true\n"
+        "data: {apply_chat_template: false, special_tokens_in_content: text}\n"
         "async_rl:\n  max_inflight_prompts: 3\npolicy:\n  generation:\n    colocated:\n      enabled: false\n"
     )
-    with pytest.raises(ConfigError) as caught:
-        load_config(recipe)
-    (problem,) = caught.value.problems
+    (problem,) = migrate(recipe).problems
     assert problem.path == "async_rl.max_inflight_prompts"
-    assert problem.where.endswith("recipe.yaml:5")
+    assert problem.where.endswith("recipe.yaml:6")
 
 
 def test_the_age_of_either_section_says_how_large_a_buffer_is(load, refusals):
@@ -143,7 +167,6 @@ def test_it_is_of_grpo_alone(refusals):
     )
 
 
-@pytest.mark.parametrize("broken", ["+grpo=3", f"{ASYNC}=3"])
-def test_a_broken_section_is_told_as_such(refusals, broken):
-    texts = refusals("+async_rl.max_inflight_prompts=20", broken.replace("+grpo", "++grpo"))
+def test_a_broken_section_is_told_as_such(refusals):
+    texts = refusals("+async_rl.max_inflight_prompts=20", f"{ASYNC}=3")
     assert any(": 3 is not allowed" in text for text in texts)

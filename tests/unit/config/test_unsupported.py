@@ -3,10 +3,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_mcore.cli import main
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED, screen
-from nemo_rl_mcore.config.load import load_with_warnings
+from nemo_rl_mcore.config.migration.migrate import migrate
 from nemo_rl_mcore.config.schema import fields
 
 RECIPES = sorted((Path(__file__).parents[2] / "fixtures/nemo_rl").glob("*.yaml"))
@@ -23,60 +22,23 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_no_key_of_their_recipes_is_unknown_and_each_problem_says_what_to_do(recipe):
-    with pytest.raises(ConfigError) as caught:
-        load_config(recipe)
-    problems = caught.value.problems
+    problems = migrate(recipe).problems
     assert not [problem.path for problem in problems if problem.what == "unknown key"]
     assert all(problem.remedy for problem in problems)
 
 
-def test_a_short_overlay_over_their_recipe_runs(tmp_path):
-    """Keys at a neutral value, and keys that cost speed, stop neither their recipe nor what is written over it."""
-    theirs = next(path for path in RECIPES if path.stem == "grpo_math_1B_megatron")
-    overlay = tmp_path / "ours.yaml"
-    overlay.write_text(
-        f"""
-defaults: {theirs}
-policy:
-  max_total_sequence_length: 1024
-  megatron_cfg: {{bias_activation_fusion: true, cuda_graph_impl: none, offload_modules: null}}
-  generation: {{max_new_tokens: 512}}
-data: {{max_input_seq_length: 512}}
-"""
-    )
-    config, warnings = load_with_warnings(overlay)
-    assert config.policy.megatron_cfg.optimizer.lr == 5e-6
-    assert config.policy.token_budgets.train == 4096
-    assert [str(warning) for warning in warnings] == [
-        "policy.megatron_cfg.bias_activation_fusion: true does nothing here; it costs speed; Transformer Engine's "
-        f"layers fuse what they fuse by themselves  [{overlay}:5]",
-        "policy.megatron_cfg.optimizer.use_precision_aware_optimizer: true does nothing here; it costs memory; the "
-        f"optimizer's state is fp32  [{theirs}:196]",
-        "policy.generation.vllm_cfg.enable_vllm_metrics_logger: true does nothing here; metrics of vLLM's inside are "
-        f"not recorded  [{theirs}:309]",
-    ]
-
-
-def test_check_shows_what_does_nothing(exemplar, capsys):
-    assert main(["check", "--config", str(exemplar), "+policy.megatron_cfg.bias_activation_fusion=true"]) == 0
-    *_, title, line = capsys.readouterr().out.splitlines()
-    assert title == "Warnings"
-    assert "policy.megatron_cfg.bias_activation_fusion: true does nothing here; it costs speed" in line
-    assert line.endswith("[command line]")
-
-
-def test_the_remedy_for_lengths_computed_of_one_another_ends(tmp_path):
+def test_the_remedy_for_lengths_computed_of_one_another_ends(exemplar, tmp_path):
     """NeMo RL computes prompt and response of the sequence, so that a longer sequence never has room for both."""
-    base = f"defaults: {RECIPES[0].with_name('grpo_math_1B_megatron.yaml')}\n"
-    for longest in (512, 1024):
-        (tmp_path / "ours.yaml").write_text(f"{base}policy: {{max_total_sequence_length: {longest}}}")
+    whole = "${policy.max_total_sequence_length}"
+    base = f"defaults: {exemplar}\ndata: {{max_input_seq_length: '{whole}'}}\n"
+    for longest in (8, 16):
+        policy = f"{{max_total_sequence_length: {longest}, generation: {{max_new_tokens: '{whole}'}}}}"
+        (tmp_path / "ours.yaml").write_text(f"{base}policy: {policy}")
         with pytest.raises(ConfigError) as caught:
             load_config(tmp_path / "ours.yaml")
         (problem,) = caught.value.problems
         assert problem.remedy == f"lower the other two, which together may be {longest}"
-    load_config(
-        tmp_path / "ours.yaml", ["policy.generation.max_new_tokens=512", "data.max_input_seq_length=512"]
-    )
+    load_config(tmp_path / "ours.yaml", ["policy.generation.max_new_tokens=8", "data.max_input_seq_length=8"])
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
