@@ -15,17 +15,16 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from nemo_rl_mcore.config import load_config
+
 CONFIGS = Path(__file__).parents[2] / "examples/configs"
 TIMES = ("timing/", "performance/", "memory/")
 
 
 def recipes() -> list[Path]:
-    found = sorted([*CONFIGS.glob("*_cpu.yaml"), *CONFIGS.glob("recipes/llm/*-1n0g-megatron.yaml")])
+    patterns = ("*_cpu.yaml", "recipes/variants/*_cpu.yaml", "recipes/llm/*-1n0g-megatron.yaml")
+    found = sorted(path for pattern in patterns for path in CONFIGS.glob(pattern))
     return [path for path in found if "vllm" not in path.stem or find_spec("vllm") is not None]
-
-
-def algorithm_of(recipe: Path) -> str:
-    return recipe.stem.replace("_", "-").split("-")[0]
 
 
 def record(folder: Path, only: str, steps: int) -> int:
@@ -33,7 +32,7 @@ def record(folder: Path, only: str, steps: int) -> int:
     for recipe in recipes():
         if only not in recipe.stem:
             continue
-        log_dir, algorithm = folder / recipe.stem, algorithm_of(recipe)
+        log_dir, algorithm = folder / recipe.stem, load_config(recipe).algorithm
         overrides = (
             f"{algorithm}.max_num_steps={steps}",
             f"logger.log_dir={log_dir}",
