@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl_mcore.errors import PeerLostError, RanksFailedError
+from nemo_rl_mcore.errors import PeerLostError, RanksFailedError, code_of
 
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _CARETS_ONLY = re.compile(r"^\s*[\^~]+\s*\n", re.MULTILINE)
@@ -53,7 +53,7 @@ class WorkerError(RanksFailedError):
         host: its machine.
         method: what the group was asked to do.
         context: what the caller said it was for, such as "step 12".
-        cause: the exception that the rank raised, when it raised one that could be sent back.
+        cause: the exception that the rank raised, when it raised one that could be sent back; its code is the error's.
         group: the name of the group, such as "policy"; empty for one that was given none.
         usable: whether the group can still be called, since every rank has answered; if not, only its end is left.
         final: whether Ray itself is gone.
@@ -73,7 +73,7 @@ class WorkerError(RanksFailedError):
         final: bool = False,
         lost_node: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, code=code_of(failure.cause if failure else None))
         self.rank = -1 if failure is None else failure.rank
         self.host = "" if failure is None else failure.identity.host
         self.cause = None if failure is None else failure.cause

@@ -14,6 +14,7 @@ from nemo_rl_mcore.data.limits import Limits
 from nemo_rl_mcore.data.sources import open_prompts, open_set
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.preflight.data_files import examine_data
+from tests.refusals import wrong_key
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
 KEY = "data.special_tokens_in_content"
@@ -97,7 +98,7 @@ def test_a_set_of_an_evaluation_is_counted_alone(recipe):
     with open(source.paths[0], "a", encoding="utf-8") as file:
         file.write(json.dumps({"input": EOS, "output": "1"}) + "\n")
     config = config.model_copy(update={"eval": section})
-    with pytest.raises(ConfigError, match=r"1 of 42 rows of eval\.sets\.held"):
+    with wrong_key(KEY, 1, 42, "eval.sets.held"):
         open_set(config, "held", tokenizer_of(config))
 
 
