@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from parity import LAYOUTS
 from rank_pool import RankFailedError
+from refusals import refused
 
 from nemo_rl_mcore.errors import RefusedError
-from tests.refusals import refused
 
 EXPERTS = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0,

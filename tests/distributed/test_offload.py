@@ -1,8 +1,7 @@
 """What leaves the device comes back bit for bit: a run with offloading equals one without, whatever it calls."""
 
 import pytest
-
-from tests.refusals import refused
+from refusals import refused
 
 OVERLAP = {"distributed_data_parallel_config": {"overlap_param_gather": True, "overlap_grad_reduce": True}}
 PLAIN = {"optimizer": {"lr": 1e-2, "use_distributed_optimizer": False}}

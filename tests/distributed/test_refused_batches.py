@@ -1,8 +1,7 @@
 """Rows that a model or a loss cannot take are refused on every rank that they reach, and leave no trace."""
 
 import pytest
-
-from tests.refusals import refused
+from refusals import refused
 
 # The stages of a pipeline, the parts of a layer, and one rank alone.
 LAYOUTS = {

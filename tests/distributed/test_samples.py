@@ -1,10 +1,10 @@
 """A sample of several rows stays whole: DPO under every batching and layout, against a computation by hand."""
 
 import pytest
+from refusals import refused
 from tolerances import METRICS, REORDERED
 
 from nemo_rl_mcore.errors import RefusedError
-from tests.refusals import refused
 
 LAYOUTS = {
     "one-rank": (1, {}),

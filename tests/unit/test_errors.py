@@ -2,9 +2,9 @@ import pickle
 
 import pytest
 from ray.exceptions import RayTaskError
+from refusals import assert_refused, refused
 
 from nemo_rl_mcore.errors import CodedError, CustomCodeError, RefusedError, RunStoppedError, code_of
-from tests.refusals import assert_refused, refused
 
 
 @pytest.mark.parametrize("kind", [RefusedError, RunStoppedError, CustomCodeError])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RefusedError
-from tests.refusals import refused
 
 
 def batch(rows: int = 6, columns: int = 4) -> BatchedDataDict:

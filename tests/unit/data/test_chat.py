@@ -1,5 +1,6 @@
 import pytest
 from chat_tokenizer import FORGETFUL, VOCABULARY, chat_tokenizer
+from refusals import refused
 
 from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.data.chat import conversation_row, with_template
@@ -7,7 +8,6 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.preference import Preference, preference_rows
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from tests.refusals import refused
 
 TURNS = (
     Message("system", "Be brief."),

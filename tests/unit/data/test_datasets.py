@@ -3,9 +3,9 @@ import subprocess
 import sys
 
 import pytest
+from refusals import refused
 
 from nemo_rl_mcore.data.datasets import DIGIT_TASKS, DigitTaskSource, is_held_out
-from tests.refusals import refused
 
 
 def all_prompts(num_digits: int) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import assert_refused, refused
 from uneven_batch import batch, made
 
 from nemo_rl_mcore.config import load_config
@@ -17,7 +18,6 @@ from nemo_rl_mcore.data.token_budget import TokenBudget, split_balanced
 from nemo_rl_mcore.data.validation import BatchCheck, BatchError
 from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
-from tests.refusals import assert_refused, refused
 
 # Five episodes, of 2, 1, 3, 1 and 1 rows.
 NUMBERS, LENGTHS = [3, 3, 0, 7, 7, 7, 1, 5], [4, 6, 2, 3, 5, 7, 0, 6]

@@ -1,9 +1,9 @@
 import json
 
 import pytest
+from refusals import refused
 
 from nemo_rl_mcore.data.hub import fetched_folder
-from tests.refusals import refused
 
 
 @pytest.fixture

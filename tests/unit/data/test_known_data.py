@@ -6,6 +6,7 @@ import json
 import datasets
 import pytest
 from library_files import write_parquet
+from refusals import refused
 
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.known_data import KNOWN, OTHER_NAMES
@@ -13,7 +14,6 @@ from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.examples import read_examples
 from nemo_rl_mcore.data.row import Row
 from nemo_rl_mcore.data.row_readers import RowError, RowReader
-from tests.refusals import refused
 
 USER = {"role": "user", "content": "What is 2+2?"}
 ROWS = {

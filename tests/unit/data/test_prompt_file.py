@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from refusals import refused
 
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.prompt_file import read_prompts
-from tests.refusals import refused
 
 
 def test_a_text_has_a_prompt_a_line(tmp_path):

@@ -7,6 +7,7 @@ import sys
 import datasets
 import pytest
 from library_files import write_parquet
+from refusals import assert_holds
 
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
@@ -14,7 +15,6 @@ from nemo_rl_mcore.data.examples import read_examples
 from nemo_rl_mcore.data.library_rows import open_stream
 from nemo_rl_mcore.data.row import SourceError
 from nemo_rl_mcore.data.rows import is_fetched, read_rows
-from tests.refusals import assert_holds
 
 ROWS = [{"input": f"question {number}", "output": str(number)} for number in range(10)]
 

@@ -3,11 +3,11 @@ from itertools import pairwise
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from uneven_batch import COLUMNS, batch, made
 
 from nemo_rl_mcore.data.sequence_packing import PackedRows, first_fit_decreasing
 from nemo_rl_mcore.data.token_budget import TokenBudget
-from tests.refusals import refused
 
 CAPACITY = 20
 

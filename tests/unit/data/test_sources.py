@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import yaml
 from chat_tokenizer import VOCABULARY, save_chat_tokenizer
+from refusals import refused, wrong_key
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.base import ConfigError
@@ -15,7 +16,6 @@ from nemo_rl_mcore.data.sources import open_pairs, open_prompts, open_set
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.errors import CustomCodeError
 from nemo_rl_mcore.preflight.data_files import examine_data
-from tests.refusals import refused, wrong_key
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
 GAME = "examples/configs/grpo_guess_number_cpu.yaml"

@@ -1,10 +1,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from uneven_batch import batch
 
 from nemo_rl_mcore.data.token_budget import TokenBudget, balanced, split_balanced
-from tests.refusals import refused
 
 
 @pytest.mark.parametrize(

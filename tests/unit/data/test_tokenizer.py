@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, load_tokenizer, strip_response
-from tests.refusals import refused
 
 PAD, EOS = 16, 15
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import assert_refused, refused
 
 from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.data.validation import BatchCheck, BatchError
-from tests.refusals import assert_refused, refused
 
 ROWS, COLUMNS, VOCABULARY, CHOICES = 4, 6, 32, 3
 CHECK = BatchCheck(VOCABULARY, positions=8)

@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 from fake_backend import FakeBackend, SumOfRewards, rows
+from refusals import refused
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn, DistillationLossFn, DPOLossFn, MseValueLossFn, NLLLossFn
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.train_step import TrainStep
-from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_writer import write
+from refusals import refused
 
 from nemo_rl_mcore.training.checkpoints import (
     CheckpointStore,
@@ -15,7 +16,6 @@ from nemo_rl_mcore.training.checkpoints import (
     require_checkpoint,
 )
 from nemo_rl_mcore.training.checksums import read_sums, sha256, write_sums
-from tests.refusals import refused
 
 WRITER = Path(__file__).with_name("checkpoint_writer.py")
 

@@ -4,10 +4,10 @@ import math
 
 import pytest
 from fake_backend import FakeBackend, InjectedError, SumOfRewards, rows
+from refusals import refused
 
 from nemo_rl_mcore.losses.base import EPSILON, LossType
 from nemo_rl_mcore.training.train_step import EMPTY_STEP, Phase, TrainStep, TrainStepError
-from tests.refusals import refused
 
 
 def begun(loss_type=LossType.TOKEN_LEVEL, **options):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refused
 
 from nemo_rl_mcore.config import ClippedPGLossConfig, ConfigError, PolicyConfig, load_config
 from nemo_rl_mcore.data import BatchedDataDict
@@ -9,7 +10,6 @@ from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.training.train_step import TrainStepError
 from nemo_rl_mcore.workers.policy import Policy
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
-from tests.refusals import refused
 
 LOSS = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
 
