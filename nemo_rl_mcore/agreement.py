@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_mcore import accelerator, activity
-from nemo_rl_mcore.errors import PeerLostError
+from nemo_rl_mcore.errors import CodedError, PeerLostError, code_of
 from nemo_rl_mcore.rendezvous import patient_group
 
 
@@ -69,11 +69,15 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         raise UnequalCallsError(f"the ranks stand at different calls ({places}); call all of them alike")
     for _, failed in told:
         if failed is not None:
-            rank, classes, message = failed
-            raise _rebuilt(classes, f"rank {rank}: {message}")
+            rank, classes, message, code = failed
+            error = _rebuilt(classes, f"rank {rank}: {message}")
+            if isinstance(error, CodedError):
+                error.code = code
+            raise error
 
 
-_Told = tuple[str, tuple[int, list[tuple[str, str]], str] | None]
+_Text = tuple[int, list[tuple[str, str]], str, str]
+_Told = tuple[str, _Text | None]
 
 
 def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -> list[_Told]:
@@ -118,10 +122,10 @@ def _exchange(error: Exception | None, group: dist.ProcessGroup | None, call: st
     return told
 
 
-def _as_text(error: Exception) -> tuple[int, list[tuple[str, str]], str]:
-    """The rank, the error's classes by module and name, and its message: text, since not every error can be sent."""
+def _as_text(error: Exception) -> _Text:
+    """Rank, classes by module and name, message and code of an error: text, since not every error can be sent."""
     classes = [(kind.__module__, kind.__qualname__) for kind in type(error).__mro__]
-    return dist.get_rank(), classes, str(error) or type(error).__name__
+    return dist.get_rank(), classes, str(error) or type(error).__name__, code_of(error)
 
 
 def _rebuilt(classes: list[tuple[str, str]], message: str) -> Exception:

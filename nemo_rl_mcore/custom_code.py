@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nemo_rl_mcore.errors import CustomCodeError
+from nemo_rl_mcore.errors import CustomCodeError, RefusedError
 
 _OURS = str(Path(__file__).parent)
 _LIBRARIES = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
@@ -36,7 +36,7 @@ class custom_code:  # a context manager; contextlib's would let a StopIteration 
     ) -> None:
         """Raise the error in other words."""
         if isinstance(error, Exception | SystemExit) and not isinstance(error, CustomCodeError):
-            raise CustomCodeError(f"{self._name} raised {_told(error)}") from error
+            raise CustomCodeError(f"{self._name} raised {_told(error)}", code="custom-code-raised") from error
 
 
 def _told(error: BaseException) -> str:
@@ -76,13 +76,17 @@ def build(
 
     if lacking := [_or(need) for need in needs if not any(map(has, need.split("|")))]:
         wanted = ", ".join(map(_or, needs))
-        raise ValueError(f"{key}: {path} lacks {', '.join(lacking)}; such a class has {wanted}")
+        raise RefusedError(
+            f"{key}: {path} lacks {', '.join(lacking)}; such a class has {wanted}", code="missing-member"
+        )
     try:
         inspect.signature(kind).bind(*positional, **arguments)
     except TypeError as error:
         given = ", ".join(arguments) or "none"
         section = key.rpartition(".")[0]
-        raise ValueError(f"{section}.args: {path} cannot take these arguments ({given}): {error}") from error
+        raise RefusedError(
+            f"{section}.args: {path} cannot take these arguments ({given}): {error}", code="custom-arguments"
+        ) from error
     with custom_code(f"{key}: {path}"):
         return kind(*positional, **arguments)
 

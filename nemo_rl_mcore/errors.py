@@ -1,11 +1,28 @@
-"""The errors that end a run with a message instead of a traceback."""
+"""The errors that end a run with a message instead of a traceback, and the codes that tell refusals apart."""
 
 import os
 import shutil
 from pathlib import Path
 
 
-class RunStoppedError(RuntimeError):
+class CodedError(Exception):
+    """An error with a `code` that stays when its words change, in kebab-case; empty where its type says it all.
+
+    No class sets `code`: what Ray raises of an error that a worker raised looks there first, and has it of the error.
+    """
+
+    code: str
+
+    def __init__(self, message: str = "", *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class RefusedError(CodedError, ValueError):
+    """Values that cannot be taken; `code` says which rule they break."""
+
+
+class RunStoppedError(CodedError, RuntimeError):
     """A run cannot go on for a reason its user can act on; the message says what happened, where, and the remedy."""
 
 
@@ -32,6 +49,11 @@ class CustomCodeError(RunStoppedError, ValueError):
 
 class FolderError(RunStoppedError):
     """A folder of the run cannot be written to; the message names its key."""
+
+
+def code_of(error: BaseException | None) -> str:
+    """Return the code of an error, for one that takes its words over; empty if it has none."""
+    return error.code if isinstance(error, CodedError) else ""
 
 
 def run_stopped_by(error: BaseException | None) -> RunStoppedError | None:

@@ -156,7 +156,9 @@ def _held_out(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
         raise RunStoppedError(str(error)) from error
     if isinstance(source, EpochSource | StreamSource):
         if not source.held_out:
-            raise RunStoppedError("the recipe holds no prompts out; name some: --prompt or --prompt-file")
+            raise RunStoppedError(
+                "the recipe holds no prompts out; name some: --prompt or --prompt-file", code="no-prompts"
+            )
         return list(source.held_out[:_HELD_OUT_PROMPTS])
     there = config.data.validation_prompts if config.data.embedded else _HELD_OUT_PROMPTS
     return source.validation(min(_HELD_OUT_PROMPTS, there))

@@ -16,6 +16,7 @@ from nemo_rl_mcore.algorithms.rewards import group_statistics
 from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import require
 from nemo_rl_mcore.losses.kl import kl_estimate
 
@@ -225,7 +226,10 @@ def kl_penalty(
     of_policy, of_reference = policy[1], reference[1]
     if of_policy is None or of_reference is None:
         missing = sorted(name for name, given in (policy, reference) if given is None)
-        raise ValueError(f"compute_advantage needs {', '.join(missing)} with use_kl_in_reward: true")
+        raise RefusedError(
+            f"compute_advantage needs {', '.join(missing)} with use_kl_in_reward: true",
+            code="missing-logprobs",
+        )
     estimate = kl_estimate(
         of_policy,
         of_reference,

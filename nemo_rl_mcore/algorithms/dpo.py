@@ -25,6 +25,7 @@ from nemo_rl_mcore.config import DPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.preference import PreferenceSource
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses import DPOLossFn
 
 _ROWS_PER_PAIR = DPOLossFn.rows_per_sample
@@ -128,8 +129,9 @@ def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict,
     Raises ValueError for answers of several rows.
     """
     if EPISODE in rollout.batch:
-        raise ValueError(
-            f"{EPISODE}: a pair compares rows, and the episodes of this rollout may have several"
+        raise RefusedError(
+            f"{EPISODE}: a pair compares rows, and the episodes of this rollout may have several",
+            code="rows-per-episode",
         )
     dropped_PA = dropped_rows(rollout.batch).view(-1, answers)
     rewards_PA = rollout.batch["rewards"].view(-1, answers)

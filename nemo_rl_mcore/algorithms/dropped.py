@@ -28,7 +28,8 @@ def check_drops(step: int, batch: BatchedDataDict, limit: float, reasons: Mappin
     raise RunStoppedError(
         f"step {step}: {dropped} of {episodes} episodes ({dropped / episodes:.1%}) were dropped, to which the "
         f"environment gave no reply, or one that cannot be encoded; {_KEY}: {limit:g} is the most"
-        + (f"; most often: {most} ({reasons[most]} answers since the run began)" if most else "")
+        + (f"; most often: {most} ({reasons[most]} answers since the run began)" if most else ""),
+        code="too-many-dropped",
     )
 
 

@@ -98,7 +98,8 @@ class Comparison:
             f"engine {self.engine} and training disagree about what follows row {self.row} ({self.length} tokens): "
             f"token {self.token} has the log-probability {self.by_engine:.6g} by the engine and "
             f"{self.by_training:.6g} by training; this difference of {self.largest:.3g} is the largest "
-            f"({allowed.difference:.3g} is allowed), KL is {self.kl:.3g} ({allowed.kl:.3g}). {_WHERE_TO_LOOK}"
+            f"({allowed.difference:.3g} is allowed), KL is {self.kl:.3g} ({allowed.kl:.3g}). {_WHERE_TO_LOOK}",
+            code="logprobs-differ",
         )
 
 
@@ -183,7 +184,8 @@ def _as_rows(engine: int, answered: Sequence[NDArray[np.float32]], vocabulary: i
     for row in answered:
         if len(row) != vocabulary:
             raise EnginesDifferError(
-                f"engine {engine} has a vocabulary of {len(row)} tokens, and policy.model.vocab_size is {vocabulary}"
+                f"engine {engine} has a vocabulary of {len(row)} tokens, and policy.model.vocab_size is {vocabulary}",
+                code="vocabularies-differ",
             )
     return torch.tensor(np.stack(answered), dtype=torch.float64)
 

@@ -18,6 +18,7 @@ from nemo_rl_mcore.algorithms.episodes import TURN_OF_TOKEN, WEIGHT_VERSIONS
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.turns import Ending
+from nemo_rl_mcore.errors import RefusedError
 
 ENDING = "ending"
 # What stands in the columns of tokens that a row did not sample.
@@ -107,9 +108,10 @@ def as_rows(batch: BatchedDataDict, cuts: Sequence[Sequence[int]]) -> BatchedDat
     for row, (length, columns) in enumerate(zip(batch["input_lengths"].tolist(), cuts, strict=True)):
         ends = [*columns, length]
         if not all(start < end for start, end in pairwise([0, *ends])):
-            raise ValueError(
+            raise RefusedError(
                 f"row {row} of {length} tokens cannot be cut at {list(columns)}: allowed are 1 to "
-                f"{length - 1}, ascending"
+                f"{length - 1}, ascending",
+                code="row-cuts",
             )
         bounds += [(row, start, end) for start, end in pairwise([0, *ends])]
     rows, starts, ends = torch.tensor(bounds, dtype=torch.int64).view(-1, 3).t()

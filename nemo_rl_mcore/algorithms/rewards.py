@@ -11,6 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from nemo_rl_mcore.errors import RefusedError
+
 
 def scale_rewards(
     rewards: Tensor, *, source_min: float, source_max: float, target_min: float, target_max: float
@@ -36,7 +38,9 @@ def penalize_overlong(
     overlong_buffer_penalty at max_response_length, and keeps growing beyond it.
     """
     if overlong_buffer_length < 1:
-        raise ValueError(f"overlong_buffer_length must be at least 1, got {overlong_buffer_length}")
+        raise RefusedError(
+            f"overlong_buffer_length must be at least 1, got {overlong_buffer_length}", code="overlong-buffer"
+        )
     excess = (response_lengths - (max_response_length - overlong_buffer_length)).clamp(min=0)
     return rewards - excess / overlong_buffer_length * overlong_buffer_penalty
 

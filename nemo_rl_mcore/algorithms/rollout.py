@@ -23,6 +23,7 @@ from nemo_rl_mcore.algorithms.episodes import (
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.interfaces import Environments, GenerationInterface, Replies
 
 
@@ -145,9 +146,10 @@ class Responder:
     def _encode(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt.text, prompt.literal)
         if not 0 < len(ids) <= self.max_prompt_length:
-            raise ValueError(
+            raise RefusedError(
                 f"prompt {prompt.index} has {len(ids)} tokens; prompts must have 1 to {self.max_prompt_length}: "
-                f"shorten it or raise data.max_input_seq_length ({prompt.text[:80]!r})"
+                f"shorten it or raise data.max_input_seq_length ({prompt.text[:80]!r})",
+                code="prompt-length",
             )
         return ids
 

@@ -15,7 +15,7 @@ from nemo_rl_mcore import activity
 from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
 from nemo_rl_mcore.config import CheckpointingConfig, RunConfig
 from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, Tokenizer
-from nemo_rl_mcore.errors import RunStoppedError, folder_error
+from nemo_rl_mcore.errors import RunStoppedError, code_of, folder_error
 from nemo_rl_mcore.interfaces import TrainedModel
 from nemo_rl_mcore.preflight.folders import nearest_folder
 from nemo_rl_mcore.preflight.saved_run import (
@@ -182,7 +182,9 @@ class RunCheckpoints:
             )
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-            raise RunStoppedError(f"{told}; the checkpoint of step {step} is not there") from error
+            raise RunStoppedError(
+                f"{told}; the checkpoint of step {step} is not there", code="checkpoint-not-written"
+            ) from error
         self._saved = step
 
     def note_failure(self, why: str) -> None:
@@ -279,7 +281,7 @@ def require_whole(folder: str, key: str, section: CheckpointingConfig, notify: N
     try:
         found = require_checkpoint(Path(folder), key, verify_checksums=section.verify_checksums)
     except NotACheckpointError as error:
-        raise RunStoppedError(str(error)) from error
+        raise RunStoppedError(str(error), code=code_of(error)) from error
     _tell_without_checksums(found, section, notify)
     return found
 
@@ -291,7 +293,8 @@ def _find_start(section: CheckpointingConfig, store: CheckpointStore, notify: No
         found = require_whole(section.resume, "checkpointing.resume", section, notify)
         if not SkipGuard.accepts(found.counters):
             raise RunStoppedError(
-                f"checkpointing.resume: the counters in {found.folder / INFO_FILE} are none of a run"
+                f"checkpointing.resume: the counters in {found.folder / INFO_FILE} are none of a run",
+                code="broken-counters",
             )
         return found
     latest = next((one for one in store.newest_first() if SkipGuard.accepts(one.counters)), None)
@@ -310,9 +313,9 @@ def _compare(start: Checkpoint, config: RunConfig, notify: Notify) -> None:
     try:
         saved = read_recipe_of(start.folder)
     except ValueError as error:
-        raise RunStoppedError(str(error)) from error
+        raise RunStoppedError(str(error), code=code_of(error)) from error
     if reason := cannot_resume(saved, config):
-        raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}")
+        raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}", code="other-run")
     if start.step >= config.loop.max_num_steps:
         key = f"{config.algorithm}.max_num_steps"
         notify(f"already finished after step {start.step}, saved in {start.folder} ({key})")

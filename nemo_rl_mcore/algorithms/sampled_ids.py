@@ -40,7 +40,8 @@ def require_sampled_ids(batch: BatchedDataDict) -> None:
     raise RunStoppedError(
         f"prompt_index {prompt}, sample_index {sample}: {what} would be trained on as tokens that the engine "
         "did not sample, by the digest of the ids that it drew; what stands between generation and training "
-        "changes input_ids, token_mask or turn_of_token"
+        "changes input_ids, token_mask or turn_of_token",
+        code="ids-differ",
     )
 
 

@@ -69,7 +69,8 @@ class Sampling:
             f"step {step}: {section.dynamic_sampling_max_gen_batches} generation rounds "
             f"({name}.dynamic_sampling_max_gen_batches) gave {groups} groups "
             f"with unequal rewards, and {name}.num_prompts_per_step is {wanted}: raise "
-            f"{name}.num_generations_per_prompt or {name}.batch_multiplier, or set {name}.use_dynamic_sampling: false"
+            f"{name}.num_generations_per_prompt or {name}.batch_multiplier, or set {name}.use_dynamic_sampling: false",
+            code="too-few-groups",
         )
 
     def _note_dropped(self, step: int, rollout: Rollout) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nemo_rl_mcore.controllers.events import Checkpointed, Event, Finished, from_line, to_line
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.own_files import next_free, open_own
 from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
 
@@ -128,10 +129,12 @@ def _event(line: bytes, place: str) -> Event:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{place}: it is no event: {where and f'{where}: '}{first['msg']}") from error
+        raise RefusedError(
+            f"{place}: it is no event: {where and f'{where}: '}{first['msg']}", code="broken-event"
+        ) from error
     except ValueError as error:
         shown = shortened(repr(line))
-        raise ValueError(f"{place}: it is no event: {error} ({shown})") from error
+        raise RefusedError(f"{place}: it is no event: {error} ({shown})", code="broken-event") from error
 
 
 def _whole_lines(descriptor: int) -> int:

@@ -21,6 +21,7 @@ from nemo_rl_mcore.controllers import events
 from nemo_rl_mcore.controllers.events import Event, LoggedTurn, Segment, Token
 from nemo_rl_mcore.controllers.saved_ledger import SavedDrop, SavedGroup, SavedLedger
 from nemo_rl_mcore.controllers.states import Group, GroupState, LedgerError, Limits, StepState
+from nemo_rl_mcore.errors import RefusedError
 
 Chunks = tuple[tuple[int, ...], ...]
 
@@ -82,7 +83,7 @@ class Ledger:
         """The oldest version among a READY or LEASED group's tokens; raises LedgerError for any other group."""
         group = self._groups.get(position)
         if group is None or group.state not in (GroupState.READY, GroupState.LEASED):
-            raise LedgerError(f"group {position} is neither ready nor leased")
+            raise LedgerError(f"group {position} is neither ready nor leased", code="group-state")
         return group.min_version
 
     # Rollouts
@@ -100,7 +101,7 @@ class Ledger:
     def dispatch(self) -> Token:
         """Begin an attempt at the first group that has none; raises LedgerError unless `may_dispatch`."""
         if not self.may_dispatch():
-            raise LedgerError(f"no group may be dispatched: {self._summary()}")
+            raise LedgerError(f"no group may be dispatched: {self._summary()}", code="not-admitted")
         position = self.next_position
         group = self._groups.get(position) or Group(position)
         token = Token(self.incarnation, position, group.attempt + 1)
@@ -130,7 +131,8 @@ class Ledger:
         if min(versions) < group.min_version or max(versions) > self.version:
             raise LedgerError(
                 f"{token}: an engine answered with versions {versions}; the group was dispatched at version "
-                f"{group.min_version}, and the newest is {self.version}"
+                f"{group.min_version}, and the newest is {self.version}",
+                code="token-versions",
             )
         self._log(events.Committed(token=token, segments=tuple(segments), digest=digest, turns=tuple(turns)))
         group.state, group.min_version = GroupState.READY, min(versions)
@@ -189,7 +191,9 @@ class Ledger:
         """Give these groups to the open step as its next chunk; raises LedgerError for any that is not leasable."""
         self._require(StepState.OPEN)
         if not positions or len({*positions}) < len(positions) or not {*positions} <= {*self.leasable()}:
-            raise LedgerError(f"groups {[*positions]} are no chunk; leasable are {self.leasable()}")
+            raise LedgerError(
+                f"groups {[*positions]} are no chunk; leasable are {self.leasable()}", code="not-leasable"
+            )
         self._log(events.Leased(step=self.version + 1, positions=tuple(positions)))
         for position in positions:
             self._groups[position].state = GroupState.LEASED
@@ -243,7 +247,9 @@ class Ledger:
     def chunks_of(self, step: int) -> list[list[int]]:
         """The positions of each chunk of a finished step, to train them again; LedgerError once it is forgotten."""
         if step not in self._steps:
-            raise LedgerError(f"the chunks of step {step} are not known; known are {[*self._steps]}")
+            raise LedgerError(
+                f"the chunks of step {step} are not known; known are {[*self._steps]}", code="unknown-step"
+            )
         return [[*chunk] for chunk in self._steps[step]]
 
     def retained(self, checkpoint_step: int) -> set[int]:
@@ -253,7 +259,8 @@ class Ledger:
         """
         if checkpoint_step < self._forgotten:
             raise LedgerError(
-                f"steps up to {self._forgotten} are forgotten; step {checkpoint_step} is asked for"
+                f"steps up to {self._forgotten} are forgotten; step {checkpoint_step} is asked for",
+                code="forgotten-step",
             )
         kept = (GroupState.READY, GroupState.LEASED)
         waiting = {group.position for group in self._groups.values() if group.state in kept}
@@ -310,8 +317,9 @@ class Ledger:
         was = SavedLedger.parse(saved, limits.groups_per_step, limits.max_age)
         incarnation = was.incarnation + 1 if incarnation is None else incarnation
         if incarnation <= was.incarnation:
-            raise ValueError(
-                f"incarnation {incarnation} is not after that of the saved ledger, {was.incarnation}"
+            raise RefusedError(
+                f"incarnation {incarnation} is not after that of the saved ledger, {was.incarnation}",
+                code="incarnation",
             )
         ledger = cls(limits, log, version=was.version, incarnation=incarnation)
         ledger.cursor = was.cursor
@@ -376,7 +384,10 @@ class Ledger:
 
     def _require_finished(self, step: int) -> None:
         if step > self.version:
-            raise LedgerError(f"step {step} is not finished; step {self.version} is the last one that is")
+            raise LedgerError(
+                f"step {step} is not finished; step {self.version} is the last one that is",
+                code="unfinished-step",
+            )
 
     def _summary(self) -> str:
         states = ", ".join(f"{self.count(state)} {state.value}" for state in GroupState if self.count(state))

@@ -197,7 +197,8 @@ def require_steps(timeline: Timeline, steps: range, kept: GroupStore, log: str) 
         there = f"{min(timeline.chunks)} to {max(timeline.chunks)}" if timeline.chunks else "none"
         raise RunStoppedError(
             f"--steps {steps.start - 1}:{steps.stop - 1}: {log} has steps {there}; name a range of them, the step "
-            "before the first one and the last one"
+            "before the first one and the last one",
+            code="missing-steps",
         )
     for step in steps:
         for position in timeline.positions(range(step, step + 1)):

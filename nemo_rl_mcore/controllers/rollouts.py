@@ -293,7 +293,11 @@ class Rollouts:
                 self._cancel(token, "timeout")
                 return
             limit = f"{self._section.rollout_timeout_s:g} s ({_SECTION}.rollout_timeout_s)"
-            self._fail(token, "timeout", RunStoppedError(f"{ticket}: not answered within {limit}"))
+            self._fail(
+                token,
+                "timeout",
+                RunStoppedError(f"{ticket}: not answered within {limit}", code="rollout-timeout"),
+            )
         except EngineDiedError as error:
             self._cancel(token, type(error).__name__)
         except Exception as error:  # noqa: BLE001  # raised by the thread that trains, once it is one too many

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file  # pyright: ignore[reportUnknownVariableType]
 
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.errors import RefusedError, code_of
 from nemo_rl_mcore.strict_json import parse_json, read_regular
 from nemo_rl_mcore.training.checksums import read_sums, require_sums, sha256, write_sums
 
@@ -71,11 +72,14 @@ def load_groups(folder: Path) -> dict[int, BatchedDataDict]:
     }
     if expected != tensors.keys():
         differing = sorted(expected ^ tensors.keys())[:8]
-        raise ValueError(f"{folder / TENSORS_FILE} does not go with {TEXTS_FILE}: {', '.join(differing)}")
+        raise RefusedError(
+            f"{folder / TENSORS_FILE} does not go with {TEXTS_FILE}: {', '.join(differing)}",
+            code="unequal-files",
+        )
     try:
         return {one.position: _batch(one, tensors) for one in texts}
     except ValueError as error:
-        raise ValueError(f"{folder / TEXTS_FILE} is broken: {error}") from error
+        raise RefusedError(f"{folder / TEXTS_FILE} is broken: {error}", code=code_of(error)) from error
 
 
 def _texts(position: int, batch: BatchedDataDict) -> _Group:
@@ -92,7 +96,10 @@ def _entries(position: int, batch: BatchedDataDict) -> Iterator[tuple[str, list[
         except (TypeError, ValueError):
             unchanged = False
         if not unchanged:
-            raise ValueError(f"group {position} cannot be saved: {key!r} holds values that JSON would change")
+            raise RefusedError(
+                f"group {position} cannot be saved: {key!r} holds values that JSON would change",
+                code="json-values",
+            )
         yield key, value
 
 
@@ -121,10 +128,10 @@ def _read_texts(path: Path) -> list[_Group]:
         parse_json(text)  # stricter than what follows: a key that is there twice is damage, too
         groups = _Groups.model_validate_json(text).groups
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise RefusedError(f"{path} cannot be read: {error}", code="unreadable-file") from error
     positions = [one.position for one in groups]
     if len({*positions}) < len(positions):
-        raise ValueError(f"{path} is broken: a group is there twice")
+        raise RefusedError(f"{path} is broken: a group is there twice", code="group-twice")
     return groups
 
 
@@ -132,7 +139,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load(read_regular(path, follow_links=False))
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise RefusedError(f"{path} cannot be read: {error}", code="unreadable-file") from error
 
 
 def _batch(texts: _Group, tensors: Mapping[str, torch.Tensor]) -> BatchedDataDict:

@@ -8,6 +8,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from nemo_rl_mcore.errors import RefusedError
+
 _Count = Annotated[int, Field(ge=0)]
 
 
@@ -64,35 +66,41 @@ class SavedLedger(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "it"
-            raise ValueError(f"the saved ledger is broken: {place}: {first['msg']}") from error
-        if problem := ledger._damage() or ledger._conflict(groups_per_step, max_age):
-            raise ValueError(problem)
+            raise _broken("ledger-fields", f"{place}: {first['msg']}") from error
+        if refusal := ledger._damage() or ledger._conflict(groups_per_step, max_age):
+            raise refusal
         return ledger
 
-    def _damage(self) -> str | None:
+    def _damage(self) -> RefusedError | None:
         positions = [group.position for group in self.groups]
         dropped = {drop.position for drop in self.dropped}
         if any(later <= earlier for earlier, later in pairwise([*positions, self.cursor])):
-            return "the saved ledger is broken: its groups are not in order, or not before the cursor"
+            return _broken("ledger-order", "its groups are not in order, or not before the cursor")
         if self.version * self.groups_per_step + len(dropped) + len(positions) != self.cursor:
-            return "the saved ledger is broken: positions before the cursor are missing"
+            return _broken("ledger-positions", "positions before the cursor are missing")
         if not dropped.isdisjoint(positions) or max(dropped, default=-1) >= self.cursor:
-            return "the saved ledger is broken: a group is dropped and still there"
+            return _broken("ledger-dropped", "a group is dropped and still there")
         if any((group.min_version or 0) > self.version for group in self.groups):
-            return "the saved ledger is broken: a group is newer than the weights"
+            return _broken("ledger-versions", "a group is newer than the weights")
         return None
 
-    def _conflict(self, groups_per_step: int, max_age: int) -> str | None:
+    def _conflict(self, groups_per_step: int, max_age: int) -> RefusedError | None:
         if groups_per_step != self.groups_per_step:
-            return (
+            return RefusedError(
                 f"grpo.num_prompts_per_step is {groups_per_step}, and the saved run had {self.groups_per_step}: "
-                "which prompts are left would not be known; set it back"
+                "which prompts are left would not be known; set it back",
+                code="groups-per-step",
             )
         for rank, group in enumerate(self.groups):
             trained_at = self.version + rank // groups_per_step
             if group.min_version is not None and trained_at - group.min_version > max_age:
-                return (
+                return RefusedError(
                     f"grpo.async_grpo.max_trajectory_age_steps is {max_age}, and the saved run has groups ready that "
-                    f"will be {trained_at - group.min_version} versions old when they are trained; set it back"
+                    f"will be {trained_at - group.min_version} versions old when they are trained; set it back",
+                    code="trajectory-age",
                 )
         return None
+
+
+def _broken(code: str, what: str) -> RefusedError:
+    return RefusedError(f"the saved ledger is broken: {what}", code=code)

@@ -17,6 +17,7 @@ from nemo_rl_mcore.controllers.event_log import LogMark
 from nemo_rl_mcore.controllers.saved_groups import load_groups, save_groups
 from nemo_rl_mcore.controllers.saved_ledger import SavedLedger
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.strict_json import read_json
 
 LEDGER_FILE = "ledger.json"
@@ -54,10 +55,12 @@ class SavedRollouts:
         try:
             file = _LedgerFile.model_validate(read_json(path, follow_links=False))
         except (OSError, ValidationError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+            raise RefusedError(
+                f"{path} cannot be read: {' '.join(str(error).split())}", code="unreadable-file"
+            ) from error
         ready = load_groups(folder / READY_FOLDER)
         if file.ledger.version != version or sorted(ready) != file.ledger.ready:
-            raise ValueError(f"{path} does not go with what is beside it")
+            raise RefusedError(f"{path} does not go with what is beside it", code="unequal-files")
         return cls(file.ledger, file.log, ready)
 
     def without(self, positions: Collection[int]) -> Self:

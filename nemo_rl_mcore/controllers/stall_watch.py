@@ -86,7 +86,7 @@ class StallWatch:
                 continue
             still_s += every_s  # as far as this process ran meanwhile
             if still_s >= limit_s:
-                self._told = RunStoppedError(self._message(thread, limit_s))
+                self._told = RunStoppedError(self._message(thread, limit_s), code="stalled")
                 of_signals = trainer is threading.main_thread() and current_stop_signals()
                 if not (of_signals and of_signals.fail(self._told)):
                     self._stop(self._told)

@@ -35,7 +35,7 @@ from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
 from nemo_rl_mcore.controllers.states import Limits
 from nemo_rl_mcore.controllers.timeline import Timeline
 from nemo_rl_mcore.data.datasets import PromptSource
-from nemo_rl_mcore.errors import FolderError, RunStoppedError, folder_error
+from nemo_rl_mcore.errors import FolderError, RunStoppedError, code_of, folder_error
 from nemo_rl_mcore.interfaces import RolloutEngines
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight.saved_run import (
@@ -114,7 +114,7 @@ class RunLog:
             raise folder_error("logger.log_dir", folder, error) from error
         except ValueError as error:
             raise RunStoppedError(
-                f"logger.log_dir: {error}; name another folder, or remove the file"
+                f"logger.log_dir: {error}; name another folder, or remove the file", code=code_of(error)
             ) from error
 
     def append(self, event: Event) -> None:
@@ -161,7 +161,7 @@ def read_saved(config: RunConfig, start: Checkpoint | None) -> SavedRollouts | N
         saved = _answered_again(saved, saved.ready if changes else (), ", ".join(map(str, changes)))
         SavedLedger.parse(saved.ledger.model_dump(), limits.groups_per_step, limits.max_age)
     except ValueError as error:
-        raise RunStoppedError(f"checkpointing.resume: {error}") from error
+        raise RunStoppedError(f"checkpointing.resume: {error}", code=code_of(error)) from error
     return saved
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from nemo_rl_mcore.errors import CodedError
+
 
 class GroupState(Enum):
     """Where a group stands. It is live while INFLIGHT, READY or LEASED; TRAINED and DROPPED are for good."""
@@ -26,7 +28,7 @@ class StepState(Enum):
     COMMITTED = "committed"
 
 
-class LedgerError(RuntimeError):
+class LedgerError(CodedError, RuntimeError):
     """An event that the state does not allow, or a state that cannot be: a mistake of the controller or an engine."""
 
 

@@ -7,6 +7,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from nemo_rl_mcore.errors import RefusedError
+
 EPISODE = "episode_index"
 """int64 [B]: rows with equal numbers stand together and are one episode; without it each row is one."""
 
@@ -30,7 +32,7 @@ class BatchedDataDict(dict[str, Any]):
         # One other stands for all: they have equally many.
         other = next((other for other in self if other != key), None)
         if other is not None and (others := _rows(other, self[other])) != rows:
-            raise ValueError(f"{key!r} has {rows} rows, but {other!r} has {others}")
+            raise RefusedError(f"{key!r} has {rows} rows, but {other!r} has {others}", code="row-counts")
         super().__setitem__(key, value)
 
     def update(self, *args: Any, **entries: Any) -> None:
@@ -71,7 +73,7 @@ class BatchedDataDict(dict[str, Any]):
         Raises ValueError when the range leaves the batch.
         """
         if not 0 <= start <= end <= self.size:
-            raise ValueError(f"slice({start}, {end}) leaves a batch of {self.size} rows")
+            raise RefusedError(f"slice({start}, {end}) leaves a batch of {self.size} rows", code="slice")
         return self._map(lambda value: value[start:end], lambda value: value[start:end])
 
     def select_indices(self, indices: Sequence[int] | Tensor) -> Self:
@@ -110,7 +112,10 @@ class BatchedDataDict(dict[str, Any]):
         if EPISODE in self:
             return self._episodes(rows_per_sample)
         if rows_per_sample < 1 or self.size % rows_per_sample:
-            raise ValueError(f"{self.size} rows are no whole samples of {rows_per_sample} rows each")
+            raise RefusedError(
+                f"{self.size} rows are no whole samples of {rows_per_sample} rows each",
+                code="rows-per-sample",
+            )
         return [range(row, row + rows_per_sample) for row in range(0, self.size, rows_per_sample)]
 
     def shard_by_batch_size(
@@ -126,13 +131,18 @@ class BatchedDataDict(dict[str, Any]):
         rows, unit = len(samples) * rows_per_sample, "episodes" if EPISODE in self else "rows"
         batch_size = rows if batch_size is None else batch_size
         if shards < 1 or batch_size < 0 or batch_size % shards:
-            raise ValueError(f"{batch_size} {unit} do not split into {shards} equal shards")
+            raise RefusedError(
+                f"{batch_size} {unit} do not split into {shards} equal shards", code="equal-shards"
+            )
         if batch_size // shards % rows_per_sample:
-            raise ValueError(
-                f"{batch_size} rows, {rows_per_sample} a sample, do not split into {shards} equal shards"
+            raise RefusedError(
+                f"{batch_size} rows, {rows_per_sample} a sample, do not split into {shards} equal shards",
+                code="equal-shards",
             )
         if batch_size and rows % batch_size:
-            raise ValueError(f"{rows} {unit} do not split into batches of {batch_size}")
+            raise RefusedError(
+                f"{rows} {unit} do not split into batches of {batch_size}", code="equal-batches"
+            )
         per_step = batch_size // rows_per_sample
         steps = [*batched(samples, per_step)] if per_step else []
         size = per_step // shards
@@ -149,7 +159,7 @@ class BatchedDataDict(dict[str, Any]):
         Raises ValueError when the rows are no whole number of samples.
         """
         if shards < 1:
-            raise ValueError(f"{self.size} rows do not split into {shards} batches")
+            raise RefusedError(f"{self.size} rows do not split into {shards} batches", code="equal-batches")
         samples = self.samples(rows_per_sample)
         bounds = [len(samples) * shard // shards for shard in range(shards + 1)]
         parts = (samples[start:stop] for start, stop in pairwise(bounds))
@@ -166,7 +176,7 @@ class BatchedDataDict(dict[str, Any]):
         batches do not hold the same keys or differ in another dimension.
         """
         if not batches:
-            raise ValueError("from_batches needs at least one batch")
+            raise RefusedError("from_batches needs at least one batch", code="no-batch")
         for key in {key for batch in batches for key in batch}:
             missing = [i for i, batch in enumerate(batches) if key not in batch]
             if missing:
@@ -181,11 +191,14 @@ class BatchedDataDict(dict[str, Any]):
 
     def _episodes(self, rows_per_sample: int) -> list[range]:
         if rows_per_sample != 1:
-            raise ValueError(f"{EPISODE} with samples of {rows_per_sample} rows each, which are no episodes")
+            raise RefusedError(
+                f"{EPISODE} with samples of {rows_per_sample} rows each, which are no episodes",
+                code="rows-per-sample",
+            )
         numbers: list[int] = self[EPISODE].tolist()
         starts = [row for row, number in enumerate(numbers) if row == 0 or number != numbers[row - 1]]
         if len(starts) != len(set(numbers)):
-            raise ValueError(f"{EPISODE}: rows of one episode do not stand together")
+            raise RefusedError(f"{EPISODE}: rows of one episode do not stand together", code="episode-apart")
         return [range(start, stop) for start, stop in pairwise([*starts, self.size])]
 
     def _select_samples(self, samples: Iterable[range]) -> Self:
@@ -202,7 +215,9 @@ def _rows(key: str, value: Any) -> int:
         return value.shape[0]
     if isinstance(value, list):
         return len(value)  # pyright: ignore[reportUnknownArgumentType]
-    raise ValueError(f"{key!r} must be a tensor with a batch dimension or a list with one value per row")
+    raise RefusedError(
+        f"{key!r} must be a tensor with a batch dimension or a list with one value per row", code="no-column"
+    )
 
 
 def _numbered_on(numbers: Sequence[Tensor]) -> Tensor:

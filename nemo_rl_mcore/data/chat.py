@@ -10,6 +10,7 @@ from nemo_rl_mcore.data.literal_text import Rendered, Seal, contents, framed_con
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.token_rows import TokenRow
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.errors import RefusedError
 
 USER, ASSISTANT = "user", "assistant"
 _SHOWN_TEXT = 40
@@ -83,10 +84,11 @@ def _length_of_beginning(
 ) -> int:
     beginning = _ids(messages, tokenizer, add_generation_prompt=add_generation_prompt)
     if list(ids[: len(beginning)]) != beginning:
-        raise ValueError(
+        raise RefusedError(
             f"data.apply_chat_template: the chat template does not show the first {len(messages)} messages of a "
             "conversation as it shows them alone, so that the assistant's tokens cannot be told; use a template "
-            "that keeps earlier turns as they were"
+            "that keeps earlier turns as they were",
+            code="rewritten-turns",
         )
     return len(beginning)
 

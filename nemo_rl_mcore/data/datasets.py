@@ -11,6 +11,7 @@ from typing import Protocol
 
 from nemo_rl_mcore.config.data import TURN_TASKS
 from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.errors import RefusedError
 
 PROMPT_END = ">"
 _HELD_OUT_ONE_IN = 10
@@ -92,9 +93,12 @@ class DigitTaskSource(PromptSource):
         self, task: str, num_digits: int, seed: int, count_keys: tuple[str, str] = ("count", "count")
     ) -> None:
         if task not in (*DIGIT_TASKS, *TURN_TASKS):
-            raise ValueError(f"unknown task {task!r}; known tasks: {', '.join((*DIGIT_TASKS, *TURN_TASKS))}")
+            raise RefusedError(
+                f"unknown task {task!r}; known tasks: {', '.join((*DIGIT_TASKS, *TURN_TASKS))}",
+                code="unknown-task",
+            )
         if num_digits < 1:
-            raise ValueError(f"data.num_digits must be at least 1, got {num_digits}")
+            raise RefusedError(f"data.num_digits must be at least 1, got {num_digits}", code="num-digits")
         self._task = task
         self._num_digits = num_digits
         hidden = num_digits // 2 if task == "guess_number" else 0
@@ -118,9 +122,10 @@ class DigitTaskSource(PromptSource):
         prompts = list(islice(pool, count))
         if len(prompts) < count:
             share = "held-out prompts" if held_out else "training prompts"
-            raise ValueError(
+            raise RefusedError(
                 f"{count_key}={count} exceeds the {len(prompts)} {share} that exist with "
-                f"data.num_digits={self._num_digits}; lower the first or raise the second"
+                f"data.num_digits={self._num_digits}; lower the first or raise the second",
+                code="too-few-rows",
             )
         return prompts
 

@@ -11,6 +11,7 @@ from itertools import islice
 
 from nemo_rl_mcore.config.shares import Shares
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource, shuffled
+from nemo_rl_mcore.errors import RefusedError
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,10 @@ class EpochSource(PromptSource):
     def _rows(self, step: int, count: int) -> list[tuple[int, int]]:
         """The source and the row of each prompt of a step."""
         if count > len(self.train):
-            raise ValueError(f"{count} rows of a step are more than the {len(self.train)} of data.train")
+            raise RefusedError(
+                f"{count} rows of a step are more than the {len(self.train)} of data.train",
+                code="too-few-rows",
+            )
         first, among = (step - 1) * self.per_step, min(count, self.per_step)
         taken = [self._rows_of(source, first, first + among) for source in range(len(self._parts))]
         drawn = [
@@ -62,7 +66,10 @@ class EpochSource(PromptSource):
     def validation(self, count: int) -> list[Prompt]:
         """Give the first held-out prompts."""
         if count > len(self.held_out):
-            raise ValueError(f"{count} rows of a validation are more than the {len(self.held_out)} held out")
+            raise RefusedError(
+                f"{count} rows of a validation are more than the {len(self.held_out)} held out",
+                code="too-few-rows",
+            )
         return list(self.held_out[:count])
 
     @cached_property
@@ -104,8 +111,9 @@ class EpochSource(PromptSource):
         wanted = self._shares.before(source, first + count) - self._shares.before(source, first)
         if wanted > len(part.rows):
             name = self._shares.names[source]
-            raise ValueError(
-                f"{wanted} rows of a step are more than the {len(part.rows)} of the source {name!r}"
+            raise RefusedError(
+                f"{wanted} rows of a step are more than the {len(part.rows)} of the source {name!r}",
+                code="too-few-rows",
             )
         return (row for row in part.any_order(step) if row not in held)
 

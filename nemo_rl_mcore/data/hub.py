@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.data.weight_files import read_weight_map
+from nemo_rl_mcore.errors import RefusedError
 
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 # Copies of the weights in other formats.
@@ -36,10 +37,11 @@ def fetched_folder(name: str) -> Path:
     return folder
 
 
-def _not_here(name: str, reason: str) -> ValueError:
-    return ValueError(
+def _not_here(name: str, reason: str) -> RefusedError:
+    return RefusedError(
         f"policy.model_name: {name!r} is not complete in the local Hugging Face cache and cannot be fetched "
-        f"({reason}); fetch it where there is a network, or name a local folder"
+        f"({reason}); fetch it where there is a network, or name a local folder",
+        code="incomplete-model",
     )
 
 

@@ -15,6 +15,7 @@ from nemo_rl_mcore.data.literal_text import literal_spans
 from nemo_rl_mcore.data.preference import given_pair, pair_rows
 from nemo_rl_mcore.data.special_tokens import KEY, REMEDY, first_token
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.errors import RefusedError, code_of
 
 _CHARACTERS = 256
 """More than a token of any vocabulary stands for in running text: what has more is not encoded to be counted."""
@@ -38,11 +39,14 @@ class Limits:
                 prompt = self._prompt(example)
                 excess = self.excess(prompt, sampled=sampled)
             except ValueError as error:
-                raise ValueError(f"{example.place}: {error}") from error
+                raise RefusedError(f"{example.place}: {error}", code=code_of(error)) from error
             if excess is None:
                 yield prompt
             elif self.config.data.overlong == "error":
-                raise ValueError(f"{example.place}: {excess}, shorten the row, or set data.overlong: drop")
+                raise RefusedError(
+                    f"{example.place}: {excess}, shorten the row, or set data.overlong: drop",
+                    code="row-length",
+                )
 
     def _prompt(self, example: Example) -> Prompt:
         text, context = (example.context, ()) if isinstance(example.context, str) else ("", example.context)
@@ -69,7 +73,9 @@ class Limits:
         if data.special_tokens_in_content is None and (
             token := first_token(prompt, frame, tokens, self._kind)
         ):
-            raise ValueError(f"it holds the special token {token!r}; {REMEDY.format(KEY)}")
+            raise RefusedError(
+                f"it holds the special token {token!r}; {REMEDY.format(KEY)}", code="special-token"
+            )
         if data.apply_chat_template:
             return with_template(prompt, self.tokenizer, frame)
         return replace(prompt, literal=literal_spans(prompt.text, tokens, frame))

@@ -15,6 +15,7 @@ from nemo_rl_mcore.data.literal_text import Rendered
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.token_rows import content_ids
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.errors import RefusedError
 
 _ENVIRONMENT = "environment"
 _ASKED = Message(USER, "question")
@@ -77,9 +78,10 @@ class _Chat:
             return message
         if message.role == _ENVIRONMENT:
             return replace(message, role=USER)
-        raise ValueError(
+        raise RefusedError(
             f"{_KEY}: the chat template does not show messages of the role {message.role!r}, in which the "
-            f"environment answers; give them the role {USER!r} or {_ENVIRONMENT!r}"
+            f"environment answers; give them the role {USER!r} or {_ENVIRONMENT!r}",
+            code="unknown-role",
         )
 
 
@@ -103,10 +105,11 @@ def _require_beginnings(tokenizer: Tokenizer, name: str, messages: Sequence[Mess
     ]
     for count, (before, after) in enumerate(pairwise(shown), start=1):
         if (difference := rewritten(before, after)) is not None:
-            raise ValueError(
+            raise RefusedError(
                 f"{_KEY}: the chat template of {name} rewrites earlier turns, so that tokens which were sampled would "
                 f"be shown in another way once the environment has answered: {difference}, when message {count + 1} "
-                f"({messages[count].role}) follows; use a template that keeps earlier turns as they were"
+                f"({messages[count].role}) follows; use a template that keeps earlier turns as they were",
+                code="rewritten-turns",
             )
 
 

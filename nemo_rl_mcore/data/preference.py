@@ -14,6 +14,7 @@ from nemo_rl_mcore.data.literal_text import Rendered
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.token_rows import TokenRow, plain_row, rows_as_batch
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.errors import RefusedError
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,9 @@ class GivenPairs(_PairsOfPrompts):
 def given_pair(prompt: Prompt) -> Preference:
     """The pair that a prompt of a data set holds; ValueError when it holds none."""
     if prompt.rejected is None:
-        raise ValueError(
-            f"prompt {prompt.index} has no rejected answer, which DPO needs unless dpo.online: true"
+        raise RefusedError(
+            f"prompt {prompt.index} has no rejected answer, which DPO needs unless dpo.online: true",
+            code="no-rejected-answer",
         )
     return Preference(
         prompt.index, prompt.text, prompt.imitated, prompt.rejected, prompt.context, prompt.literal

@@ -5,6 +5,7 @@ from typing import cast
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
 
 _PROMPT, _MESSAGES = "prompt", "messages"
@@ -19,9 +20,11 @@ def read_prompts(path: Path, input_key: str | None = None) -> list[Prompt]:
     try:
         lines = read_regular(path).decode("utf-8-sig").split("\n")
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+        raise RefusedError(
+            f"{str(path)!r} cannot be read: {error.strerror}", code="unreadable-file"
+        ) from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is no text: {error}") from error
+        raise RefusedError(f"{str(path)!r} is no text: {error}", code="no-text") from error
     keys = [key for key in (input_key, _PROMPT, _MESSAGES) if key is not None]
     prompts: list[Prompt] = []
     for number, line in enumerate(lines, start=1):
@@ -32,7 +35,7 @@ def read_prompts(path: Path, input_key: str | None = None) -> list[Prompt]:
         text, context = (given, ()) if isinstance(given, str) else ("", given)
         prompts.append(Prompt(len(prompts), text, "", context=context, place=place))
     if not prompts:
-        raise ValueError(f"{str(path)!r} holds no prompt")
+        raise RefusedError(f"{str(path)!r} holds no prompt", code="no-prompt")
     return prompts
 
 
@@ -40,19 +43,22 @@ def _of_object(line: str, keys: list[str], place: str) -> str | tuple[Message, .
     try:
         row = parse_json(line)
     except ValueError as error:
-        raise ValueError(f"{place}: not JSON: {error}") from error
+        raise RefusedError(f"{place}: not JSON: {error}", code="no-json") from error
     values = cast("dict[str, object]", row) if isinstance(row, dict) else {}
     key = next((key for key in keys if key in values), None)
     if key is None:
-        raise ValueError(f"{place}: no object with one of the keys {', '.join(dict.fromkeys(keys))}")
+        raise RefusedError(
+            f"{place}: no object with one of the keys {', '.join(dict.fromkeys(keys))}", code="no-prompt-key"
+        )
     given = values[key]
     if isinstance(given, str):
         return given
     turns = cast("list[object]", given if isinstance(given, list) else [])
     messages = [_message(turn) for turn in turns]
     if not messages or None in messages:
-        raise ValueError(
-            f"{place}: {key} is {shortened(repr(values[key]))}, and must be text or a list of messages"
+        raise RefusedError(
+            f"{place}: {key} is {shortened(repr(values[key]))}, and must be text or a list of messages",
+            code="prompt-type",
         )
     return tuple(message for message in messages if message is not None)
 

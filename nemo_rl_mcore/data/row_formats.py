@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from nemo_rl_mcore.errors import RefusedError
+
 
 @dataclass(frozen=True)
 class RankedAnswers:
@@ -34,7 +36,9 @@ def _by_rank(row: Mapping[str, object]) -> RankedAnswers:
     given = row["completions"]
     answers = [_as_answer(one) for one in cast("list[object]", given)] if isinstance(given, list) else []
     if len(answers) != 2 or None in answers:
-        raise ValueError("completions are not two of a rank, which is a number, and a completion")
+        raise RefusedError(
+            "completions are not two of a rank, which is a number, and a completion", code="completions"
+        )
     first, second = sorted(filter(None, answers), key=lambda one: cast("int", one["rank"]))
     tied = first["rank"] == second["rank"]
     return RankedAnswers(row["context"], first["completion"], second["completion"], tied)

@@ -12,12 +12,13 @@ from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.messages import Context, Message
 from nemo_rl_mcore.data.row import Row
 from nemo_rl_mcore.data.row_formats import RankedAnswers, ranked_answers
+from nemo_rl_mcore.errors import RefusedError, code_of
 from nemo_rl_mcore.strict_json import shortened
 
 _ASSISTANT = "assistant"
 
 
-class RowError(ValueError):
+class RowError(RefusedError):
     """What is wrong with a row."""
 
 
@@ -56,7 +57,7 @@ class RowReader:
         try:
             ranked = ranked_answers(row.values)
         except ValueError as error:
-            raise RowError(str(error)) from error
+            raise RowError(str(error), code=code_of(error)) from error
         if ranked is not None and self._source.prompt_key not in row.values:
             return self._ranked(ranked)
         if self._kind is RowKind.PAIRS:

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Groups, Microbatch, take_rows
 from nemo_rl_mcore.data.token_budget import TokenBudget
+from nemo_rl_mcore.errors import RefusedError
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Groups:
@@ -31,7 +32,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Groups:
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[index]
         if length > capacity:
-            raise ValueError(f"a length of {length} does not fit a capacity of {capacity}")
+            raise RefusedError(f"a length of {length} does not fit a capacity of {capacity}", code="capacity")
         place = next((place for place, left in enumerate(room) if length <= left), len(bins))
         if place == len(bins):
             bins.append([])

@@ -22,7 +22,7 @@ from nemo_rl_mcore.data.prompt_texts import PromptTexts, read_texts
 from nemo_rl_mcore.data.row_counts import count_problems, require_enough_left
 from nemo_rl_mcore.data.special_tokens import run_token_problems, special_token_problems
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.errors import CustomCodeError
+from nemo_rl_mcore.errors import CustomCodeError, RefusedError
 
 
 def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
@@ -76,7 +76,9 @@ class _ShownInTexts(PromptSource):
         frame = self.texts.frame(chat=self.limits.config.data.apply_chat_template)
         whole = self.limits.rendered(replace(prompt, text=text, context=context), frame)
         if (excess := self.limits.excess(whole, sampled=True)) is not None:
-            raise ValueError(f"data.dataset_name: {self.limits.config.data.dataset_name}: {excess}")
+            raise RefusedError(
+                f"data.dataset_name: {self.limits.config.data.dataset_name}: {excess}", code="row-length"
+            )
         return whole
 
 
@@ -121,7 +123,8 @@ class _OwnSource(PromptSource):
         different = len({prompt.index for prompt in whole})
         if len(whole) != count or different != count:
             raise CustomCodeError(
-                f"{self.name}: {call} gave {len(whole)} prompts with {different} different indices, not {count}"
+                f"{self.name}: {call} gave {len(whole)} prompts with {different} different indices, not {count}",
+                code="prompt-indices",
             )
         return [self._fitting(prompt, call, sampled=sampled) for prompt in whole]
 

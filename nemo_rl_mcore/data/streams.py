@@ -21,6 +21,7 @@ from nemo_rl_mcore.data.prompt_texts import read_texts
 from nemo_rl_mcore.data.row import Row, SourceError
 from nemo_rl_mcore.data.row_counts import held_out_problems
 from nemo_rl_mcore.data.row_readers import RowError, RowReader
+from nemo_rl_mcore.errors import RefusedError
 
 BUFFER = 10_000
 """Rows that the next one is drawn from."""
@@ -75,15 +76,19 @@ class StreamSource(PromptSource):
             self._next = step + 1
             self._last = [*self._prompts(batch)]
         if count > len(self._last):
-            raise ValueError(
-                f"{count} rows of a step are more than the {len(self._last)} that a stream gives it"
+            raise RefusedError(
+                f"{count} rows of a step are more than the {len(self._last)} that a stream gives it",
+                code="too-few-rows",
             )
         return self._last[:count]
 
     def validation(self, count: int) -> list[Prompt]:
         """Give the first rows of data.validation."""
         if count > len(self.held_out):
-            raise ValueError(f"{count} rows of a validation are more than the {len(self.held_out)} held out")
+            raise RefusedError(
+                f"{count} rows of a validation are more than the {len(self.held_out)} held out",
+                code="too-few-rows",
+            )
         return list(self.held_out[:count])
 
     def _prompts(self, batch: Sequence[Example | Prompt]) -> Iterator[Prompt]:

@@ -16,6 +16,7 @@ from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.data.literal_encoder import LiteralEncoder
 from nemo_rl_mcore.data.literal_text import Spans
 from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.errors import RefusedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,9 +124,10 @@ class CharTokenizer:
         """One id per character; ValueError names the characters that are not in the vocabulary."""
         foreign = sorted(set(text) - self._ordinary)
         if foreign:
-            raise ValueError(
+            raise RefusedError(
                 f"the character tokenizer cannot encode {foreign[:_SHOWN]} of {text!r:.80}; "
-                f"it knows {''.join(sorted(self._ordinary))!r}"
+                f"it knows {''.join(sorted(self._ordinary))!r}",
+                code="unknown-characters",
             )
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -139,7 +141,9 @@ class CharTokenizer:
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """See `Tokenizer.render_chat`; there is no template."""
-        raise ValueError("data.apply_chat_template: the character tokenizer has no chat template")
+        raise RefusedError(
+            "data.apply_chat_template: the character tokenizer has no chat template", code="no-chat-template"
+        )
 
     def save_as_hugging_face(self, folder: Path) -> None:
         """See `Tokenizer.save_as_hugging_face`."""
@@ -163,9 +167,10 @@ class HuggingFaceTokenizer:
         self.special_tokens: Sequence[str] = () if parse_content else self._literal.tokens
         eos_token_id = self._tokenizer.eos_token_id
         if not isinstance(eos_token_id, int):
-            raise ValueError(
+            raise RefusedError(
                 f"policy.tokenizer.name: the tokenizer in {directory!r} has no end-of-sequence token; "
-                "set eos_token in its tokenizer_config.json"
+                "set eos_token in its tokenizer_config.json",
+                code="no-end-token",
             )
         pad_token_id = self._tokenizer.pad_token_id
         self.vocab_size = len(self._tokenizer)
@@ -194,13 +199,17 @@ class HuggingFaceTokenizer:
 
         conversation = [{"role": message.role, "content": message.content} for message in messages]
         if self._tokenizer.chat_template is None:
-            raise ValueError("data.apply_chat_template: the tokenizer has no chat template")
+            raise RefusedError(
+                "data.apply_chat_template: the tokenizer has no chat template", code="no-chat-template"
+            )
         try:
             text = self._tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except TemplateError as error:
-            raise ValueError(f"data.apply_chat_template: the chat template refuses it: {error}") from error
+            raise RefusedError(
+                f"data.apply_chat_template: the chat template refuses it: {error}", code="refused-messages"
+            ) from error
         assert isinstance(text, str)
         return text
 
@@ -212,9 +221,10 @@ class HuggingFaceTokenizer:
 def _load_pretrained(directory: str) -> PreTrainedTokenizerBase:
     folder = local_folder(directory)
     if folder is None:
-        raise ValueError(
+        raise RefusedError(
             f"policy.tokenizer.name: {directory!r} is not a directory; give {CHAR_TOKENIZER_NAME!r} "
-            "or the path of a local Hugging Face tokenizer (or the hub id of a model in the local cache)"
+            "or the path of a local Hugging Face tokenizer (or the hub id of a model in the local cache)",
+            code="no-tokenizer",
         )
     from transformers import AutoTokenizer
 
@@ -223,6 +233,7 @@ def _load_pretrained(directory: str) -> PreTrainedTokenizerBase:
     except Exception as error:
         # `tokenizers` raises Exception itself for a file it cannot read, and transformers whatever the absence of
         # a key or a wrong type leads to (KeyError, TypeError, AttributeError): no narrower class holds them.
-        raise ValueError(
-            f"policy.tokenizer.name: cannot load a tokenizer from {directory!r}: {type(error).__name__}: {error}"
+        raise RefusedError(
+            f"policy.tokenizer.name: cannot load a tokenizer from {directory!r}: {type(error).__name__}: {error}",
+            code="unreadable-tokenizer",
         ) from error

@@ -17,13 +17,32 @@ from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data.batched_data_dict import EPISODE, BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
+from nemo_rl_mcore.errors import RefusedError
 
 _SHOWN_ROWS = 8
 
 
 @dataclass(frozen=True)
+class Finding:
+    """What is wrong with a key of a batch, or with its rows where `key` is empty; `code` says which rule it breaks."""
+
+    code: str
+    key: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}" if self.key else self.what
+
+
+class BatchError(RefusedError):
+    """A batch that a model or loss cannot take, with all that is wrong with it."""
+
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
 class BatchCheck:
-    """What a model takes. Each method raises one ValueError that lists all that is wrong with a batch.
+    """What a model takes. Each method raises one BatchError that lists all that is wrong with a batch.
 
     Its row numbers are those of the batch it is given: on the driver the caller's, on a rank those of its shard. Ranks
     that share a shard refuse alike; a data-parallel peer, with other rows, may see nothing wrong.
@@ -63,7 +82,7 @@ class BatchCheck:
         if trained_only:
             self._token_mask(found, lengths_B)
         if k is not None and not 1 <= k <= self.vocab_size:
-            found.problems.append(f"k: {k}; allowed: 1 to {self.vocab_size} (model.vocab_size)")
+            found.note("k", "k", f"{k}; allowed: 1 to {self.vocab_size} (model.vocab_size)")
         found.refuse()
 
     def prompts(self, data: BatchedDataDict) -> None:
@@ -74,8 +93,10 @@ class BatchCheck:
             found.tensor(key, "the noise of sampling", "B")
         for row, strings in enumerate(data.get("stop_strings", ())):
             if "" in strings:
-                found.problems.append(
-                    f"stop_strings: an empty text in row {row} would end its answer at once; leave it out"
+                found.note(
+                    "empty-text",
+                    "stop_strings",
+                    f"an empty text in row {row} would end its answer at once; leave it out",
                 )
         found.refuse()
 
@@ -97,7 +118,9 @@ class BatchCheck:
         tokens_BS = self._token_mask(found, None if self.budgets is None else lengths_B)
         samples_B = found.mask("sample_mask", "B")
         if data.size % rows_per_sample:
-            found.problems.append(f"{data.size} rows; allowed: whole samples of {rows_per_sample} rows")
+            found.note(
+                "rows-per-sample", "", f"{data.size} rows; allowed: whole samples of {rows_per_sample} rows"
+            )
             samples_B = None
         if EPISODE in data:
             self._episodes(found, samples_B, rows_per_sample)
@@ -115,13 +138,13 @@ class BatchCheck:
             found.wrong_dtype("input_ids", ids_BS, "int64")
         elif ids_BS is not None:
             # Padding, too: the embedding looks it up.
-            found.values("input_ids", ids_BS, self._outside(ids_BS), self._vocabulary)
+            found.values("vocabulary", "input_ids", ids_BS, self._outside(ids_BS), self._vocabulary)
         columns = self.positions if ids_BS is None else ids_BS.shape[1]
         if lengths_needed_by is not None or "input_lengths" in found.data:
             return self._lengths(found, lengths_needed_by or "nothing", shortest, columns)
         if columns > self.positions:
-            found.problems.append(
-                f"input_ids: {columns} columns without input_lengths; allowed: {self._longest}"
+            found.note(
+                "positions", "input_ids", f"{columns} columns without input_lengths; allowed: {self._longest}"
             )
         return None
 
@@ -130,8 +153,8 @@ class BatchCheck:
         if lengths_B is not None:
             inside = (lengths_B >= shortest) & (lengths_B <= columns)
             allowed = f"{shortest} to {columns}, the columns of input_ids"
-            found.values("input_lengths", lengths_B, ~inside, allowed)
-            found.values("input_lengths", lengths_B, lengths_B > self.positions, self._longest)
+            found.values("columns", "input_lengths", lengths_B, ~inside, allowed)
+            found.values("positions", "input_lengths", lengths_B, lengths_B > self.positions, self._longest)
         return lengths_B
 
     def _token_mask(self, found: _Findings, lengths_B: Tensor | None) -> Tensor | None:
@@ -141,22 +164,23 @@ class BatchCheck:
             behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.clamp(min=0).unsqueeze(1)
             known_BS = (lengths_B >= 0).unsqueeze(1)  # what is no length, or no mask, is noted already
             marked_BS = behind_BS & known_BS & (mask_BS == 1)
-            found.values("token_mask", mask_BS, marked_BS, "0 behind input_lengths")
+            found.values("padding", "token_mask", mask_BS, marked_BS, "0 behind input_lengths")
         return mask_BS
 
     def _budget(self, found: _Findings, lengths_B: Tensor, key: str, tokens: int) -> None:
         """Note rows that no microbatch has room for."""
         assert self.budgets is not None
         name = f"{self.budgets.section}.{key}: {tokens}"
-        found.values(
-            "input_lengths", lengths_B, lengths_B > tokens, f"rows of at most {tokens} tokens ({name})"
-        )
+        allowed = f"rows of at most {tokens} tokens ({name})"
+        found.values("token-budget", "input_lengths", lengths_B, lengths_B > tokens, allowed)
 
     def _episodes(self, found: _Findings, samples_B: Tensor | None, rows_per_sample: int) -> None:
         """Note rows that stand apart from their episode, and episodes that count in part."""
         if rows_per_sample > 1:
-            found.problems.append(
-                f"{EPISODE}: given; allowed: none beside a loss that reads {rows_per_sample} rows together"
+            found.note(
+                "rows-per-sample",
+                EPISODE,
+                f"given; allowed: none beside a loss that reads {rows_per_sample} rows together",
             )
         numbers_B = found.tensor(EPISODE, "nothing", "B")
         if numbers_B is None:
@@ -167,12 +191,13 @@ class BatchCheck:
         same = numbers_B[order].diff() == 0
         apart_B, differs_B = torch.zeros(2, len(order), dtype=torch.bool)
         apart_B[order[1:]] = same & (order.diff() != 1)
-        found.values(EPISODE, numbers_B, apart_B, "the rows of an episode one after the other")
+        found.values(
+            "episode-apart", EPISODE, numbers_B, apart_B, "the rows of an episode one after the other"
+        )
         if samples_B is not None:
             differs_B[order[1:]] = same & (samples_B[order].diff() != 0)
-            found.values(
-                "sample_mask", samples_B, differs_B, f"one number for all rows of an episode ({EPISODE})"
-            )
+            allowed = f"one number for all rows of an episode ({EPISODE})"
+            found.values("episode-mask", "sample_mask", samples_B, differs_B, allowed)
 
     @property
     def _vocabulary(self) -> str:
@@ -197,7 +222,8 @@ class BatchCheck:
         elif counts is not None:
             allowed = self._vocabulary if of_ids else column.kind.value
             wrong = self._wrong(column.kind, values) & counts.of(column)
-            found.values(column.key, values, wrong, f"{allowed}, wherever a token counts")
+            code = "vocabulary" if of_ids else column.kind.name.lower().replace("_", "-")
+            found.values(code, column.key, values, wrong, f"{allowed}, wherever a token counts")
 
     def _wrong(self, kind: ColumnKind, values: Tensor) -> Tensor:
         if kind is ColumnKind.TOKEN_IDS:
@@ -232,24 +258,22 @@ class _Findings:
     """What is wrong with a batch; `sizes` are those of the letters of a shape, as far as they are known."""
 
     data: BatchedDataDict
-    problems: list[str] = field(default_factory=list[str])
+    findings: list[Finding] = field(default_factory=list[Finding])
     sizes: dict[str, int] = field(default_factory=dict[str, int])
 
     def tensor(self, key: str, needed_by: str, shape: str) -> Tensor | None:
         """The tensor of this key; None when it is missing, none or of another shape, which is then noted."""
         value = self.data.get(key)
         if value is None:
-            self.problems.append(
-                f"{key}: missing, and {needed_by} needs it; the batch has {sorted(self.data)}"
-            )
+            self.note("missing", key, f"missing, and {needed_by} needs it; the batch has {sorted(self.data)}")
         elif not isinstance(value, Tensor):
-            self.problems.append(f"{key}: a {type(value).__name__}; allowed: a tensor")
+            self.note("no-tensor", key, f"a {type(value).__name__}; allowed: a tensor")
         elif value.ndim != len(shape) or any(
             self.sizes.setdefault(letter, size) != size
             for letter, size in zip(shape, value.shape, strict=True)
         ):
             wanted = ", ".join(str(self.sizes.get(letter, letter)) for letter in shape)
-            self.problems.append(f"{key}: shape {list(value.shape)}; allowed: [{wanted}]")
+            self.note("shape", key, f"shape {list(value.shape)}; allowed: [{wanted}]")
         else:
             return value
         return None
@@ -258,14 +282,14 @@ class _Findings:
         """A mask that every loss needs; noted if an entry is neither 0 nor 1."""
         mask = self.tensor(key, "every loss", shape)
         if mask is not None:
-            self.values(key, mask, (mask != 0) & (mask != 1), "0 and 1")
+            self.values("mask", key, mask, (mask != 0) & (mask != 1), "0 and 1")
         return mask
 
     def wrong_dtype(self, key: str, values: Tensor, allowed: str) -> None:
         """Note a dtype."""
-        self.problems.append(f"{key}: {str(values.dtype).removeprefix('torch.')}; allowed: {allowed}")
+        self.note("dtype", key, f"{str(values.dtype).removeprefix('torch.')}; allowed: {allowed}")
 
-    def values(self, key: str, values: Tensor, wrong: Tensor, allowed: str) -> None:
+    def values(self, code: str, key: str, values: Tensor, wrong: Tensor, allowed: str) -> None:
         """Note the rows that hold values where `wrong` is true, and one of those values."""
         if not wrong.any():
             return
@@ -274,11 +298,15 @@ class _Findings:
         shown = ", ".join(map(str, rows[:_SHOWN_ROWS]))
         more = f" and {len(rows) - _SHOWN_ROWS} more" if len(rows) > _SHOWN_ROWS else ""
         example = values[wrong][0].item()
-        self.problems.append(
-            f"{key}: {example} in row{'s' * (len(rows) > 1)} {shown}{more}; allowed: {allowed}"
-        )
+        self.note(code, key, f"{example} in row{'s' * (len(rows) > 1)} {shown}{more}; allowed: {allowed}")
+
+    def note(self, code: str, key: str, what: str) -> None:
+        """Note what is wrong with a key."""
+        self.findings.append(Finding(code, key, what))
 
     def refuse(self) -> None:
-        """Raise the ValueError, if anything was found."""
-        if self.problems:
-            raise ValueError("\n  ".join(["the batch is refused:", *self.problems]))
+        """Raise the BatchError, if anything was found."""
+        if self.findings:
+            error = BatchError("\n  ".join(["the batch is refused:", *map(str, self.findings)]), code="batch")
+            error.findings = tuple(self.findings)
+            raise error

@@ -14,7 +14,7 @@ from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments.votes import Vote
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RefusedError, RunStoppedError
 from nemo_rl_mcore.preflight.answer_kinds import (
     as_quantity,
     as_words,
@@ -170,7 +170,8 @@ def _library() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:
     try:
         from math_verify import LatexExtractionConfig, parse, verify
     except ImportError as error:
-        raise ValueError(
-            f"env.math: needs the Python package math_verify ({error}); install the extra math, or set env.math: null"
+        raise RefusedError(
+            f"env.math: needs the Python package math_verify ({error}); install the extra math, or set env.math: null",
+            code="missing-package",
         ) from error
     return parse, verify, [LatexExtractionConfig()]

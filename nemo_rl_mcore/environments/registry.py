@@ -65,7 +65,8 @@ class _OwnSteps:
         except Exception as error:
             raise CustomCodeError(
                 f"{name} gave what is no EnvironmentReturn of {len(message_log_batch)} replies: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}",
+                code="environment-return",
             ) from error
         return returned
 

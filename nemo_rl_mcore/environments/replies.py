@@ -139,7 +139,8 @@ def _require_rewards(weights: Mapping[str, float], rewards: Collection[str]) -> 
     if unknown := [name for name in weights if name not in rewards]:
         given = ", ".join(filter(None, rewards)) or "one without a name"
         raise RunStoppedError(
-            f"env.reward_weights.{unknown[0]}: no such reward; those of the environment are: {given}"
+            f"env.reward_weights.{unknown[0]}: no such reward; those of the environment are: {given}",
+            code="unknown-reward",
         )
 
 

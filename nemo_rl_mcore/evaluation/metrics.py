@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from nemo_rl_mcore.errors import RefusedError
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -107,7 +109,9 @@ def _product(one: Sequence[int], other: Sequence[int], degree: int) -> list[int]
 
 def _require(k: int, samples: int) -> None:
     if not 1 <= k <= samples:
-        raise ValueError(f"k = {k} needs as many samples of a prompt, and there are {samples}")
+        raise RefusedError(
+            f"k = {k} needs as many samples of a prompt, and there are {samples}", code="too-few-samples"
+        )
 
 
 def over_prompts(values: Sequence[float]) -> Estimate:

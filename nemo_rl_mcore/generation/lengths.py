@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.errors import RefusedError
 
 
 def check_lengths(input_lengths: Tensor, policy: PolicyConfig) -> None:
@@ -14,8 +15,9 @@ def check_lengths(input_lengths: Tensor, policy: PolicyConfig) -> None:
     new, longest = policy.generation.max_new_tokens, policy.max_total_sequence_length
     for row, length in enumerate(input_lengths.tolist()):  # pyright: ignore[reportUnknownMemberType]
         if length + new > longest:
-            raise ValueError(
+            raise RefusedError(
                 f"row {row} has a prompt of {length} tokens, which policy.generation.max_new_tokens: {new} takes to "
                 f"{length + new}, past policy.max_total_sequence_length: {longest}; shorten the prompt or change "
-                "one of the two"
+                "one of the two",
+                code="prompt-length",
             )

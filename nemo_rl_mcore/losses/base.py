@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_rl_mcore.data.batched_data_dict import EPISODE, BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
+from nemo_rl_mcore.errors import RefusedError
 
 EPSILON = 1e-8
 Count = Tensor | float | int
@@ -120,7 +121,9 @@ class LossSums:
 def require(data: Mapping[str, Tensor], key: str, needed_by: str) -> Tensor:
     """Return `data[key]`, or raise a ValueError that names the key and the setting that needs it."""
     if key not in data:
-        raise ValueError(f"the batch has no {key!r}, which {needed_by} needs; it has {sorted(data)}")
+        raise RefusedError(
+            f"the batch has no {key!r}, which {needed_by} needs; it has {sorted(data)}", code="missing-column"
+        )
     return data[key]
 
 
@@ -167,9 +170,10 @@ class Masks:
         """
         if values.shape != self.valid.shape:
             rows, columns = self.valid.shape
-            raise ValueError(
+            raise RefusedError(
                 f"{name} has shape {list(values.shape)}, but token_mask [{rows}, {columns + self.first_column}] "
-                f"makes it [{rows}, {columns}]"
+                f"makes it [{rows}, {columns}]",
+                code="column-shape",
             )
         return torch.where(self.valid != 0, values, 0.0)
 

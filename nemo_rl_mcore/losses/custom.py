@@ -12,6 +12,7 @@ from nemo_rl_mcore.config.loss import (
 )
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.custom_code import build
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import LossFunction, LossInputType
 from nemo_rl_mcore.losses.clipped_pg import ClippedPGLossFn
 from nemo_rl_mcore.losses.distillation import DistillationLossFn
@@ -40,11 +41,16 @@ def make_loss(
     key = f"{section}.type"
     loss = build(cfg.type, key, cfg.args, cfg, use_fused_linear_logprobs, needs=("sums",))
     if not isinstance(loss, LossFunction):
-        raise ValueError(f"{key}: {cfg.type} is no subclass of nemo_rl_mcore.losses.LossFunction")
+        raise RefusedError(
+            f"{key}: {cfg.type} is no subclass of nemo_rl_mcore.losses.LossFunction", code="no-loss"
+        )
     if lacking := [name for name in ("loss_type", "input_type") if not hasattr(loss, name)]:
-        raise ValueError(f"{key}: {cfg.type} does not say its {' and '.join(lacking)}")
+        raise RefusedError(f"{key}: {cfg.type} does not say its {' and '.join(lacking)}", code="no-loss")
     if loss.input_type is not inputs:
-        raise ValueError(f"{key}: {cfg.type} reads {loss.input_type.name}, and is given {inputs.name} here")
+        raise RefusedError(
+            f"{key}: {cfg.type} reads {loss.input_type.name}, and is given {inputs.name} here",
+            code="loss-inputs",
+        )
     loss.custom_name = f"{key}: {cfg.type}"
     return loss
 
@@ -60,10 +66,14 @@ def check_losses(config: RunConfig) -> None:
             continue
         where = f"{section}.type: {cfg.type} reads {rows} rows together"
         if config.algorithm == "ppo":
-            raise ValueError(f"{where}, and each of ppo.ppo_epochs shuffles single rows; use another loss")
+            raise RefusedError(
+                f"{where}, and each of ppo.ppo_epochs shuffles single rows; use another loss",
+                code="rows-per-sample",
+            )
         batch = config.policy.train_global_batch_size
         if config.samples_per_step % (rows * batch):
-            raise ValueError(
+            raise RefusedError(
                 f"{where}, so that an optimizer step takes {rows} times policy.train_global_batch_size: {batch} rows, "
-                f"and a step has {config.samples_per_step}; lower policy.train_global_batch_size"
+                f"and a step has {config.samples_per_step}; lower policy.train_global_batch_size",
+                code="rows-per-step",
             )

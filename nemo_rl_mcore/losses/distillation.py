@@ -21,6 +21,7 @@ from nemo_rl_mcore.config import checked
 from nemo_rl_mcore.config.loss import DistillationLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import (
     Count,
     DistillationOutputs,
@@ -168,9 +169,10 @@ def _outcomes(outputs: DistillationOutputs, masks: Masks, *, with_tail: bool) ->
     """Return student and teacher log-probabilities [B,S-1,k or k+1], equal to 0 where no token counts."""
     student, teacher = outputs.student.logprobs, outputs.teacher.logprobs
     if student.shape != teacher.shape or student.shape[:-1] != masks.valid.shape:
-        raise ValueError(
+        raise RefusedError(
             f"student {list(student.shape)} and teacher {list(teacher.shape)} are not log-probabilities at the same "
-            f"ids of the {list(masks.valid.shape)} next tokens"
+            f"ids of the {list(masks.valid.shape)} next tokens",
+            code="teacher-shape",
         )
     return (
         _kept(outputs.student, outputs.teacher, masks, with_tail),

@@ -12,6 +12,7 @@ from nemo_rl_mcore.config import checked
 from nemo_rl_mcore.config.loss import DPOLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import (
     LossSums,
     LossType,
@@ -82,7 +83,10 @@ def _masked_by_pair(data: BatchedDataDict) -> BatchedDataDict:
     """The batch with the chosen row's sample_mask on both rows of each pair; ValueError for an odd number of rows."""
     kept = require(data, "sample_mask", "every loss")
     if len(kept) % _ROWS_PER_PAIR:
-        raise ValueError(f"DPO reads rows as (chosen, rejected) pairs, and the batch has {len(kept)} rows")
+        raise RefusedError(
+            f"DPO reads rows as (chosen, rejected) pairs, and the batch has {len(kept)} rows",
+            code="rows-per-sample",
+        )
     return BatchedDataDict(data, sample_mask=kept[::_ROWS_PER_PAIR].repeat_interleave(_ROWS_PER_PAIR))
 
 

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.agreement import agreed, agreed_on_first
 from nemo_rl_mcore.config import MegatronConfig
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.checkpoint_sums import require_sums_together, write_sums_together
 from nemo_rl_mcore.megatron.optimizer_state import (
     load_optimizer_state,
@@ -189,7 +190,10 @@ def _layout(config: MegatronConfig) -> dict[str, int | None]:
 
 def _require_empty(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there and not an empty folder; a checkpoint is written into a new one")
+        raise RefusedError(
+            f"{folder} is there and not an empty folder; a checkpoint is written into a new one",
+            code="folder-not-empty",
+        )
 
 
 def _read_state(folder: Path) -> _State:
@@ -201,7 +205,9 @@ def _read_state(folder: Path) -> _State:
         place = ".".join(str(part) for part in details["loc"])
         raise ValueError(f"{path} is not the state of a policy: {place}: {details['msg']}") from error
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} is no checkpoint of a policy: {path} does not exist") from error
+        raise RefusedError(
+            f"{folder} is no checkpoint of a policy: {path} does not exist", code="no-checkpoint"
+        ) from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not the state of a policy: {error}") from error
 

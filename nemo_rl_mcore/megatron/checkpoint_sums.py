@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nemo_rl_mcore.agreement import agreed, agreed_on_first
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.training.checksums import SUMS_FILE, read_sums, require_sums, sha256, write_sums
 
 _log = logging.getLogger(__name__)
@@ -43,14 +44,16 @@ def require_sums_together(folder: Path, part: str = "", *, required: bool) -> No
         sums = read_sums(folder)
         if sums is None:
             if required:
-                raise ValueError(f"{folder / SUMS_FILE} is missing")
+                raise RefusedError(f"{folder / SUMS_FILE} is missing", code="missing-checksums")
             if rank == 0:
                 _log.warning("%s has no %s: its files are loaded unchecked", folder, SUMS_FILE)
             return
         listed = {name for name in sums if name.startswith(part)}
         there = {name: (folder / name).lstat().st_size for name in _files(folder) if name.startswith(part)}
         if gone := sorted(listed - there.keys()):
-            raise ValueError(f"{folder / gone[0]} is missing: {folder / SUMS_FILE} lists it")
+            raise RefusedError(
+                f"{folder / gone[0]} is missing: {folder / SUMS_FILE} lists it", code="missing-file"
+            )
         largest_first = sorted(there, key=lambda name: (-there[name], name))
         require_sums(folder, sums, largest_first[rank::ranks])
 

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import MegatronConfig
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.attention import LocalAttention
 
 
@@ -67,10 +68,11 @@ def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_s
     if not transformer.mtp_num_layers:
         return None
     if not builds_prediction_layers():
-        raise ValueError(
+        raise RefusedError(
             f"policy.model.mtp_num_layers: {transformer.mtp_num_layers}: megatron-core {megatron_version} builds "
             "prediction layers only where Transformer Engine is installed; install the extra te or megatron-core "
-            "0.19, or set policy.model.mtp_num_layers: null"
+            "0.19, or set policy.model.mtp_num_layers: null",
+            code="missing-package",
         )
     fast = use_transformer_engine(config)
     block = get_gpt_mtp_block_spec(transformer, _layer_spec(config, transformer), fast, vp_stage=vp_stage)

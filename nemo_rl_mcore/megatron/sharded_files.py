@@ -46,6 +46,7 @@ from torch.futures import Future
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.agreement import agreed, agreed_on_first
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.sharded_metadata import COMMON_STATE, read_metadata
 from nemo_rl_mcore.rendezvous import patient_group
 
@@ -116,9 +117,11 @@ def _naming(folder: Path, fill: Callable[[], None]) -> None:
     try:
         fill()
     except CheckpointingException as error:
-        raise ValueError(f"{folder} does not fit this model: {error}") from error
+        raise RefusedError(f"{folder} does not fit this model: {error}", code="other-model") from error
     except CheckpointException as error:
-        raise ValueError(f"{folder} does not fit this model: {_first_failure(error)}") from error
+        raise RefusedError(
+            f"{folder} does not fit this model: {_first_failure(error)}", code="other-model"
+        ) from error
 
 
 def _first_failure(error: CheckpointException) -> str:

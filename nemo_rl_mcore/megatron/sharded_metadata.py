@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.strict_json import read_json, read_regular, shortened
 
 METADATA_FILE = ".metadata"
@@ -94,8 +95,9 @@ def read_metadata(folder: Path) -> Metadata:
         metadata = _Unpickler(io.BytesIO(read_regular(path, follow_links=False))).load()
         _check(metadata, folder, sizes)
     except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} holds something other than tensors: {shortened(str(error), 200)}; do not load it"
+        raise RefusedError(
+            f"{path} holds something other than tensors: {shortened(str(error), 200)}; do not load it",
+            code="unsafe-pickle",
         ) from error
     except Exception as error:  # whatever a broken pickle leads to: IndexError, KeyError, MemoryError ...
         raise ValueError(f"{path} is broken: {type(error).__name__}: {shortened(str(error), 200)}") from error
@@ -107,17 +109,26 @@ def _sizes(folder: Path) -> dict[str, int]:
     try:
         linked, found = folder.is_symlink(), {path.name: path.lstat() for path in folder.iterdir()}
     except OSError as error:
-        raise ValueError(f"{folder} is no checkpoint of a policy: {error.strerror}") from error
+        raise RefusedError(
+            f"{folder} is no checkpoint of a policy: {error.strerror}", code="no-checkpoint"
+        ) from error
     if linked:
         raise ValueError(f"{folder} is a link; a checkpoint holds its own folders")
     for name, status in found.items():
         if name not in (METADATA_FILE, FORMAT_FILE) and not _DATA_FILE.fullmatch(name):
-            raise ValueError(f"{folder / shortened(name)} is no file of a checkpoint; remove it")
+            raise RefusedError(
+                f"{folder / shortened(name)} is no file of a checkpoint; remove it", code="foreign-file"
+            )
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{folder / name} is no regular file, but a link, a pipe or a folder")
+            raise RefusedError(
+                f"{folder / name} is no regular file, but a link, a pipe or a folder",
+                code="not-a-regular-file",
+            )
     for name in (METADATA_FILE, FORMAT_FILE):
         if name not in found:
-            raise ValueError(f"{folder} is no checkpoint of a policy: {folder / name} does not exist")
+            raise RefusedError(
+                f"{folder} is no checkpoint of a policy: {folder / name} does not exist", code="no-checkpoint"
+            )
     return {name: status.st_size for name, status in found.items() if _DATA_FILE.fullmatch(name)}
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.observability.curves import DRAWN_METRICS, Row
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER, Sample
 from nemo_rl_mcore.observability.series import Best, best_of, is_sparse, shown_in
@@ -60,7 +61,9 @@ def read_history(
     """
     path = log_dir / METRICS_FILE
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give the folder of a run (its logger.log_dir)")
+        raise RefusedError(
+            f"{path} does not exist; give the folder of a run (its logger.log_dir)", code="no-run"
+        )
     *complete, _ = path.read_bytes().split(b"\n")
     rows: list[dict[str, float]] = []
     for number, line in enumerate(complete, start=1):
@@ -159,7 +162,7 @@ def _row(line: bytes, where: str) -> dict[str, float]:
             sys.intern(name): math.nan if value is None else float(value) for name, value in values.items()
         }
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{where} is not a row of metrics: {error}") from error
+        raise RefusedError(f"{where} is not a row of metrics: {error}", code="broken-row") from error
 
 
 def _summary_names(rows: Sequence[Row]) -> list[str]:

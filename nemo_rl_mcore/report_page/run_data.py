@@ -17,6 +17,7 @@ import yaml
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.controllers.event_log import EVENTS_FILE, read_events
 from nemo_rl_mcore.controllers.events import Event
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.evaluation.folder import RESULTS_FILE
 from nemo_rl_mcore.observability.report import read_history
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
@@ -102,9 +103,10 @@ def read_run(folder: Path) -> RunData:
 
     evaluations = dict(_evaluations(folder, tried))
     if not (folder / METRICS_FILE).is_file() and not evaluations:
-        raise ValueError(
+        raise RefusedError(
             f"{folder} holds neither {METRICS_FILE} nor {RESULTS_FILE}; give the folder of a run (its logger.log_dir), "
-            "or that of an evaluation"
+            "or that of an evaluation",
+            code="no-run",
         )
     damaged: list[ValueError] = []
     rows = (

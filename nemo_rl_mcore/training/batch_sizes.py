@@ -11,6 +11,7 @@ from itertools import batched
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import LossFunction, LossInputType
 
 
@@ -35,18 +36,20 @@ class BatchSizes:
         mbs = policy.train_micro_batch_size * rows if mbs is None else mbs
         for name, size in (("gbs", gbs), ("mbs", mbs)):
             if size < 1 or size % rows:
-                raise ValueError(
+                raise RefusedError(
                     f"{name} {size} is no positive multiple of the {rows} rows of a sample of "
-                    f"{type(loss_fn).__name__}"
+                    f"{type(loss_fn).__name__}",
+                    code="rows-per-sample",
                 )
         return cls(gbs, mbs, rows)
 
     def of_shard(self, shards: int) -> int:
         """Return a step's rows in each of so many equal shards; ValueError when that would part a sample."""
         if self.gbs % (shards * self.rows_per_sample):
-            raise ValueError(
+            raise RefusedError(
                 f"gbs {self.gbs} does not divide into {shards} data-parallel ranks, {self.rows_per_sample} "
-                "rows a sample"
+                "rows a sample",
+                code="data-parallel-split",
             )
         return self.gbs // shards
 
@@ -58,9 +61,10 @@ class BatchSizes:
         rows, samples = self.of_shard(shards), data.samples(self.rows_per_sample)
         size, unit = len(samples) * self.rows_per_sample, "episodes" if EPISODE in data else "rows"
         if not size or size % rows:
-            raise ValueError(
+            raise RefusedError(
                 f"{size} {unit} are no multiple of the {rows} that one step takes (gbs {self.gbs} over {shards} "
-                "data-parallel ranks)"
+                "data-parallel ranks)",
+                code="rows-per-step",
             )
         steps = batched(samples, rows // self.rows_per_sample)
         return [data.slice(step[0].start, step[-1].stop) for step in steps]
@@ -70,7 +74,8 @@ def _require_its_head(policy: PolicyConfig, loss_fn: LossFunction) -> None:
     """What a token's log-probability is computed with is the model's matter; a loss that says otherwise is told so."""
     fused = policy.megatron_cfg.use_fused_linear_logprobs
     if loss_fn.use_fused_linear_logprobs and not fused and loss_fn.input_type is LossInputType.LOGPROB:
-        raise ValueError(
+        raise RefusedError(
             f"{type(loss_fn).__name__} was made with use_fused_linear_logprobs=True, and this model computes unfused: "
-            "set policy.megatron_cfg.use_fused_linear_logprobs: true, or leave the argument out"
+            "set policy.megatron_cfg.use_fused_linear_logprobs: true, or leave the argument out",
+            code="fused-loss",
         )

@@ -29,6 +29,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from nemo_rl_mcore import activity
+from nemo_rl_mcore.errors import RefusedError, code_of
 from nemo_rl_mcore.strict_json import read_json, shortened
 from nemo_rl_mcore.training.checksums import (
     SUMS_FILE,
@@ -47,7 +48,7 @@ _STEP_NAME = re.compile(r"step_(\d+)")
 _TEMPORARY_NAME = re.compile(r"tmp_(deleted_)?step_\d+")
 
 
-class NotACheckpointError(ValueError):
+class NotACheckpointError(RefusedError):
     """A folder that was named as a checkpoint holds none, or one that is not whole; the message names the file."""
 
 
@@ -205,10 +206,12 @@ def read_checkpoint(folder: Path, *, verify_checksums: bool = True) -> Checkpoin
     try:
         info = _Info.model_validate(read_json(path, follow_links=False))
     except OSError as error:
-        raise NotACheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise NotACheckpointError(
+            f"{path} cannot be read: {error.strerror}", code="unreadable-file"
+        ) from error
     except ValueError as error:
         raise NotACheckpointError(
-            f"{path} is broken: {shortened(' '.join(str(error).split()), 200)}"
+            f"{path} is broken: {shortened(' '.join(str(error).split()), 200)}", code="broken-file"
         ) from error
     verified = verify_checksums and info.checksums is not None
     if verified:
@@ -225,10 +228,10 @@ def _require_sums(folder: Path, names: Iterable[str]) -> None:
     try:
         sums = read_sums(folder)
         if sums is None:
-            raise ValueError(f"{folder / SUMS_FILE} does not exist")
+            raise RefusedError(f"{folder / SUMS_FILE} does not exist", code="missing-checksums")
         require_sums(folder, sums, names)
     except ValueError as error:
-        raise NotACheckpointError(str(error)) from error
+        raise NotACheckpointError(str(error), code=code_of(error)) from error
 
 
 def _require_file(folder: Path, home: Path, name: str, size: int) -> None:
@@ -238,12 +241,14 @@ def _require_file(folder: Path, home: Path, name: str, size: int) -> None:
         status = path.lstat()
     except (OSError, ValueError) as error:
         raise NotACheckpointError(
-            f"{shortened(str(path), 200)} is not there: {shortened(str(error))}"
+            f"{shortened(str(path), 200)} is not there: {shortened(str(error))}", code="missing-file"
         ) from error
     if not inside or not stat.S_ISREG(status.st_mode):
-        raise NotACheckpointError(f"{path} is no file of this folder")
+        raise NotACheckpointError(f"{path} is no file of this folder", code="not-a-regular-file")
     if status.st_size != size:
-        raise NotACheckpointError(f"{path} has {status.st_size} bytes, and {size} were written")
+        raise NotACheckpointError(
+            f"{path} has {status.st_size} bytes, and {size} were written", code="file-size"
+        )
 
 
 def _whole(folder: Path, *, verify_checksums: bool) -> Checkpoint | None:
@@ -263,7 +268,7 @@ def require_checkpoint(folder: Path, key: str, *, verify_checksums: bool = True)
             f"it holds {', '.join(inside)}: name one of them" if inside else "name a folder step_N of a run"
         )
         what = f"{key}: {str(folder)!r} is no whole checkpoint ({error}); {remedy}"
-        raise NotACheckpointError(what) from error
+        raise NotACheckpointError(what, code=code_of(error)) from error
 
 
 def _remove(path: Path) -> None:

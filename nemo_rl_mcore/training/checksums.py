@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from nemo_rl_mcore import activity
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.strict_json import read_regular, shortened
 
 SUMS_FILE = "SHA256SUMS"
@@ -46,15 +47,15 @@ def read_sums(folder: Path) -> dict[str, str] | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise RefusedError(f"{path} cannot be read: {error}", code="unreadable-checksums") from error
     sums: dict[str, str] = {}
     for line in lines[:-1]:
         match = _LINE.fullmatch(line)
         if match is None or match[2] in sums:
-            raise ValueError(f"{path} is broken: {shortened(repr(line))}")
+            raise RefusedError(f"{path} is broken: {shortened(repr(line))}", code="broken-checksums")
         sums[match[2]] = match[1]
     if lines[-1]:
-        raise ValueError(f"{path} is cut short")
+        raise RefusedError(f"{path} is cut short", code="broken-checksums")
     return sums
 
 
@@ -63,13 +64,19 @@ def require_sums(folder: Path, sums: Mapping[str, str], names: Iterable[str]) ->
     for name in names:
         path = folder / name
         if name not in sums:
-            raise ValueError(f"{path} is not in {folder / SUMS_FILE}: it was not written with the others")
+            raise RefusedError(
+                f"{path} is not in {folder / SUMS_FILE}: it was not written with the others",
+                code="unlisted-file",
+            )
         try:
             differs = sha256(path) != sums[name]
         except OSError as error:
-            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+            raise RefusedError(f"{path} cannot be read: {error.strerror}", code="unreadable-file") from error
         if differs:
-            raise ValueError(f"{path} is not what was written: its SHA-256 differs from {folder / SUMS_FILE}")
+            raise RefusedError(
+                f"{path} is not what was written: its SHA-256 differs from {folder / SUMS_FILE}",
+                code="checksum-differs",
+            )
 
 
 def outside_of_lists(names: Iterable[str]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from nemo_rl_mcore.agreement import UnequalCallsError
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.errors import CodedError
 from nemo_rl_mcore.losses.base import EPSILON, LossFunction
 from nemo_rl_mcore.training.sums import LocalSums, StepTotals
 
@@ -27,7 +28,7 @@ COMMITTED_IDS_KEPT = 64
 """How many step_ids are remembered, also by a checkpoint."""
 
 
-class TrainStepError(RuntimeError):
+class TrainStepError(CodedError, RuntimeError):
     """A split-step call out of order, or a step whose outcome is unknown; the message says what to call."""
 
 
@@ -204,7 +205,8 @@ class TrainStep:
             self._require(Phase.IDLE, "begin_train_step")
             if step_id is not None and step_id in self._committed_ids:
                 raise TrainStepError(
-                    f"step_id {step_id!r} is already committed; begin_train_step needs a new step_id"
+                    f"step_id {step_id!r} is already committed; begin_train_step needs a new step_id",
+                    code="step-committed",
                 )
             prepare()
             self._open(loss_fn, gbs, mbs, step_id)
@@ -225,7 +227,8 @@ class TrainStep:
             step = self._require(Phase.OPEN, "train_microbatch")
             if chunk_id is not None and chunk_id in step.chunk_ids:
                 raise TrainStepError(
-                    f"chunk_id {chunk_id!r} was already added to this step; send each chunk once"
+                    f"chunk_id {chunk_id!r} was already added to this step; send each chunk once",
+                    code="chunk-repeated",
                 )
             check(step.loss_fn)
         self._phase = Phase.FAILED  # until the whole chunk is added, on all ranks
@@ -266,7 +269,8 @@ class TrainStep:
             return
         if self._step.optimizer_began:
             raise TrainStepError(
-                "the step failed after the optimizer began to step, so the weights are unknown: reload the checkpoint"
+                "the step failed after the optimizer began to step, so the weights are unknown: reload the checkpoint",
+                code="weights-unknown",
             )
         self._phase = Phase.FAILED  # until all is restored: an abort that failed can be called again
         self._resources.close()
@@ -340,7 +344,9 @@ class TrainStep:
                 Phase.OPEN: "call finish_train_step or abort_train_step first",
                 Phase.FAILED: "the step failed; call abort_train_step first",
             }[self._phase]
-            raise TrainStepError(f"{call} while the step is {self._phase.value}: {remedy}")
+            raise TrainStepError(
+                f"{call} while the step is {self._phase.value}: {remedy}", code=f"step-is-{self._phase.value}"
+            )
         return self._step  # type: ignore[return-value]  # begin's caller ignores it
 
 

@@ -141,7 +141,8 @@ class RayCluster:
             shrinks = self.config.elastic == "shrink"
             why = "the recipe allows no fewer" if shrinks else "cluster.elastic: none needs all of them"
             raise RunStoppedError(
-                f"{told}; {why}. With these machines back, or others in their place, it can go on"
+                f"{told}; {why}. With these machines back, or others in their place, it can go on",
+                code="missing-machines",
             )
         write_line(
             sys.stderr,
@@ -215,7 +216,8 @@ class RayCluster:
         if not self._address and self.config.num_nodes > 1:
             raise RunStoppedError(
                 f"cluster.num_nodes={self.config.num_nodes} needs a Ray cluster that runs: start one with "
-                "`ray start` on every machine and set RAY_ADDRESS, or set cluster.num_nodes to 1"
+                "`ray start` on every machine and set RAY_ADDRESS, or set cluster.num_nodes to 1",
+                code="no-cluster",
             )
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if self._address:
@@ -244,12 +246,14 @@ class RayCluster:
             raise RunStoppedError(
                 f"the Ray cluster at RAY_ADDRESS={address} refuses this driver ({error}): set "
                 "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token; without them "
-                "~/.ray/auth_token is read. Unset RAY_ADDRESS for a local session"
+                "~/.ray/auth_token is read. Unset RAY_ADDRESS for a local session",
+                code="token-refused",
             ) from error
         except (OSError, ValueError) as error:
             raise RunStoppedError(
                 f"cannot join the Ray cluster at RAY_ADDRESS={address} ({error}): is it running? "
-                "Unset RAY_ADDRESS for a local session"
+                "Unset RAY_ADDRESS for a local session",
+                code="no-cluster",
             ) from error
         self._gcs = GcsProbe(ray.get_runtime_context().gcs_address)
         self.log_dir = Path(context.address_info["session_dir"]) / "logs"
@@ -265,7 +269,8 @@ class RayCluster:
             raise RunStoppedError(
                 f"cluster.num_nodes={self.config.num_nodes} with cluster.gpus_per_node="
                 f"{self.config.gpus_per_node} does not fit: the machines that Ray sees have [{found}] GPUs; "
-                "lower one of the two keys, or add machines"
+                "lower one of the two keys, or add machines",
+                code="missing-gpus",
             )
 
     def _check_machines(self, nodes: Sequence[Mapping[str, float]]) -> None:
@@ -274,7 +279,8 @@ class RayCluster:
         if fitting < self.config.num_nodes:
             raise RunStoppedError(
                 f"cluster.num_nodes={self.config.num_nodes} does not fit: Ray sees {fitting} machines with "
-                f"{cpus:g} CPUs, which the ranks of one take; lower it, or add machines"
+                f"{cpus:g} CPUs, which the ranks of one take; lower it, or add machines",
+                code="missing-machines",
             )
 
     def reserve_gpus(self, per_node: int, nodes: int) -> PlacementGroup:

@@ -140,7 +140,8 @@ def given_variables(config: EnvPoolConfig) -> dict[str, str]:
     """What the driver gives to the processes of its environment variables; RunStoppedError for one that it lacks."""
     if missing := [name for name in config.variables if name not in os.environ]:
         raise RunStoppedError(
-            f"env.pool.variables: {missing[0]} is not set where the run was started; export it"
+            f"env.pool.variables: {missing[0]} is not set where the run was started; export it",
+            code="missing-variable",
         )
     return {name: os.environ[name] for name in config.variables}
 

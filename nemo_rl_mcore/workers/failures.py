@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl_mcore.errors import PeerLostError, RanksFailedError
+from nemo_rl_mcore.errors import PeerLostError, RanksFailedError, code_of
 
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m")
 _CARETS_ONLY = re.compile(r"^\s*[\^~]+\s*\n", re.MULTILINE)
@@ -54,6 +54,8 @@ class WorkerError(RanksFailedError):
         method: what the group was asked to do.
         context: what the caller said it was for, such as "step 12".
         cause: the exception that the rank raised, when it raised one that could be sent back.
+        code: that of the cause; of others rank-died, node-lost, no-progress, session-lost, interrupted, shut-down, or
+            ended-before for a group that an earlier failure ended.
         group: the name of the group, such as "policy"; empty for one that was given none.
         usable: whether the group can still be called, since every rank has answered; if not, only its end is left.
         final: whether Ray itself is gone.
@@ -72,8 +74,9 @@ class WorkerError(RanksFailedError):
         usable: bool = False,
         final: bool = False,
         lost_node: str | None = None,
+        code: str = "",
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, code=code or (failure.code if failure else ""))
         self.rank = -1 if failure is None else failure.rank
         self.host = "" if failure is None else failure.identity.host
         self.cause = None if failure is None else failure.cause
@@ -96,6 +99,13 @@ class RankFailure:
     cause: BaseException | None = None
     died: bool = True
     lost_node: str | None = None
+
+    @property
+    def code(self) -> str:
+        """See `WorkerError`."""
+        if self.lost_node is not None:
+            return "node-lost"
+        return "rank-died" if self.died else code_of(self.cause)
 
     @property
     def is_of_a_peer(self) -> bool:
@@ -162,6 +172,7 @@ class Call:
         usable: bool = False,
         final: bool = False,
         lost_node: str | None = None,
+        code: str = "",
     ) -> WorkerError:
         """The failure of this call."""
         return WorkerError(
@@ -173,12 +184,13 @@ class Call:
             usable=usable,
             final=final,
             lost_node=lost_node,
+            code=code,
         )
 
     def end_of_session(self, lost: str) -> WorkerError:
         """The failure of this call where Ray itself is gone; lost: what of it."""
         told = f"{self} did not end: {lost}, and the Ray session with it; its ranks are stopped"
-        return self.error(told, final=True)
+        return self.error(told, final=True, code="session-lost")
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class LocalSession:
                 raise kind(
                     f"the local Ray session did not start: {error}\nIs this machine out of memory, disk space "
                     f"or process slots, or very busy? Ray's logs are in {self._folder}; try again, "
-                    "or start a cluster with `ray start --head` and set RAY_ADDRESS"
+                    "or start a cluster with `ray start --head` and set RAY_ADDRESS",
+                    code="session-start",
                 ) from error
             self.log_dir = Path(context.address_info["session_dir"]) / "logs"
         self._servers = RayServers(self._folder)

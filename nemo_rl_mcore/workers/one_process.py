@@ -126,11 +126,12 @@ class InProcessRank:
         """See `RayWorkerGroup.call`."""
         call = self._call(method, context, timeout_s or self._call_timeout_s, key)
         if self._worker is None:
-            raise call.error(f"{call} was not started: the worker group is shut down")
+            raise call.error(f"{call} was not started: the worker group is shut down", code="shut-down")
         if self._ended is not None:
             headline = str(self._ended).partition("\n")[0]
             raise call.error(
-                f"{call} was not started: the worker group ended with an earlier failure: {headline}"
+                f"{call} was not started: the worker group ended with an earlier failure: {headline}",
+                code="ended-before",
             )
         own = per_rank_kwargs[0] if per_rank_kwargs else {}
         answer = self._answer(call, getattr(self._worker, method), *args, **kwargs, **own)
@@ -177,7 +178,7 @@ class InProcessRank:
                 idle_s = idle_s + every_s if activity.current() == seen else 0.0
                 seen = activity.current()
             stall = Stall(0, self.identities[0], seen.doing, activity.stack_of(thread))
-            found.append(call.error(describe_stall([stall], 1, call, self._noun)))
+            found.append(call.error(describe_stall([stall], 1, call, self._noun), code="no-progress"))
             current_stop_signals().fail(found[0])
 
         watcher = threading.Thread(target=watch, name=f"watch of {call}", daemon=True)

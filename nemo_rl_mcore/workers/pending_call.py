@@ -142,7 +142,7 @@ class PendingCall:
                 pass
             self.error = None if self._ended is Ended.ANSWERED else self._failure()
         except BaseException:  # a second Ctrl-C: nobody knows where the ranks are
-            self.error = self._call.error(f"{self} was interrupted")
+            self.error = self._call.error(f"{self} was interrupted", code="interrupted")
             raise
         finally:
             self.over = True
@@ -171,7 +171,7 @@ class PendingCall:
         if self._ended in (Ended.STALLED, Ended.SILENT):
             stopping = self._ended is Ended.SILENT
             message = describe_stall(stalls, len(ranks.actors), call, ranks.noun, stopping=stopping)
-            return call.error(message, lost_node=_lost_node(stalls))
+            return call.error(message, lost_node=_lost_node(stalls), code="no-progress")
         message = describe(failures, stalls, str(call), ranks.cluster.log_dir, ranks.noun)
         return call.error(message, root_cause(failures), usable=usable, lost_node=_lost_node(stalls))
 

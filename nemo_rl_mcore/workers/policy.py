@@ -199,7 +199,9 @@ class Policy:
     def train_microbatch(self, data: BatchedDataDict, *, chunk_id: str | None = None) -> None:
         """See `interfaces.PolicyInterface.train_microbatch`."""
         if self._open_loss is None:
-            raise TrainStepError("train_microbatch without begin_train_step: call begin_train_step first")
+            raise TrainStepError(
+                "train_microbatch without begin_train_step: call begin_train_step first", code="step-is-idle"
+            )
         loss_fn = self._open_loss
         self._check.training(data, loss_fn.columns, loss_fn.rows_per_sample)
         self._run("train_microbatch", self._split(data, loss_fn), _NOBODY, chunk_id=chunk_id)

@@ -17,6 +17,7 @@ from nemo_rl_mcore.config import PolicyConfig, Role, checked
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.data.validation import BatchCheck
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.generation.journal import Journal
 from nemo_rl_mcore.generation.lengths import check_lengths
 from nemo_rl_mcore.generation.refit.digests import Digester
@@ -118,8 +119,9 @@ class MegatronPolicyWorker:
     ) -> BatchedDataDict:
         """{"reference_logprobs": fp32 [B, S]}: `get_logprobs` under the weights that the run started from."""
         if not self._has_reference:
-            raise ValueError(
-                "this worker has no reference policy: it was built with init_reference_model=False"
+            raise RefusedError(
+                "this worker has no reference policy: it was built with init_reference_model=False",
+                code="no-reference-policy",
             )
         check = partial(self._check.reading, data, trained_only=trained_only)
         self._meet("get_reference_policy_logprobs", check)
@@ -151,7 +153,9 @@ class MegatronPolicyWorker:
         Column i is the value of the state before token i; column 0 and right padding are 0.
         """
         if self.role is not Role.VALUE:
-            raise ValueError('this worker is a policy and has no values; build it with role="value"')
+            raise RefusedError(
+                'this worker is a policy and has no values; build it with role="value"', code="no-value-head"
+            )
         self._meet("get_values", partial(self._check.reading, data))
         return BatchedDataDict(values=self.backend.values(data, self._rows(micro_batch_size)))
 
@@ -282,8 +286,9 @@ class MegatronPolicyWorker:
 
     def _require_trained(self, call: str) -> None:
         if not self.backend.trained:
-            raise ValueError(
-                f"{call} needs a worker that is trained, and this one was built with trained=False"
+            raise RefusedError(
+                f"{call} needs a worker that is trained, and this one was built with trained=False",
+                code="not-trained",
             )
 
     def _abort_after(self, error: Exception) -> None:
@@ -304,7 +309,8 @@ class MegatronPolicyWorker:
             self._require_trained("save_checkpoint")
             if self.train_step.phase is not Phase.IDLE:
                 raise TrainStepError(
-                    "save_checkpoint while a train step is open: call finish_train_step or abort_train_step first"
+                    "save_checkpoint while a train step is open: call finish_train_step or abort_train_step first",
+                    code="step-is-open",
                 )
             self._keep_on_device(OnDevice.EVERYTHING)
         self.backend.save(Path(folder), self.train_step.committed_ids)
@@ -366,7 +372,9 @@ class MegatronPolicyWorker:
         Every rank calls it together. With policy.offload: all, the weights leave the device when they are sent.
         """
         if self._sender is None:
-            raise ValueError("send_weights before connect_engines: there is no engine to send to")
+            raise RefusedError(
+                "send_weights before connect_engines: there is no engine to send to", code="no-engines"
+            )
         self._meet("send_weights")
         sent = self._sender.send(self.backend.full_tensors())
         if self.policy.offload == "all":
@@ -405,7 +413,8 @@ class MegatronPolicyWorker:
             if self.policy.offload != "none" and self.train_step.phase is not Phase.IDLE:
                 raise TrainStepError(
                     "prepare_for_lp_inference while a train step is open: call finish_train_step or abort_train_step "
-                    "first"
+                    "first",
+                    code="step-is-open",
                 )
             self._keep_on_device(OnDevice.WEIGHTS)
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 
 import ray
 
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.signals import deferred_stop_signals
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import Call, RankIdentity
@@ -172,8 +173,9 @@ class RayWorkerGroup:
 
         """
         if per_rank_kwargs and len(per_rank_kwargs) != self.world_size:
-            raise ValueError(
-                f"{method}: per_rank_kwargs has {len(per_rank_kwargs)} entries for {self.world_size} ranks"
+            raise RefusedError(
+                f"{method}: per_rank_kwargs has {len(per_rank_kwargs)} entries for {self.world_size} ranks",
+                code="entries-per-rank",
             )
         call = Call(method, context, timeout_s or self._call_timeout_s, self._key(key), self._name)
         own = per_rank_kwargs or [{}] * self.world_size
@@ -241,7 +243,7 @@ class RayWorkerGroup:
     def _refuse(self, call: Call) -> None:
         """Raise what keeps the group from being called, if anything does."""
         if not self._ranks.actors:
-            raise call.error(f"{call} was not started: the worker group is shut down")
+            raise call.error(f"{call} was not started: the worker group is shut down", code="shut-down")
         if self._last is not None and not self._last.over:
             raise GroupInUseError(
                 f"{call} was not started: {self._name or 'the worker group'} is at {self._last}, whose result has not "
@@ -252,6 +254,7 @@ class RayWorkerGroup:
             raise call.error(
                 f"{call} was not started: the worker group ended with an earlier failure: {headline}\n{details}",
                 final=self._last.error.final,
+                code="ended-before",
             )
         if (lost := self._ranks.lost()) is not None:
             raise call.end_of_session(lost)

@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 
 class RankFailedError(AssertionError):
-    """A rank raised; the message is its traceback."""
+    """A rank raised; the message is its traceback, and the code that of the first rank."""
+
+    code = ""
 
 
 class _Rank(NamedTuple):
@@ -113,13 +115,16 @@ class RankPool:
         return [answers[number][1] for number in range(len(ranks))]
 
     def _raise_failures(self, name: str, answers: dict[int, tuple[bool, Any]]) -> None:
-        failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
+        raised = [(rank, *told) for rank, (ok, told) in sorted(answers.items()) if not ok]
+        failed = [f"rank {rank}:\n{text}" for rank, text, _ in raised]
         hung = [rank for rank in range(self._world_size) if rank not in answers]
         if hung:
             self._ranks.close()
             failed.append(f"ranks {hung} did not finish {name}")
         if failed:
-            raise RankFailedError("\n".join(failed))
+            error = RankFailedError("\n".join(failed))
+            error.code = raised[0][2] if raised else ""
+            raise error
 
     @property
     def alive(self) -> bool:
@@ -155,8 +160,8 @@ def _serve(rank: int, pipe: Connection, prepare: Callable[[int], None]) -> None:
         try:
             _enter(world_size, port)
             pipe.send((True, getattr(_load(path), name)(*args)))
-        except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
-            pipe.send((False, traceback.format_exc()))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test shows it
+            pipe.send((False, (traceback.format_exc(), getattr(error, "code", ""))))
         if not stay and (tiny := sys.modules.get("tiny")) is not None:
             tiny.leave()  # an idle pool holds no groups, whose threads would slow the others down
 

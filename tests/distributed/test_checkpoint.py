@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from parity import LAYOUTS
 from rank_pool import RankFailedError
+from refusals import refused
+
+from nemo_rl_mcore.errors import RefusedError
 
 EXPERTS = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0,
@@ -256,23 +259,23 @@ def save_new(folder):
 
 def test_a_checkpoint_of_another_model_is_refused(ranks, tmp_path):
     ranks(1).run(save_new, str(tmp_path))
-    for model, policy, complaint in (
-        ({"ffn_hidden_size": 96}, {}, "does not fit this model.*Global shape mismatch"),
-        ({"qk_layernorm": True}, {}, "does not fit this model.*k_layernorm"),
-        ({"num_layers": 3}, {}, "does not fit this model"),
-        ({}, {"precision": "bfloat16"}, "does not fit this model"),
+    for model, policy, part in (
+        ({"ffn_hidden_size": 96}, {}, "Global shape mismatch"),
+        ({"qk_layernorm": True}, {}, "k_layernorm"),
+        ({"num_layers": 3}, {}, str(tmp_path)),
+        ({}, {"precision": "bfloat16"}, str(tmp_path)),
     ):
-        with pytest.raises(RankFailedError, match=f"(?s)ValueError: .*{complaint}"):
+        with refused("other-model", part, by=RankFailedError):
             ranks(1).run(load_into, str(tmp_path), model, policy)
 
 
 def test_a_folder_without_a_checkpoint_is_refused(ranks, tmp_path):
-    with pytest.raises(RankFailedError, match=r"ValueError: .* is no checkpoint of a policy"):
+    with refused("no-checkpoint", tmp_path, by=RankFailedError):
         ranks(1).run(load_into, str(tmp_path), {}, {})
 
 
 def test_saving_inside_a_step_is_refused(ranks, tmp_path):
-    with pytest.raises(RankFailedError, match="save_checkpoint while a train step is open"):
+    with refused("step-is-open", "save_checkpoint", by=RankFailedError):
         ranks(1).run(save_into, str(tmp_path))
     assert not list(tmp_path.iterdir())
 
@@ -295,13 +298,11 @@ def test_a_checkpoint_that_would_run_code_is_refused(ranks, tmp_path):
     sound = metadata.read_bytes()
     without_checksums(tmp_path)  # who sets traps could write the right ones
     metadata.write_bytes(pickle.dumps(Trap(trap)))
-    with pytest.raises(
-        RankFailedError, match=r"ValueError: .* something other than tensors: it names pathlib.* do not load"
-    ):
+    with refused("unsafe-pickle", metadata, "pathlib", by=RankFailedError):
         ranks(1).run(load_into, str(tmp_path), {}, {})
     metadata.write_bytes(sound)
     ranks(1).run(hide_in_common_state, str(tmp_path / "weights"), str(trap))
-    with pytest.raises(RankFailedError, match=r"weights/trap.pt is no file of a checkpoint"):
+    with refused("foreign-file", "weights/trap.pt", by=RankFailedError):
         ranks(1).run(load_into, str(tmp_path), {}, {})
     assert not trap.exists()
 
@@ -348,30 +349,28 @@ def test_a_flipped_byte_is_refused_by_all_ranks_which_go_on(ranks, tmp_path, wei
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     told = ranks(2).run(load_refused_then_train, str(tmp_path), weights_only)
-    assert told[0].endswith(
-        f"{file} is not what was written: its SHA-256 differs from {tmp_path / 'SHA256SUMS'}"
-    )
+    assert str(file) in told[0]
     assert told[1] in (told[0], f"rank 0: {told[0]}")
     ranks(2).run(load_unverified, str(tmp_path))
 
 
 def load_refused_then_train(folder, weights_only):
     worker = build({}, {}, seed=7)
-    with pytest.raises(ValueError, match="SHA-256") as refused:
+    with refused("checksum-differs", by=RefusedError) as caught:
         worker.load_checkpoint(folder, weights_only=weights_only)
     steps(worker, (1,))
-    return str(refused.value)
+    return str(caught.value)
 
 
 def test_a_file_too_few_or_too_many_is_refused(ranks, tmp_path):
     ranks(1).run(save_new, str(tmp_path))
     extra = tmp_path / "weights" / "__7_7.distcp"
     extra.write_bytes(b"")
-    with pytest.raises(RankFailedError, match=r"__7_7.distcp is not in .*SHA256SUMS"):
+    with refused("unlisted-file", extra, by=RankFailedError):
         ranks(1).run(load_into, str(tmp_path), {}, {})
     extra.unlink()
     (tmp_path / "SHA256SUMS").unlink()
-    with pytest.raises(RankFailedError, match="SHA256SUMS is missing"):
+    with refused("missing-checksums", tmp_path / "SHA256SUMS", by=RankFailedError):
         ranks(1).run(load_into, str(tmp_path), {}, {})
 
 
@@ -386,12 +385,12 @@ def test_a_checkpoint_of_an_older_version_is_loaded(ranks, tmp_path):
 
 def save_refused_then_elsewhere(full, empty):
     worker = build({}, {}, seed=7)
-    with pytest.raises(ValueError, match="is there and not an empty folder") as refused:
+    with refused("folder-not-empty", full) as caught:
         worker.save_checkpoint(full)
     steps(worker, (1,))
     worker.save_checkpoint(empty)
     worker.load_checkpoint(empty)
-    return str(refused.value)
+    return str(caught.value)
 
 
 def test_saving_into_a_folder_that_holds_something_is_refused_by_all_ranks_which_go_on(ranks, tmp_path):
@@ -441,7 +440,7 @@ def commit_and_reload(folder):
     commit(fresh, "65")  # the weights alone are no step of this run
     fresh.load_checkpoint(folder)
     for name in ("2", "65"):
-        with pytest.raises(TrainStepError, match="is already committed"):
+        with refused("step-committed", name, by=TrainStepError):
             fresh.begin_train_step(tiny.grpo_loss(), step_id=name)
     for name in ("0", "1", "later"):  # too long ago, and undone by loading
         commit(fresh, name)
@@ -469,7 +468,7 @@ def reload_after_failure(folder):
     worker.backend.scheduler.step = lambda increment: 1 / 0
     with pytest.raises(ZeroDivisionError):
         worker.train(tiny.grpo_batch(seed=4), tiny.grpo_loss())
-    with pytest.raises(Exception, match="reload the checkpoint"):
+    with refused("weights-unknown"):
         worker.abort_train_step()
     worker.backend.scheduler.step = plain
     worker.load_checkpoint(folder)

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from refusals import assert_holds
 
 PROMPTS = [[5, 6, 7], [8], [5, 6, 9, 2, 2, 11, 30, 4, 17, 23, 1, 12], [31, 0]]
 
@@ -148,8 +149,13 @@ FAULTS = {
 def test_what_the_digests_of_equal_weights_do_not_show_is_found(ranks, fault):
     [(found, complaint)] = ranks(1).run(found_in_float32, FAULTS[fault])
     assert found.largest > 1e-3
-    place = f"row {found.row} ({len(PROMPTS[found.row])} tokens): token {found.token} has the log-probability"
-    assert f"engine 0 and training disagree about what follows {place}" in complaint
-    assert f"{found.largest:.3g} is the largest (0.001 is allowed)" in complaint
+    parts = (
+        "engine 0 ",
+        f"row {found.row} ",
+        len(PROMPTS[found.row]),
+        f"token {found.token} ",
+        f"{found.largest:.3g}",
+    )
+    assert_holds(complaint, *parts, "0.001")
     if fault == "rotary base":
         assert found.row != 1, "a prompt of one token has no distances"

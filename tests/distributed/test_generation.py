@@ -5,6 +5,8 @@ import math
 import pytest
 from tolerances import GENERATION, LOGPROBS
 
+from nemo_rl_mcore.errors import RefusedError
+
 
 def requests(prompt_lengths):
     import tiny
@@ -261,17 +263,14 @@ def prompts_up_to(length):
     worker = tiny.worker(tiny.policy_config(generation=generation_config(), max_total_sequence_length=16))
     try:
         answered = worker.generate(data=requests([3, length, 2]), step=5, stop_ids=[])
-    except ValueError as error:
-        return str(error)
+    except RefusedError as error:
+        return error.code
     return answered["lengths"].tolist()
 
 
 def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(ranks):
     assert ranks(1).run(prompts_up_to, 10)[0] == [6, 6, 6]
-    assert ranks(1).run(prompts_up_to, 11)[0] == (
-        "row 1 has a prompt of 11 tokens, which policy.generation.max_new_tokens: 6 takes to 17, past "
-        "policy.max_total_sequence_length: 16; shorten the prompt or change one of the two"
-    )
+    assert ranks(1).run(prompts_up_to, 11)[0] == "prompt-length"
 
 
 def stopped_by_texts(megatron, of_rows):

@@ -232,7 +232,7 @@ def test_redundant_tensors_are_left(ranks, saved, tmp_path, name, change):
 
 def test_a_config_that_is_no_longer_the_recipes_is_refused(ranks, saved, tmp_path):
     folder = shutil.copytree(saved("llama")[0], tmp_path / "changed")
-    with pytest.raises(RankFailedError, match=r"policy.model.layernorm_epsilon: 1e-06 contradicts the 0.001"):
+    with pytest.raises(RankFailedError, match=r"policy.model.layernorm_epsilon: 1e-06 .* 0.001"):
         ranks(1).run(cases.load_after_a_change, folder)
 
 

@@ -198,9 +198,11 @@ def steps_that_must_not_update():
 
 @pytest.mark.smoke
 def test_a_step_that_is_not_finite_or_empty_is_skipped_and_reported(ranks):
+    from nemo_rl_mcore.training.train_step import EMPTY_STEP
+
     outcomes, unchanged, recovered, samples = run(ranks, steps_that_must_not_update)
     assert outcomes[0] == (False, ["the loss is nan"])
-    assert outcomes[1] == (False, ["no valid sample in the step"])
+    assert outcomes[1] == (False, [EMPTY_STEP])
     assert unchanged
     assert recovered
     assert samples == 8
@@ -319,10 +321,12 @@ def steps_of_which_one_is_empty(order):
 
 @pytest.mark.parametrize("order", [("full", "empty"), ("empty", "full")], ids=str)
 def test_an_empty_step_among_others_is_reported_and_costs_nothing(ranks, order):
+    from nemo_rl_mcore.training.train_step import EMPTY_STEP
+
     together, alone = run(ranks, steps_of_which_one_is_empty, order)
     full, empty = order.index("full"), order.index("empty")
     assert together["skip_reasons"][full] is None
-    assert together["skip_reasons"][empty] == "no valid sample in the step"
+    assert together["skip_reasons"][empty] == EMPTY_STEP
     assert together["all_mb_metrics"].keys() == alone["all_mb_metrics"].keys()
     for name, (value,) in alone["all_mb_metrics"].items():
         assert together["all_mb_metrics"][name][full] == pytest.approx(value), name

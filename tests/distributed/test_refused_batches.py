@@ -1,6 +1,7 @@
 """Rows that a model or a loss cannot take are refused on every rank that they reach, and leave no trace."""
 
 import pytest
+from refusals import refused
 
 # The stages of a pipeline, the parts of a layer, and one rank alone.
 LAYOUTS = {
@@ -32,10 +33,10 @@ def broken_batches():
         "advantages: missing": lacking,
         "advantages: shape [8, 11]": replaced("advantages", lambda values: values[:, 1:]),
         "prev_logprobs: int64": replaced("prev_logprobs", torch.Tensor.long),
-        "prev_logprobs: -inf in row 0": changed("prev_logprobs", -torch.inf, 0, 5),
-        "generation_logprobs: nan in row 0": changed("generation_logprobs", torch.nan, 0, 5),
-        "input_ids: 32 in row 3": changed("input_ids", tiny.VOCABULARY, 3, 1),
-        "token_mask: 0.5 in row 4": changed("token_mask", 0.5, 4, 3),
+        "prev_logprobs: -inf": changed("prev_logprobs", -torch.inf, 0, 5),
+        "generation_logprobs: nan": changed("generation_logprobs", torch.nan, 0, 5),
+        "input_ids: 32": changed("input_ids", tiny.VOCABULARY, 3, 1),
+        "token_mask: 0.5": changed("token_mask", 0.5, 4, 3),
         "input_lengths: 13": replaced("input_lengths", lambda lengths: lengths + 1),
     }
 
@@ -53,7 +54,7 @@ def refusals_in_an_open_step(megatron):
         for first, chunk_id in ((0, "a"), (4, "b")):
             before = worker_state.capture(worker)
             for told, batch in broken.items():
-                with pytest.raises(ValueError, match="the batch is refused") as caught:
+                with refused("batch") as caught:
                     worker.train_microbatch(batch, chunk_id)
                 unsaid += [] if f"\n  {told}" in str(caught.value) else [(told, str(caught.value))]
             assert worker_state.differences(before, worker_state.capture(worker)) == []
@@ -104,7 +105,7 @@ def refusals_of_whole_calls(megatron):
         "evaluation": lambda: worker.train(foreign, tiny.grpo_loss(), eval_mode=True),
     }
     for name, call in calls.items():
-        with pytest.raises(ValueError, match="the batch is refused"):
+        with refused("batch"):
             call()
         assert worker_state.differences(before, worker_state.capture(worker)) == [], name
     worker.get_logprobs(data=tiny.grpo_batch())
@@ -122,7 +123,7 @@ def values_of_wrong_rows():
     import tiny
 
     worker = tiny.worker(tiny.policy_config(), role="value")
-    with pytest.raises(ValueError, match="input_lengths: 65 in row"):
+    with refused("batch", "input_lengths: 65"):
         worker.get_values(data=tiny.grpo_batch(length=65))
     return worker.get_values(data=tiny.grpo_batch())["values"].isfinite().all().item()
 
@@ -145,13 +146,13 @@ def losses_of_a_teacher(broken):
     match broken:
         case "teacher_topk_indices: missing":
             del batch["teacher_topk_indices"]
-        case "teacher_topk_logits: shape [8, 12, 4]; allowed: [8, 12, 5]":
+        case "teacher_topk_logits: shape [8, 12, 4]":
             batch["teacher_topk_logits"] = batch["teacher_topk_logits"][..., 1:]
-        case "teacher_topk_indices: 32 in row 0":
+        case "teacher_topk_indices: 32":
             batch["teacher_topk_indices"][0, 4, 0] = 32
-        case "teacher_logsumexp: -inf in row 0":
+        case "teacher_logsumexp: -inf":
             batch["teacher_logsumexp"][0, 4] = -torch.inf
-    with pytest.raises(ValueError, match="the batch is refused") as caught:
+    with refused("batch") as caught:
         worker.train(batch, DistillationLossFn({}))
     return str(caught.value)
 
@@ -160,9 +161,9 @@ def losses_of_a_teacher(broken):
     "broken",
     [
         "teacher_topk_indices: missing",
-        "teacher_topk_logits: shape [8, 12, 4]; allowed: [8, 12, 5]",
-        "teacher_topk_indices: 32 in row 0",
-        "teacher_logsumexp: -inf in row 0",
+        "teacher_topk_logits: shape [8, 12, 4]",
+        "teacher_topk_indices: 32",
+        "teacher_logsumexp: -inf",
     ],
 )
 def test_what_a_teacher_did_not_say_is_refused_on_every_stage(ranks, broken):
@@ -181,7 +182,7 @@ def phase_after_a_row_above_the_budget(section):
     )
     worker = tiny.worker(config, init_reference_model=False)
     worker.begin_train_step(tiny.grpo_loss())
-    with pytest.raises(ValueError, match=rf"at most 8 tokens \(policy.{section}.train_mb_tokens: 8\)"):
+    with refused("batch", f"policy.{section}.train_mb_tokens: 8"):
         worker.train_microbatch(tiny.grpo_batch(length=12))
     phase = worker.train_step.phase.value
     worker.train_microbatch(tiny.grpo_batch(length=8))

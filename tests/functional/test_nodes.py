@@ -11,6 +11,7 @@ import pytest
 from checkpoint_tensors import tensors_in
 from grpo_run import RECIPE, Run
 from raylets import Raylets
+from refusals import assert_holds
 
 STEPS, PERIOD, GONE_AFTER = 7, 3, 5
 ASYNCHRONOUS = RECIPE.with_name("grpo_copy_async_cpu.yaml")
@@ -86,8 +87,8 @@ def test_a_machine_in_place_of_one_that_is_gone(raylets: Raylets, second: str, s
     raylets.join()
     code, _, errors = struck.end(within_s=300)
     assert code == 0, errors
-    assert f"({second}) is gone; the run goes back to the checkpoint of step 3, 0 left" in errors
-    assert "with the same loss and gradient norm" in errors
+    assert_holds(errors, f"({second}) is gone; ", "checkpoint of step 3, 0 left", "trained again")
+    assert "differ" not in errors
     assert numbers(struck) == numbers(undisturbed)
     wanted, found = last_checkpoint(undisturbed), last_checkpoint(struck)
     assert wanted.keys() == found.keys()
@@ -101,11 +102,7 @@ def test_fewer_copies_where_a_machine_stays_gone(raylets: Raylets, second: str, 
     lose(raylets, second, run)
     code, _, errors = run.end(within_s=300)
     assert code == 0, errors
-    assert f"({second}) is gone" in errors
-    assert (
-        "going on with 1 (cluster.elastic: shrink): with fewer copies of the model, results are no longer"
-        in errors
-    )
+    assert_holds(errors, f"({second}) is gone", " 1 (cluster.elastic: shrink)")
     rows = run.steps()
     assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
     assert {row["train/num_valid_samples"] for row in rows} == {64.0}
@@ -113,7 +110,7 @@ def test_fewer_copies_where_a_machine_stays_gone(raylets: Raylets, second: str, 
     again = start("run", *TWO_MACHINES, "cluster.num_nodes=1", "grpo.max_num_steps=8")
     code, output, errors = again.end(within_s=200)
     assert code == 0, errors
-    assert f"resuming after step {STEPS}" in output
+    assert_holds(output, "resuming", f"step {STEPS}")
 
 
 @pytest.mark.nightly
@@ -122,12 +119,8 @@ def test_the_end_where_all_machines_are_needed(raylets: Raylets, second: str, st
     lose(raylets, second, run)
     code, _, errors = run.end(within_s=200)
     assert code == 1
-    assert (
-        "the run stopped: 1 of 2 machines (cluster.num_nodes) have room for 1 rank(s) each, 2 s after"
-        in errors
-    )
-    assert "cluster.elastic: none needs all of them" in errors
-    assert "and the same command goes on from there" in errors
+    keys = "(cluster.num_nodes)", "cluster.node_wait_s", "cluster.elastic: none"
+    assert_holds(errors, "the run stopped: 1 of 2 machines ", *keys, "the same command")
 
 
 @pytest.mark.nightly
@@ -145,7 +138,7 @@ def test_sampling_beside_training_over_two_machines(raylets: Raylets, second: st
     raylets.join()
     code, _, errors = run.end(within_s=300)
     assert code == 0, errors
-    assert f"({second}) is gone; the run goes back to the checkpoint of step 3, 0 left" in errors
+    assert_holds(errors, f"({second}) is gone; ", "checkpoint of step 3, 0 left")
     assert [row["step"] for row in run.steps()] == [*range(1, STEPS + 1)]
 
 
@@ -155,4 +148,4 @@ def test_it_is_told_before_ray_knows(raylets: Raylets, second: str, start: Start
     lose(raylets, second, run)
     assert run.process.stderr is not None
     assert select([run.process.stderr], [], [], TOLD_WITHIN_S)[0], f"nothing was told in {TOLD_WITHIN_S} s"
-    assert f"({second}) is gone; the run goes back" in run.process.stderr.readline()
+    assert f"({second}) is gone; " in run.process.stderr.readline()

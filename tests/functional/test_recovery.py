@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoint_tensors import tensors_in
 from grpo_run import Run
+from refusals import assert_holds
 
 RECIPES = Path(__file__).parents[2] / "examples/configs"
 STEPS, PERIOD, KILLED_AFTER = 7, 3, 5
@@ -103,10 +104,8 @@ def test_what_no_checkpoint_holds_is_done_again_from_the_same_rows(tmp_path: Pat
         os.kill(sorted(struck.ranks())[case.dies], signal.SIGKILL)
         code, _, errors = struck.end(within_s=300)
         assert code == 0, errors
-        assert (
-            "the run goes back to the checkpoint of step 3, 0 left (cluster.max_trainer_restarts)" in errors
-        )
-        assert "trained again from the same rows, with the same loss and gradient norm" in errors
+        assert_holds(errors, "step 3, 0 left (cluster.max_trainer_restarts)", "trained again")
+        assert "differ" not in errors
         assert numbers(struck) == numbers(undisturbed)
         assert struck.steps()[-1]["recovery/restarts"] == 1
         wanted, found = last_checkpoint(undisturbed), last_checkpoint(struck)

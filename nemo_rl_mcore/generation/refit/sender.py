@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.agreement import together
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RefusedError, RunStoppedError
 from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
 from nemo_rl_mcore.generation.refit.digests import Digester
 from nemo_rl_mcore.generation.refit.transports import (
@@ -136,9 +136,10 @@ class WeightSender:
             if not self._packers[self._slot].add(name, tensor):
                 self._deliver_and_turn()
                 if not self._packers[self._slot].add(name, tensor):
-                    raise ValueError(
+                    raise RefusedError(
                         f"policy.generation.refit_bucket_bytes: {self._settings.bucket_bytes} is below the "
-                        f"{tensor.nbytes} bytes of {name}; raise it"
+                        f"{tensor.nbytes} bytes of {name}; raise it",
+                        code="bucket-size",
                     )
         if self._packers[self._slot].used:
             self._deliver_and_turn()

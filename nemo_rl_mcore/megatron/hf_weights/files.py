@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.data.weight_files import read_weight_map, weight_file
+from nemo_rl_mcore.errors import RefusedError
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -68,8 +69,9 @@ class TensorFiles:
         if index.is_file():
             return {name: weight_file(self._folder, file) for name, file in read_weight_map(index).items()}
         if not file.is_file():
-            raise ValueError(
-                f"{str(self._folder)!r} holds neither {ONE_FILE} nor {INDEX}; other formats are not read"
+            raise RefusedError(
+                f"{str(self._folder)!r} holds neither {ONE_FILE} nor {INDEX}; other formats are not read",
+                code="no-weights",
             )
         return dict.fromkeys(self._opened(weight_file(self._folder, ONE_FILE)).keys(), file)
 
@@ -78,14 +80,18 @@ class TensorFiles:
         try:
             return self._opened(path).get_slice(name)
         except SafetensorError as error:
-            raise ValueError(f"{str(path)!r} does not hold the tensor {name}: {error}") from error
+            raise RefusedError(
+                f"{str(path)!r} does not hold the tensor {name}: {error}", code="missing-tensors"
+            ) from error
 
     def _opened(self, path: Path) -> Any:
         if path not in self._files:
             try:
                 self._files[path] = self._open.enter_context(safe_open(path, framework="pt", device="cpu"))
             except (OSError, SafetensorError) as error:
-                raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
+                raise RefusedError(
+                    f"{str(path)!r} cannot be read: {error}", code="unreadable-file"
+                ) from error
         return self._files[path]
 
 
@@ -121,7 +127,10 @@ class ShardWriter:
         """Write the index; ValueError where tensors have not come."""
         missing = [name for shard in self._shards for name in shard if name not in self._written]
         if missing or self._pending:
-            raise ValueError(f"tensors are missing from the export: {missing[:8]} ({len(missing)} in all)")
+            raise RefusedError(
+                f"tensors are missing from the export: {missing[:8]} ({len(missing)} in all)",
+                code="missing-tensors",
+            )
         if len(self._shards) > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": self._written}
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

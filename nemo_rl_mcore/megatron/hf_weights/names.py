@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_mcore.config import ModelConfig
+from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.hf_weights.layout import COLUMNS, GATED, QKV, REPLICATED, ROWS, Layout
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -205,4 +206,6 @@ def find_weight(name: str, layers: Sequence[int], first_expert: int, model: Mode
             layers[int(in_layer[1])] if in_layer else None,
             first_expert + numbers[0] if numbers else None,
         )
-    raise ValueError(f"no Hugging Face tensor is known for Megatron's parameter {name!r}")
+    raise RefusedError(
+        f"no Hugging Face tensor is known for Megatron's parameter {name!r}", code="unknown-parameter"
+    )

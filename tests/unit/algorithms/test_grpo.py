@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
+from refusals import assert_holds
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
@@ -95,15 +96,12 @@ def test_a_step_with_large_advantages_says_once_of_which_prompt(name, capsys):
         row = int(sizes.argsort(descending=True, stable=True)[0])
         above = int((sizes > 100).sum())
         assert above > 4
-        assert line.startswith(
-            f"step {step}: {above} of 144 responses have advantages above 100 in absolute value"
-        )
+        assert line.startswith(f"step {step}: {above} of 144 ")
         digits = TOKENIZER.decode(batch["input_ids"][row][:3].tolist())
-        assert (
-            f"prompt {int(batch['prompt_index'][row])} '{digits}' sample {int(batch['sample_index'][row])}: "
-            in line
+        prompt, sample, reward = (
+            batch[key][row].item() for key in ("prompt_index", "sample_index", "rewards")
         )
-        assert f": {float(sizes[row]):.4g} (reward {float(batch['rewards'][row]):.4g})" in line
+        assert_holds(line, 100, prompt, f"'{digits}'", sample, f": {float(sizes[row]):.4g} ", f"{reward:.4g}")
         assert line.endswith(", ...")
 
 
@@ -282,7 +280,5 @@ def test_a_run_that_had_ended_does_nothing_more(tmp_path):
 
 def test_skipped_steps_in_a_row_are_counted_across_a_resume(tmp_path):
     run_with_checkpoints(tmp_path, 2)
-    with pytest.raises(
-        TooManySkippedStepsError, match=r"step 3: the optimizer step was skipped 6 times in a row"
-    ):
+    with pytest.raises(TooManySkippedStepsError, match=r"step 3: .* 6 times"):
         run_with_checkpoints(tmp_path, 9, skips=6)

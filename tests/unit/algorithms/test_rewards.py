@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from nemo_rl_mcore.algorithms.rewards import (
     group_statistics,
@@ -50,7 +51,7 @@ def test_the_overlong_penalty_by_hand():
 
 
 def test_an_overlong_buffer_needs_a_length():
-    with pytest.raises(ValueError, match="overlong_buffer_length must be at least 1, got 0"):
+    with refused("overlong-buffer", "overlong_buffer_length", 1, 0):
         penalize_overlong(
             torch.ones(1),
             torch.ones(1),

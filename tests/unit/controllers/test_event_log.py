@@ -4,6 +4,7 @@ import os
 from itertools import pairwise
 
 import pytest
+from refusals import refused
 
 from nemo_rl_mcore.controllers import event_log, events
 from nemo_rl_mcore.controllers.event_log import BEGINNING, EventLog, read_events, set_aside_after
@@ -83,31 +84,29 @@ def test_a_torn_line_may_be_longer_than_a_block(path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "part"),
     [
-        (b'{"kind":"begun"', "is no event: Expecting"),
-        (b"", "is no event: Expecting value"),
-        (b"\0\0\0", "is no event: "),
-        (b"\xff", "is no event: .*codec can't decode"),
-        (b"3", "is no event: Input should be an object"),
-        (b'{"step":1}', "Unable to extract tag"),
-        (b'{"kind":"ended","step":1}', "Input tag 'ended' found"),
-        (b'{"kind":"begun"}', r"is no event: begun\.step: Field required"),
-        (b'{"kind":"begun","step":"1"}', r"begun\.step: Input should be a valid integer"),
-        (b'{"kind":"begun","step":-1}', r"begun\.step: Input should be greater than or equal to 0"),
-        (b'{"kind":"begun","step":1,"by":2}', r"begun\.by: Unexpected keyword"),
-        (b'{"kind":"begun","step":1,"step":1}', "the key 'step' is there twice"),
-        (b'{"kind":"begun","step":NaN}', "NaN is no number"),
-        (b'{"kind":"committed","token":{"incarnation":0,"position":1},"segments":[]}', r"token\.attempt"),
+        (b'{"kind":"begun"', "Expecting"),
+        (b"", "Expecting value"),
+        (b"\0\0\0", ""),
+        (b"\xff", "codec"),
+        (b"3", "object"),
+        (b'{"step":1}', "tag"),
+        (b'{"kind":"ended","step":1}', "'ended'"),
+        (b'{"kind":"begun"}', "begun.step: Field required"),
+        (b'{"kind":"begun","step":"1"}', "begun.step: "),
+        (b'{"kind":"begun","step":-1}', "begun.step: "),
+        (b'{"kind":"begun","step":1,"by":2}', "begun.by: "),
+        (b'{"kind":"begun","step":1,"step":1}', "'step'"),
+        (b'{"kind":"begun","step":NaN}', "NaN"),
+        (b'{"kind":"committed","token":{"incarnation":0,"position":1},"segments":[]}', "token.attempt"),
     ],
 )
-def test_a_damaged_line_is_named(path, line, message):
+def test_a_damaged_line_is_named(path, line, part):
     write(path, *ONE_OF_EACH)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:3], line, *lines[3:]]))
-    with pytest.raises(
-        ValueError, match=rf"events\.jsonl, line 4: it {message}|line 4: it is no event: .*{message}"
-    ):
+    with refused("broken-event", "events.jsonl, line 4: ", part):
         read_events(path)
 
 
@@ -115,7 +114,7 @@ def test_a_whole_last_line_that_is_damaged_is_an_error(path):
     write(path, ONE_OF_EACH[0])
     with path.open("ab") as file:
         file.write(b'{"kind":"be\n')
-    with pytest.raises(ValueError, match="line 2: it is no event"):
+    with refused("broken-event", "line 2: "):
         read_events(path)
 
 
@@ -145,7 +144,7 @@ def test_a_line_that_cannot_be_written_is_not_in_the_file(path, monkeypatch):
         ledger = Ledger(Limits(2, 1, 5, 1), log.append)
         ledger.dispatch()
         monkeypatch.setattr(event_log.os, "pwrite", full_disk)
-        with pytest.raises(OSError, match=r"No space left on device: '.*events\.jsonl'"):
+        with pytest.raises(OSError, match=r"No space .*: '.*events\.jsonl'"):
             ledger.dispatch()
         monkeypatch.undo()
         assert ledger.dispatch().position == 1

@@ -3,6 +3,7 @@
 import errno
 
 import pytest
+from refusals import refused
 
 from nemo_rl_mcore.controllers import events
 from nemo_rl_mcore.controllers.events import Segment
@@ -60,7 +61,7 @@ def test_a_full_disk_is_told_by_its_key(tmp_path, monkeypatch):
     with RunLog(tmp_path) as log:
         ledger = resumed_ledger(LIMITS, log, 0)
         full(log, monkeypatch)
-        with pytest.raises(FolderError, match=r"logger.log_dir: .* cannot be written to: No space left"):
+        with pytest.raises(FolderError, match=r"^logger.log_dir: .*: No space"):
             ledger.dispatch()
 
 
@@ -75,15 +76,15 @@ def test_a_step_that_is_finished_is_recorded_before_a_full_disk_ends_the_run(tmp
         full(log, monkeypatch)
         ledger.finish()
         assert ledger.version == 1
-        with pytest.raises(FolderError, match="No space left"):
+        with pytest.raises(FolderError, match="No space"):
             ledger.publish()
 
 
 def test_a_log_that_is_damaged_or_a_folder_that_is_not_there_ends_the_run_by_name(tmp_path):
     (tmp_path / "rollouts.jsonl").write_text("nothing\n")
-    with pytest.raises(RunStoppedError, match=r"logger.log_dir: .*rollouts.jsonl, line 1.*remove the file"):
+    with refused("broken-event", "logger.log_dir: ", "rollouts.jsonl, line 1", by=RunStoppedError):
         RunLog(tmp_path)
-    with pytest.raises(FolderError, match=r"logger.log_dir: .*the folder is gone"):
+    with pytest.raises(FolderError, match=r"^logger.log_dir: .*gone"):
         RunLog(tmp_path / "gone")
 
 

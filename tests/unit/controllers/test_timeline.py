@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refused
 
 from nemo_rl_mcore.controllers import events
 from nemo_rl_mcore.controllers.events import LoggedTurn, Segment, Token
@@ -54,7 +55,7 @@ def test_steps_that_a_resume_took_back_do_not_count():
 
 @pytest.mark.parametrize("steps", [range(1, 4), range(3, 5), range(2, 2)])
 def test_steps_that_the_log_does_not_have_are_refused(steps):
-    with pytest.raises(RunStoppedError, match="log has steps 1 to 2; name a range of them"):
+    with refused("missing-steps", "--steps", "1 to 2"):
         require_steps(Timeline.of(LOG), steps, GroupStore(), "log")
 
 

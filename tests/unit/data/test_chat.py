@@ -1,5 +1,6 @@
 import pytest
 from chat_tokenizer import FORGETFUL, VOCABULARY, chat_tokenizer
+from refusals import refused
 
 from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.data.chat import conversation_row, with_template
@@ -86,7 +87,7 @@ def test_a_turn_is_trained_on_to_its_end_where_the_template_writes_no_end_of_seq
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     tokenizer = chat_tokenizer(tmp_path, FORGETFUL)
     turns = (Message("user", "2+2?"), Message("assistant", "sum|4"), Message("user", "+1?"))
-    with pytest.raises(ValueError, match=r"data\.apply_chat_template: .* first 2 messages"):
+    with refused("rewritten-turns", "data.apply_chat_template", 2):
         conversation_row(turns, "one more|5", tokenizer, imitate_all=True)
     # The last answer alone is shown as it will be asked for.
     row = conversation_row(turns, "one more|5", tokenizer, imitate_all=False)
@@ -97,19 +98,19 @@ def test_a_template_whose_generation_prompt_is_not_how_a_turn_begins_is_refused(
     template = "{% for m in messages %}<turn>{{ m.role }}: {{ m.content }}<end>{% endfor %}" + (
         "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
     )
-    with pytest.raises(ValueError, match="first 1 messages"):
+    with refused("rewritten-turns", 1):
         conversation_row(TURNS[1:2], "4", chat_tokenizer(tmp_path, template), imitate_all=False)
 
 
 def test_a_tokenizer_without_a_template_and_a_template_that_refuses_say_so(tmp_path):
     messages = [Message("user", "2+2?")]
-    with pytest.raises(ValueError, match="character tokenizer has no chat template"):
+    with refused("no-chat-template"):
         load_tokenizer("char").render_chat(messages, add_generation_prompt=True)
     bare = chat_tokenizer(tmp_path / "bare", None)
-    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+    with refused("no-chat-template"):
         bare.render_chat(messages, add_generation_prompt=True)
     strict = chat_tokenizer(tmp_path / "strict", "{{ raise_exception('no system turn') }}")
-    with pytest.raises(ValueError, match="refuses it: no system turn"):
+    with refused("refused-messages", "no system turn"):
         strict.render_chat(messages, add_generation_prompt=True)
 
 

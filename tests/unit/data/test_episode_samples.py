@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import assert_refused, refused
 from uneven_batch import batch, made
 
 from nemo_rl_mcore.config import load_config
@@ -14,7 +15,7 @@ from nemo_rl_mcore.data.dynamic_batching import DynamicRows
 from nemo_rl_mcore.data.microbatch import FixedRows
 from nemo_rl_mcore.data.sequence_packing import PackedRows
 from nemo_rl_mcore.data.token_budget import TokenBudget, split_balanced
-from nemo_rl_mcore.data.validation import BatchCheck
+from nemo_rl_mcore.data.validation import BatchCheck, BatchError
 from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
 
@@ -39,12 +40,12 @@ def test_the_rows_of_an_episode_are_a_sample():
 
 
 def test_samples_of_several_rows_are_not_read_out_of_episodes():
-    with pytest.raises(ValueError, match="episode_index with samples of 2 rows each"):
+    with refused("rows-per-sample", "episode_index", 2):
         episodes().samples(2)
 
 
 def test_the_rows_of_an_episode_stand_together():
-    with pytest.raises(ValueError, match="episode_index: rows of one episode do not stand together"):
+    with refused("episode-apart", "episode_index"):
         episodes([3, 3, 0, 3, 7, 7, 1, 5]).samples()
 
 
@@ -69,9 +70,9 @@ def test_equal_shards_have_equally_many_episodes():
     data = episodes().slice(0, 7)
     assert [rows(shard) for shard in data.shard_by_batch_size(2)] == [[0, 1, 2], [3, 4, 5, 6]]
     assert [rows(shard) for shard in data.shard_by_batch_size(2, 2)] == [[0, 1, 3, 4, 5], [2, 6]]
-    with pytest.raises(ValueError, match="5 episodes do not split into 2 equal shards"):
+    with refused("equal-shards", 5, 2):
         episodes().shard_by_batch_size(2)
-    with pytest.raises(ValueError, match="5 episodes do not split into batches of 2"):
+    with refused("equal-batches", 5, 2):
         episodes().shard_by_batch_size(2, 2)
 
 
@@ -113,7 +114,7 @@ def test_a_step_takes_as_many_episodes_as_a_recipe_says_samples():
     data = episodes().slice(0, 7)
     assert [rows(step) for step in sizes().steps(data)] == [[0, 1, 2], [3, 4, 5, 6]]
     assert [rows(step) for step in sizes().steps(data, 2)] == [[0, 1], [2], [3, 4, 5], [6]]
-    with pytest.raises(ValueError, match=r"5 episodes are no multiple of the 2 that one step takes"):
+    with refused("rows-per-step", 5, 2):
         sizes().steps(episodes())
 
 
@@ -127,21 +128,22 @@ def test_a_batch_of_episodes_passes():
 
 
 @pytest.mark.parametrize(
-    ("key", "values", "message"),
+    ("key", "values", "code", "of"),
     [
-        ("episode_index", [3, 3, 0, 7, 7, 3, 1, 5], "3 in row 5; allowed: the rows of an episode one after"),
-        ("episode_index", [[3]] * 8, r"shape \[8, 1\]; allowed: \[8\]"),
-        ("episode_index", [0.5] * 8, "float32; allowed: int64"),
-        ("sample_mask", [1.0, 1, 1, 1, 0, 1, 1, 1], "0.0 in rows 4, 5; allowed: one number for all rows"),
+        ("episode_index", [3, 3, 0, 7, 7, 3, 1, 5], "episode-apart", [3, 5]),
+        ("episode_index", [[3]] * 8, "shape", [[8, 1], [8]]),
+        ("episode_index", [0.5] * 8, "dtype", ["float32", "int64"]),
+        ("sample_mask", [1.0, 1, 1, 1, 0, 1, 1, 1], "episode-mask", [0.0, 4, 5]),
     ],
 )  # fmt: skip
-def test_rows_that_cannot_be_one_episode_are_refused(key, values, message):
-    with pytest.raises(ValueError, match=f"{key}: {message}"):
+def test_rows_that_cannot_be_one_episode_are_refused(key, values, code, of):
+    with refused("batch", by=BatchError) as caught:
         CHECK(BatchedDataDict(episodes(), **{key: torch.tensor(values)}))
+    (found,) = caught.value.findings
+    assert found.key == key
+    assert_refused(found, code, *of)
 
 
 def test_a_loss_of_pairs_takes_no_episodes():
-    with pytest.raises(
-        ValueError, match="episode_index: given; allowed: none beside a loss that reads 2 rows"
-    ):
+    with refused("batch", "episode_index", 2):
         CHECK(episodes(), rows_per_sample=DPOLossFn({}).rows_per_sample)

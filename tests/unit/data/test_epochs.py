@@ -1,9 +1,9 @@
 from collections import Counter
 from itertools import chain
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from nemo_rl_mcore.config.shares import Shares, whole_weights
 from nemo_rl_mcore.data.datasets import Prompt
@@ -57,9 +57,9 @@ def test_further_rows_of_a_step_are_other_ones_and_leave_the_first_as_they_are()
 
 
 def test_more_rows_than_there_are_is_an_error():
-    with pytest.raises(ValueError, match=r"21 rows of a step are more than the 20 of data\.train"):
+    with refused("too-few-rows", 21, 20, "data.train"):
         source(20, 6).train_batch(1, 21)
-    with pytest.raises(ValueError, match="4 rows of a validation are more than the 3 held out"):
+    with refused("too-few-rows", 4, 3):
         source(20, 6).validation(4)
 
 
@@ -119,7 +119,7 @@ def test_further_rows_of_a_mixture_keep_its_shares():
         assert batch[:8] == drawn.train_batch(step, 8)
         assert len({prompt.index for prompt in batch}) == 24
         assert Counter(prompt.source for prompt in batch) == {"a": 18, "b": 6}
-    with pytest.raises(ValueError, match="36 rows of a step are more than the 30 of the source 'a'"):
+    with refused("too-few-rows", 36, 30, "'a'"):
         drawn.train_batch(1, 48)
 
 

@@ -6,13 +6,14 @@ import json
 import datasets
 import pytest
 from library_files import write_parquet
+from refusals import refused
 
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.known_data import KNOWN, OTHER_NAMES
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.examples import read_examples
 from nemo_rl_mcore.data.row import Row
-from nemo_rl_mcore.data.row_readers import RowReader
+from nemo_rl_mcore.data.row_readers import RowError, RowReader
 
 USER = {"role": "user", "content": "What is 2+2?"}
 ROWS = {
@@ -144,7 +145,7 @@ def test_ranks_of_completions_say_which_is_better(read):
 @pytest.mark.parametrize("ranks", [(None, 1), ("0", 1), (0,)])
 def test_answers_without_ranks_are_named(ranks):
     row = {"context": [USER], "completions": [{"rank": rank, "completion": "Four."} for rank in ranks]}
-    with pytest.raises(ValueError, match="completions are not two of a rank, which is a number"):
+    with refused("completions", by=RowError):
         RowReader(SourceConfig(data_path="a"), RowKind.PAIRS, chat=True).read(Row("a:1", row))
 
 

@@ -5,6 +5,7 @@ import random
 import pytest
 from chat_templates import APPENDING, EOS, REWRITING, STRICT, byte_tokenizer
 from chat_tokenizer import FORGETFUL, chat_tokenizer
+from refusals import refused
 
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.observations import make_observer, require_append_only
@@ -80,9 +81,7 @@ def test_tools_that_answer_together_share_a_turn(tokenizer):
 @pytest.mark.parametrize("template", [APPENDING, STRICT], ids=["left out", "refused"])
 def test_another_role_that_the_template_does_not_show_is_refused(tmp_path, template):
     known = byte_tokenizer(tmp_path, template)
-    with pytest.raises(
-        ValueError, match=r"data\.apply_chat_template: .* role 'judge'.*'user' or 'environment'"
-    ):
+    with refused("unknown-role", "data.apply_chat_template", "'judge'", "'user'", "'environment'"):
         observed(known, role="judge")
 
 
@@ -109,23 +108,19 @@ def test_a_template_that_appends_passes(tokenizer, tmp_path):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_first_text_that_differs(tmp_path):
     rewriting = byte_tokenizer(tmp_path, REWRITING)
-    with pytest.raises(ValueError, match=r"data\.apply_chat_template") as refused:
+    texts = ["<|im_start|>assistant\\n'", "'<think>\\nthe thought", "'the answer<|im_end|>"]
+    with refused("rewritten-turns", "data.apply_chat_template", "models/qwen3", *texts, 3, "(user)"):
         require_append_only(rewriting, "models/qwen3")
-    message = str(refused.value)
-    assert "the chat template of models/qwen3 rewrites earlier turns" in message
-    assert "<|im_start|>assistant\\n' stood '<think>\\nthe thought" in message
-    assert "and then stands 'the answer<|im_end|>" in message
-    assert "when message 3 (user) follows" in message
 
 
 def test_a_template_whose_generation_prompt_is_not_how_an_answer_begins_is_refused(tmp_path):
     template = APPENDING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
-    with pytest.raises(ValueError, match=r"stood '<think>.*when message 2 \(assistant\) follows"):
+    with refused("rewritten-turns", "'<think>", 2, "(assistant)"):
         require_append_only(byte_tokenizer(tmp_path, template), "thinker")
 
 
 def test_a_template_that_shows_no_conversation_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+    with refused("no-chat-template"):
         require_append_only(byte_tokenizer(tmp_path), "none")
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from refusals import refused
 
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.prompt_file import read_prompts
@@ -32,32 +33,30 @@ def test_jsonl_has_a_prompt_or_messages(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "code", "key"),
     [
-        ("{", "not JSON"),
-        ("[]", "no object with one of the keys prompt, messages"),
-        ('{"input": "x"}', "no object with one of the keys prompt, messages"),
-        ('{"prompt": 3}', "prompt is 3, and must be text or a list of messages"),
-        ('{"messages": []}', "messages is [], and must be text"),
-        ('{"messages": [{"role": "user"}]}', "and must be text or a list of messages"),
+        ("{", "no-json", ""),
+        ("[]", "no-prompt-key", "prompt, messages"),
+        ('{"input": "x"}', "no-prompt-key", "prompt, messages"),
+        ('{"prompt": 3}', "prompt-type", "prompt"),
+        ('{"messages": []}', "prompt-type", "messages"),
+        ('{"messages": [{"role": "user"}]}', "prompt-type", "messages"),
     ],
 )
-def test_a_line_that_is_none_is_told_by_its_place(tmp_path, line, told):
+def test_a_line_that_is_none_is_told_by_its_place(tmp_path, line, code, key):
     path = tmp_path / "prompts.jsonl"
     path.write_text(f'{{"prompt": "p"}}\n{line}\n')
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the message is compared
+    with refused(code, f"{path}:2: ", key):
         read_prompts(path)
-    assert str(caught.value).startswith(f"{path}:2: ")
-    assert told in str(caught.value)
 
 
-@pytest.mark.parametrize(("content", "told"), [(b"\n \n", "holds no prompt"), (b"\xff", "is no text")])
-def test_a_file_without_prompts(tmp_path, content, told):
+@pytest.mark.parametrize(("content", "code"), [(b"\n \n", "no-prompt"), (b"\xff", "no-text")])
+def test_a_file_without_prompts(tmp_path, content, code):
     path = tmp_path / "prompts.txt"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=told):
+    with refused(code, path):
         read_prompts(path)
-    with pytest.raises(ValueError, match="cannot be read: No such file"):
+    with refused("unreadable-file", tmp_path / "none"):
         read_prompts(tmp_path / "none")
 
 

@@ -61,8 +61,8 @@ def test_files_that_cannot_be_read(tmp_path):
     )
     _, problems = read_texts(source)
     assert [problem.path for problem in problems] == ["prompt_file", "system_prompt_file"]
-    assert "'gone.txt' cannot be read: No such file" in problems[0].what
-    assert "no text in UTF-8" in problems[1].what
+    assert "'gone.txt'" in problems[0].what
+    assert "UTF-8" in problems[1].what
 
 
 def test_a_byte_order_mark_is_no_part_of_the_texts(tmp_path):

@@ -7,6 +7,7 @@ import sys
 import datasets
 import pytest
 from library_files import write_parquet
+from refusals import assert_holds
 
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.source import SourceConfig
@@ -70,34 +71,29 @@ def test_places_are_lines_or_numbers_of_rows(folder):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "key", "told"),
     [
-        ({"data_path": "rows.jsonl", "split": "test"}, "split: 'test' is not there: Unknown split"),
-        ({"data_path": "rows.jsonl", "split": "train[:x]"}, "split: 'train[:x]' is not there"),
-        (
-            {"data_path": "data", "split": "dev"},
-            "split: 'data': Unknown split \"dev\". Should be one of ['train', 'te",
-        ),
-        ({"data_path": "saved", "split": "dev"}, "split: 'dev' is not there"),
-        (
-            {"data_path": "data", "subset": "main"},
-            "subset: 'data': BuilderConfig 'main' not found. Available: ['def",
-        ),
-        ({"data_path": "rows.csv", "subset": "main"}, "subset: 'main' does nothing with files"),
-        ({"data_path": "gone/*.csv"}, "data_path: no file matches 'gone/*.csv' in "),
-        ({"data_path": "gone.parquet"}, "data_path: 'gone.parquet' cannot be read from "),
-        ({"data_path": ["data", "rows.csv"]}, "data_path: 'data' is no file, and not alone"),
-        ({"data_path": "bad.parquet"}, "data_path: 'bad.parquet' cannot be read (ArrowInvalid: "),
-        ({"data_path": "bad.csv"}, "data_path: 'bad.csv' cannot be read (EmptyDataError: "),
-        ({"data_path": "bad.json"}, "data_path: 'bad.json' is not JSON: "),
+        ({"data_path": "rows.jsonl", "split": "test"}, "split", "'test'"),
+        ({"data_path": "rows.jsonl", "split": "train[:x]"}, "split", "'train[:x]'"),
+        ({"data_path": "data", "split": "dev"}, "split", "\"dev\". Should be one of ['train', 'te"),
+        ({"data_path": "saved", "split": "dev"}, "split", "'dev'"),
+        ({"data_path": "data", "subset": "main"}, "subset", "'main' not found. Available: ['def"),
+        ({"data_path": "rows.csv", "subset": "main"}, "subset", "'main'"),
+        ({"data_path": "gone/*.csv"}, "data_path", "'gone/*.csv'"),
+        ({"data_path": "gone.parquet"}, "data_path", "'gone.parquet'"),
+        ({"data_path": ["data", "rows.csv"]}, "data_path", "'data'"),
+        ({"data_path": "bad.parquet"}, "data_path", "(ArrowInvalid: "),
+        ({"data_path": "bad.csv"}, "data_path", "(EmptyDataError: "),
+        ({"data_path": "bad.json"}, "data_path", "'bad.json'"),
     ],
 )
-def test_sources_that_cannot_be_read(folder, keys, message):
+def test_sources_that_cannot_be_read(folder, keys, key, told):
     for name, text in (("bad.parquet", "x"), ("bad.csv", ""), ("bad.json", "[1,")):
         (folder / name).write_text(text)
     with pytest.raises(SourceError) as caught:
         read_rows(SourceConfig.model_validate(keys))
-    assert str(caught.value).startswith(message)
+    assert caught.value.problem.path == key
+    assert told in str(caught.value)
 
 
 def test_a_data_set_of_the_hub_that_cannot_be_reached(folder, monkeypatch):
@@ -106,9 +102,7 @@ def test_a_data_set_of_the_hub_that_cannot_be_reached(folder, monkeypatch):
     source = SourceConfig(dataset_name="gsm8k")
     assert is_fetched(source)
     assert not is_fetched(SourceConfig(data_path="data/gone.parquet"))
-    with pytest.raises(
-        SourceError, match=r"^data_path: 'openai/gsm8k' cannot be read .*fetch that where there is"
-    ):
+    with pytest.raises(SourceError, match=r"^data_path: 'openai/gsm8k' "):
         read_rows(source)
 
 
@@ -166,7 +160,7 @@ def test_an_answer_that_a_scored_row_does_not_state(folder):
     )
     _, problems = read_examples({"data.train": source}, {}, RowKind.PROMPTS, chat=False)
     assert problems[0].path == "data.train.answer"
-    assert problems[0].what == "rows.jsonl:1: the answer '0' has no answer behind '####'"
+    assert_holds(problems[0].what, "rows.jsonl:1: ", "'0'", "'####'")
     assert len(problems) == 6
     assert read_examples({"data.train": source}, {}, RowKind.ANSWERS, chat=False)[1] == []
 

@@ -1,9 +1,9 @@
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from uneven_batch import COLUMNS, batch, made
 
 from nemo_rl_mcore.data.sequence_packing import PackedRows, first_fit_decreasing
@@ -34,7 +34,7 @@ def test_each_goes_into_the_first_bin_with_room():
 
 
 def test_a_length_above_the_capacity_is_refused():
-    with pytest.raises(ValueError, match="a length of 11 does not fit a capacity of 10"):
+    with refused("capacity", 11, 10):
         first_fit_decreasing([3, 11], 10)
 
 

@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 import yaml
+from refusals import wrong_key
 
-from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data.answers import answer_row
 from nemo_rl_mcore.data.examples import read_run_examples
 from nemo_rl_mcore.data.sources import open_prompts, open_set
@@ -64,50 +65,55 @@ def test_weights_share_out_the_prompts(recipe):
 
 
 @pytest.mark.parametrize(
-    ("files", "train", "section", "message"),
+    ("files", "train", "section", "key", "of"),
     [
         (
             {"a1": 11, "b1": 40},
             [source("a1", weight=3), source("b1", weight=1)],
             {},
-            "data.train.0.weight: its share of the 16 rows of a step is 12, more than the 11 rows of 'a1'",
+            "data.train.0.weight",
+            [16, 12, 11, "'a1'"],
         ),
         (
             {"a1": 100, "b1": 30},
             [source("a1", weight=3), source("b1", weight=1)],
             {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 8},
-            "data.train.1.weight: its share of the 128 rows that dynamic sampling may take in a step is 32",
+            "data.train.1.weight",
+            [128, "dynamic sampling", 32],
         ),
         (
             {"a1": 9, "b1": 6},
             [source("a1"), source("b1")],
             {},
-            "grpo.num_prompts_per_step: the 16 rows of a step",
+            "grpo.num_prompts_per_step",
+            [16],
         ),
         (
             {"a1": 9},
             [source("a1", weight=3), source("b1")],
             {},
-            "data.train.1.weight: missing, and other sources",
+            "data.train.1.weight",
+            ["missing"],
         ),
         (
             {"a1": 9},
             source("a1", weight=3),
             {},
-            "data.train.weight: 3 does nothing where there is one source",
+            "data.train.weight",
+            [3],
         ),
         (
             {"a1": 9},
             [source("a1", weight=0.123457), source("b1", weight=0.2)],
             {},
-            "data.train: the weights are in the ratio of integers with the sum 323457, and 10000 is the most",
+            "data.train",
+            [323457, 10000],
         ),
     ],
 )
-def test_shares_that_cannot_be(recipe, files, train, section, message):
-    with pytest.raises(ConfigError) as caught:
+def test_shares_that_cannot_be(recipe, files, train, section, key, of):
+    with wrong_key(key, *of):
         preflight(recipe(files, {"train": train}, section))
-    assert str(caught.value.problems[0]).startswith(message)
 
 
 def test_validation_takes_as_many_rows_of_each_source_and_names_of_sets(recipe):
@@ -133,7 +139,7 @@ def test_texts_around_prompts_are_those_of_the_source_or_of_all(recipe, tmp_path
     assert problems == []
     assert [examples.train[row].context for row in (0, 10)] == ["1a0>", "3\n2b0>"]
     (tmp_path / "all.txt").write_text("no place")
-    with pytest.raises(ConfigError, match=r"^data.train.0.prompt_file: .*has 0 places for the prompt"):
+    with wrong_key("data.train.0.prompt_file", 0):
         preflight(config)
 
 
@@ -155,9 +161,7 @@ def test_sft_imitates_the_solution_and_is_scored_on_the_answer_in_it(recipe, tmp
 def test_a_gold_is_not_taken_twice(recipe):
     data = {"train": source("a1", answer={"after": "####"})}
     env = {"math": {"gold": {"after": "####"}}}
-    with pytest.raises(
-        ConfigError, match=r"env.math.gold: would look for an answer in what data.train.answer has"
-    ):
+    with wrong_key("env.math.gold", "data.train.answer"):
         recipe({"a1": 20}, data, env=env)
 
 
@@ -165,5 +169,5 @@ def test_data_of_the_hub_are_not_fetched_by_a_check(recipe):
     config = recipe({"a1": 3}, {"train": [{"dataset_name": "gsm8k"}, source("a1")]})
     plan = preflight(config)
     assert (plan.data, plan.fetched) == (None, ("openai/gsm8k",))
-    with pytest.raises(ConfigError, match=r"'gone.jsonl' cannot be read"):
+    with wrong_key("data.train.1.data_path", "'gone.jsonl'"):
         preflight(recipe({}, {"train": [{"dataset_name": "gsm8k"}, source("gone")]}))

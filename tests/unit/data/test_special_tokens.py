@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 from chat_tokenizer import EOS, START, VOCABULARY, save_chat_tokenizer
+from refusals import wrong_key
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.base import ConfigError
@@ -97,7 +98,7 @@ def test_a_set_of_an_evaluation_is_counted_alone(recipe):
     with open(source.paths[0], "a", encoding="utf-8") as file:
         file.write(json.dumps({"input": EOS, "output": "1"}) + "\n")
     config = config.model_copy(update={"eval": section})
-    with pytest.raises(ConfigError, match=r"1 of 42 rows of eval\.sets\.held"):
+    with wrong_key(KEY, 1, 42, "eval.sets.held"):
         open_set(config, "held", tokenizer_of(config))
 
 

@@ -5,12 +5,12 @@ import datasets
 import pytest
 import yaml
 from library_files import write_parquet
+from refusals import refused, wrong_key
 
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.streams import StreamSource
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
-from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generate import Asked, prompts_to_answer
 
 EXEMPLAR = "examples/configs/grpo_copy_cpu.yaml"
@@ -74,7 +74,7 @@ def test_rows_that_are_too_long_are_left_out_or_end_the_run(recipe):
     steps = [indices(source, step) for step in range(1, 7)]
     assert len({*chain(*steps)}) == 96
     assert indices(open_prompts(recipe(rows, overlong="drop"), CHAR), 6) == steps[5]
-    with pytest.raises(ValueError, match=r"rows.jsonl, row \d+: the prompt has 9 tokens"):
+    with refused("row-length", "rows.jsonl, row", 9):
         open_prompts(recipe(rows), CHAR)
 
 
@@ -91,9 +91,7 @@ def test_a_validation_that_takes_more_rows_than_there_are_is_told_before_the_run
     (tmp_path / "held_out.jsonl").write_text('{"input": "7>", "output": 7}\n' * 3)
     validation = {"data_path": str(tmp_path / "held_out.jsonl")}
     config = recipe(grpo={"val_at_end": True, "max_val_samples": 8}, validation=validation)
-    with pytest.raises(
-        ConfigError, match=r"grpo.max_val_samples: a validation takes 8 rows, and 3 are held out"
-    ):
+    with wrong_key("grpo.max_val_samples", 8, 3):
         open_prompts(config, CHAR)
 
 
@@ -101,7 +99,7 @@ def test_generate_takes_the_held_out_prompts_that_there_are(recipe, tmp_path):
     (tmp_path / "held_out.jsonl").write_text('{"input": "7>", "output": 7}\n' * 3)
     config = recipe(validation={"data_path": str(tmp_path / "held_out.jsonl")})
     assert len(prompts_to_answer(config, Asked(), CHAR)) == 3
-    with pytest.raises(RunStoppedError, match="holds no prompts out"):
+    with refused("no-prompts", "--prompt"):
         prompts_to_answer(recipe(), Asked(), CHAR)
 
 

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from uneven_batch import batch
 
 from nemo_rl_mcore.data.token_budget import TokenBudget, balanced, split_balanced
@@ -43,5 +44,5 @@ def test_pairs_are_balanced_whole():
     data = batch([1, 6, 3, 3, 1, 1, 5, 4])
     shards = split_balanced(data, 2, rows_per_sample=2)
     assert [shard["input_lengths"].tolist() for shard in shards] == [[5, 4, 1, 1], [1, 6, 3, 3]]
-    with pytest.raises(ValueError, match="7 rows are no whole samples of 2 rows"):
+    with refused("rows-per-sample", 7, 2):
         split_balanced(data.slice(0, 7), 2, rows_per_sample=2)

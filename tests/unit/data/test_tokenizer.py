@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from nemo_rl_mcore.data.tokenizer import CHAR_VOCABULARY, load_tokenizer, strip_response
 
@@ -57,12 +58,12 @@ def test_importing_and_the_char_tokenizer_need_no_heavy_library() -> None:
 
 @pytest.mark.parametrize("name", ["no/such/dir", "gpt2"])
 def test_a_missing_directory_names_the_path_and_the_key(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"policy\.tokenizer\.name: '{name}' is not a directory"):
+    with refused("no-tokenizer", f"policy.tokenizer.name: '{name}'"):
         load_tokenizer(name)
 
 
 def test_a_directory_without_a_tokenizer_names_the_key(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"policy\.tokenizer\.name: cannot load a tokenizer from"):
+    with refused("unreadable-tokenizer", "policy.tokenizer.name", tmp_path):
         load_tokenizer(str(tmp_path))
 
 
@@ -94,9 +95,8 @@ def test_the_files_that_the_broken_ones_are_made_of_load(tmp_path: Path) -> None
 def test_a_broken_file_names_the_key_and_the_folder(tmp_path: Path, saved: object, settings: object) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match=r"policy\.tokenizer\.name: cannot load a tokenizer from") as caught:
+    with refused("unreadable-tokenizer", "policy.tokenizer.name", tmp_path) as caught:
         load_tokenizer(str(tmp_path))
-    assert str(tmp_path) in str(caught.value)
     assert caught.value.__cause__ is not None
 
 
@@ -129,7 +129,7 @@ def test_hugging_face_without_pad_uses_the_end_and_without_end_is_refused(tmp_pa
     save_hugging_face_tokenizer(tmp_path / "no_pad", eos_token="<eos>")
     assert load_tokenizer(str(tmp_path / "no_pad")).pad_token_id == 1
     save_hugging_face_tokenizer(tmp_path / "no_eos", pad_token="<pad>")
-    with pytest.raises(ValueError, match="no end-of-sequence token"):
+    with refused("no-end-token", "policy.tokenizer.name"):
         load_tokenizer(str(tmp_path / "no_eos"))
 
 

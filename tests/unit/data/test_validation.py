@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import assert_refused, refused
 
 from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
-from nemo_rl_mcore.data.validation import BatchCheck
+from nemo_rl_mcore.data.validation import BatchCheck, BatchError
 
 ROWS, COLUMNS, VOCABULARY, CHOICES = 4, 6, 32, 3
 CHECK = BatchCheck(VOCABULARY, positions=8)
@@ -63,53 +64,52 @@ def training(data, check=CHECK, **options):
 
 
 def refusal(call, *args, **options):
-    with pytest.raises(ValueError, match="the batch is refused") as caught:
+    with refused("batch", by=BatchError) as caught:
         call(*args, **options)
-    return str(caught.value).splitlines()[1:]
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [*map(str, caught.value.findings)]
+    return caught.value.findings
 
 
 @pytest.mark.parametrize(
-    ("replaced", "told"),
+    ("replaced", "code", "of"),
     [
-        ({"logprobs": None}, "logprobs: missing, and the ratio needs it; the batch has ['advantages', "),
-        ({"sample_mask": None}, "sample_mask: missing, and every loss needs it"),
-        ({"token_mask": None}, "token_mask: missing, and every loss needs it"),
-        ({"input_ids": None}, "input_ids: missing, and every pass needs it"),
-        ({"advantages": ["a"] * ROWS}, "advantages: a list; allowed: a tensor"),
-        ({"logprobs": torch.zeros(4, 5)}, "logprobs: shape [4, 5]; allowed: [4, 6]"),
-        ({"advantages": torch.zeros(4)}, "advantages: shape [4]; allowed: [4, 6]"),
-        ({"token_mask": torch.zeros(4, 5)}, "token_mask: shape [4, 5]; allowed: [4, 6]"),
-        ({"sample_mask": torch.zeros(4, 1)}, "sample_mask: shape [4, 1]; allowed: [4]"),
-        ({"input_ids": torch.zeros(4)}, "input_ids: shape [4]; allowed: [B, S]"),
-        ({"input_lengths": torch.zeros(4, 1)}, "input_lengths: shape [4, 1]; allowed: [4]"),
-        ({"logits": torch.zeros(4, 6, 2)}, "logits: shape [4, 6, 2]; allowed: [4, 6, 3]"),
-        ({"input_ids": torch.zeros(4, 6)}, "input_ids: float32; allowed: int64"),
-        ({"logprobs": torch.zeros(4, 6).long()}, "logprobs: int64; allowed: floating-point numbers"),
-        ({"logprobs": torch.zeros(4, 6).bool()}, "logprobs: bool; allowed: floating-point numbers"),
-        ({"ids": torch.zeros(4, 6, 3)}, "ids: float32; allowed: integers"),
-        (changed("input_ids", 32, 1, 2), "input_ids: 32 in row 1; allowed: 0 to 31 (model.vocab_size: 32)"),
-        (changed("input_ids", -1, 3, 5), "input_ids: -1 in row 3; allowed: 0 to 31"),
-        (changed("input_lengths", 7, 1), "input_lengths: 7 in row 1; allowed: 0 to 6"),
-        (changed("input_lengths", -1, 0), "input_lengths: -1 in row 0; allowed: 0 to 6"),
-        (changed("token_mask", 0.5, 2, 0), "token_mask: 0.5 in row 2; allowed: 0 and 1"),
-        (changed("token_mask", math.nan, 1), "token_mask: nan in row 1; allowed: 0 and 1"),
-        (changed("sample_mask", 2.0, 3), "sample_mask: 2.0 in row 3; allowed: 0 and 1"),
-        (
-            changed("logprobs", -math.inf, 0, 1),
-            "logprobs: -inf in row 0; allowed: floating-point numbers that",
-        ),
-        (changed("logprobs", math.nan, 1, 3), "logprobs: nan in row 1; allowed: "),
-        (changed("rolled", math.inf, 0, 0), "rolled: inf in row 0; allowed: "),
-        (changed("weights", math.nan, 2), "weights: nan in row 2; allowed: "),
-        (changed("ids", 32, 0, 4, 1), "ids: 32 in row 0; allowed: 0 to 31"),
-        (changed("logits", math.inf, 1, 2, 0), "logits: inf in row 1; allowed: "),
-        (changed("logits", math.nan, 1, 2, 0), "logits: nan in row 1; allowed: "),
-        ({"tail": torch.full((4, 6), math.nan)}, "tail: nan in rows 0, 1; allowed: "),
+        ({"logprobs": None}, "missing", ["logprobs", "'advantages'"]),
+        ({"sample_mask": None}, "missing", ["sample_mask"]),
+        ({"token_mask": None}, "missing", ["token_mask"]),
+        ({"input_ids": None}, "missing", ["input_ids"]),
+        ({"advantages": ["a"] * ROWS}, "no-tensor", ["advantages", "list"]),
+        ({"logprobs": torch.zeros(4, 5)}, "shape", ["logprobs", [4, 5], [4, 6]]),
+        ({"advantages": torch.zeros(4)}, "shape", ["advantages", [4], [4, 6]]),
+        ({"token_mask": torch.zeros(4, 5)}, "shape", ["token_mask", [4, 5], [4, 6]]),
+        ({"sample_mask": torch.zeros(4, 1)}, "shape", ["sample_mask", [4, 1], [4]]),
+        ({"input_ids": torch.zeros(4)}, "shape", ["input_ids", [4], "[B, S]"]),
+        ({"input_lengths": torch.zeros(4, 1)}, "shape", ["input_lengths", [4, 1], [4]]),
+        ({"logits": torch.zeros(4, 6, 2)}, "shape", ["logits", [4, 6, 2], [4, 6, 3]]),
+        ({"input_ids": torch.zeros(4, 6)}, "dtype", ["input_ids", "float32", "int64"]),
+        ({"logprobs": torch.zeros(4, 6).long()}, "dtype", ["logprobs", "int64", "floating"]),
+        ({"logprobs": torch.zeros(4, 6).bool()}, "dtype", ["logprobs", "bool", "floating"]),
+        ({"ids": torch.zeros(4, 6, 3)}, "dtype", ["ids", "float32", "integers"]),
+        (changed("input_ids", 32, 1, 2), "vocabulary", ["input_ids", 32, 1, 0, 31, "model.vocab_size: 32"]),
+        (changed("input_ids", -1, 3, 5), "vocabulary", ["input_ids", -1, 3, 0, 31]),
+        (changed("input_lengths", 7, 1), "columns", ["input_lengths", 7, 1, 0, 6]),
+        (changed("input_lengths", -1, 0), "columns", ["input_lengths", -1, 0, 6]),
+        (changed("token_mask", 0.5, 2, 0), "mask", ["token_mask", 0.5, 2]),
+        (changed("token_mask", math.nan, 1), "mask", ["token_mask", "nan", 1]),
+        (changed("sample_mask", 2.0, 3), "mask", ["sample_mask", 2.0, 3]),
+        (changed("logprobs", -math.inf, 0, 1), "finite", ["logprobs", "-inf", 0]),
+        (changed("logprobs", math.nan, 1, 3), "finite", ["logprobs", "nan", 1]),
+        (changed("rolled", math.inf, 0, 0), "finite", ["rolled", "inf", 0]),
+        (changed("weights", math.nan, 2), "finite", ["weights", "nan", 2]),
+        (changed("ids", 32, 0, 4, 1), "vocabulary", ["ids", 32, 0, 31]),
+        (changed("logits", math.inf, 1, 2, 0), "below-infinity", ["logits", "inf", 1]),
+        (changed("logits", math.nan, 1, 2, 0), "below-infinity", ["logits", "nan", 1]),
+        ({"tail": torch.full((4, 6), math.nan)}, "below-infinity", ["tail", "nan", 0, 1]),
     ],
 )
-def test_what_a_loss_cannot_take_is_told_by_key_and_row(replaced, told):
-    (line,) = refusal(training, batch(**replaced))
-    assert line.strip().startswith(told)
+def test_what_a_loss_cannot_take_is_told_by_key_and_row(replaced, code, of):
+    (found,) = refusal(training, batch(**replaced))
+    assert found.key == of[0]
+    assert_refused(found, code, *of)
 
 
 # Behind a row's mask, in its first column (of which nothing is predicted), and in rows that are dropped.
@@ -161,19 +161,14 @@ def test_a_batch_without_rows_passes():
 
 def test_all_problems_are_told_at_once():
     wrong = changed("input_ids", 99, 2, 1) | changed("sample_mask", 3.0, 1) | {"rolled": None}
-    lines = refusal(training, batch(**wrong, logprobs=torch.zeros(4, 6).int()))
-    assert [line.split(":")[0].strip() for line in lines] == [
-        "input_ids",
-        "sample_mask",
-        "logprobs",
-        "rolled",
-    ]
+    found = refusal(training, batch(**wrong, logprobs=torch.zeros(4, 6).int()))
+    assert [one.key for one in found] == ["input_ids", "sample_mask", "logprobs", "rolled"]
 
 
 def test_many_rows_are_counted():
     data = BatchedDataDict(input_ids=torch.full((20, 3), 77), input_lengths=torch.full((20,), 3))
-    (line,) = refusal(CHECK.reading, data)
-    assert "77 in rows 0, 1, 2, 3, 4, 5, 6, 7 and 12 more; allowed: 0 to 31" in line
+    (found,) = refusal(CHECK.reading, data)
+    assert_refused(found, "vocabulary", 77, "0, 1, 2, 3, 4, 5, 6, 7 ", 12, 31)
 
 
 @given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)))
@@ -189,8 +184,8 @@ def test_the_rows_are_those_that_hold_the_value_where_it_counts(wrong: set[int],
     if not counted:
         CHECK.training(data, [Column("own", "own")])
         return
-    (line,) = refusal(CHECK.training, data, [Column("own", "own")])
-    said = line.split(" in row")[1].split(";")[0].removeprefix("s").split(" and ")[0]
+    (found,) = refusal(CHECK.training, data, [Column("own", "own")])
+    said = str(found).split(" in row")[1].split(";")[0].removeprefix("s").split(" and ")[0]
     assert [int(row) for row in said.split(",")] == counted[:8]
 
 
@@ -198,39 +193,36 @@ def test_rows_longer_than_the_models_positions_are_refused_and_padding_is_not():
     wide = {"input_ids": torch.zeros(2, 12).long()}
     for lengths in ([8, 0], [1, 8]):
         CHECK.reading(BatchedDataDict(**wide, input_lengths=torch.tensor(lengths)))
-    (line,) = refusal(CHECK.reading, BatchedDataDict(**wide, input_lengths=torch.tensor([8, 9])))
-    assert "input_lengths: 9 in row 1; allowed: rows of at most 8 tokens (model.max_position_emb" in line
-    (line,) = refusal(
+    (found,) = refusal(CHECK.reading, BatchedDataDict(**wide, input_lengths=torch.tensor([8, 9])))
+    assert_refused(found, "positions", "input_lengths: 9", 1, 8, "model.max_position_embeddings")
+    (found,) = refusal(
         CHECK.training, BatchedDataDict(**wide, token_mask=torch.ones(2, 12), sample_mask=torch.ones(2)), ()
     )
-    assert "input_ids: 12 columns without input_lengths; allowed: rows of at most 8 tokens" in line
+    assert_refused(found, "positions", "input_ids: 12", "input_lengths", 8)
 
 
 def test_lengths_are_needed_where_something_reads_them():
     data = batch(input_lengths=None)
-    (line,) = refusal(CHECK.reading, data)
-    assert "input_lengths: missing, and a pass without a loss needs it" in line
-    (line,) = refusal(training, data, BatchCheck(VOCABULARY, 8, PACKING))
-    assert "input_lengths: missing, and policy.sequence_packing needs it" in line
-    experts = BatchCheck(VOCABULARY, 8, layers="the bias of experts")
-    (line,) = refusal(training, data, experts)
-    assert "input_lengths: missing, and the bias of experts needs it" in line
+    experts = BatchCheck(VOCABULARY, 8, layers="experts")
+    for needed_by, refuse in (
+        ("", partial(refusal, CHECK.reading)),
+        (PACKING.section, partial(refusal, training, check=BatchCheck(VOCABULARY, 8, PACKING))),
+        ("experts", partial(refusal, training, check=experts)),
+    ):
+        (found,) = refuse(data)
+        assert_refused(found, "missing", "input_lengths", needed_by)
     training(data, experts, eval_mode=True)  # without gradients those layers are not followed
 
 
 def test_rows_that_no_microbatch_has_room_for_are_refused():
     data = batch(input_lengths=torch.tensor([5, 4, 0, 6]), token_mask=torch.ones(4, 6))
-    (line,) = refusal(CHECK_OF_BUDGETS.reading, data)
-    assert (
-        "input_lengths: 5 in rows 0, 3; allowed: rows of at most 4 tokens (policy.sequence_packing.logprob_mb"
-        in line
+    (found,) = refusal(CHECK_OF_BUDGETS.reading, data)
+    assert_refused(
+        found, "token-budget", "input_lengths: 5", "0, 3", f"{PACKING.section}.logprob_mb_tokens: 4"
     )
-    lines = refusal(training, data, CHECK_OF_BUDGETS)
-    assert (
-        "input_lengths: 6 in row 3; allowed: rows of at most 5 tokens (policy.sequence_packing.train_mb"
-        in lines[0]
-    )
-    assert "token_mask: 1.0 in rows 0, 1, 2; allowed: 0 behind input_lengths" in lines[1]
+    long, marked = refusal(training, data, CHECK_OF_BUDGETS)
+    assert_refused(long, "token-budget", "input_lengths: 6", 3, f"{PACKING.section}.train_mb_tokens: 5")
+    assert_refused(marked, "padding", "token_mask: 1.0", "0, 1, 2", "input_lengths")
     within = torch.arange(6) < torch.tensor([[5], [4], [0], [5]])
     training(batch(input_lengths=torch.tensor([5, 4, 0, 5]), token_mask=within.float()), CHECK_OF_BUDGETS)
 
@@ -242,8 +234,8 @@ def test_marks_in_the_padding_are_refused_wherever_a_mask_is_read(check):
     trains = (partial(training, check=check), partial(training, check=check, eval_mode=True))
     calls = reads if check is CHECK else (*reads, *trains)
     for call in calls:
-        (line,) = refusal(call, marked)
-        assert line.strip().startswith("token_mask: 1.0 in row 1; allowed: 0 behind input_lengths")
+        (found,) = refusal(call, marked)
+        assert_refused(found, "padding", "token_mask: 1.0", 1, "input_lengths")
         call(batch())
     check.reading(marked)
 
@@ -252,9 +244,9 @@ def test_prompts_have_a_token_and_the_key_of_their_noise():
     keys = {"prompt_index": torch.arange(4), "sample_index": torch.arange(4)}
     asked = batch(input_lengths=torch.tensor([6, 1, 2, 5]), **keys)
     CHECK.prompts(asked)
-    lines = refusal(CHECK.prompts, batch(prompt_index=keys["prompt_index"], sample_index=[0] * 4))
-    assert "input_lengths: 0 in row 2; allowed: 1 to 6" in lines[0]
-    assert "sample_index: a list; allowed: a tensor" in lines[1]
+    empty, listed = refusal(CHECK.prompts, batch(prompt_index=keys["prompt_index"], sample_index=[0] * 4))
+    assert_refused(empty, "columns", "input_lengths: 0", 2, 1, 6)
+    assert_refused(listed, "no-tensor", "sample_index", "list")
 
 
 def test_prompts_may_have_a_turn_and_stop_strings():
@@ -263,17 +255,17 @@ def test_prompts_may_have_a_turn_and_stop_strings():
     strings = [("a", "b"), (), ("c",), ()]
     CHECK.prompts(BatchedDataDict(asked, turn_index=torch.arange(4), stop_strings=strings))
     wrong = BatchedDataDict(asked, turn_index=torch.zeros(4, 1), stop_strings=[(), ("a", ""), (), ()])
-    lines = refusal(CHECK.prompts, wrong)
-    assert "turn_index: shape [4, 1]; allowed: [4]" in lines[0]
-    assert "stop_strings: an empty text in row 1 would end its answer at once; leave it out" in lines[1]
+    turns, strings = refusal(CHECK.prompts, wrong)
+    assert_refused(turns, "shape", "turn_index", [4, 1], [4])
+    assert_refused(strings, "empty-text", "stop_strings", 1)
 
 
 @pytest.mark.parametrize("k", [0, 33])
 def test_more_choices_than_the_vocabulary_has_are_refused(k):
     CHECK.reading(batch(), k=1)
     CHECK.reading(batch(), k=32)
-    (line,) = refusal(CHECK.reading, batch(), k=k)
-    assert line.strip() == f"k: {k}; allowed: 1 to 32 (model.vocab_size)"
+    (found,) = refusal(CHECK.reading, batch(), k=k)
+    assert_refused(found, "k", k, 1, 32, "model.vocab_size")
 
 
 def test_the_check_of_a_policy_knows_what_reads_the_lengths():

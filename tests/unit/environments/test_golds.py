@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+from refusals import assert_holds
 
 from nemo_rl_mcore import launch
 from nemo_rl_mcore.config import ConfigError, load_config
@@ -118,8 +119,8 @@ def test_published_solutions_are_refused_until_the_recipe_says_where_their_answe
         for n in range(40)
     ]
     (first, *_, last) = told(recipe("grpo", SAMPLED, rows, math={}))
-    assert "recipe.yaml.train.jsonl:1: the answer 'Tom had 2*0 = 0 clips in May. #### 0' holds words" in first
-    assert last == "env.math.gold: 35 more answers cannot be scored against"
+    assert_holds(first, "recipe.yaml.train.jsonl:1: ", rows[0]["output"].replace("\n", " "))
+    assert_holds(last, "env.math.gold: ", 35)
     assert told(recipe("grpo", SAMPLED, rows)) == []
 
 
@@ -177,8 +178,8 @@ def test_answers_that_only_the_parser_can_judge_stop_the_run_before_ray(recipe, 
     bad = [*rows, {"input": "9>", "output": "#"}]
     assert launch.run(recipe("grpo", SAMPLED | VALIDATED, bad, held_out, math={})) == EXIT_FAILED
     said = capsys.readouterr().err
-    assert f"{tmp_path}/recipe.yaml.train.jsonl:41: the answer '#' holds no expression" in said
-    assert f"{tmp_path}/recipe.yaml.validation.jsonl:2: the answer '1/0' does not equal itself" in said
+    assert_holds(said, f"{tmp_path}/recipe.yaml.train.jsonl:41: ", "'#'")
+    assert_holds(said, f"{tmp_path}/recipe.yaml.validation.jsonl:2: ", "'1/0'")
     with pytest.raises(no_cluster):
         launch.run(recipe("grpo", SAMPLED | VALIDATED, rows, math={}))
 
@@ -188,7 +189,7 @@ def test_recipes_that_are_run_first_stop_the_run_before_ray(recipe, no_cluster, 
     recipe("sft", GIVEN | VALIDATED, [{"input": "1>", "output": "#"}] * 300, math={}, file="first.yaml")
     config = recipe("grpo", SAMPLED, solutions(40), warm_start=str(tmp_path / "first.yaml"))
     assert launch.run(config) == EXIT_FAILED
-    assert "first.yaml.validation.jsonl:1: the answer '#' holds no expression" in capsys.readouterr().err
+    assert_holds(capsys.readouterr().err, "first.yaml.validation.jsonl:1: ", "'#'")
 
 
 @pytest.mark.needs("math")
@@ -198,8 +199,7 @@ def test_a_class_is_asked_for_its_first_step(recipe, no_cluster, capsys):
     config = config.model_copy(update={"data": config.data.model_copy(update=own)})
     assert launch.run(config) == EXIT_FAILED
     said = capsys.readouterr().err
-    assert "env.math.gold: prompt 42000: the answer '0' has no answer behind '####'" in said
-    assert "11 more answers" in said
+    assert_holds(said, "env.math.gold: prompt 42000: ", "'0'", "'####'", 11)
 
 
 @pytest.mark.needs("math")

@@ -1,6 +1,7 @@
 import sys
 
 import pytest
+from refusals import refused
 
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.data.datasets import Prompt
@@ -67,31 +68,27 @@ def test_a_class_of_ones_own_takes_part_in_episodes():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (([None], [None], [None], [1.0, 2.0], [True]), "AttributeError"),
-        (EnvironmentReturn([None], [None], [None], [1.0, 2.0], [True]), "rewards: 2 values for 1 answers"),
-        (EnvironmentReturn([None], [None], [None], [float("nan")], [True]), "a reward of nan is not finite"),
-        (EnvironmentReturn([{"role": "user"}], [None], [None], [1.0], [False]), "KeyError: 'content'"),
+        (([None], [None], [None], [1.0, 2.0], [True]), ["AttributeError"]),
+        (EnvironmentReturn([None], [None], [None], [1.0, 2.0], [True]), ["rewards", 2]),
+        (EnvironmentReturn([None], [None], [None], [float("nan")], [True]), ["nan"]),
+        (EnvironmentReturn([{"role": "user"}], [None], [None], [1.0], [False]), ["KeyError: 'content'"]),
     ],
 )
 def test_a_return_that_cannot_be_read_names_class_and_method(returned, message):
     environment = make(custom={"type": "custom_parts:Steps", "args": {"returned": returned}})
-    where = r"env\.custom\.type: custom_parts:Steps\.step gave what is no EnvironmentReturn of 1 replies: .*"
-    with pytest.raises(CustomCodeError, match=where + message):
+    where = "env.custom.type: custom_parts:Steps.step "
+    with refused("environment-return", where, 1, *message, by=CustomCodeError):
         environment.step(LOGS, [None])
 
 
 def test_what_a_step_raises_names_class_and_method():
     environment = make(custom={"type": "custom_parts:RaisingSteps"})
-    with pytest.raises(
-        CustomCodeError, match=r"custom_parts:RaisingSteps\.step raised KeyError: 'no such tool'"
-    ):
+    with refused("custom-code-raised", "custom_parts:RaisingSteps.step", "KeyError: 'no such tool'"):
         environment.step(LOGS, [None])
 
 
 def test_a_class_with_neither_method_is_refused():
-    with pytest.raises(
-        ValueError, match="custom_parts:Neither lacks score or step; such a class has score or step"
-    ):
+    with refused("missing-member", "custom_parts:Neither", "score or step"):
         make(custom={"type": "custom_parts:Neither"})
 
 
@@ -99,13 +96,13 @@ def test_a_class_with_neither_method_is_refused():
     ("type", "weights", "known"),
     [
         ("custom_parts:Steps", {"lenght": 2.0}, "length"),
-        ("custom_parts:LengthReward", {"length": 2.0}, "one without a name"),
+        ("custom_parts:LengthReward", {"length": 2.0}, "without a name"),
     ],
 )
 def test_weights_of_rewards_that_there_are_not_are_named(type, weights, known):
     environment = LocalEnvironments(make(custom={"type": type}), weights)
     name = next(iter(weights))
-    with pytest.raises(RunStoppedError, match=rf"env\.reward_weights\.{name}: no such reward; .*: {known}"):
+    with refused("unknown-reward", f"env.reward_weights.{name}", known, by=RunStoppedError):
         environment.replies([first_turn(PROMPTS[0], "22")])
 
 
@@ -118,7 +115,5 @@ def test_weights_make_the_reward_and_leave_its_parts():
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(
-        ValueError, match=r"env\.math: needs the Python package math_verify .* install the extra math"
-    ):
+    with refused("missing-package", "env.math: ", "math_verify", "extra math"):
         make(math={})

@@ -98,5 +98,5 @@ def test_responses_become_rows_with_the_version_of_each_token():
 
 
 def test_a_response_with_fewer_log_probabilities_than_tokens_is_no_row():
-    with pytest.raises(ValueError, match="could not broadcast"):
+    with pytest.raises(ValueError, match="broadcast"):
         as_batch([Response.of([5, 6, 7], [-0.5, -1.0], [3, 3, 3], finished=True)], max_new_tokens=3)

@@ -8,6 +8,7 @@ from datetime import timedelta
 import msgpack
 import pytest
 import torch
+from refusals import refused
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
@@ -92,11 +93,11 @@ def test_a_handle_of_gpu_memory_travels_in_plain_types():
     ],
 )
 def test_a_handle_of_other_fields_or_types_is_refused(change):
-    with pytest.raises(ValueError, match="of GPU memory"):
+    with refused("gpu-handle"):
         IpcHandle.from_message(HANDLE.to_message() | change)
 
 
 @pytest.mark.parametrize("message", [pickle.dumps(HANDLE), None, [], {}])
 def test_what_is_no_handle_is_refused(message):
-    with pytest.raises(ValueError, match="a handle of GPU memory has the fields tensor_size"):
+    with refused("gpu-handle", "tensor_size"):
         IpcHandle.from_message(message)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 
 from nemo_rl_mcore.config import ConfigError, DPOLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -106,7 +107,7 @@ def test_parts_add_up(pairs: tuple[torch.Tensor, BatchedDataDict]):
 
 def test_an_odd_number_of_rows_is_refused(pairs: tuple[torch.Tensor, BatchedDataDict]):
     c, data = pairs
-    with pytest.raises(ValueError, match="pairs, and the batch has 5 rows"):
+    with refused("rows-per-sample", 5):
         DPOLossFn({})(c[:5], data.slice(0, 5), 4, 23)
 
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from nemo_rl_mcore.config import ModelConfig
@@ -102,9 +103,7 @@ def test_names_outside_of_the_layers():
     ],
 )
 def test_parameters_without_a_counterpart_are_named(name):
-    with pytest.raises(
-        ValueError, match=f"no Hugging Face tensor is known for Megatron's parameter '{name}'"
-    ):
+    with refused("unknown-parameter", f"'{name}'"):
         find_weight(name, [0], 0, DENSE)
 
 
@@ -184,7 +183,7 @@ def test_shards_stay_within_the_budget_and_are_indexed(tmp_path):
 def test_a_tensor_that_does_not_come_is_missed(tmp_path):
     writer = ShardWriter(tmp_path, {"a": 8, "b": 8}, 100)
     writer.add("a", torch.zeros(2))
-    with pytest.raises(ValueError, match=r"missing from the export: \['a', 'b'\]"):
+    with refused("missing-tensors", ["a", "b"]):
         writer.close()
 
 
@@ -198,22 +197,22 @@ def test_writing_does_not_alias_what_is_written(tmp_path):
 
 
 def test_folders_without_readable_weights_say_why(tmp_path):
-    with pytest.raises(ValueError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+    with refused("no-weights", tmp_path, "model.safetensors", INDEX):
         TensorFiles(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"12345678not a header")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with refused("unreadable-file", "model.safetensors"):
         TensorFiles(tmp_path)
     (tmp_path / INDEX).write_text("{}")
-    with pytest.raises(ValueError, match="is not an index"):
+    with refused("no-index", INDEX):
         TensorFiles(tmp_path)
     (tmp_path / INDEX).write_text(
         json.dumps({"weight_map": {"a": "gone.safetensors", "b": "there.safetensors"}})
     )
     save_file({"c": torch.zeros(1)}, tmp_path / "there.safetensors")
     with TensorFiles(tmp_path) as files:
-        with pytest.raises(ValueError, match=r"gone.safetensors' cannot be read"):
+        with refused("unreadable-file", "gone.safetensors"):
             files.read("a", (slice(None),))
-        with pytest.raises(ValueError, match=r"there.safetensors' does not hold the tensor b"):
+        with refused("missing-tensors", "there.safetensors", " b:"):
             files.read("b", (slice(None),))
 
 
@@ -229,7 +228,7 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path, kind):
     folder.mkdir()
     (folder / "link.safetensors").symlink_to(outside)
     file = {"relative": "../outside.safetensors", "absolute": str(outside), "link": "link.safetensors"}[kind]
-    with pytest.raises(ValueError, match=r"leads out of the folder, to '.*outside.safetensors'"):
+    with refused("outside-folder", str(outside)):
         TensorFiles(indexed(folder, file))
 
 
@@ -237,7 +236,7 @@ def test_weights_in_one_file_do_not_lead_out_of_their_folder(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "outside.safetensors")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").symlink_to(tmp_path / "outside.safetensors")
-    with pytest.raises(ValueError, match="leads out of the folder"):
+    with refused("outside-folder", "outside.safetensors"):
         TensorFiles(tmp_path / "model")
 
 
@@ -257,20 +256,20 @@ def test_a_snapshot_of_the_hub_is_read_through_its_links(tmp_path):
 
 def test_a_pipe_among_the_weights_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "part.safetensors")
-    with pytest.raises(ValueError, match=r"part.safetensors' cannot be read: no regular file"):
+    with refused("not-a-regular-file", "part.safetensors"):
         TensorFiles(indexed(tmp_path, "part.safetensors"))
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "part"),
     [
-        ("[" * 100_000, "nested too deeply"),
-        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "the key 'a' is there twice"),
-        ('{"weight_map": {"a": 5}}', "weight_map.a is no name of a file"),
-        ('{"weight_map": []}', "has no weight_map"),
+        ("[" * 100_000, INDEX),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "'a'"),
+        ('{"weight_map": {"a": 5}}', "weight_map.a"),
+        ('{"weight_map": []}', "weight_map"),
     ],
 )
-def test_what_is_wrong_with_an_index_is_said(tmp_path, content, complaint):
+def test_what_is_wrong_with_an_index_is_said(tmp_path, content, part):
     (tmp_path / INDEX).write_text(content)
-    with pytest.raises(ValueError, match=complaint):
+    with refused("no-index", part):
         TensorFiles(tmp_path)

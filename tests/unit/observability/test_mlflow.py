@@ -70,7 +70,7 @@ def test_recipe_metrics_answers_and_the_end_are_there(tmp_path) -> None:
     table = artifact(client, run, "validation/samples/step_2.json")
     (shown,) = [dict(zip(table["columns"], values, strict=True)) for values in table["data"]]
     assert (shown["step"], shown["prompt"], shown["response"]) == (2, "1>", "r\\ud800")
-    assert f"MLflow: run {run.info.run_id} in sqlite:///{tmp_path}/mlflow.db\n" in told(begun)
+    assert f" {run.info.run_id} in sqlite:///{tmp_path}/mlflow.db\n" in told(begun)
     assert not (Path.cwd() / "mlruns").exists()
 
 

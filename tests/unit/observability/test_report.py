@@ -2,7 +2,7 @@ import io
 import math
 from pathlib import Path
 
-import pytest
+from refusals import assert_holds, refused
 from rich.console import Console
 from written_samples import sample
 
@@ -58,18 +58,18 @@ def test_a_cut_last_line_is_left_out_and_a_bad_line_is_named(tmp_path: Path) -> 
     path.write_text('{"step": 1, "a": 2}\n{"step": 2, "a"')
     assert read_history(tmp_path) == [{"step": 1.0, "a": 2.0}]
     path.write_text('{"step": 1}\n[1, 2]\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is not a row of metrics"):
+    with refused("broken-row", "metrics.jsonl:2 "):
         read_history(tmp_path)
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"metrics\.jsonl does not exist; give the folder of a run"):
+    with refused("no-run", tmp_path / "nowhere/metrics.jsonl", "logger.log_dir"):
         read_history(tmp_path / "nowhere")
 
 
 def test_the_summary_has_the_means_of_the_first_and_last_steps_and_the_range() -> None:
     text = printed(summary_table(make_rows(100)))
-    assert "100 steps; means of the first 5 and the last 20" in text
+    assert_holds(text, "100 steps; ", 5, 20)
     assert cells(text, "train/reward") == ["train/reward", "0.03", "0.905", "0.01", "1"]
     finite = [1, *(1 / s for s in range(3, 101))]
     assert cells(text, "train/loss")[1] == f"{sum(finite[:5]) / 5:.4g}"
@@ -78,7 +78,7 @@ def test_the_summary_has_the_means_of_the_first_and_last_steps_and_the_range() -
 
 def test_a_validation_before_the_first_step_is_no_step() -> None:
     rows = [{"step": 0.0, "validation/reward": 0.5}, *make_rows(3)]
-    assert "3 steps; means of" in printed(summary_table(rows))
+    assert "3 steps; " in printed(summary_table(rows))
 
 
 def test_cpu_times_and_metrics_without_a_finite_value_have_no_line() -> None:
@@ -107,7 +107,6 @@ def test_what_only_some_steps_have_is_told_by_its_first_best_and_last_value() ->
     for step, accuracy, loss in ((50, 0.0, 3.0), (250, 1.0, 2.0), (300, 0.75, 2.5)):
         rows[step - 1] |= {"validation/accuracy": accuracy, "validation/loss": loss, "timing/validation": 1.0}
     text = printed(sparse_table(rows))
-    assert "of some steps; the first, the best and the last value" in text
     assert cells(text, "validation/accuracy")[1:] == ["0", "1", "250", "0.75"]
     assert cells(text, "validation/loss")[1:] == ["3", "2", "250", "2.5"]
     assert "timing/validation" in text
@@ -124,7 +123,7 @@ def test_a_validation_of_every_step_is_no_mean_either() -> None:
 def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=100)
     print_report(tmp_path, [], console=console)
-    assert "nothing to report" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "nothing to" in console.file.getvalue()  # type: ignore[attr-defined]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from refusals import refused
 from run_folder import rows, write_events, write_results, write_run
 
 from nemo_rl_mcore.report_page import read_run, run_data
@@ -37,9 +38,9 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_there(tmp_path):
 
 
 def test_a_folder_of_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds neither metrics.jsonl nor results.json"):
+    with refused("no-run", tmp_path, "metrics.jsonl", "results.json"):
         read_run(tmp_path)
-    with pytest.raises(ValueError, match="holds neither"):
+    with refused("no-run", tmp_path / "absent"):
         read_run(tmp_path / "absent")
 
 
@@ -67,9 +68,7 @@ def test_a_line_that_is_no_row_is_named_and_the_others_are_there(tmp_path, line)
         file.write(f'{line}\n{line}\n{{"step": 5}}\n')
     run = read_run(tmp_path)
     assert [row["step"] for row in run.rows] == [1, 2, 3, 5]
-    assert [
-        "metrics.jsonl:4 is not a row" in told and told.endswith("(and 1 more lines)") for told in run.unread
-    ] == [True]
+    assert ["metrics.jsonl:4 " in told and "1 more" in told for told in run.unread] == [True]
 
 
 def test_the_last_step_is_the_highest(tmp_path):
@@ -89,7 +88,8 @@ def test_results_of_something_else_are_named(tmp_path, metrics):
     (tmp_path / "results.json").write_text(json.dumps({"digits": {"metrics": metrics}}))
     run = read_run(tmp_path)
     assert run.evaluations == {}
-    assert run.unread == [f"{tmp_path}/results.json holds no results of an evaluation"]
+    (unread,) = run.unread
+    assert unread.startswith(f"{tmp_path}/results.json ")
 
 
 def test_a_log_that_takes_long_to_read_is_left_out_and_told(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from fake_backend import FakeBackend, SumOfRewards, rows
+from refusals import refused
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
@@ -40,9 +41,7 @@ def test_a_loss_that_expects_the_fused_head_needs_a_model_with_one(policy, loss)
     megatron = policy.megatron_cfg.model_copy(update={"use_fused_linear_logprobs": False})
     unfused = policy.model_copy(update={"megatron_cfg": megatron})
     BatchSizes.of(unfused, loss(), None, None)
-    with pytest.raises(
-        ValueError, match=r"LossFn was made with .* set policy\.megatron_cfg\.use_fused_linear"
-    ):
+    with refused("fused-loss", "policy.megatron_cfg.use_fused_linear_logprobs: true"):
         BatchSizes.of(unfused, loss(use_fused_linear_logprobs=True), None, None)
 
 
@@ -57,18 +56,14 @@ def test_losses_that_have_one_head_only_take_either_argument(policy):
     ("given", "name"), [((3, 2), "gbs 3"), ((4, 1), "mbs 1"), ((0, 2), "gbs 0"), ((4, -2), "mbs -2")]
 )
 def test_sizes_that_part_a_pair_are_refused(policy, given, name):
-    with pytest.raises(
-        ValueError, match=f"{name} is no positive multiple of the 2 rows of a sample of DPOLossFn"
-    ):
+    with refused("rows-per-sample", name, 2, "DPOLossFn"):
         BatchSizes.of(policy, DPOLossFn({}), *given)
 
 
 def test_a_shard_holds_whole_pairs(policy):
     sizes = BatchSizes.of(policy, DPOLossFn({}), 12, 2)
     assert sizes.of_shard(3) == 4
-    with pytest.raises(
-        ValueError, match="gbs 12 does not divide into 4 data-parallel ranks, 2 rows a sample"
-    ):
+    with refused("data-parallel-split", "gbs 12", 4, 2):
         sizes.of_shard(4)
 
 
@@ -76,7 +71,7 @@ def test_steps_take_every_row(policy):
     data, sizes = BatchedDataDict(row=torch.arange(6)), BatchSizes.of(policy, NLLLossFn(), 6, 1)
     assert [step["row"].tolist() for step in sizes.steps(data, 2)] == [[0, 1, 2], [3, 4, 5]]
     for size in (0, 5):
-        with pytest.raises(ValueError, match=rf"{size} rows are no multiple of the 3 .* \(gbs 6 over 2"):
+        with refused("rows-per-step", size, 3, "gbs 6", 2):
             sizes.steps(data.slice(0, size), 2)
 
 

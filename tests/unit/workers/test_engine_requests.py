@@ -80,9 +80,7 @@ def test_a_group_goes_on_while_the_weights_change(cluster):
 def test_what_an_engine_raises_names_it_and_it_answers_the_next_group(cluster):
     with generation(cluster, Weights(), engine=WhoAnswers, engines=1) as engines:
         engines.update_weights(0)
-        with pytest.raises(
-            EngineFailedError, match=r"fake engine 0 \(host .*\): ValueError: seven is too many"
-        ):
+        with pytest.raises(EngineFailedError, match=r"fake engine 0 \(host .*\): ValueError: seven"):
             asked(engines.respond(prompts(7), step=1, ticket="bad"))
         assert asked(engines.respond(prompts(6), step=1, ticket="good"))["lengths"].shape == (1,)
 
@@ -129,7 +127,7 @@ def test_what_a_dead_engine_was_asked_is_answered_by_another_with_the_same_noise
             await asyncio.sleep(0.3)
             killed_at = time.monotonic()
             lost = kill(engines, 0)
-            with pytest.raises(EngineDiedError, match=r"fake engine 0 \(host .*died"):
+            with pytest.raises(EngineDiedError, match=r"fake engine 0 \(host "):
                 await tasks[0]
             found["seconds"] = time.monotonic() - killed_at
             again = await ask(0)
@@ -188,17 +186,17 @@ class LosesItsCore(FakeEngine):
 
     async def generate(self, requests, sampling, version=None, ticket=""):
         self._gone = True
-        raise RuntimeError("the core is gone")
+        raise RuntimeError("core")
 
     async def health(self):
         if vars(self).get("_gone"):
-            raise RuntimeError("the core is gone")
+            raise RuntimeError("core")
 
 
 def test_an_engine_whose_own_processes_died_is_lost(cluster):
     with generation(cluster, Weights(), engine=LosesItsCore, max_restarts=1) as engines:
         engines.update_weights(0)
-        with pytest.raises(EngineDiedError, match=r"fake engine 0 .*the core is gone"):
+        with pytest.raises(EngineDiedError, match=r"fake engine 0 .*: core"):
             asked(engines.respond(prompts(3), step=1, ticket="lost"))
         assert engines.restarts == 1
 

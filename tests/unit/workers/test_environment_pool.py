@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.data.datasets import Prompt
@@ -202,7 +203,7 @@ def test_weights_of_rewards_by_name_are_applied_and_unknown_ones_end_the_run(clu
     misspelt = own.model_copy(update={"reward_weights": {"from": 0.5}})
     with (
         EnvironmentPool(misspelt, cluster) as pool,
-        pytest.raises(RunStoppedError, match=r"env\.reward_weights\.from: no such reward.*value, form"),
+        refused("unknown-reward", "env.reward_weights.from", "value, form", by=RunStoppedError),
     ):
         pool.replies(turns(1))
 
@@ -217,7 +218,7 @@ def test_the_driver_s_secrets_are_seen_where_the_recipe_hands_them_on(cluster, v
 
 
 def test_a_variable_that_is_not_there_is_named_at_once(cluster):
-    with pytest.raises(RunStoppedError, match=r"env\.pool\.variables: NO_SUCH_KEY is not set"):
+    with refused("missing-variable", "env.pool.variables: NO_SUCH_KEY"):
         EnvironmentPool(config(variables=("NO_SUCH_KEY",)), cluster)
 
 

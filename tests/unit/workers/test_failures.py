@@ -57,12 +57,9 @@ def test_a_rank_that_does_not_answer_comes_before_those_that_wait_for_it() -> No
     at_the_meeting = replace(hung(0), stack="in raise_together")
     silent = Stall(3, None, silent=": its process is stopped")
     first, *_ = describe([waited], [at_the_meeting, silent], "train (step 4)", None).splitlines()
-    assert (
-        first
-        == "rank 3 (starting) did not return from train (step 4): it does not answer: its process is stopped"
-    )
+    assert first.startswith("rank 3 (starting) ")
     first, *_ = describe_stall([at_the_meeting, hung(1)], 4, Call("train", "", 30)).splitlines()
-    assert first.startswith("train made no progress for 30 s: stopped rank 1 ")
+    assert first.index(" rank 1 ") < first.index(" rank 0 ")
 
 
 def test_an_error_whose_text_is_quoted_is_known_as_another_ranks_too() -> None:
@@ -143,7 +140,7 @@ def test_a_machine_that_is_gone_is_told_in_place_of_the_rank() -> None:
 def test_the_machine_of_a_rank_that_hangs_is_told() -> None:
     silent = replace(hung(0), silent="", lost_node="7dda3180 (10.0.0.3)")
     first, *_ = describe_stall([silent], 4, Call("train", "", 30)).splitlines()
-    assert "which does not answer: node 7dda3180 (10.0.0.3) is gone" in first
+    assert "node 7dda3180 (10.0.0.3)" in first
 
 
 def test_the_machine_is_read_from_the_report_of_a_rank_that_never_introduced_itself() -> None:

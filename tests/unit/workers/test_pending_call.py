@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import ray
+from refusals import refused
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.signals import stop_signals
@@ -122,25 +123,20 @@ def test_deadlines_do_not_pass_while_nobody_asks(policy: RayWorkerGroup) -> None
 
 def test_a_second_call_while_one_is_pending_is_refused_by_both_names(policy: RayWorkerGroup) -> None:
     call = policy.call("pause", 0.5, context="call 1")
-    with pytest.raises(
-        GroupInUseError,
-        match=r"^fail \(call 2\) was not started: policy is at pause \(call 1\), whose result has not been taken",
-    ):
+    with pytest.raises(GroupInUseError, match=r"^fail \(call 2\) .* policy is at pause \(call 1\)"):
         policy.run_all("fail", on=0, context="call 2")
     polled(call.done)
-    with pytest.raises(GroupInUseError, match="whose result has not been taken"):
+    with pytest.raises(GroupInUseError, match="pause"):
         policy.call("pause", 0)
     assert call.result() == [0, 1]
     assert policy.run_all("pause", 0) == [0, 1]
 
 
 def test_a_second_thread_is_told_whose_call_it_meets(policy: RayWorkerGroup) -> None:
-    waiting = threading.Thread(target=lambda: policy.run_all("pause", 1.5, context="of the first thread"))
+    waiting = threading.Thread(target=lambda: policy.run_all("pause", 1.5, context="first"))
     waiting.start()
     time.sleep(0.5)
-    with pytest.raises(
-        GroupInUseError, match=r"pause \(mine\) .* policy is at pause \(of the first thread\)"
-    ):
+    with pytest.raises(GroupInUseError, match=r"pause \(mine\) .* pause \(first\)"):
         policy.run_all("pause", 0, context="mine")
     waiting.join()
     assert policy.run_all("pause", 0) == [0, 1]
@@ -152,7 +148,7 @@ def test_two_threads_do_not_ask_for_one_result(policy: RayWorkerGroup) -> None:
     waiting.start()
     time.sleep(0.5)
     for ask in (call.done, call.result):
-        with pytest.raises(GroupInUseError, match=r"pause \(shared\): another thread asks for its result"):
+        with pytest.raises(GroupInUseError, match=r"^pause \(shared\): "):
             ask()
     waiting.join()
     assert call.result() == [0, 1]
@@ -163,9 +159,11 @@ def test_a_failure_says_which_group_and_that_it_can_be_called_again(
 ) -> None:
     failing, well = policy.call("fail", on=1), teacher.call("pause", 0.1)
     polled(failing.done)
-    with pytest.raises(WorkerError, match=r"^policy rank 1 \(.*\) failed in fail: KeyError") as caught:
+    with pytest.raises(WorkerError, match=r"^policy rank 1 \(") as caught:
         failing.result()
-    assert (caught.value.group, caught.value.usable) == ("policy", True)
+    failure = caught.value
+    assert (failure.group, failure.rank, failure.method, failure.usable) == ("policy", 1, "fail", True)
+    assert isinstance(failure.cause, KeyError)
     with pytest.raises(WorkerError) as again:
         failing.result()
     assert again.value is caught.value
@@ -181,7 +179,7 @@ def test_polling_never_waits_for_the_grace_of_the_other_ranks_and_a_lost_group_s
         with pytest.raises(WorkerError, match=r"^value rank 0 ") as caught:
             call.result()
         assert (caught.value.group, caught.value.usable) == ("value", False)
-        with pytest.raises(WorkerError, match="ended with an earlier failure: value rank 0") as later:
+        with refused("ended-before", "value rank 0", by=WorkerError) as later:
             group.call("pause", 0)
         assert (later.value.group, later.value.usable) == ("value", False)
 
@@ -204,9 +202,9 @@ def test_a_first_interrupt_waits_for_the_call_a_second_one_ends_the_group(cluste
         interrupt_after(0.5, 1.5)
         with pytest.raises(KeyboardInterrupt):
             call.result()
-        with pytest.raises(WorkerError, match="pause was interrupted"):
+        with refused("interrupted", "pause", by=WorkerError):
             call.result()
-        with pytest.raises(WorkerError, match="earlier failure: pause was interrupted"):
+        with refused("ended-before", "pause", by=WorkerError):
             group.call("pause", 0)
 
 
@@ -224,10 +222,10 @@ def test_a_group_that_is_shut_down_ends_the_wait_of_another_thread(
         call = group.call("pause", 60.0)
         threading.Timer(1.0, group.shutdown).start()
         began = time.monotonic()
-        with pytest.raises(WorkerError, match="died in pause"):
+        with refused("rank-died", "pause", by=WorkerError):
             call.result()
         assert time.monotonic() - began < 10
-        with pytest.raises(WorkerError, match="the worker group is shut down"):
+        with refused("shut-down", by=WorkerError):
             group.call("pause", 0)
 
 

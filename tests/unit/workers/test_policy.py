@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
@@ -146,16 +147,16 @@ def test_sizes_left_out_are_the_configs_in_rows_of_the_loss():
 
 
 @pytest.mark.parametrize(
-    ("rows", "sizes", "message"),
+    ("rows", "sizes", "code", "of"),
     [
-        (8, {"gbs": 6, "mbs": 2}, "gbs 6 does not divide into 2 data-parallel ranks, 2 rows a sample"),
-        (6, {"gbs": 4, "mbs": 2}, "6 rows are no multiple of the 4"),
-        (8, {"gbs": 4, "mbs": 1}, "mbs 1 is no positive multiple of the 2 rows"),
+        (8, {"gbs": 6, "mbs": 2}, "data-parallel-split", ["gbs 6", 2]),
+        (6, {"gbs": 4, "mbs": 2}, "rows-per-step", [6, 4]),
+        (8, {"gbs": 4, "mbs": 1}, "rows-per-sample", ["mbs 1", 2]),
     ],
 )
-def test_what_would_part_a_pair_or_drop_a_row_is_refused_before_it_is_sent(rows, sizes, message):
+def test_what_would_part_a_pair_or_drop_a_row_is_refused_before_it_is_sent(rows, sizes, code, of):
     policy, ranks = policy_over([0, 1])
-    with pytest.raises(ValueError, match=message):
+    with refused(code, *of):
         policy.train(numbered(rows), DPOLossFn({}), **sizes)
     assert not ranks.calls
 
@@ -176,7 +177,7 @@ def test_chunks_are_dealt_as_whole_pairs_however_few(overrides, rows):
 def test_half_a_pair_in_a_chunk_is_refused_before_it_is_sent():
     policy, ranks = policy_over([0, 1])
     policy.begin_train_step(DPOLossFn({}))
-    with pytest.raises(ValueError, match="3 rows; allowed: whole samples of 2 rows"):
+    with refused("batch", "3 rows", 2):
         policy.train_microbatch(numbered(3))
     assert [method for method, _ in ranks.calls] == ["begin_train_step"]
 
@@ -228,14 +229,14 @@ def test_new_ranks_that_do_not_start_leave_their_places_to_the_next(monkeypatch)
     def start(_actor: Any, _slot: RankSlot) -> Any:
         machines.tried_in.append(machines.places[-1].released)
         if broken.pop(0):
-            raise WorkerError("out of memory", method="start")
+            raise WorkerError("memory", method="start")
 
     monkeypatch.setattr(worker_group, "_start", start)
     monkeypatch.setattr(RayWorkerGroup, "_build", lambda *_: None)
     monkeypatch.setattr(RayWorkerGroup, "run_all", lambda *_, **__: [0])
     monkeypatch.setattr(worker_group.Ranks, "kill", lambda *_: None)
     policy = Policy(load_config("examples/configs/dpo_cpu.yaml").policy, machines, seed=0)  # type: ignore[arg-type]
-    with pytest.raises(WorkerError, match="out of memory"):
+    with pytest.raises(WorkerError, match="memory"):
         policy.restart()
     policy.restart()
     assert machines.tried_in == [False] * 3

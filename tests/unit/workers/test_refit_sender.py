@@ -7,6 +7,7 @@ import pytest
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError
+from refusals import refused
 
 from nemo_rl_mcore.generation.refit.buckets import Bucket, Packer
 from nemo_rl_mcore.generation.refit.digests import digests
@@ -176,18 +177,16 @@ def test_a_sender_goes_on_after_a_failed_refit(engine):
 
 def test_a_tensor_that_no_bucket_has_room_for_is_refused_with_the_key(engine):
     large = [("small", torch.ones(3)), ("large", torch.ones(BUCKET)), ("after", torch.ones(3))]
-    with pytest.raises(
-        ValueError, match=r"policy.generation.refit_bucket_bytes: 4096 .* 16384 bytes of large"
-    ):
+    with refused("bucket-size", "policy.generation.refit_bucket_bytes: 4096", 16384, "large"):
         sender([engine()]).send(large)
 
 
 def test_an_error_of_the_export_itself_comes_through(engine):
     def export():
         yield from tensors(3)
-        raise RuntimeError("a rank is gone")
+        raise RuntimeError("export")
 
-    with pytest.raises(RuntimeError, match="a rank is gone"):
+    with pytest.raises(RuntimeError, match="export"):
         sender([engine()]).send(export())
 
 

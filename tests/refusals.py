@@ -1,0 +1,43 @@
+"""What a test says of a refusal: its code, and the keys, paths and numbers in its message, not the words."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.errors import CodedError
+
+
+@contextmanager
+def refused(
+    code: str, *parts: object, by: type[CodedError] = CodedError
+) -> Iterator[pytest.ExceptionInfo[CodedError]]:
+    """Expect an error of this code whose message holds the parts; whole numbers stand in it as they are given."""
+    with pytest.raises(by) as caught:
+        yield caught
+    assert_refused(caught.value, code, *parts)
+
+
+def assert_refused(error: object, code: str, *parts: object) -> None:
+    """The same of an error, or a part of one, that is there."""
+    assert getattr(error, "code", "") == code, f"{error!r}"
+    assert_holds(str(error), *parts)
+
+
+@contextmanager
+def wrong_key(path: str, *parts: object) -> Iterator[pytest.ExceptionInfo[ConfigError]]:
+    """Expect a recipe to be refused for this key first; the parts as in `refused`."""
+    with pytest.raises(ConfigError) as caught:
+        yield caught
+    problem = caught.value.problems[0]
+    assert problem.path == path, str(problem)
+    assert_holds(str(problem), *parts)
+
+
+def assert_holds(text: str, *parts: object) -> None:
+    """Look for keys, paths and numbers in a text; whole numbers stand in it as they are given."""
+    numbers = {int(number) for number in re.findall(r"(?<![\w.])-?\d+(?![\w.]*\w)", text)}
+    absent = [part for part in parts if (part not in numbers if type(part) is int else str(part) not in text)]
+    assert not absent, text
