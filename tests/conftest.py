@@ -14,8 +14,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A shell starts what runs in its background with Ctrl-C ignored, which processes inherit; tests of Ctrl-C send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# On a machine that does other things too an example may take long, which is no mistake of the code.
-settings.register_profile("any machine", deadline=None)
+# The same examples in every run; and on a machine that does other things too, one may take long.
+settings.register_profile("any machine", deadline=None, derandomize=True)
 settings.load_profile("any machine")
 
 sys.path.insert(0, str(Path(__file__).parent))

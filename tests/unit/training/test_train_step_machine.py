@@ -179,6 +179,8 @@ class TrainStepMachine(RuleBasedStateMachine):
         step = {
             name: value for name, value in vars(self.step).items() if name not in ("_backend", "_resources")
         }
+        # From Python 3.13 on, dataclasses that hold one NaN are not equal; their texts are.
+        step["_last_result"] = repr(step["_last_result"])
         return copy.deepcopy((vars(self.backend), step))
 
     @invariant()
