@@ -65,7 +65,9 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[RunCon
     config, warnings = load(_recipe(options), overrides)
     if options.command in RUN_CONFIGS and options.command != config.algorithm:
         what = f"this is a recipe of {config.algorithm}, and the command is {options.command}"
-        raise ConfigError([Problem(options.config, what, f"call nemo-rl-mcore {config.algorithm}")])
+        raise ConfigError(
+            [Problem("wrong-kind", options.config, what, f"call nemo-rl-mcore {config.algorithm}")]
+        )
     return config, warnings
 
 
@@ -81,7 +83,7 @@ def _load_over_weights(options: argparse.Namespace, overrides: Sequence[str]) ->
     if checkpoint is not None:
         if (Path(checkpoint) / "config.json").is_file():
             what = f"{checkpoint!r} is a Hugging Face folder, and no checkpoint of a run"
-            raise ConfigError([Problem("--checkpoint", what, f"write --hf {checkpoint}")])
+            raise ConfigError([Problem("wrong-kind", "--checkpoint", what, f"write --hf {checkpoint}")])
         # Its checksums are compared when the recipe has said whether they are to be.
         require_checkpoint(Path(checkpoint), "--checkpoint", verify_checksums=False)
     elif options.config is None and (missing := _nothing_asked(options)):
@@ -93,11 +95,14 @@ def _load_over_weights(options: argparse.Namespace, overrides: Sequence[str]) ->
 def _nothing_asked(options: argparse.Namespace) -> Problem | None:
     """What is wrong with a command that has no recipe which says what to ask."""
     if options.command == "eval":
-        return Problem("--config", "missing", "name a recipe with a section eval")
+        return Problem("missing", "--config", "missing", "name a recipe with a section eval")
     if options.prompt or options.prompt_file:
         return None
     return Problem(
-        "--prompt", "missing", "write --prompt TEXT or --prompt-file FILE, or name a recipe: --config"
+        "missing",
+        "--prompt",
+        "missing",
+        "write --prompt TEXT or --prompt-file FILE, or name a recipe: --config",
     )
 
 
@@ -107,7 +112,14 @@ def _recipe(options: argparse.Namespace) -> str:
     recipe = Path(options.run) / RECIPE_FILE
     if not recipe.is_file():
         raise ConfigError(
-            [Problem("RUN_DIR", f"{recipe} is not there", "name the log_dir of an asynchronous run")]
+            [
+                Problem(
+                    "not-found",
+                    "RUN_DIR",
+                    f"{recipe} is not there",
+                    "name the log_dir of an asynchronous run",
+                )
+            ]
         )
     return str(recipe)
 

@@ -34,7 +34,9 @@ def copy_recipes(name: str, destination: str | None) -> list[Path]:
     copies = {path: target / path.relative_to(SHIPPED) for path in sorted({*_chosen(name)})}
     new = {path: copy for path, copy in copies.items() if not _is_there(path, copy)}
     if not new:
-        raise ConfigError([Problem("DEST", f"all of {name} is there", "name another folder")])
+        raise ConfigError(
+            [Problem("already-there", "DEST", f"all of {name} is there", "name another folder")]
+        )
     for path, copy in new.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
@@ -45,7 +47,9 @@ def _is_there(path: Path, copy: Path) -> bool:
     if copy.is_file() and filecmp.cmp(path, copy, shallow=False):
         return True
     if copy.exists():
-        raise ConfigError([Problem("DEST", f"{copy} is there, and differs", "name another folder")])
+        raise ConfigError(
+            [Problem("already-there", "DEST", f"{copy} is there, and differs", "name another folder")]
+        )
     return False
 
 
@@ -59,7 +63,9 @@ def _chosen(name: str) -> Iterator[Path]:
     elif recipe is not None:
         recipes = [recipe]
     else:
-        raise ConfigError([Problem("NAME", f"no recipe {name!r}", "`nemo-rl-mcore recipes` lists them")])
+        raise ConfigError(
+            [Problem("not-found", "NAME", f"no recipe {name!r}", "`nemo-rl-mcore recipes` lists them")]
+        )
     for path in recipes:
         yield from _needed(path)
 

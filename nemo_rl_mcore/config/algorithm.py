@@ -62,6 +62,7 @@ class RewardScalingConfig(StrictModel):
         """Yield an empty source interval."""
         if self.enabled and self.source_max <= self.source_min:
             yield Problem(
+                "too-small",
                 "source_max",
                 f"{self.source_max} is not above source_min: {self.source_min}",
                 "give an interval with source_max > source_min",
@@ -86,9 +87,12 @@ class RewardShapingConfig(StrictModel):
         if not self.enabled:
             return
         if self.max_response_length is None:
-            yield Problem("max_response_length", "is null with enabled: true", "set it", ("enabled",))
+            yield Problem(
+                "missing", "max_response_length", "is null with enabled: true", "set it", ("enabled",)
+            )
         elif self.overlong_buffer_length > self.max_response_length:
             yield Problem(
+                "too-large",
                 "overlong_buffer_length",
                 f"{self.overlong_buffer_length} is above max_response_length: {self.max_response_length}",
                 "lower it",
@@ -151,6 +155,7 @@ class RolloutConfig(LoopConfig):
         """Yield contradictions of dynamic sampling."""
         if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
             yield Problem(
+                "has-no-effect",
                 "batch_multiplier",
                 f"{self.batch_multiplier} does nothing with use_dynamic_sampling: false",
                 "set batch_multiplier: 1, or use_dynamic_sampling: true",
@@ -158,6 +163,7 @@ class RolloutConfig(LoopConfig):
             )
         if self.use_dynamic_sampling and self.num_generations_per_prompt == 1:
             yield Problem(
+                "no-signal",
                 "use_dynamic_sampling",
                 "true with num_generations_per_prompt: 1 drops every group (one reward has no variance)",
                 "set num_generations_per_prompt to 2 or more, or use_dynamic_sampling: false",
@@ -229,6 +235,7 @@ class GRPOConfig(EpisodesConfig):
             short, read = getattr(self, key), getattr(self.adv_estimator, key)
             if short is not None and short != read:
                 yield Problem(
+                    "contradicts",
                     key,
                     f"{str(short).lower()} contradicts adv_estimator.{key}: {str(read).lower()}",
                     "give both the same value, or remove one",
@@ -236,6 +243,7 @@ class GRPOConfig(EpisodesConfig):
                 )
         if self.adv_estimator.name == "gae":
             yield Problem(
+                "incompatible",
                 "adv_estimator.name",
                 "gae needs a critic, and GRPO has none",
                 "set adv_estimator.name: grpo or reinforce_plus_plus",
@@ -261,6 +269,7 @@ class PPOConfig(EpisodesConfig):
         yield from super().problems()
         if self.adv_estimator.name != "gae":
             yield Problem(
+                "incompatible",
                 "adv_estimator.name",
                 f"{self.adv_estimator.name} leaves the critic of PPO without use",
                 "set adv_estimator.name: gae",
@@ -282,12 +291,14 @@ class DistillationConfig(RolloutConfig):
         yield from super().problems()
         if self.adv_estimator.name == "gae":
             yield Problem(
+                "incompatible",
                 "adv_estimator.name",
                 "gae needs a critic, and distillation has none",
                 "set adv_estimator.name: grpo or reinforce_plus_plus",
             )
         if not self.on_policy and self.num_generations_per_prompt != 1:
             yield Problem(
+                "incompatible",
                 "num_generations_per_prompt",
                 f"{self.num_generations_per_prompt} with on_policy: false, where each prompt has its one given answer",
                 "set it to 1",

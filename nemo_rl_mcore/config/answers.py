@@ -43,6 +43,7 @@ class AnswerConfig(StrictModel):
         given = [key for key, there in ways.items() if there]
         if len(given) != 1:
             yield Problem(
+                "one-of",
                 "",
                 f"one way to find an answer is needed, and {' and '.join(given) or 'none'} is given",
                 'give one of after: "####" (with quotes), regex: ... and boxed: true, and null or false for the others',

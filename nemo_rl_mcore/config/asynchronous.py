@@ -42,6 +42,7 @@ class AsyncGRPOConfig(StrictModel):
         rollout, stall = self.rollout_timeout_s, self.stall_timeout_s
         if self.enabled and rollout is not None and stall is not None and stall <= rollout:
             yield Problem(
+                "too-small",
                 "stall_timeout_s",
                 f"{stall:g} is not above rollout_timeout_s: {rollout:g}, so that a slow group would end the run before "
                 "it is given up",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -13,14 +13,44 @@ from pydantic import (
     Field,
 )
 
+type Code = Literal[
+    "already-there",
+    "contradicts",
+    "disk-full",
+    "foreign-recipe",
+    "has-no-effect",
+    "incompatible",
+    "missing",
+    "no-signal",
+    "not-allowed",
+    "not-divisible",
+    "not-found",
+    "not-installed",
+    "not-readable",
+    "not-supported",
+    "not-writable",
+    "one-of",
+    "other-model",
+    "reference",
+    "requires",
+    "too-few-rows",
+    "too-large",
+    "too-small",
+    "unknown-key",
+    "wrong-kind",
+    "wrong-row",
+]
+"""What kind of mistake it is; docs/configuration.md says what each means. A code stays when the words change."""
+
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a configuration: where, what, and the way out.
+    """One thing that is wrong with a configuration: its kind, where, what, and the way out.
 
     `related` names the other keys the judgement rests on; `where` is "file:line" once the loader knows it.
     """
 
+    code: Code
     path: str
     what: str
     remedy: str = ""

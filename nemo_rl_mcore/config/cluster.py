@@ -104,6 +104,7 @@ class CheckpointingConfig(StrictModel):
         source, _, name = (self.metric_name or "train:loss").partition(":")
         if source not in _METRIC_SOURCES or not name:
             yield Problem(
+                "not-allowed",
                 "metric_name",
                 f"{self.metric_name!r} does not say where the metric comes from",
                 "write val: or train: before its name, such as val:accuracy",
@@ -112,6 +113,7 @@ class CheckpointingConfig(StrictModel):
             return
         if self.resume not in ("auto", "never"):
             yield Problem(
+                "has-no-effect",
                 "resume",
                 f"{self.resume!r} is not read with enabled: false",
                 "set enabled: true; or policy.init_checkpoint, to start from the weights alone",
@@ -119,7 +121,7 @@ class CheckpointingConfig(StrictModel):
             )
         if self.checkpoint_must_save_by is not None:
             what = f"{self.checkpoint_must_save_by!r} asks for a checkpoint with enabled: false"
-            yield Problem("checkpoint_must_save_by", what, "set enabled: true", ("enabled",))
+            yield Problem("requires", "checkpoint_must_save_by", what, "set enabled: true", ("enabled",))
 
 
 _METRIC_SOURCES = {"val": "validation", "train": "train"}

@@ -161,6 +161,7 @@ class DataConfig(StrictModel):
         yield from self._text_problems()
         if self.has_turns and self.num_digits % 2:
             yield Problem(
+                "not-divisible",
                 "num_digits",
                 f"{self.num_digits} is odd, and a prompt of dataset_name: {self.dataset_name} has two numbers of as "
                 "many digits",
@@ -169,6 +170,7 @@ class DataConfig(StrictModel):
             )
         if self.embedded and not self.has_turns and self.apply_chat_template:
             yield Problem(
+                "incompatible",
                 "apply_chat_template",
                 f"true does not go with dataset_name: {self.dataset_name}, whose prompts are no conversations",
                 "set it to false, or name a data set of conversations in data.train",
@@ -177,6 +179,7 @@ class DataConfig(StrictModel):
         longest = self.max_input_seq_length
         if self.embedded and longest is not None and longest < self.prompt_length:
             yield Problem(
+                "too-small",
                 "max_input_seq_length",
                 f"{longest} is shorter than the prompts of {self.dataset_name} with "
                 f"num_digits: {self.num_digits}, which have {self.prompt_length} tokens",
@@ -195,6 +198,7 @@ class DataConfig(StrictModel):
         for key, given, reader, needed in read_by:
             if given and self.dataset_name != reader:
                 yield Problem(
+                    "has-no-effect",
                     key,
                     f"does nothing with dataset_name: {self.dataset_name}",
                     f"remove it, or set dataset_name: {reader}",
@@ -205,13 +209,18 @@ class DataConfig(StrictModel):
                     "train: {data_path: train.jsonl}" if key == "train" else "type: my_pkg.my_mod:MyData"
                 )
                 yield Problem(
-                    key, f"missing with dataset_name: {reader}", f"set {example}", ("dataset_name",)
+                    "missing",
+                    key,
+                    f"missing with dataset_name: {reader}",
+                    f"set {example}",
+                    ("dataset_name",),
                 )
 
     def _text_problems(self) -> Iterator[Problem]:
         """Yield a reader of rows where there are none."""
         if self.has_turns and self.default is not None and self.default.processor is not None:
             yield Problem(
+                "has-no-effect",
                 "default.processor",
                 f"does nothing with dataset_name: {self.dataset_name}",
                 "remove it",
@@ -225,14 +234,21 @@ class DataConfig(StrictModel):
         for path, weight in weights.items():
             if given and weight is None:
                 yield Problem(
-                    f"{path}.weight", "missing, and other sources have one", "give all of them one, or none"
+                    "missing",
+                    f"{path}.weight",
+                    "missing, and other sources have one",
+                    "give all of them one, or none",
                 )
             if weight is not None and len(weights) == 1:
                 yield Problem(
-                    f"{path}.weight", f"{weight:g} does nothing where there is one source", "remove it"
+                    "has-no-effect",
+                    f"{path}.weight",
+                    f"{weight:g} does nothing where there is one source",
+                    "remove it",
                 )
         if len(given) == len(weights) > 1 and (turns := sum(whole_weights(given))) > MOST_TURNS:
             yield Problem(
+                "too-large",
                 "train",
                 f"the weights are in the ratio of integers with the sum {turns}, and {MOST_TURNS} is the most",
                 "give them fewer digits",
@@ -240,7 +256,12 @@ class DataConfig(StrictModel):
         for place, source in each(self.validation).items():
             if isinstance(source, SourceConfig) and source.weight is not None:
                 path = join_path(join_path("validation", place), "weight")
-                yield Problem(path, "does nothing: validation takes as many rows of each source", "remove it")
+                yield Problem(
+                    "has-no-effect",
+                    path,
+                    "does nothing: validation takes as many rows of each source",
+                    "remove it",
+                )
 
 
 class ArithmeticEnvConfig(StrictModel):
@@ -313,6 +334,7 @@ class EnvConfig(StrictModel):
         given = self.given
         if len(given) > 1:
             yield Problem(
+                "one-of",
                 given[-1],
                 f"a run has one environment, and {' and '.join(given)} are given",
                 f"set {given[0]}: null",

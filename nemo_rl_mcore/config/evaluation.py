@@ -41,15 +41,22 @@ class EvalConfig(StrictModel):
         """Yield a section without sets, answers that are all the same, and a k that is not drawn."""
         if not self.sets:
             yield Problem(
-                "sets", "holds no set", "name one, such as gsm8k: {dataset_name: gsm8k, split: test}"
+                "missing",
+                "sets",
+                "holds no set",
+                "name one, such as gsm8k: {dataset_name: gsm8k, split: test}",
             )
         for name in self.sets:
             if not name.replace("-", "_").isidentifier():
                 yield Problem(
-                    f"sets.{name}", "is no name of a set", "take letters, digits, - and _, and no digit first"
+                    "not-allowed",
+                    f"sets.{name}",
+                    "is no name of a set",
+                    "take letters, digits, - and _, and no digit first",
                 )
         if self.num_tests_per_prompt > 1 and self.temperature == 0:
             yield Problem(
+                "incompatible",
                 "temperature",
                 f"0 gives the same answer num_tests_per_prompt: {self.num_tests_per_prompt} times",
                 "set it above 0, or num_tests_per_prompt: 1",
@@ -58,6 +65,7 @@ class EvalConfig(StrictModel):
         wrong = [k for k in self.k_values if not 1 <= k <= self.num_tests_per_prompt]
         if wrong:
             yield Problem(
+                "not-allowed",
                 "k_values",
                 f"{', '.join(map(str, wrong))} is not from 1 to num_tests_per_prompt: {self.num_tests_per_prompt}",
                 "lower it, or raise num_tests_per_prompt",

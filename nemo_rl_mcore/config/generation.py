@@ -79,4 +79,9 @@ class GenerationConfig(StrictModel):
     def problems(self) -> Iterator[Problem]:
         """Yield a text that every response contains."""
         if "" in (self.stop_strings or ()):
-            yield Problem("stop_strings", "an empty text would end every response at once", "leave it out")
+            yield Problem(
+                "not-allowed",
+                "stop_strings",
+                "an empty text would end every response at once",
+                "leave it out",
+            )

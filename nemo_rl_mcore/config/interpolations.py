@@ -20,7 +20,7 @@ def long_chain(tree: Mapping[str, object]) -> Problem | None:
     for path in behind:
         if _count(path, behind, counts) > _MOST:
             what = f"{texts[path]} rests on more than {_MOST} references"
-            return Problem(path, what, "write the value, or refer to it at once")
+            return Problem("reference", path, what, "write the value, or refer to it at once")
     return None
 
 

@@ -142,7 +142,7 @@ class _Resolving:
             path = join_path(prefix, str(key))
             if OmegaConf.is_missing(section, key):
                 self.problems.append(
-                    Problem(path, "has no value (???)", "set it, in the recipe or by an override")
+                    Problem("missing", path, "has no value (???)", "set it, in the recipe or by an override")
                 )
                 continue
             self._put(plain, str(key), section, key, path)
@@ -161,7 +161,11 @@ class _Resolving:
         self.values += 1
         if self.values > _VALUES or path.count(".") > _DEPTH:
             raise ConfigError(
-                [Problem(path, "a reference to a section that holds it", "correct the reference")]
+                [
+                    Problem(
+                        "reference", path, "a reference to a section that holds it", "correct the reference"
+                    )
+                ]
             )
         try:
             value, reference = read_value(lambda: cast("Any", parent)[key], lambda: _raw(parent, key))
@@ -172,7 +176,7 @@ class _Resolving:
         except (OmegaConfBaseException, RecursionError) as error:
             reason = str(error).splitlines()[0]
             what = f"{_raw(parent, key)} cannot be computed: {reason}"
-            self.problems.append(Problem(path, what, "correct the reference"))
+            self.problems.append(Problem("reference", path, what, "correct the reference"))
         else:
             if reference is not None:
                 self.references[path] = reference

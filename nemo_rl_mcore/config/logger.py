@@ -66,7 +66,12 @@ class WandbConfig(StrictModel):
         """Yield a tag that the service does not take."""
         for tag in self.tags:
             if not 0 < len(tag) <= _WANDB_TAG_LENGTH:
-                yield Problem("tags", f"{tag!r} has {len(tag)} characters", f"write 1 to {_WANDB_TAG_LENGTH}")
+                yield Problem(
+                    "too-large",
+                    "tags",
+                    f"{tag!r} has {len(tag)} characters",
+                    f"write 1 to {_WANDB_TAG_LENGTH}",
+                )
 
 
 class MLflowConfig(StrictModel):
@@ -89,12 +94,14 @@ class MLflowConfig(StrictModel):
             return
         if re.search("//[^/]*@", self.tracking_uri):
             yield Problem(
+                "not-allowed",
                 "tracking_uri",
                 "has a user or a password in it, which would be saved with the recipe",
                 "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
             )
         elif not _is_store(self.tracking_uri):
             yield Problem(
+                "not-allowed",
                 "tracking_uri",
                 f"{self.tracking_uri!r} is no store",
                 "write http://HOST:PORT, https://HOST or sqlite:///FILE, or null for log_dir/mlflow.db",

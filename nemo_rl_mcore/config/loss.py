@@ -25,6 +25,7 @@ class CustomLossConfig(StrictModel):
         """Yield arguments of nothing."""
         if self.args and self.type is None:
             yield Problem(
+                "has-no-effect",
                 "args",
                 "does nothing with type: null",
                 "set type: my_pkg.my_mod:MyLossFn, or remove it",
@@ -54,6 +55,7 @@ class DPOLossConfig(StrictModel):
         """Yield a loss that is nothing, and a setting of a term that is off."""
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
             yield Problem(
+                "no-signal",
                 "preference_loss_weight",
                 "0 together with sft_loss_weight: 0 leaves no loss",
                 "raise one of the two",
@@ -61,6 +63,7 @@ class DPOLossConfig(StrictModel):
             )
         if self.sft_average_log_probs and self.sft_loss_weight == 0:
             yield Problem(
+                "has-no-effect",
                 "sft_average_log_probs",
                 "true does nothing with sft_loss_weight: 0",
                 "remove it, or raise sft_loss_weight",
@@ -124,6 +127,7 @@ class ClippedPGLossConfig(CustomLossConfig):
         yield from super().problems()
         if self.sequence_level_importance_ratios and self.token_level_loss:
             yield Problem(
+                "incompatible",
                 "sequence_level_importance_ratios",
                 "true does not go with token_level_loss: true (a ratio per row needs a loss per row)",
                 "set token_level_loss: false, or sequence_level_importance_ratios: false",
@@ -145,6 +149,7 @@ class ClippedPGLossConfig(CustomLossConfig):
             if conflicting:
                 given = str(getattr(self, key)).lower()
                 yield Problem(
+                    "incompatible",
                     "use_cispo",
                     f"true does not go with {key}: {given}",
                     f"set {key}: {neutral}, or use_cispo: false",
@@ -156,6 +161,7 @@ class ClippedPGLossConfig(CustomLossConfig):
         low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
         if low is not None and high is not None and low > high:
             yield Problem(
+                "too-large",
                 "truncated_importance_sampling_ratio_min",
                 f"{low} is above truncated_importance_sampling_ratio: {high}",
                 "lower the one or raise the other",
@@ -165,6 +171,7 @@ class ClippedPGLossConfig(CustomLossConfig):
             return
         if not self.use_importance_sampling_correction:
             yield Problem(
+                "has-no-effect",
                 "truncated_importance_sampling_type",
                 f"{kind} does nothing with use_importance_sampling_correction: false",
                 "set use_importance_sampling_correction: true, or truncated_importance_sampling_type: null and no "
@@ -176,6 +183,7 @@ class ClippedPGLossConfig(CustomLossConfig):
             needed.append("truncated_importance_sampling_ratio_min")
         for key in needed:
             yield Problem(
+                "requires",
                 "truncated_importance_sampling_type",
                 f"{kind} needs {key}, which is null",
                 f"set {key}, or truncated_importance_sampling_type: null",
@@ -204,6 +212,7 @@ class DistillationLossConfig(CustomLossConfig):
         yield from super().problems()
         if self.rl.type is not None:
             yield Problem(
+                "incompatible",
                 "rl.type",
                 f"{self.rl.type} has no place beside the divergence",
                 "remove it, or set type to the import path of a loss that holds both",
@@ -211,6 +220,7 @@ class DistillationLossConfig(CustomLossConfig):
             )
         if self.kl_type == "jsd" and not 0 < self.jsd_beta < 1:
             yield Problem(
+                "no-signal",
                 "jsd_beta",
                 f"{self.jsd_beta} makes the mixture equal to one side, so that the divergence is always 0",
                 "set it above 0 and below 1, or kl_type: forward or reverse, the limits after division by the weight",
@@ -218,6 +228,7 @@ class DistillationLossConfig(CustomLossConfig):
             )
         if self.rl_weight > 0 and not self.rl.token_level_loss:
             yield Problem(
+                "incompatible",
                 "rl.token_level_loss",
                 f"false does not go with rl_weight: {self.rl_weight} (the divergence is a mean over tokens)",
                 "set rl.token_level_loss: true, or rl_weight: 0",
@@ -225,5 +236,9 @@ class DistillationLossConfig(CustomLossConfig):
             )
         if self.rl_weight == 0 and self.rl != ClippedPGLossConfig():
             yield Problem(
-                "rl", "does nothing with rl_weight: 0", "remove it, or raise rl_weight", ("rl_weight",)
+                "has-no-effect",
+                "rl",
+                "does nothing with rl_weight: 0",
+                "remove it, or raise rl_weight",
+                ("rl_weight",),
             )

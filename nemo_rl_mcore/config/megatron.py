@@ -48,7 +48,9 @@ class OptimizerConfig(StrictModel):
     def problems(self) -> Iterator[Problem]:
         """Yield a floor above the peak."""
         if self.min_lr > self.lr:
-            yield Problem("min_lr", f"{self.min_lr} is above lr: {self.lr}", "lower min_lr", ("lr",))
+            yield Problem(
+                "too-large", "min_lr", f"{self.min_lr} is above lr: {self.lr}", "lower min_lr", ("lr",)
+            )
 
 
 class SchedulerConfig(StrictModel):
@@ -73,6 +75,7 @@ class SchedulerConfig(StrictModel):
         """Yield a schedule that is not defined."""
         if self.lr_decay_iters is None and self.lr_decay_style != "constant":
             yield Problem(
+                "missing",
                 "lr_decay_iters",
                 f"is null with lr_decay_style: {self.lr_decay_style}",
                 "set the number of steps, or lr_decay_style: constant",
@@ -80,6 +83,7 @@ class SchedulerConfig(StrictModel):
             )
         if self.lr_decay_iters is not None and self.lr_warmup_iters >= self.lr_decay_iters:
             yield Problem(
+                "too-large",
                 "lr_warmup_iters",
                 f"{self.lr_warmup_iters} is not below lr_decay_iters: {self.lr_decay_iters}",
                 "shorten the warm-up",
@@ -87,6 +91,7 @@ class SchedulerConfig(StrictModel):
             )
         if self.weight_decay_incr_style == "constant" and self.start_weight_decay != self.end_weight_decay:
             yield Problem(
+                "contradicts",
                 "end_weight_decay",
                 f"{self.end_weight_decay} differs from start_weight_decay: {self.start_weight_decay} "
                 "with weight_decay_incr_style: constant",
@@ -198,6 +203,7 @@ class MegatronConfig(StrictModel):
         constant = schedule.weight_decay_incr_style == "constant"
         if constant and schedule.start_weight_decay != self.optimizer.weight_decay:
             yield Problem(
+                "contradicts",
                 "scheduler.start_weight_decay",
                 f"{schedule.start_weight_decay} contradicts optimizer.weight_decay: "
                 f"{self.optimizer.weight_decay} with scheduler.weight_decay_incr_style: constant",
@@ -206,6 +212,7 @@ class MegatronConfig(StrictModel):
             )
         if schedule.lr_warmup_init > self.optimizer.lr:
             yield Problem(
+                "too-large",
                 "scheduler.lr_warmup_init",
                 f"{schedule.lr_warmup_init} is above optimizer.lr: {self.optimizer.lr}",
                 "lower lr_warmup_init",
@@ -214,16 +221,20 @@ class MegatronConfig(StrictModel):
         cache = self.fused_linear_logprobs_cache_bytes
         if cache not in ("auto", 0) and not self.use_fused_linear_logprobs:
             yield Problem(
+                "has-no-effect",
                 "fused_linear_logprobs_cache_bytes",
                 f"{cache} does nothing with use_fused_linear_logprobs: false",
                 "remove it, or set use_fused_linear_logprobs: true",
                 ("use_fused_linear_logprobs",),
             )
         if not self.enabled:
-            yield Problem("enabled", "Megatron is the only backend of the policy", "set enabled: true")
+            yield Problem(
+                "not-supported", "enabled", "Megatron is the only backend of the policy", "set enabled: true"
+            )
         ddp = self.distributed_data_parallel_config
         if ddp.overlap_param_gather and not self.optimizer.use_distributed_optimizer:
             yield Problem(
+                "requires",
                 "distributed_data_parallel_config.overlap_param_gather",
                 "true needs policy.megatron_cfg.optimizer.use_distributed_optimizer: true",
                 # The sharded state of sgd cannot be saved.
@@ -234,6 +245,7 @@ class MegatronConfig(StrictModel):
             )
         if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
             yield Problem(
+                "requires",
                 "distributed_data_parallel_config.overlap_param_gather",
                 "true needs distributed_data_parallel_config.overlap_grad_reduce: true",
                 "set that, or overlap_param_gather: false",

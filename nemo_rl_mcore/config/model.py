@@ -24,6 +24,7 @@ class RopeScalingConfig(StrictModel):
         """Yield factors that leave nothing between slow and fast rotations."""
         if self.low_freq_factor >= self.high_freq_factor:
             yield Problem(
+                "too-large",
                 "low_freq_factor",
                 f"{self.low_freq_factor} is not below high_freq_factor: {self.high_freq_factor}",
                 "lower it",
@@ -170,6 +171,7 @@ class ModelConfig(StrictModel):
     def _size_problems(self) -> Iterator[Problem]:
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             yield Problem(
+                "not-divisible",
                 "hidden_size",
                 f"{self.hidden_size} is not divisible by num_attention_heads: {self.num_attention_heads}",
                 "make it a multiple, or set kv_channels",
@@ -177,6 +179,7 @@ class ModelConfig(StrictModel):
             )
         if self.num_attention_heads % self.query_groups:
             yield Problem(
+                "not-divisible",
                 "num_attention_heads",
                 f"{self.num_attention_heads} is not divisible by num_query_groups: {self.num_query_groups}",
                 "make it a multiple, or set num_query_groups: null",
@@ -184,6 +187,7 @@ class ModelConfig(StrictModel):
             )
         if self.head_dim % 2:
             yield Problem(
+                "not-divisible",
                 "kv_channels" if self.kv_channels else "num_attention_heads",
                 f"the head size {self.head_dim} is odd, and rotary positions rotate pairs",
                 "make the head size even",
@@ -203,6 +207,7 @@ class ModelConfig(StrictModel):
         for key, switch, is_on in switches:
             if not is_on and getattr(self, key) != type(self).model_fields[key].default:
                 yield Problem(
+                    "has-no-effect",
                     key,
                     f"{getattr(self, key)} does nothing with {switch}: {_yaml(getattr(self, switch))}",
                     f"remove it, or set {switch}",
@@ -213,6 +218,7 @@ class ModelConfig(StrictModel):
         for name, field in type(self).model_fields.items():
             if name.startswith(_EXPERT_PREFIX) and getattr(self, name) != field.default:
                 yield Problem(
+                    "has-no-effect",
                     name,
                     f"{getattr(self, name)} does nothing with num_moe_experts: null",
                     "remove it, or set num_moe_experts",
@@ -222,6 +228,7 @@ class ModelConfig(StrictModel):
     def _expert_problems(self, experts: int) -> Iterator[Problem]:
         if self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
             yield Problem(
+                "has-no-effect",
                 "moe_aux_loss_coeff",
                 f"{self.moe_aux_loss_coeff} does nothing with moe_router_load_balancing_type: none",
                 "set moe_aux_loss_coeff: 0, or another moe_router_load_balancing_type",
@@ -229,6 +236,7 @@ class ModelConfig(StrictModel):
             )
         if self.moe_router_topk > experts:
             yield Problem(
+                "too-large",
                 "moe_router_topk",
                 f"{self.moe_router_topk} is above num_moe_experts: {experts}",
                 f"set it to {experts} at most",
@@ -238,6 +246,7 @@ class ModelConfig(StrictModel):
             not self.moe_router_pre_softmax
         ):
             yield Problem(
+                "no-signal",
                 "moe_router_topk",
                 "1 leaves a softmax over one expert, which is constant, so that the router has no gradient",
                 "set moe_router_pre_softmax: true, or moe_router_score_function: sigmoid",
@@ -245,6 +254,7 @@ class ModelConfig(StrictModel):
             )
         if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
             yield Problem(
+                "requires",
                 "moe_router_enable_expert_bias",
                 f"true needs moe_router_score_function: sigmoid, and it is {self.moe_router_score_function}",
                 "set that, or moe_router_enable_expert_bias: false",
@@ -252,6 +262,7 @@ class ModelConfig(StrictModel):
             )
         if self.load_balancing_loss and self.moe_router_enable_expert_bias:
             yield Problem(
+                "incompatible",
                 "moe_aux_loss_coeff",
                 f"{self.moe_aux_loss_coeff} does not go with moe_router_enable_expert_bias: true (such routers "
                 "cannot be told what is padding, and would balance it)",
@@ -260,6 +271,7 @@ class ModelConfig(StrictModel):
             )
         if self.load_balancing_loss and self.mtp_num_layers:
             yield Problem(
+                "incompatible",
                 "moe_aux_loss_coeff",
                 f"{self.moe_aux_loss_coeff} does not go with mtp_num_layers: {self.mtp_num_layers} (the routers "
                 "of those layers count one padding token of each row)",

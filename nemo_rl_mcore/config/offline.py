@@ -29,6 +29,7 @@ class DPOConfig(LoopConfig, DPOLossConfig):
         yield from super().problems()
         if self.online and (self.num_generations_per_prompt or 0) < 2:
             yield Problem(
+                "too-small",
                 "num_generations_per_prompt",
                 f"{self.num_generations_per_prompt or 'null'} with online: true makes no pair",
                 "set it to 2 or more, or online: false",
@@ -36,6 +37,7 @@ class DPOConfig(LoopConfig, DPOLossConfig):
             )
         if not self.online and self.num_generations_per_prompt is not None:
             yield Problem(
+                "has-no-effect",
                 "num_generations_per_prompt",
                 f"{self.num_generations_per_prompt} does nothing with online: false",
                 "remove it, or set online: true",

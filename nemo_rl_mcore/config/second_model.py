@@ -88,6 +88,7 @@ class TeacherConfig(StrictModel):
         sources = [key for key in ("model_name", "init_checkpoint", "warm_start") if getattr(self, key)]
         if len(sources) != 1:
             yield Problem(
+                "one-of",
                 "init_checkpoint",
                 f"a teacher has one source of weights, and {' and '.join(sources) or 'none'} is given",
                 "set one of model_name, init_checkpoint and warm_start",

@@ -55,6 +55,7 @@ class SourceDefaults(StrictModel):
         if self.processor is not None and self.processor not in PROCESSORS:
             why = REFUSED_PROCESSORS.get(self.processor)
             yield Problem(
+                "not-supported",
                 "processor",
                 f"{self.processor!r} is not supported" + (f": {why}" if why else ""),
                 f"remove it, or give one of {', '.join(PROCESSORS)}",
@@ -116,13 +117,18 @@ class SourceConfig(SourceDefaults):
             nearest = nearest_name(name)
             hint = f"did you mean {nearest}? else" if nearest else f"known: {', '.join(KNOWN)}; else"
             yield Problem(
+                "not-supported",
                 "dataset_name",
                 f"{name!r} is no data set known here",
                 f"{hint} remove it and set data_path to a file, a folder or a name on the hub",
             )
         elif not self.data_path:
             yield Problem(
-                "data_path", "missing", "name files, a folder or a data set of the hub", ("dataset_name",)
+                "missing",
+                "data_path",
+                "missing",
+                "name files, a folder or a data set of the hub",
+                ("dataset_name",),
             )
 
     @property

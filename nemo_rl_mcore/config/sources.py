@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_rl_mcore.config.anchors import anchored, recipe_file
-from nemo_rl_mcore.config.base import ConfigError, Problem, join_path
+from nemo_rl_mcore.config.base import Code, ConfigError, Problem, join_path
 from nemo_rl_mcore.config.master import kind_of
 from nemo_rl_mcore.config.schema import Kind, is_known, suggestion
 from nemo_rl_mcore.config.yaml_text import read_yaml_text, require_shallow
@@ -40,14 +40,16 @@ def read_recipe(path: str | Path) -> Recipe:
 def _read(path: Path, chain: tuple[Path, ...]) -> Recipe:
     chain = (*chain, path)
     if path.resolve() in [ancestor.resolve() for ancestor in chain[:-1]]:
-        raise _refuse(chain, "the file is its own ancestor", "remove the cycle from `defaults:`")
+        raise _refuse(chain, "reference", "the file is its own ancestor", "remove the cycle from `defaults:`")
     tree = OmegaConf.create(anchored(_parse(path, chain), path.parent))
     merged, files = OmegaConf.create(), ()
     for parent in _parents(tree.pop("defaults", None), chain):
         recipe = _read(recipe_file(path.parent, parent), chain)
         merged, files = _merged(merged, recipe.tree), (*files, *recipe.files)
         if len(files) >= _MOST_FILES:
-            raise _refuse(chain, f"`defaults:` leads to {_MOST_FILES} files and more", "name fewer")
+            raise _refuse(
+                chain, "too-large", f"`defaults:` leads to {_MOST_FILES} files and more", "name fewer"
+            )
     return Recipe(_merged(merged, tree), (*files, path))
 
 
@@ -79,15 +81,19 @@ def _parse(path: Path, chain: tuple[Path, ...]) -> dict[str, object]:
     try:
         tree = OmegaConf.load(StringIO(read_yaml_text(path)))
     except FileNotFoundError:
-        raise _refuse(chain, "no such file", _NO_SUCH_FILE) from None
+        raise _refuse(chain, "not-found", "no such file", _NO_SUCH_FILE) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise _refuse(chain, f"cannot be read: {error}", "name a YAML file") from error
+        raise _refuse(chain, "not-readable", f"cannot be read: {error}", "name a YAML file") from error
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise _refuse(chain, f"is not valid YAML: {' '.join(str(error).split())}", "correct it") from error
+        raise _refuse(
+            chain, "not-readable", f"is not valid YAML: {' '.join(str(error).split())}", "correct it"
+        ) from error
     except ValueError as error:
-        raise _refuse(chain, f"is no recipe: {error}", "name a recipe") from error
+        raise _refuse(chain, "wrong-kind", f"is no recipe: {error}", "name a recipe") from error
     if not isinstance(tree, DictConfig):
-        raise _refuse(chain, "holds no keys at its top level", "write a recipe: sections with keys")
+        raise _refuse(
+            chain, "wrong-kind", "holds no keys at its top level", "write a recipe: sections with keys"
+        )
     return cast("dict[str, object]", OmegaConf.to_container(tree))
 
 
@@ -101,12 +107,14 @@ def _parents(defaults: object, chain: tuple[Path, ...]) -> list[str]:
     plain = OmegaConf.to_container(entries) if OmegaConf.is_config(entries) else entries
     names = cast("list[object]", plain) if isinstance(plain, list) else [None]
     if any(not isinstance(name, str) for name in names):
-        raise _refuse(chain, "`defaults:` is not a path or a list of paths", "name the parent files")
+        raise _refuse(
+            chain, "not-allowed", "`defaults:` is not a path or a list of paths", "name the parent files"
+        )
     return cast("list[str]", names)
 
 
-def _refuse(chain: tuple[Path, ...], what: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem(" -> ".join(str(path) for path in chain), what, remedy)])
+def _refuse(chain: tuple[Path, ...], code: Code, what: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(code, " -> ".join(str(path) for path in chain), what, remedy)])
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,10 @@ def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Itera
     """Add where the key was set: file and line, or the command line; an override counts for its sections too."""
     lines = {key: origin.where for key, origin in origins(files).items()}
     lines |= {section: _ORIGIN for path in overridden for section in accumulate(path.split("."), join_path)}
-    return [Problem(p.path, p.what, p.remedy, p.related, p.where or lines.get(p.path, "")) for p in problems]
+    return [
+        Problem(p.code, p.path, p.what, p.remedy, p.related, p.where or lines.get(p.path, ""))
+        for p in problems
+    ]
 
 
 def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, bool]]:
@@ -172,6 +183,7 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[st
             reason = str(error).splitlines()[0]
             problems.append(
                 Problem(
+                    "not-allowed",
                     text,
                     f"is not an override ({reason})",
                     "write key=value, without spaces around =",
@@ -193,18 +205,26 @@ def _apply(tree: DictConfig, override: "Override", kind: Kind) -> Problem | None
     path = override.key_or_group
     exists = path in _keys(tree)
     if override.is_sweep_override() or override.package is not None:
-        return Problem(path, "sweeps and config groups are not supported", "give one value", where=_ORIGIN)
+        return Problem(
+            "not-supported",
+            path,
+            "sweeps and config groups are not supported",
+            "give one value",
+            where=_ORIGIN,
+        )
     if override.is_delete():
         return _delete(tree, override, exists, kind)
     if override.is_add() and exists:
-        return Problem(path, "is already set", f"write it without the +, {path}=...", where=_ORIGIN)
+        return Problem(
+            "already-there", path, "is already set", f"write it without the +, {path}=...", where=_ORIGIN
+        )
     creates = override.is_add() or override.is_force_add()
     if not creates and not exists and not is_known(path, kind):
-        return Problem(path, "unknown key", suggestion(path, kind), where=_ORIGIN)
+        return Problem("unknown-key", path, "unknown key", suggestion(path, kind), where=_ORIGIN)
     try:
         OmegaConf.update(tree, path, override.value(), merge=True, force_add=True)
     except OmegaConfBaseException as error:
-        return Problem(path, f"cannot be set: {str(error).splitlines()[0]}", where=_ORIGIN)
+        return Problem("not-allowed", path, f"cannot be set: {str(error).splitlines()[0]}", where=_ORIGIN)
     return None
 
 
@@ -212,12 +232,15 @@ def _delete(tree: DictConfig, override: "Override", exists: bool, kind: Kind) ->
     path = override.key_or_group
     if not exists:
         remedy = "remove the override" if is_known(path, kind) else suggestion(path, kind)
-        return Problem(path, "cannot be deleted, because the recipe does not set it", remedy, where=_ORIGIN)
+        return Problem(
+            "not-found", path, "cannot be deleted, because the recipe does not set it", remedy, where=_ORIGIN
+        )
     parent, _, key = path.rpartition(".")
     section = OmegaConf.select(tree, parent) if parent else tree
     expected = override.value()
     if expected is not None and expected != section[key]:
         return Problem(
+            "contradicts",
             path,
             f"cannot be deleted, because its value is {section[key]!r} and not {expected!r}",
             f"write ~{path}",

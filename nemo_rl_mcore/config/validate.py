@@ -77,19 +77,20 @@ def _translate(details: ErrorDetails, tree: Tree, kind: Kind) -> Problem:
     given = _shown(details["input"])
     match details["type"]:
         case "extra_forbidden":
-            return Problem(path, "unknown key", suggestion(path, kind))
+            return Problem("unknown-key", path, "unknown key", suggestion(path, kind))
         case "missing":
             return Problem(
+                "missing",
                 path,
                 "missing",
                 f"set it: {field_help(path, kind)} ({allowed(fields(kind)[field_path(path, kind)])})",
             )
         case "value_error":
-            return Problem(path, str(details.get("ctx", {}).get("error", details["msg"])))
+            return Problem("not-allowed", path, str(details.get("ctx", {}).get("error", details["msg"])))
         case _:
             field = field_at(path, kind)
             options = allowed(field) if field else details["msg"]
-            return Problem(path, f"{given} is not allowed", f"allowed: {options}")
+            return Problem("not-allowed", path, f"{given} is not allowed", f"allowed: {options}")
 
 
 def _as_written(loc: tuple[int | str, ...], tree: Tree) -> list[Key]:

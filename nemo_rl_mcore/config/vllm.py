@@ -71,6 +71,7 @@ class ColocatedConfig(StrictModel):
         """Yield resources that nothing reads."""
         if self.enabled and (self.resources.gpus_per_node or self.resources.num_nodes):
             yield Problem(
+                "incompatible",
                 "resources",
                 "engines that share the ranks' GPUs have none of their own, and enabled is true",
                 "remove it, or set enabled: false",

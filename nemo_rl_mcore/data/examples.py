@@ -156,7 +156,9 @@ def _read(name: str, path: str, source: SourceConfig, kind: RowKind, *, chat: bo
             read = reader.read(row)
         except ColumnError as error:
             if not row.of_lines:  # a column is missing in all rows alike
-                found.problems.append(Problem(f"{path}.{error.setting}", str(error), "name one of those"))
+                found.problems.append(
+                    Problem("wrong-row", f"{path}.{error.setting}", str(error), "name one of those")
+                )
                 return found
             missing.append(error)
             bad.append(f"{row.place}: {error}")
@@ -168,7 +170,9 @@ def _read(name: str, path: str, source: SourceConfig, kind: RowKind, *, chat: bo
     if (
         1 < len(missing) == len(bad) and not found.rows
     ):  # no line has the column: the key is wrong, not the lines
-        found.problems.append(Problem(f"{path}.{missing[0].setting}", bad[0], "name one of those"))
+        found.problems.append(
+            Problem("wrong-row", f"{path}.{missing[0].setting}", bad[0], "name one of those")
+        )
     else:
         found.problems += _first(f"{path}.data_path", bad)
     return found
@@ -193,6 +197,6 @@ def example_of(read: Read, texts: PromptTexts, place: str, index: int, name: str
 
 def _first(key: str, wrong: Sequence[str], remedy: str = "") -> Iterator[Problem]:
     for text in wrong[:_SHOWN_ROWS]:
-        yield Problem(key, text, remedy)
+        yield Problem("wrong-row", key, text, remedy)
     if (rest := len(wrong) - _SHOWN_ROWS) > 0:
-        yield Problem(key, f"{rest} more rows are wrong")
+        yield Problem("wrong-row", key, f"{rest} more rows are wrong")

@@ -34,7 +34,10 @@ def read_library_file(path: str, name: str) -> Iterator[Row]:
 
     if not Path(path).is_file():
         raise SourceError(
-            "data_path", f"{path!r} cannot be read from {Path.cwd()}: no such file", "correct the path"
+            "not-found",
+            "data_path",
+            f"{path!r} cannot be read from {Path.cwd()}: no such file",
+            "correct the path",
         )
 
     def load() -> Any:
@@ -61,7 +64,7 @@ def read_data_set(source: SourceConfig) -> Sequence[Row]:
         found = _loaded(path, lambda: datasets.load_dataset(path, source.subset, split=split))
     rows = [*_rows(found, f"{path}, {split}, row")]
     if not rows:
-        raise SourceError("split", f"{split!r} of {path!r} holds no row", "name another one")
+        raise SourceError("too-few-rows", "split", f"{split!r} of {path!r} holds no row", "name another one")
     return rows
 
 
@@ -74,7 +77,9 @@ def open_stream(source: SourceConfig) -> IterableDataset:
         files = [file for one in source.paths for file in sorted(glob(one)) or [one]]
         opened = _loaded(path, lambda: _stream_of_files(files, split))
     elif _is_saved(Path(path)):
-        raise SourceError("streaming", f"{path!r} was saved by save_to_disk", "set it to false")
+        raise SourceError(
+            "incompatible", "streaming", f"{path!r} was saved by save_to_disk", "set it to false"
+        )
     else:
         opened = _loaded(
             path, lambda: datasets.load_dataset(path, source.subset, split=split, streaming=True)
@@ -143,11 +148,16 @@ def _values(file: Path, key: str) -> list[object]:
     try:
         content = parse_json(read_regular(file))
     except (OSError, ValueError) as error:
-        raise SourceError("data_path", f"{str(file)!r} cannot be read: {error}", _SAVED) from error
+        raise SourceError(
+            "not-readable", "data_path", f"{str(file)!r} cannot be read: {error}", _SAVED
+        ) from error
     found = cast("dict[str, object]", content).get(key) if isinstance(content, dict) else None
     if not isinstance(found, list):
         raise SourceError(
-            "data_path", f"{str(file)!r}: {key} is {shortened(repr(found))}, and no list", _SAVED
+            "not-readable",
+            "data_path",
+            f"{str(file)!r}: {key} is {shortened(repr(found))}, and no list",
+            _SAVED,
         )
     return cast("list[object]", found)
 
@@ -155,7 +165,7 @@ def _values(file: Path, key: str) -> list[object]:
 def _require_name(file: Path, name: object) -> str:
     if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
         what = f"{str(file)!r} names {shortened(repr(name))}, which is no file of its folder"
-        raise SourceError("data_path", what, _SAVED)
+        raise SourceError("not-readable", "data_path", what, _SAVED)
     return name
 
 
@@ -177,12 +187,16 @@ def _loaded(path: str, load: Callable[[], Any]) -> Any:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else None
         text = " ".join(str(cause or error).split())
         if "Unknown split" in text or "split name" in text.lower():
-            raise SourceError("split", f"{path!r}: {shortened(text, 200)}", "name one of those") from error
+            raise SourceError(
+                "not-found", "split", f"{path!r}: {shortened(text, 200)}", "name one of those"
+            ) from error
         if "BuilderConfig" in text or "Config name is missing" in text:
-            raise SourceError("subset", f"{path!r}: {shortened(text, 300)}", "name one of those") from error
+            raise SourceError(
+                "not-found", "subset", f"{path!r}: {shortened(text, 300)}", "name one of those"
+            ) from error
         what = f"{path!r} cannot be read ({type(cause or error).__name__}: {shortened(text, 200)})"
         remedy = "name files, a folder, or a data set of the hub; fetch that where there is a network"
-        raise SourceError("data_path", what, remedy) from error
+        raise SourceError("not-readable", "data_path", what, remedy) from error
 
 
 def ranges_of(split: str, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
@@ -200,6 +214,6 @@ def named_ranges(split: str, sizes: Mapping[str, int]) -> list[tuple[str, int, i
         known = ", ".join(sizes)
         what = f"{split!r} is not there: {' '.join(str(error).split())}"
         raise SourceError(
-            "split", what, f"known: {known}, and parts such as {next(iter(sizes))}[:90%]"
+            "not-found", "split", what, f"known: {known}, and parts such as {next(iter(sizes))}[:90%]"
         ) from error
     return [(part.splitname, part.from_ or 0, part.to or 0) for part in parts]

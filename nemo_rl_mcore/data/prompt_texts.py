@@ -82,7 +82,7 @@ def _read(key: str, path: str | None) -> tuple[str | None, list[Problem]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no text in UTF-8"
         what = f"{path!r} cannot be read: {reason}"
-        return None, [Problem(key, what, f"name a file beside the recipe or in {Path.cwd()}")]
+        return None, [Problem("not-readable", key, what, f"name a file beside the recipe or in {Path.cwd()}")]
 
 
 def _place_problems(path: str, text: str) -> Iterator[Problem]:
@@ -97,4 +97,4 @@ def _place_problems(path: str, text: str) -> Iterator[Problem]:
             reason = "holds braces with something in them"
     if fields != [("", "", None)]:
         remedy = r"write {} once, where the prompt stands, and double all other braces, as in \boxed{{}}"
-        yield Problem("prompt_file", f"{path!r} {reason}", remedy)
+        yield Problem("not-allowed", "prompt_file", f"{path!r} {reason}", remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Code, Problem
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,6 @@ class Row:
 class SourceError(ValueError):
     """A source that cannot be read: the key of it to blame, what is wrong, and the way out."""
 
-    def __init__(self, key: str, what: str, remedy: str) -> None:
+    def __init__(self, code: Code, key: str, what: str, remedy: str) -> None:
         super().__init__(f"{key}: {what}; {remedy}")
-        self.problem = Problem(key, what, remedy)
+        self.problem = Problem(code, key, what, remedy)

@@ -20,7 +20,12 @@ def require_enough_left(config: RunConfig, train: Rows, held_out: Rows) -> None:
     """Raise ConfigError where rows that are dropped for their length leave fewer than a run takes."""
     if problems := [*count_problems(config, train, held_out)]:
         raise ConfigError(
-            Problem(problem.path, f"data.overlong: drop leaves too few rows: {problem.what}", problem.remedy)
+            Problem(
+                "too-few-rows",
+                problem.path,
+                f"data.overlong: drop leaves too few rows: {problem.what}",
+                problem.remedy,
+            )
             for problem in problems
         )
 
@@ -30,6 +35,7 @@ def count_problems(config: RunConfig, train: Rows, held_out: Rows) -> Iterator[P
     key, needed, how = _rows_of_a_step(config)
     if needed > len(train):
         yield Problem(
+            "too-few-rows",
             key,
             f"the {needed} {how} are more than the {len(train)} of data.train "
             f"({len(held_out)} are for validation)",
@@ -42,6 +48,7 @@ def count_problems(config: RunConfig, train: Rows, held_out: Rows) -> Iterator[P
             share = shares.most(source, needed, config.prompts_per_step)
             if share > rows[name]:
                 yield Problem(
+                    "too-few-rows",
                     f"{path}.weight",
                     f"its share of the {needed} {how} is {share}, more than the {rows[name]} rows of {name!r}",
                     f"lower it, lower {key}, or add rows",
@@ -73,6 +80,7 @@ def held_out_problems(config: RunConfig, held_out: Rows) -> Iterator[Problem]:
     for key, rows, of, lower in needed:
         if rows > len(held_out):
             yield Problem(
+                "too-few-rows",
                 f"{config.algorithm}.{key}",
                 f"a validation takes {rows} rows{of}, and {len(held_out)} are held out",
                 f"{lower}, give data.validation or a larger data.train.split_validation_size, or turn validation off",

@@ -34,7 +34,7 @@ def read_rows(source: SourceConfig) -> Sequence[Row]:
     except MemoryError as error:
         what = f"{', '.join(map(repr, source.paths))}: more rows than this machine has memory for"
         raise SourceError(
-            "data_path", what, "set streaming: true, name a part of them, or a larger machine"
+            "too-large", "data_path", what, "set streaming: true, name a part of them, or a larger machine"
         ) from error
 
 
@@ -43,11 +43,13 @@ def _read_rows(source: SourceConfig) -> Sequence[Row]:
     if _is_hub_name(first) or Path(first).is_dir():
         if others:
             raise SourceError(
-                "data_path", f"{first!r} is no file, and not alone", "name files, or one folder"
+                "wrong-kind", "data_path", f"{first!r} is no file, and not alone", "name files, or one folder"
             )
         return read_data_set(source)
     if source.subset is not None:
-        raise SourceError("subset", f"{source.subset!r} does nothing with files", "remove it")
+        raise SourceError(
+            "has-no-effect", "subset", f"{source.subset!r} does nothing with files", "remove it"
+        )
     return _part([row for path in _files(source) for row in read_file(path)], source.split)
 
 
@@ -55,7 +57,9 @@ def _files(source: SourceConfig) -> Iterator[str]:
     for path in source.paths:
         found = sorted(glob(path)) if "*" in path else [path]
         if not found:
-            raise SourceError("data_path", f"no file matches {path!r} in {Path.cwd()}", "correct the pattern")
+            raise SourceError(
+                "not-found", "data_path", f"no file matches {path!r} in {Path.cwd()}", "correct the pattern"
+            )
         yield from found
 
 
@@ -75,11 +79,15 @@ def read_file(path: str) -> Iterator[Row]:
         content = read_regular(Path(path)).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         what = f"{path!r} cannot be read from {Path.cwd()}: {error.strerror}"
-        raise SourceError("data_path", what, "name files, a folder or a data set of the hub") from error
+        raise SourceError(
+            "not-readable", "data_path", what, "name files, a folder or a data set of the hub"
+        ) from error
     is_list = Path(path).suffix == ".json" and content.lstrip()[:1] == b"["
     rows = [*(_elements(path, content) if is_list else _lines(path, content))]
     if not rows:
-        raise SourceError("data_path", f"{path!r} holds no row", "name a file with an object a line")
+        raise SourceError(
+            "too-few-rows", "data_path", f"{path!r} holds no row", "name a file with an object a line"
+        )
     yield from rows
 
 
@@ -98,7 +106,9 @@ def _elements(path: str, content: bytes) -> Iterator[Row]:
     try:
         values = cast("list[object]", parse_json(content))
     except ValueError as error:
-        raise SourceError("data_path", f"{path!r} is not JSON: {error}", "correct it") from error
+        raise SourceError(
+            "not-readable", "data_path", f"{path!r} is not JSON: {error}", "correct it"
+        ) from error
     for number, value in enumerate(values, start=1):
         yield _row(f"{path}, row {number}", value)
 

@@ -31,7 +31,7 @@ def special_token_problems(
     if found:
         place, token = found[0]
         count = f"{len(found)} of {len(rows)} rows of {path} hold a special token"
-        yield Problem(KEY, f"null, and {count}, first {place}: {token!r}", REMEDY.format("it"))
+        yield Problem("missing", KEY, f"null, and {count}, first {place}: {token!r}", REMEDY.format("it"))
 
 
 def first_token(

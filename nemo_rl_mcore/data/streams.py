@@ -110,7 +110,9 @@ class StreamSource(PromptSource):
                     yield batch
             if not whole:
                 what = f"a pass over the stream has fewer rows than the {config.prompts_per_step} of a step"
-                raise ConfigError([Problem(self.path, what, "lower the rows of a step, or add rows")])
+                raise ConfigError(
+                    [Problem("too-few-rows", self.path, what, "lower the rows of a step, or add rows")]
+                )
 
     def _examples(self, epoch: int) -> Iterator[Example]:
         config, chat = self.limits.config, self.limits.config.data.apply_chat_template
@@ -122,11 +124,15 @@ class StreamSource(PromptSource):
             try:
                 read = reader.read(row)
             except RowError as error:
-                raise ConfigError([Problem(f"{self.path}.data_path", f"{row.place}: {error}")]) from error
+                raise ConfigError(
+                    [Problem("wrong-row", f"{self.path}.data_path", f"{row.place}: {error}")]
+                ) from error
             if read is None:
                 continue
             if read.unscored and config.row_kind is RowKind.PROMPTS:
-                raise ConfigError([Problem(f"{self.path}.answer", f"{row.place}: {read.unscored}")])
+                raise ConfigError(
+                    [Problem("wrong-row", f"{self.path}.answer", f"{row.place}: {read.unscored}")]
+                )
             yield example_of(read, texts, row.place, index, "", chat=chat)
 
     def _rows(self, epoch: int) -> Iterator[tuple[Row, int]]:
@@ -156,5 +162,5 @@ def _read(rows: Iterable[dict[str, object]], key: str) -> Iterator[dict[str, obj
             return
         except Exception as error:
             what = f"a row cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
-            raise ConfigError([Problem(key, what, "mend it")]) from error
+            raise ConfigError([Problem("wrong-row", key, what, "mend it")]) from error
         yield row

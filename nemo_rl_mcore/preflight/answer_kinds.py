@@ -107,9 +107,9 @@ _REMEDY = (
 def gold_problems(wrong: Sequence[str]) -> Iterator[Problem]:
     """Yield the first of the answers that cannot be scored against, each told with its place, and how many more."""
     for text in wrong[:_SHOWN_ANSWERS]:
-        yield Problem("env.math.gold", text, _REMEDY)
+        yield Problem("wrong-row", "env.math.gold", text, _REMEDY)
     if (rest := len(wrong) - _SHOWN_ANSWERS) > 0:
-        yield Problem("env.math.gold", f"{rest} more answers cannot be scored against")
+        yield Problem("wrong-row", "env.math.gold", f"{rest} more answers cannot be scored against")
 
 
 def wrong_answer(place: str, answer: str, why: str) -> str:

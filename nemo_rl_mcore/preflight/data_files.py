@@ -120,6 +120,7 @@ def template_problems(config: RunConfig) -> Iterator[Problem]:
     folder = local_folder(name)
     if name == "char" or (folder is not None and not has_template(folder)):
         yield Problem(
+            "requires",
             "data.apply_chat_template",
             f"true needs a chat template, and {_TOKENIZER}: {name} has none",
             "name a tokenizer that has one (chat_template in its tokenizer_config.json), or set it to false",

@@ -50,15 +50,21 @@ def _max_new_tokens(config: RunConfig) -> int:
 
 def _problems(config: RunConfig) -> Iterator[Problem]:
     if config.eval is None:
-        yield Problem("eval", "missing", "say what to evaluate on: eval.sets: {NAME: {data_path: FILE}}")
+        yield Problem(
+            "missing", "eval", "missing", "say what to evaluate on: eval.sets: {NAME: {data_path: FILE}}"
+        )
         return
     if config.warm_start is not None:
         yield Problem(
-            "warm_start", "is not run to evaluate", "name the weights: --checkpoint DIR, or --hf DIR"
+            "has-no-effect",
+            "warm_start",
+            "is not run to evaluate",
+            "name the weights: --checkpoint DIR, or --hf DIR",
         )
     longest = config.policy.max_total_sequence_length
     if _max_new_tokens(config) >= longest:
         yield Problem(
+            "too-large",
             "eval.max_new_tokens",
             f"{_max_new_tokens(config)} leaves no room for a prompt in policy.max_total_sequence_length: {longest}",
             "lower it, or raise max_total_sequence_length",

@@ -34,7 +34,7 @@ def folder_problems(config: RunConfig) -> Iterator[Problem]:
         except OSError as error:
             whole = False
             what = f"{str(folder)!r} cannot be written to: {str(nearest)!r}: {error.strerror}"
-            yield Problem(key, what, "name another folder")
+            yield Problem("not-writable", key, what, "name another folder")
     if whole and (problem := too_full(config)):
         yield problem
 
@@ -59,6 +59,7 @@ def too_full(config: RunConfig) -> Problem | None:
     if needed <= free:
         return None
     return Problem(
+        "disk-full",
         "checkpointing.checkpoint_dir",
         f"{str(folder)!r} has {_gigabytes(free)} free, and a checkpoint takes about {_gigabytes(needed)}",
         "make room, or name another folder",

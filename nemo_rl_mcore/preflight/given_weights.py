@@ -58,7 +58,9 @@ def load_over_given_weights(
     if hf is not None:
         return load_over_hugging_face(hf, overrides, recipe=recipe, few_ranks=few_ranks)
     if recipe is None:
-        raise ConfigError([Problem("--config", "missing", "name a recipe, or weights: --checkpoint DIR")])
+        raise ConfigError(
+            [Problem("missing", "--config", "missing", "name a recipe, or weights: --checkpoint DIR")]
+        )
     read = read_recipe(recipe)
     _without_other_models(read.tree)
     return load_recipe(read, overrides)
@@ -75,7 +77,9 @@ def load_recipe_of(
     try:
         saved = read_recipe_of(folder)
     except ValueError as error:
-        raise ConfigError([Problem(str(path), str(error), "name another checkpoint")]) from error
+        raise ConfigError(
+            [Problem("not-readable", str(path), str(error), "name another checkpoint")]
+        ) from error
     read = read_recipe(recipe or path)
     section = cast("Mapping[str, object]", saved.get("policy") or {})
     if recipe is not None:
@@ -170,16 +174,29 @@ def _require_hugging_face(folder: str) -> None:
     """Raise ConfigError for what is no folder of weights that can be loaded."""
     if not Path(folder).is_dir():
         raise ConfigError(
-            [Problem("--hf", f"no folder {folder!r} in {Path.cwd()}", "name a Hugging Face folder")]
+            [
+                Problem(
+                    "not-found", "--hf", f"no folder {folder!r} in {Path.cwd()}", "name a Hugging Face folder"
+                )
+            ]
         )
     if (Path(folder) / RECIPE_FILE).is_file():
         raise ConfigError(
-            [Problem("--hf", f"{folder!r} is a checkpoint of a run", f"write --checkpoint {folder}")]
+            [
+                Problem(
+                    "wrong-kind",
+                    "--hf",
+                    f"{folder!r} is a checkpoint of a run",
+                    f"write --checkpoint {folder}",
+                )
+            ]
         )
     try:
         pretrained_model(folder)
     except ConfigError as error:
-        raise ConfigError([Problem("--hf", one.what, one.remedy) for one in error.problems]) from error
+        raise ConfigError(
+            [Problem(one.code, "--hf", one.what, one.remedy) for one in error.problems]
+        ) from error
 
 
 def _without_other_models(tree: DictConfig) -> None:

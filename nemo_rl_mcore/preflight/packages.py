@@ -21,6 +21,7 @@ def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
         package = module.partition(".")[0]
         if importlib.util.find_spec(package) is None:
             yield Problem(
+                "not-found",
                 key,
                 f"{path}: there is no module {package} in {os.getcwd()}, on PYTHONPATH or installed",
                 "start the command where it lies, or put its folder on PYTHONPATH",
@@ -28,7 +29,7 @@ def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
         elif (names := _names_in(module)) is not None and name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             remedy = f"did you mean {near[0]}?" if near else "name a class that it has"
-            yield Problem(key, f"{path}: the module {module} has no {name}", remedy)
+            yield Problem("not-found", key, f"{path}: the module {module} has no {name}", remedy)
 
 
 def _names_in(module: str) -> set[str] | None:
@@ -99,7 +100,7 @@ def missing_packages(config: RunConfig) -> Iterator[Problem]:
     for one in needed_packages(config):
         if not installed(one.package):
             what = f"needs the Python package {one.package}"
-            yield Problem(one.key, what, f"install {one.source}, or turn it off")
+            yield Problem("not-installed", one.key, what, f"install {one.source}, or turn it off")
 
 
 def transformer_impl(config: RunConfig) -> str:
@@ -115,6 +116,7 @@ def layer_warnings(config: RunConfig) -> Iterator[Problem]:
     given = config.policy.megatron_cfg.transformer_impl
     if given == "auto" and not config.cluster.on_cpu and not installed("transformer_engine"):
         yield Problem(
+            "not-installed",
             "policy.megatron_cfg.transformer_impl",
             "auto takes local layers where Transformer Engine is not installed, as here: their attention is not fused",
             "install the extra te on the machines of the run, or write local",

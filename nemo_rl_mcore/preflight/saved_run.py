@@ -172,10 +172,10 @@ def init_checkpoint_problems(plan: ModelPlan) -> Iterator[Problem]:
     try:
         differing = does_not_fit(read_recipe_of(Path(folder)), plan)
     except ValueError as error:
-        yield Problem(key, str(error), remedy)
+        yield Problem("not-readable", key, str(error), remedy)
         return
     if differing:
-        yield Problem(key, f"{folder!r} holds another model: {', '.join(differing)}", remedy)
+        yield Problem("other-model", key, f"{folder!r} holds another model: {', '.join(differing)}", remedy)
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -60,10 +60,10 @@ def tokenizer_problems(policy: PolicyConfig) -> Iterator[Problem]:
     if name == "char" or (folder is None and name == policy.model_name and is_hub_id(name)):
         return  # the latter is fetched with the weights
     if folder is None:
-        yield Problem(KEY, f"no folder {name!r} in {Path.cwd()}", _REMEDY)
+        yield Problem("not-found", KEY, f"no folder {name!r} in {Path.cwd()}", _REMEDY)
     elif not any(folder.glob("tokenizer*")):
         what = f"the folder {name!r} holds no tokenizer (tokenizer.json, tokenizer_config.json)"
-        yield Problem(KEY, what, "name a folder that does, or set it to char")
+        yield Problem("not-found", KEY, what, "name a folder that does, or set it to char")
     else:
         for file, kind in _FILES.items():
             if (folder / file).exists():
@@ -87,11 +87,18 @@ def _file_problems(path: Path, kind: type[_File], policy: PolicyConfig) -> Itera
     try:
         vocabulary = kind.model_validate(_object(path)).vocabulary
     except OSError as error:
-        yield Problem(KEY, f"{str(path)!r} cannot be read: {error.strerror}", _REMEDY)
+        yield Problem("not-readable", KEY, f"{str(path)!r} cannot be read: {error.strerror}", _REMEDY)
     except ValidationError as error:
-        yield Problem(KEY, f"{str(path)!r} is not what a tokenizer is saved as: {_first(error)}", _REMEDY)
+        yield Problem(
+            "not-readable",
+            KEY,
+            f"{str(path)!r} is not what a tokenizer is saved as: {_first(error)}",
+            _REMEDY,
+        )
     except ValueError as error:
-        yield Problem(KEY, f"{str(path)!r} is not what a tokenizer is saved as: {error}", _REMEDY)
+        yield Problem(
+            "not-readable", KEY, f"{str(path)!r} is not what a tokenizer is saved as: {error}", _REMEDY
+        )
     else:
         if vocabulary > policy.model.vocab_size:
             yield _too_large(str(path.parent), vocabulary, policy)
@@ -101,8 +108,11 @@ def _too_large(folder: str, vocabulary: int, policy: PolicyConfig) -> Problem:
     rows = policy.model.vocab_size
     if policy.weights is not None:
         what = f"{folder!r} has {vocabulary} ids, and the weights (policy.{policy.weights}) have {rows}"
-        return Problem(KEY, what, "name the tokenizer of the weights", (f"policy.{policy.weights}",))
+        return Problem(
+            "contradicts", KEY, what, "name the tokenizer of the weights", (f"policy.{policy.weights}",)
+        )
     return Problem(
+        "too-small",
         "policy.model.vocab_size",
         f"{rows} is below the {vocabulary} ids of {KEY}: {folder!r}",
         f"set vocab_size: {vocabulary}",

@@ -22,6 +22,7 @@ def wandb_key_problems(config: RunConfig, environ: Mapping[str, str]) -> Iterato
     host = urlsplit(environ.get("WANDB_BASE_URL", _SERVICE)).netloc
     if not _in_netrc(host, environ):
         yield Problem(
+            "missing",
             "logger.wandb.mode",
             f"{mode}, and there is no API key for {host}",
             "run `wandb login`, set WANDB_API_KEY, or write offline",

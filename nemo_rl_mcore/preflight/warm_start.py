@@ -58,6 +58,7 @@ def warm_start_problems(config: RunConfig, chain: tuple[Path, ...] = ()) -> Iter
     if config.warm_start is not None:
         if config.policy.init_checkpoint is not None or config.policy.model_name is not None:
             yield Problem(
+                "one-of",
                 "warm_start",
                 "and policy.init_checkpoint or policy.model_name both give the weights to start from",
                 "remove one of the two",
@@ -72,17 +73,19 @@ def warm_start_problems(config: RunConfig, chain: tuple[Path, ...] = ()) -> Iter
 def _problems_of(key: str, path: str, plan: ModelPlan, chain: tuple[Path, ...]) -> Iterator[Problem]:
     file = Path(path).resolve()
     if file in chain:
-        yield Problem(key, f"{path} is to run before itself", "remove the cycle")
+        yield Problem("reference", key, f"{path} is to run before itself", "remove the cycle")
         return
     try:
         recipe = load_config(path)
     except ConfigError as error:
         for problem in error.problems:
-            yield Problem(key, f"in {path}: {problem}")
+            yield Problem(problem.code, key, f"in {path}: {problem}")
         return
     for problem in warm_start_problems(recipe, (*chain, file)):
-        yield Problem(key, f"in {path}: {problem}")
+        yield Problem(problem.code, key, f"in {path}: {problem}")
     for problem in answer_problems(recipe, scored_examples(recipe)):
-        yield Problem(key, f"in {path}: {problem}")
+        yield Problem(problem.code, key, f"in {path}: {problem}")
     if differing := does_not_fit(recipe.model_dump(), plan):
-        yield Problem(key, f"{path} trains another model: {', '.join(differing)}", "make the two equal")
+        yield Problem(
+            "other-model", key, f"{path} trains another model: {', '.join(differing)}", "make the two equal"
+        )

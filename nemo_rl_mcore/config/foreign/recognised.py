@@ -30,12 +30,12 @@ def recipe_of_nemo_rl(tree: Tree, file: Path | None, overridden: Collection[str]
     if len(keys) > _NAMED and not typed:
         named = ", ".join(keys[:_NAMED])
         what = f"is a recipe of NeMo RL: {len(keys)} of its keys are not ours ({named}, ...)"
-        return Problem(str(file), what, migrate, tuple(keys))
+        return Problem("foreign-recipe", str(file), what, migrate, tuple(keys))
     others = f"; so are {', '.join(keys[1:])}" if keys[1:] else ""
     what = f"is a key of NeMo RL, and none of ours{others}"
     remove = "remove them" if others else "remove it"
     remedy = remove if typed else f"{remove} or, if the recipe is NeMo RL's, {migrate}"
-    return Problem(keys[0], what, remedy, tuple(keys))
+    return Problem("foreign-recipe", keys[0], what, remedy, tuple(keys))
 
 
 def foreign_keys(section: Tree, prefix: str = "") -> Iterator[str]:

@@ -120,16 +120,20 @@ class _Foreign:
         if value == of_policy or value is None or (judged and judged.accepts(value, section, self._recipe)):
             self._result.dropped.append(written)
         elif judged is not None:
-            self._result.problems.append(Problem(written, f"{shown(value)} is not supported", judged.remedy))
+            self._result.problems.append(
+                Problem("not-supported", written, f"{shown(value)} is not supported", judged.remedy)
+            )
         elif self._result.judge(written, value, section, self._recipe, f"policy.{path}"):
             return
         elif any(part in path for part in _CUT):
             what = f"{shown(value)} does nothing here"
             cost = f"it is cut as the policy is, by policy.{path}: {shown(of_policy)}"
-            self._result.warnings.append(Problem(written, what, cost))
+            self._result.warnings.append(Problem("has-no-effect", written, what, cost))
         else:
             what = f"{shown(value)} differs from policy.{path}: {shown(of_policy)}"
-            self._result.problems.append(Problem(written, what, "remove it, or give both the same value"))
+            self._result.problems.append(
+                Problem("contradicts", written, what, "remove it, or give both the same value")
+            )
 
 
 _MOVED_PREFIXES = tuple(f"megatron_cfg.{key}." for key in MOVED)

@@ -78,10 +78,12 @@ def translate(tree: Tree, algorithm: str, written: Tree) -> Translation:
     if asked is None:
         return result
     if not isinstance(asked, dict):
-        result.problems.append(Problem(_FOREIGN, f"{asked!r} is not allowed", "allowed: a section"))
+        result.problems.append(
+            Problem("not-allowed", _FOREIGN, f"{asked!r} is not allowed", "allowed: a section")
+        )
     elif algorithm != "grpo":
         what = f"asks for an asynchronous run, and this is one of {algorithm}"
-        result.problems.append(Problem(_FOREIGN, what, "remove it; GRPO alone runs so"))
+        result.problems.append(Problem("not-supported", _FOREIGN, what, "remove it; GRPO alone runs so"))
     elif isinstance(loop, dict):
         _merge(cast("Tree", asked), result)
     return result
@@ -99,7 +101,7 @@ def _move(source: str, target: str, written: Tree, result: Translation) -> None:
     own = value_at(written, target)
     if own is not None and own != value:
         what = f"{shown(value)} contradicts {target}: {shown(own)}"
-        result.problems.append(Problem(source, what, "remove one of the two", (target,)))
+        result.problems.append(Problem("contradicts", source, what, "remove one of the two", (target,)))
     elif own is None:
         _section_of(result.tree, target)[target.rpartition(".")[2]] = value
         result.origins[target] = source
@@ -133,7 +135,9 @@ def _merge(asked: Tree, result: Translation) -> None:
     own = dict(cast("Tree", given))
     if own.setdefault("enabled", True) is False:
         what = f"asks for an asynchronous run, and {_OWN}.enabled is false"
-        result.problems.append(Problem(_FOREIGN, what, "remove one of the two", (f"{_OWN}.enabled",)))
+        result.problems.append(
+            Problem("contradicts", _FOREIGN, what, "remove one of the two", (f"{_OWN}.enabled",))
+        )
     for path, value in _leaves(asked, _FOREIGN):
         target = _ASYNC.get(path)
         key = (target or "").rpartition(".")[2]
@@ -142,10 +146,10 @@ def _merge(asked: Tree, result: Translation) -> None:
             continue
         if target is None:
             known = ", ".join([*_ASYNC, BUFFER])
-            result.problems.append(Problem(path, "unknown key", f"known keys: {known}"))
+            result.problems.append(Problem("unknown-key", path, "unknown key", f"known keys: {known}"))
         elif own.setdefault(key, value) != value:
             what = f"{value} contradicts {target}: {own[key]}"
-            result.problems.append(Problem(path, what, "remove one of the two", (target,)))
+            result.problems.append(Problem("contradicts", path, what, "remove one of the two", (target,)))
         elif key not in given:
             result.origins[target] = path
     result.problems += _of_the_buffer(asked, own, loop)
@@ -161,6 +165,7 @@ def _of_the_buffer(asked: Tree, own: Tree, loop: Tree) -> Iterator[Problem]:
     needed = (steps + 1) * groups
     if not isinstance(rollouts, int) or rollouts < needed:
         yield Problem(
+            "too-small",
             BUFFER,
             f"{rollouts} has no room for the {needed} groups that may be under way: "
             "(async_rl.sampler.max_lookahead_versions + 1) * grpo.num_prompts_per_step",

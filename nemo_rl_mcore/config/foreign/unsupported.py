@@ -37,9 +37,13 @@ class Screened:
         if known.accepts(value, section, recipe):
             self.dropped.append(path)
         elif known.warns:
-            self.warnings.append(Problem(path, f"{shown(value)} does nothing here", known.remedy))
+            self.warnings.append(
+                Problem("has-no-effect", path, f"{shown(value)} does nothing here", known.remedy)
+            )
         else:
-            self.problems.append(Problem(path, f"{shown(value)} is not supported", known.remedy))
+            self.problems.append(
+                Problem("not-supported", path, f"{shown(value)} is not supported", known.remedy)
+            )
         return True
 
 

@@ -136,7 +136,9 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         known = ", ".join(FAMILIES)
-        raise ConfigError([Problem("model_type", f"{model_type!r} is not supported", f"known: {known}")])
+        raise ConfigError(
+            [Problem("not-supported", "model_type", f"{model_type!r} is not supported", f"known: {known}")]
+        )
     values = {**_DEFAULTS, **family.defaults, **config}
     if values.get("num_local_experts") is not None:  # the newer spelling, which counts where a file has both
         values["num_experts"] = values["num_local_experts"]
@@ -170,6 +172,7 @@ def _hidden_base(values: HFConfig, rope: HFConfig) -> Iterator[Problem]:
     base = cast("HFConfig", other).get("rope_theta") if isinstance(other, Mapping) else None
     if base is not None and base != rope["rope_theta"]:
         yield Problem(
+            "contradicts",
             "rope_scaling.rope_theta",
             f"{rope['rope_theta']!r} counts, and rope_parameters.rope_theta: {base!r} does not",
             "write the base that is meant in both",
@@ -180,12 +183,16 @@ def _feature_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
     for refusal in (*_REFUSALS, *family.refusals):
         given = values.get(refusal.key)
         if given not in refusal.allowed:
-            yield Problem(refusal.key, f"{given!r} of a {family.model_type} model: {refusal.reason}")
+            yield Problem(
+                "not-supported", refusal.key, f"{given!r} of a {family.model_type} model: {refusal.reason}"
+            )
     kinds = values.get("layer_types") or ()
     foreign = sorted({str(kind) for kind in cast("list[object]", kinds)} - {"full_attention"})
     if foreign:
         yield Problem(
-            "layer_types", f"{foreign} of a {family.model_type} model: only full_attention is supported"
+            "not-supported",
+            "layer_types",
+            f"{foreign} of a {family.model_type} model: only full_attention is supported",
         )
 
 
@@ -193,22 +200,32 @@ def _rope_problems(family: Family, rope: HFConfig) -> Iterator[Problem]:
     kind = rope["rope_type"]
     if kind not in ("default", "llama3"):
         yield Problem(
-            "rope_type", f"{kind!r} of a {family.model_type} model is not supported", "known: default, llama3"
+            "not-supported",
+            "rope_type",
+            f"{kind!r} of a {family.model_type} model is not supported",
+            "known: default, llama3",
         )
     elif foreign := sorted(rope.keys() - _ROPE_KEYS):
-        yield Problem("rope_parameters", f"{foreign} of a {family.model_type} model are not supported")
+        yield Problem(
+            "not-supported", "rope_parameters", f"{foreign} of a {family.model_type} model are not supported"
+        )
     if rope.get("partial_rotary_factor") not in (1, None):
-        yield Problem("partial_rotary_factor", "rotary positions on a part of each head are not supported")
+        yield Problem(
+            "not-supported",
+            "partial_rotary_factor",
+            "rotary positions on a part of each head are not supported",
+        )
     if kind == "llama3":
         for key in _ROPE_SCALING:
             if key not in rope:
-                yield Problem(f"rope_scaling.{key}", "missing, and rope_type llama3 needs it")
+                yield Problem("missing", f"rope_scaling.{key}", "missing, and rope_type llama3 needs it")
 
 
 def _router_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
     # ModelConfig refuses it too, in words for a model of one's own: here the architecture is that of the weights.
     if family.experts and values.get("num_experts_per_tok") == 1 and values["norm_topk_prob"]:
         yield Problem(
+            "no-signal",
             "num_experts_per_tok",
             f"1 of a {family.model_type} model with norm_topk_prob: {values['norm_topk_prob']} gives every expert the "
             "share 1, so that the router has no gradient",
@@ -219,7 +236,7 @@ def _router_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
 def _missing(family: Family, values: HFConfig) -> Iterator[Problem]:
     for key in (_SIZES | (_EXPERT_SIZES if family.experts else {})).values():
         if values.get(key) is None:
-            yield Problem(key, f"missing, and a {family.model_type} model has it")
+            yield Problem("missing", key, f"missing, and a {family.model_type} model has it")
 
 
 def _model_config(family: Family, values: HFConfig, rope: HFConfig) -> ModelConfig:
@@ -239,7 +256,7 @@ def _model_config(family: Family, values: HFConfig, rope: HFConfig) -> ModelConf
         model = ModelConfig.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(_translated(error, keys)) from error
-    if problems := [Problem("", str(problem)) for problem in collect_problems(model)]:
+    if problems := [Problem(problem.code, "", str(problem)) for problem in collect_problems(model)]:
         raise ConfigError(problems)  # sizes that do not go together, which they name themselves
     return model
 
@@ -247,7 +264,7 @@ def _model_config(family: Family, values: HFConfig, rope: HFConfig) -> ModelConf
 def _translated(error: ValidationError, keys: Mapping[str, str]) -> Iterator[Problem]:
     for details in error.errors(include_url=False):
         path = ".".join(str(part) for part in details["loc"])
-        yield Problem(keys.get(path, path), f"{details['input']!r}: {details['msg']}")
+        yield Problem("not-allowed", keys.get(path, path), f"{details['input']!r}: {details['msg']}")
 
 
 def family_of(model: ModelConfig) -> Family:

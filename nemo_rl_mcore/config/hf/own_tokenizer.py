@@ -17,6 +17,7 @@ def other_tokenizer(model: str | None, tokenizer: str) -> Problem | None:
     if model is None or model == tokenizer or not _has_another(model, tokenizer):
         return None
     return Problem(
+        "contradicts",
         TOKENIZER,
         f"{tokenizer!r} is not the tokenizer of {MODEL}: {model!r}",
         f"set it to {model!r}, or set both in one file if this one is meant",

@@ -5,7 +5,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
-from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.base import Code, ConfigError, Problem
 from nemo_rl_mcore.config.hf.hf_config import HFConfig, model_config_from_hf
 from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
 from nemo_rl_mcore.config.hf.known_models import KNOWN_MODELS
@@ -72,7 +72,9 @@ def pretrained_model(name: str) -> ModelConfig | None:
     try:
         return model_config_from_hf(config)
     except ConfigError as error:
-        raise ConfigError(_problem(f"{name!r}: {problem}") for problem in error.problems) from error
+        raise ConfigError(
+            _problem(problem.code, f"{name!r}: {problem}") for problem in error.problems
+        ) from error
 
 
 def read_hf_config(name: str) -> HFConfig | None:
@@ -80,21 +82,25 @@ def read_hf_config(name: str) -> HFConfig | None:
     folder = local_folder(name)
     if folder is None:
         if not is_hub_id(name):
-            raise ConfigError([_problem(f"no folder {name!r}", "name a Hugging Face folder or a hub id")])
+            raise ConfigError(
+                [_problem("not-found", f"no folder {name!r}", "name a Hugging Face folder or a hub id")]
+            )
         return KNOWN_MODELS.get(name)
     path = folder / "config.json"
     if not path.is_file():
         if name in KNOWN_MODELS:  # a cache may hold other files of the model
             return KNOWN_MODELS[name]
-        raise ConfigError([_problem(f"the folder {str(folder)!r} holds no config.json")])
+        raise ConfigError([_problem("not-readable", f"the folder {str(folder)!r} holds no config.json")])
     try:
         config = read_json(path, finite=False)  # transformers writes Infinity
     except OSError as error:
-        raise ConfigError([_problem(f"{str(path)!r} cannot be read: {error.strerror}")]) from error
+        raise ConfigError(
+            [_problem("not-readable", f"{str(path)!r} cannot be read: {error.strerror}")]
+        ) from error
     except ValueError as error:
-        raise ConfigError([_problem(f"{str(path)!r} is not JSON: {error}")]) from error
+        raise ConfigError([_problem("not-readable", f"{str(path)!r} is not JSON: {error}")]) from error
     if not isinstance(config, dict):
-        raise ConfigError([_problem(f"{str(path)!r} does not hold an object")])
+        raise ConfigError([_problem("not-readable", f"{str(path)!r} does not hold an object")])
     return cast("HFConfig", config)
 
 
@@ -103,6 +109,7 @@ def differences(given: ModelConfig, derived: ModelConfig, name: str) -> list[Pro
     ours, theirs = explicit_fields(given), explicit_fields(derived)
     return [
         Problem(
+            "contradicts",
             f"model.{key}",
             f"{ours[key]} contradicts the {theirs[key]} of policy.{MODEL_NAME}: {name!r}",
             "remove it, or set model: null over a parent's section; the architecture is that of the weights",
@@ -126,10 +133,11 @@ def explicit_fields(model: ModelConfig) -> Section:
 
 def _unknown(name: str) -> Problem:
     return _problem(
+        "not-found",
         f"{name!r} is no local folder, and its config.json is neither in the local Hugging Face cache nor known here",
         "download the model, or describe the architecture in policy.model",
     )
 
 
-def _problem(what: str, remedy: str = "") -> Problem:
-    return Problem(MODEL_NAME, what, remedy)
+def _problem(code: Code, what: str, remedy: str = "") -> Problem:
+    return Problem(code, MODEL_NAME, what, remedy)

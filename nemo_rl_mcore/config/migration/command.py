@@ -29,7 +29,9 @@ def run_migrate(recipe: str, output: str | None) -> int:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise ConfigError([Problem("--output", f"{target} cannot be written: {error.strerror}")]) from error
+        raise ConfigError(
+            [Problem("not-writable", "--output", f"{target} cannot be written: {error.strerror}")]
+        ) from error
     for line in report(migrated, target):
         write_line(sys.stdout, without_values(line, migrated.read.references))
     return 0 if migrated.settled else EXIT_OPEN
@@ -38,7 +40,7 @@ def run_migrate(recipe: str, output: str | None) -> int:
 def _require_free(target: Path) -> None:
     if target.exists():
         what = f"{target} is there already, and is not overwritten"
-        raise ConfigError([Problem("--output", what, "name another file")])
+        raise ConfigError([Problem("already-there", "--output", what, "name another file")])
 
 
 def run_in_memory(recipe: str, overrides: Iterable[str]) -> tuple[RunConfig, tuple[Problem, ...]]:

@@ -107,7 +107,9 @@ class Draft:
     def refuse(self, path: str, value: object, remedy: str, what: str = "") -> None:
         """Leave a key out that asks for something that is missing here."""
         self.refused[path] = (value, remedy)
-        self.problems.append(Problem(path, what or f"{shown(value)} does not carry over", remedy))
+        self.problems.append(
+            Problem("not-supported", path, what or f"{shown(value)} does not carry over", remedy)
+        )
         self.notes.append(Note(Kind.REFUSED, path, f"{shown(value)}; {remedy}" if remedy else shown(value)))
 
 

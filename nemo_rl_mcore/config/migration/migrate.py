@@ -89,7 +89,7 @@ def load_migrated(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     migrated = migrate(path, overrides)
     if not any(foreign_keys(migrated.read.tree)):
         what = "is no recipe of NeMo RL: all of its keys are ours"
-        raise ConfigError([Problem(str(path), what, "leave out --migrate")])
+        raise ConfigError([Problem("wrong-kind", str(path), what, "leave out --migrate")])
     if migrated.problems:
         raise ConfigError(migrated.problems)
     return migrated
@@ -105,12 +105,12 @@ def _require_a_recipe(path: str | Path, tree: Tree) -> None:
             else f"has none of the sections {known}"
         )
         remedy = "name a recipe of one algorithm" + ("" if algorithms else " that this package has")
-        raise ConfigError([Problem(str(path), what, remedy)])
+        raise ConfigError([Problem("wrong-kind", str(path), what, remedy)])
     policy = tree.get("policy")
     if not isinstance(policy, dict) or not {"megatron_cfg", "dtensor_cfg"} & cast("Tree", policy).keys():
         what = "is no whole recipe of NeMo RL: it has no policy.megatron_cfg and no policy.dtensor_cfg"
         remedy = "name one, or write in `defaults:` the path of the exemplar that it changes"
-        raise ConfigError([Problem(str(path), what, remedy)])
+        raise ConfigError([Problem("wrong-kind", str(path), what, remedy)])
 
 
 def _sort_out(draft: Draft) -> None:

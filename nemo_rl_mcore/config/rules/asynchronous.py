@@ -26,6 +26,7 @@ def _one_optimizer_step(config: GRPOMasterConfig) -> Iterator[Problem]:
     # A batch that does not divide the samples is told in batch_sizes, with the size that serves here too.
     if batch != samples and samples % batch == 0:
         yield Problem(
+            "incompatible",
             "policy.train_global_batch_size",
             f"{batch} makes {samples // batch} optimizer steps of the {samples} samples of a step, and {_ENABLED}: "
             "true takes one: weights have a version for each step",
@@ -38,6 +39,7 @@ def _groups(config: GRPOMasterConfig) -> Iterator[Problem]:
     section, groups = config.grpo.async_grpo, config.grpo.num_prompts_per_step
     if config.grpo.use_dynamic_sampling:
         yield Problem(
+            "incompatible",
             "grpo.use_dynamic_sampling",
             f"true does not go with {_ENABLED}: true, where each prompt has its step before it is answered",
             f"set it to false, {_SYNCHRONOUS}",
@@ -46,6 +48,7 @@ def _groups(config: GRPOMasterConfig) -> Iterator[Problem]:
     least, most = section.min_groups_for_streaming_train, section.max_inflight_prompts
     if least is not None and least > groups:
         yield Problem(
+            "too-large",
             _STREAMING,
             f"{least} is above the {groups} groups of a step (grpo.num_prompts_per_step)",
             "lower it; null waits for the whole step",
@@ -53,6 +56,7 @@ def _groups(config: GRPOMasterConfig) -> Iterator[Problem]:
         )
     if most is not None and most < groups:
         yield Problem(
+            "too-small",
             f"{_SECTION}.max_inflight_prompts",
             f"{most} is below the {groups} groups of a step (grpo.num_prompts_per_step)",
             f"set it to {groups} or more, or to null",
@@ -66,6 +70,7 @@ def _engines(config: GRPOMasterConfig) -> Iterator[Problem]:
     related = (_ENABLED, "policy.generation.backend", f"{_COLOCATED}.enabled", "cluster.gpus_per_node")
     if generation.decodes_on_ranks:
         yield Problem(
+            "incompatible",
             f"{_COLOCATED}.enabled",
             f"true has the training ranks answer (policy.generation.backend: embedded), and {_ENABLED}: true needs "
             "engines that answer meanwhile",
@@ -74,6 +79,7 @@ def _engines(config: GRPOMasterConfig) -> Iterator[Problem]:
         )
     elif generation.backend == "vllm" and generation.colocated.enabled and not on_cpu:
         yield Problem(
+            "incompatible",
             f"{_COLOCATED}.enabled",
             f"true puts the vLLM engines to sleep while the ranks train, and {_ENABLED}: true needs engines that "
             "answer meanwhile",
@@ -82,6 +88,7 @@ def _engines(config: GRPOMasterConfig) -> Iterator[Problem]:
         )
     if generation.backend == "vllm" and not generation.vllm_cfg.async_engine:
         yield Problem(
+            "requires",
             "policy.generation.vllm_cfg.async_engine",
             f"false answers whole batches, and {_ENABLED}: true asks group by group",
             f"set it to true, {_SYNCHRONOUS}",
@@ -93,6 +100,7 @@ def _estimator(config: GRPOMasterConfig) -> Iterator[Problem]:
     name = config.grpo.adv_estimator.name
     if config.grpo.streams and name != "grpo":
         yield Problem(
+            "incompatible",
             _STREAMING,
             f"{config.grpo.min_groups_per_chunk} trains on groups before the step is whole, and "
             f"grpo.adv_estimator.name: {name} whitens advantages over the whole step",
@@ -105,6 +113,7 @@ def _mismatch(config: GRPOMasterConfig) -> Iterator[Problem]:
     mismatch = config.policy.generation.mismatch
     if config.grpo.async_grpo.off_policy and mismatch.threshold is not None and mismatch.action != "warn":
         yield Problem(
+            "incompatible",
             "policy.generation.mismatch.action",
             f"{mismatch.action} would act on age: with {_AGE}: {config.grpo.async_grpo.max_trajectory_age_steps} the "
             "weights that answered are older than those that training compares with",
@@ -118,6 +127,7 @@ def _correction(config: GRPOMasterConfig) -> Iterator[Problem]:
     chosen = "use_importance_sampling_correction" in config.loss_fn.model_fields_set
     if config.grpo.async_grpo.off_policy and not chosen:
         yield Problem(
+            "missing",
             _CORRECTION,
             f"is left out with {_AGE}: {config.grpo.async_grpo.max_trajectory_age_steps}, where older weights have "
             "answered than those that train",

@@ -18,6 +18,7 @@ def _global_batch(config: RunConfig) -> Iterator[Problem]:
     ranks, batch = config.data_parallel_size, config.policy.train_global_batch_size
     if not isinstance(config.loop, RolloutConfig) and batch % ranks:
         yield Problem(
+            "not-divisible",
             "policy.train_global_batch_size",
             f"{batch} is not divisible by the {ranks} data-parallel ranks",
             "change the global batch size or the number of ranks",
@@ -34,6 +35,7 @@ def _samples_of_a_rollout(config: RunConfig) -> Iterator[Problem]:
     told = f"the {samples} samples of a step ({' * '.join(factors)})"
     if samples % ranks:
         yield Problem(
+            "not-divisible",
             factors[0],
             f"{told} are not divisible by the {ranks} data-parallel ranks",
             "change their number, or that of the ranks",
@@ -43,6 +45,7 @@ def _samples_of_a_rollout(config: RunConfig) -> Iterator[Problem]:
     fits = samples if one_step_per_rollout(config) else _divisor_near(batch, samples, ranks)
     if samples % batch:
         yield Problem(
+            "not-divisible",
             "policy.train_global_batch_size",
             f"{batch} does not divide {told}",
             f"set it to a divisor, such as {fits}",
@@ -50,6 +53,7 @@ def _samples_of_a_rollout(config: RunConfig) -> Iterator[Problem]:
         )
     elif batch % ranks:
         yield Problem(
+            "not-divisible",
             "policy.train_global_batch_size",
             f"{batch} is not divisible by the {ranks} data-parallel ranks",
             f"set it to a multiple that divides {told}, such as {fits}",
@@ -68,6 +72,7 @@ def _budgets(policy: PolicyConfig) -> Iterator[Problem]:
             budget: int | None = getattr(section, key)
             if section.enabled and budget is not None and budget < longest:
                 yield Problem(
+                    "too-small",
                     f"{name}.{key}",
                     f"{budget} is below policy.max_total_sequence_length: {longest}, which one sample may take",
                     f"set it to {longest} or more, or lower max_total_sequence_length",
@@ -89,6 +94,7 @@ def _budget_of_a_pair(config: RunConfig) -> Iterator[Problem]:
     longest = config.policy.max_total_sequence_length
     if budgets is not None and longest <= budgets.of_training(rows) < rows * longest:
         yield Problem(
+            "too-small",
             f"{budgets.section}.train_mb_tokens",
             f"{budgets.train} is below {rows} times policy.max_total_sequence_length: {longest}, which one sample of "
             f"{rows} rows may take",

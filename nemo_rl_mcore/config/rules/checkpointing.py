@@ -15,6 +15,7 @@ def _ranked_by_a_validation(config: RunConfig) -> Iterator[Problem]:
     by_validation = section.enabled and (section.metric_name or "").startswith("val:")
     if by_validation and (not period or section.save_period % period):
         yield Problem(
+            "requires",
             "checkpointing.metric_name",
             f"{section.metric_name} needs a validation at each checkpoint, and checkpointing.save_period: "
             f"{section.save_period} is no multiple of {config.algorithm}.val_period: {period}",
@@ -33,6 +34,7 @@ def _sharded_sgd(policy: PolicyConfig) -> Iterator[Problem]:
     optimizer = policy.megatron_cfg.optimizer
     if optimizer.optimizer == "sgd" and optimizer.use_distributed_optimizer:
         yield Problem(
+            "incompatible",
             f"{_OPTIMIZER}.use_distributed_optimizer",
             "true with optimizer: sgd cannot be saved, for which checkpointing.enabled: true asks",
             "set use_distributed_optimizer: false",

@@ -19,6 +19,7 @@ def _of_the_policy(policy: PolicyConfig) -> Iterator[Problem]:
     for key, copy, source, value in copies:
         if copy is not None and copy != value:
             yield Problem(
+                "contradicts",
                 key,
                 f"{str(copy).lower()} contradicts policy.{source}: {getattr(policy, source)}",
                 f"remove it, or set it to {str(value).lower()}",
@@ -30,6 +31,7 @@ def _seed(config: RunConfig) -> Iterator[Problem]:
     name, seed = config.algorithm, config.loop.seed
     if seed is not None and seed != config.seed:
         yield Problem(
+            "contradicts",
             f"{name}.seed",
             f"{seed} contradicts seed: {config.seed}",
             f"remove {name}.seed; the seed of a run is the top-level seed",

@@ -20,6 +20,7 @@ def _beside_training(config: RunConfig) -> Iterator[Problem]:
     for name in ("math", "custom"):
         if getattr(config.env, name) is not None:
             yield Problem(
+                "incompatible",
                 _SIZE,
                 f"0 does not go with grpo.async_grpo.enabled: true and env.{name}, which would hold up the thread that "
                 "asks the engines",
@@ -36,6 +37,7 @@ def _deadlines(config: RunConfig) -> Iterator[Problem]:
     longest = _LIMITS_OF_A_SCORE * env.math.timeout_s
     if env.pool.timeout_s <= longest:
         yield Problem(
+            "too-small",
             _TIMEOUT,
             f"{env.pool.timeout_s:g} is over before env.math.timeout_s: {env.math.timeout_s}, which holds "
             f"{_LIMITS_OF_A_SCORE} times in a score",
@@ -52,6 +54,7 @@ def _stall(config: RunConfig) -> Iterator[Problem]:
     longest = pool.timeout_s * (pool.retries + 1)
     if stall is not None and stall <= longest:
         yield Problem(
+            "too-small",
             "grpo.async_grpo.stall_timeout_s",
             f"{stall:g} is over before a reply is given up, after {longest:g} (env.pool.timeout_s: "
             f"{pool.timeout_s:g}, asked once and env.pool.retries: {pool.retries} times more)",
@@ -68,6 +71,7 @@ def _unread(config: RunConfig) -> Iterator[Problem]:
     for name in EnvPoolConfig.model_fields:
         if name != "size" and (value := getattr(given, name)) != getattr(default, name):
             yield Problem(
+                "has-no-effect",
                 f"env.pool.{name}",
                 f"{value} does nothing with {_SIZE}: 0",
                 f"remove it, or set {_SIZE} to 1 or more",
@@ -79,6 +83,7 @@ def _weights(config: RunConfig) -> Iterator[Problem]:
     """Yield weights of rewards that have no names."""
     if config.env.reward_weights and config.env.custom is None:
         yield Problem(
+            "has-no-effect",
             "env.reward_weights",
             "does nothing without env.custom: other environments give one reward",
             "remove it",

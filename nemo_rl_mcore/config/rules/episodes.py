@@ -14,6 +14,7 @@ def _environment(config: RunConfig) -> Iterator[Problem]:
     task, given = config.data.dataset_name, next(iter(config.env.given), None)
     if task in TURN_TASKS and given not in (task, "custom"):
         yield Problem(
+            "missing",
             f"env.{task}",
             f"missing with data.dataset_name: {task}",
             f"set it to {{}}{f', and env.{given} to null' if given else ''}",
@@ -21,6 +22,7 @@ def _environment(config: RunConfig) -> Iterator[Problem]:
         )
     if given in TURN_TASKS and task != given:
         yield Problem(
+            "incompatible",
             f"env.{given}",
             f"knows the prompts of data.dataset_name: {given} alone, which is {task}",
             f"set it to null, or data.dataset_name: {given}",
@@ -34,6 +36,7 @@ def _turns(config: RunConfig) -> Iterator[Problem]:
     if not isinstance(loop, EpisodesConfig):
         if task in TURN_TASKS:
             yield Problem(
+                "incompatible",
                 "data.dataset_name",
                 f"{task} has several turns, and {config.algorithm} takes one answer to a prompt",
                 "name another task, or run grpo or ppo",
@@ -42,10 +45,15 @@ def _turns(config: RunConfig) -> Iterator[Problem]:
     key = f"{config.algorithm}.max_rollout_turns"
     if given in TURN_TASKS and loop.max_rollout_turns == 1:
         yield Problem(
-            key, f"1 ends every episode of env.{given} with its first answer", "raise it", (f"env.{given}",)
+            "too-small",
+            key,
+            f"1 ends every episode of env.{given} with its first answer",
+            "raise it",
+            (f"env.{given}",),
         )
     if given in ("arithmetic", "math") and task not in TURN_TASKS and loop.max_rollout_turns > 1:
         yield Problem(
+            "has-no-effect",
             key,
             f"{loop.max_rollout_turns} does nothing with env.{given}, which scores the first answer "
             "and ends the episode",

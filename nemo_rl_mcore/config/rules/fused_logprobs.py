@@ -29,6 +29,7 @@ class Guardrail:
         if not self.ok:
             settings = (*(f"{key}: true" for key in self.allowed_by), f"{self.other}: {self.remedy}")
             yield Problem(
+                "incompatible",
                 FUSED,
                 f"true does not go with policy.{self.other}: {self.value} ({self.reason})",
                 f"set {', '.join(f'policy.{setting}' for setting in settings)}, or policy.{FUSED}: false",

@@ -18,6 +18,7 @@ def _stop_ids(policy: PolicyConfig) -> Iterator[Problem]:
     foreign = [stop for stop in policy.generation.stop_token_ids or () if not 0 <= stop < vocabulary]
     if foreign:
         yield Problem(
+            "too-large",
             "generation.stop_token_ids",
             f"{foreign} is outside 0 to {vocabulary - 1}, the ids of policy.model.vocab_size: {vocabulary}",
             "remove them, or raise vocab_size" if policy.weights is None else "remove them",
@@ -33,6 +34,7 @@ def _vllm_policy(policy: PolicyConfig) -> Iterator[Problem]:
     for key, value, neutral in (("top_p", generation.top_p, 1.0), ("top_k", generation.top_k, None)):
         if value != neutral:
             yield Problem(
+                "incompatible",
                 f"generation.{key}",
                 f"{value} does not go with generation.backend: vllm, whose log-probabilities are those after the "
                 "filter while training computes them before it",
@@ -42,6 +44,7 @@ def _vllm_policy(policy: PolicyConfig) -> Iterator[Problem]:
     longest = generation.vllm_cfg.max_model_len
     if longest is not None and longest < policy.max_total_sequence_length:
         yield Problem(
+            "too-small",
             "generation.vllm_cfg.max_model_len",
             f"{longest} is below policy.max_total_sequence_length: {policy.max_total_sequence_length}",
             "set it to null, or raise it",
@@ -49,7 +52,9 @@ def _vllm_policy(policy: PolicyConfig) -> Iterator[Problem]:
         )
     # Of weights that are named, the key that names them is told.
     if policy.model_name is None and (reason := missing_family(policy.model)):
-        yield Problem("generation.backend", f"vllm: {reason}", "set backend: embedded", ("model",))
+        yield Problem(
+            "not-supported", "generation.backend", f"vllm: {reason}", "set backend: embedded", ("model",)
+        )
 
 
 def _buckets(policy: PolicyConfig) -> Iterator[Problem]:
@@ -57,6 +62,7 @@ def _buckets(policy: PolicyConfig) -> Iterator[Problem]:
     given = policy.generation.refit_bucket_bytes
     if not policy.generation.decodes_on_ranks and given is not None and given < largest_weight_bytes(policy):
         yield Problem(
+            "too-small",
             "generation.refit_bucket_bytes",
             f"{given} is below the {largest_weight_bytes(policy)} bytes of the largest weight",
             "set it to null, or raise it",
@@ -71,6 +77,7 @@ def _transport(config: RunConfig) -> Iterator[Problem]:
         return
     if config.cluster.on_cpu and generation.refit_transport in ("cuda_ipc", "nccl"):
         yield Problem(
+            "requires",
             "policy.generation.refit_transport",
             f"{generation.refit_transport} needs GPUs, and cluster.gpus_per_node is 0",
             "set it to null: shared_memory on one machine",
@@ -78,6 +85,7 @@ def _transport(config: RunConfig) -> Iterator[Problem]:
         )
     if generation.refit_transport == "shared_memory" and config.cluster.num_nodes > 1:
         yield Problem(
+            "incompatible",
             "policy.generation.refit_transport",
             f"shared_memory is that of one machine, and cluster.num_nodes is {config.cluster.num_nodes}",
             "set it to null",
@@ -86,6 +94,7 @@ def _transport(config: RunConfig) -> Iterator[Problem]:
     apart = not config.cluster.on_cpu and not generation.colocated.enabled
     if apart and generation.refit_transport == "cuda_ipc":
         yield Problem(
+            "requires",
             "policy.generation.refit_transport",
             "cuda_ipc needs engines on the ranks' GPUs, and colocated.enabled is false",
             "set it to null: nccl",
@@ -104,6 +113,7 @@ def _embedded_engines(config: RunConfig) -> Iterator[Problem]:
         on_ranks = "grpo.async_grpo.enabled: false and colocated.enabled: true"
         remedy = f"set {on_ranks if config.asynchronous else 'it to true'}"
         yield Problem(
+            "not-supported",
             "policy.generation.colocated.enabled",
             f"false sends weights by the names of a family, and {reason}",
             remedy if policy.weights else f"change policy.model, or {remedy}",
@@ -115,6 +125,7 @@ def _embedded_engines(config: RunConfig) -> Iterator[Problem]:
     key = "policy.generation.colocated.resources"
     if resources.gpus_per_node is None and nodes > 1:
         yield Problem(
+            "missing",
             f"{key}.num_nodes",
             f"{nodes} with gpus_per_node: null does not say how many engines each has",
             "set gpus_per_node, or remove num_nodes",
@@ -123,6 +134,7 @@ def _embedded_engines(config: RunConfig) -> Iterator[Problem]:
     elif resources.gpus_per_node is not None and resources.gpus_per_node * nodes != engines:
         gpus = resources.gpus_per_node * nodes
         yield Problem(
+            "contradicts",
             "policy.generation.embedded_cfg.engines",
             f"{engines} is not the {gpus} GPUs of {key}, and each engine has one",
             f"set it to {gpus}, or remove the section resources",
@@ -142,6 +154,7 @@ def _cpu_problems(config: RunConfig) -> Iterator[Problem]:
     related = ("policy.generation.backend", "cluster.gpus_per_node")
     if model.head_dim < SMALLEST_CPU_HEAD:
         yield Problem(
+            "too-small",
             "policy.model.kv_channels" if model.kv_channels else "policy.model.num_attention_heads",
             f"the head size {model.head_dim} is below {SMALLEST_CPU_HEAD}, the smallest of vLLM on CPU "
             "(policy.generation.backend: vllm, cluster.gpus_per_node: 0)",
@@ -152,6 +165,7 @@ def _cpu_problems(config: RunConfig) -> Iterator[Problem]:
         )
     if model.num_moe_experts is not None:
         yield Problem(
+            "not-supported",
             "policy.generation.backend",
             "vllm cannot take new weights for experts (family qwen3_moe) on CPU, where it packs them when it starts",
             "set backend: embedded, or run on GPUs",
@@ -159,6 +173,7 @@ def _cpu_problems(config: RunConfig) -> Iterator[Problem]:
         )
     if generation.vllm_cfg.tensor_parallel_size > 1:
         yield Problem(
+            "requires",
             "policy.generation.vllm_cfg.tensor_parallel_size",
             f"{generation.vllm_cfg.tensor_parallel_size} needs GPUs, and cluster.gpus_per_node is 0",
             "set it to 1; cpu_engines adds engines",
@@ -174,6 +189,7 @@ def _gpu_problems(config: RunConfig) -> Iterator[Problem]:
     source = "cluster" if shared else "policy.generation.colocated.resources"
     if available is None:
         yield Problem(
+            "requires",
             "policy.generation.colocated.enabled",
             "false needs GPUs of the engines' own, and resources.gpus_per_node is null",
             "set policy.generation.colocated.resources.gpus_per_node, or enabled: true",
@@ -181,6 +197,7 @@ def _gpu_problems(config: RunConfig) -> Iterator[Problem]:
         )
     elif available % size:
         yield Problem(
+            "not-divisible",
             "policy.generation.vllm_cfg.tensor_parallel_size",
             f"{size} does not divide {source}.gpus_per_node: {available}",
             "make it a divisor",

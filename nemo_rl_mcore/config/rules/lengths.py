@@ -19,6 +19,7 @@ def _room(config: RunConfig) -> Iterator[Problem]:
         if computed or prompt + response > positions:
             remedy = f"lower the other two, which together may be {min(longest, positions)}"
         yield Problem(
+            "too-small",
             "policy.max_total_sequence_length",
             f"{longest} has no room for the longest prompt ({prompt}: data.max_input_seq_length, or what "
             f"the task needs) and policy.generation.max_new_tokens: {response}",
@@ -40,6 +41,7 @@ def _second_answer(config: RunConfig) -> Iterator[Problem]:
     shortest = 1 + 2 * policy.generation.max_new_tokens
     if shortest > (longest := policy.max_total_sequence_length):
         yield Problem(
+            "too-small",
             "policy.max_total_sequence_length",
             f"{longest} has no room for two answers of policy.generation.max_new_tokens: "
             f"{policy.generation.max_new_tokens}, so that no episode has a second turn",

@@ -43,6 +43,7 @@ def _one_step_per_rollout(config: RunConfig) -> Iterator[Problem]:
     # A batch that does not divide the samples is told in batch_sizes, with the size that serves here too.
     if loss.force_on_policy_ratio and batch != samples and samples % batch == 0:
         yield Problem(
+            "incompatible",
             f"{section}.force_on_policy_ratio",
             f"true needs one optimizer step per rollout, and policy.train_global_batch_size: {batch} "
             f"is not the {samples} samples of a step",
@@ -55,6 +56,7 @@ def _one_step_per_rollout(config: RunConfig) -> Iterator[Problem]:
         )
     if isinstance(config, PPOMasterConfig) and loss.force_on_policy_ratio and config.ppo.ppo_epochs > 1:
         yield Problem(
+            "incompatible",
             f"{section}.force_on_policy_ratio",
             f"true needs one optimizer step per rollout, and ppo.ppo_epochs: {config.ppo.ppo_epochs} makes more",
             "set ppo.ppo_epochs: 1, or force_on_policy_ratio: false",
@@ -72,6 +74,7 @@ def _bounds_of_nothing(config: RunConfig) -> Iterator[Problem]:
     )
     if bounded and loss.truncated_importance_sampling_type is None:
         yield Problem(
+            "has-no-effect",
             f"{section}.truncated_importance_sampling_ratio",
             f"a bound does nothing with {section}.truncated_importance_sampling_type: null",
             "set truncated_importance_sampling_type: tis, or the bounds to null"
@@ -92,6 +95,7 @@ def _lost_penalty(config: RunConfig) -> Iterator[Problem]:
     name = f"{config.algorithm}.adv_estimator.name"
     if loss.use_kl_in_reward and estimator.name == "grpo":
         yield Problem(
+            "incompatible",
             f"{section}.use_kl_in_reward",
             f"true loses the KL penalty with {name}: grpo, which does not subtract it",
             f"set use_kl_in_reward: false, or {name}: reinforce_plus_plus",
@@ -102,6 +106,7 @@ def _lost_penalty(config: RunConfig) -> Iterator[Problem]:
 def _critic_warmup(config: RunConfig) -> Iterator[Problem]:
     if isinstance(config, PPOMasterConfig) and config.ppo.critic_warmup_steps >= config.ppo.max_num_steps:
         yield Problem(
+            "too-large",
             "ppo.critic_warmup_steps",
             f"{config.ppo.critic_warmup_steps} leaves the policy none of max_num_steps: {config.ppo.max_num_steps}",
             "lower it",
@@ -115,6 +120,7 @@ def _distillation(config: RunConfig) -> Iterator[Problem]:
     loop, loss, vocabulary = config.distillation, config.loss_fn, config.policy.model.vocab_size
     if (loop.topk_logits_k or 0) > vocabulary:
         yield Problem(
+            "too-large",
             "distillation.topk_logits_k",
             f"{loop.topk_logits_k} is above policy.model.vocab_size: {vocabulary}",
             "lower it; null is the whole vocabulary",
@@ -122,6 +128,7 @@ def _distillation(config: RunConfig) -> Iterator[Problem]:
         )
     if loss.rl_weight and not loop.on_policy:
         yield Problem(
+            "requires",
             "loss_fn.rl_weight",
             f"{loss.rl_weight} needs answers of the student, and distillation.on_policy is false",
             "set rl_weight: 0 and remove loss_fn.rl, or set distillation.on_policy: true",
@@ -133,6 +140,7 @@ def _prev_logprobs(config: RunConfig) -> Iterator[Problem]:
     if config.policy.recompute_prev_logprobs == "always" and _policy_gradient(config) is None:
         without = " without loss_fn.rl_weight" if isinstance(config, DistillationMasterConfig) else ""
         yield Problem(
+            "has-no-effect",
             "policy.recompute_prev_logprobs",
             f"always does nothing with {config.algorithm}{without}, which has no ratio to earlier weights",
             "remove it",

@@ -11,7 +11,7 @@ _ENGINES = ("policy.generation.backend", "policy.generation.colocated.enabled")
 
 
 def _refused(config: RunConfig, reason: str, remedy: str, *related: str) -> Problem:
-    return Problem(_OFFLOAD, f"{config.policy.offload} {reason}", remedy, related)
+    return Problem("incompatible", _OFFLOAD, f"{config.policy.offload} {reason}", remedy, related)
 
 
 def _nobody_needs_it(config: RunConfig) -> Iterator[Problem]:
@@ -84,6 +84,7 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 def _no_reference(config: RunConfig) -> Iterator[Problem]:
     if config.policy.reference_on_device != "auto" and not config.needs_reference:
         yield Problem(
+            "has-no-effect",
             "policy.reference_on_device",
             f"{str(config.policy.reference_on_device).lower()} does nothing: the run has no reference policy",
             "remove it, or set a KL penalty above 0",

@@ -37,6 +37,7 @@ def _nothing_to_allow(policy: PolicyConfig) -> Iterator[Problem]:
     off = tuple(key for key, on in needed.items() if not on)
     if policy.megatron_cfg.fused_linear_logprobs_packed and off:
         yield Problem(
+            "has-no-effect",
             _FUSED_PACKED,
             f"true does nothing with {' and '.join(f'policy.{key}: false' for key in off)}",
             "remove it; fused log-probabilities of packed rows alone need it",
@@ -66,6 +67,7 @@ def _balance_of_each_sample(policy: PolicyConfig) -> Iterator[Problem]:
 def refusal(section: str, other: str, value: str, reason: str) -> Problem:
     """A way of sizing microbatches by tokens that does not go with another key of the policy."""
     return Problem(
+        "incompatible",
         f"{section}.enabled",
         f"true does not go with policy.{other}: {value} ({reason})",
         f"set policy.{section}.enabled: false, or change the other key",

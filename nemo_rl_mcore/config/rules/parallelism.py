@@ -36,6 +36,7 @@ def _even_cuts(policy: PolicyConfig) -> Iterator[Problem]:
 def _context(policy: PolicyConfig) -> Iterator[Problem]:
     if policy.megatron_cfg.context_parallel_size > 1:
         yield Problem(
+            "not-supported",
             "megatron_cfg.context_parallel_size",
             f"{policy.megatron_cfg.context_parallel_size}: context parallelism is not supported yet",
             "set context_parallel_size: 1",
@@ -47,6 +48,7 @@ def _training(policy: PolicyConfig) -> Iterator[Problem]:
     model, megatron = policy.model, policy.megatron_cfg
     if model.num_moe_experts is None and megatron.expert_model_parallel_size > 1:
         yield Problem(
+            "requires",
             EXPERT,
             f"{megatron.expert_model_parallel_size} needs a model with experts, and policy.model.num_moe_experts "
             "is null",
@@ -56,6 +58,7 @@ def _training(policy: PolicyConfig) -> Iterator[Problem]:
     split = megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel
     if model.num_moe_experts is not None and split:
         yield Problem(
+            "incompatible",
             SEQUENCE,
             f"false does not go with experts and policy.{TENSOR}: {megatron.tensor_model_parallel_size}",
             "set sequence_parallel: true, or tensor_model_parallel_size: 1",
@@ -69,6 +72,7 @@ def _tensor_problems(model: ModelConfig, megatron: MegatronConfig, weights: str 
     tensor = megatron.tensor_model_parallel_size
     if megatron.sequence_parallel and tensor == 1:
         yield Problem(
+            "requires",
             SEQUENCE,
             "true needs tensor_model_parallel_size above 1, and it is 1",
             "set sequence_parallel: false, or raise tensor_model_parallel_size",
@@ -81,6 +85,7 @@ def _tensor_problems(model: ModelConfig, megatron: MegatronConfig, weights: str 
         return
     for key, size in uneven.items():
         yield Problem(
+            "not-divisible",
             f"model.{key}",
             f"{size} is not divisible by policy.{TENSOR}: {tensor}",
             f"set it to {-(-size // tensor) * tensor}, or lower tensor_model_parallel_size",
@@ -93,7 +98,7 @@ def _too_many_ranks(layout: str, ranks: int, uneven: dict[str, int], weights: st
     sizes = " and ".join(f"{key}: {size}" for key, size in uneven.items())
     largest = max(number for number in range(1, ranks) if fits % number == 0)
     what = f"{ranks} does not divide the {sizes} of the weights (policy.{weights})"
-    return Problem(layout, what, f"set it to {largest}", (weights,))
+    return Problem("not-divisible", layout, what, f"set it to {largest}", (weights,))
 
 
 def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
@@ -114,6 +119,7 @@ def _pipeline_problems(
     virtual = f" times policy.{VIRTUAL}: {chunks}" if chunks else ""
     if model.num_layers % megatron.layer_divisor and weights:
         yield Problem(
+            "not-divisible",
             PIPELINE,
             f"{stages}{virtual} does not divide the num_layers: {model.num_layers} of the weights (policy.{weights})",
             "use fewer stages",
@@ -121,6 +127,7 @@ def _pipeline_problems(
         )
     elif model.num_layers % megatron.layer_divisor:
         yield Problem(
+            "not-divisible",
             "model.num_layers",
             f"{model.num_layers} is not divisible by policy.{PIPELINE}: {stages}{virtual}",
             f"set num_layers to a multiple of {megatron.layer_divisor}, or use fewer stages",
@@ -130,6 +137,7 @@ def _pipeline_problems(
         return
     if stages == 1:
         yield Problem(
+            "requires",
             VIRTUAL,
             f"{chunks} needs pipeline_model_parallel_size above 1, and it is 1",
             "set virtual_pipeline_model_parallel_size: null",
@@ -145,6 +153,7 @@ def _expert_problems(model: ModelConfig, megatron: MegatronConfig, weights: str 
         yield _too_many_ranks(EXPERT, ranks, {"num_moe_experts": experts}, weights, fits=experts)
     elif experts % ranks:
         yield Problem(
+            "not-divisible",
             "model.num_moe_experts",
             f"{experts} is not divisible by policy.{EXPERT}: {ranks}",
             f"set it to {-(-experts // ranks) * ranks}, or lower expert_model_parallel_size",
@@ -152,6 +161,7 @@ def _expert_problems(model: ModelConfig, megatron: MegatronConfig, weights: str 
         )
     if megatron.expert_tensor_parallel_size > 1:
         yield Problem(
+            "not-supported",
             EXPERT_TENSOR,
             f"{megatron.expert_tensor_parallel_size}: an expert that several ranks share is not supported yet",
             "set expert_tensor_parallel_size: 1; expert_model_parallel_size spreads whole experts",
@@ -179,6 +189,7 @@ def _overlap_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[
 
 def _no_overlap(reason: str, other: str, value: str) -> Problem:
     return Problem(
+        "incompatible",
         OVERLAP,
         f"true does not go with policy.{other}: {value} (the schedule {reason})",
         "set overlap_moe_expert_parallel_comm: false, or change the other key",
@@ -191,6 +202,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     ranks = "cpu_workers_per_node" if config.cluster.on_cpu else "gpus_per_node"
     if world % needed:
         yield Problem(
+            "not-divisible",
             f"cluster.{ranks}",
             f"num_nodes * {ranks} = {world} ranks do not divide into copies of the model of {needed} ranks "
             f"(policy.megatron_cfg: tensor * pipeline * context parallel size)",
@@ -203,6 +215,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     expert *= config.policy.megatron_cfg.expert_tensor_parallel_size
     if (world // stages) % expert:
         yield Problem(
+            "not-divisible",
             "policy.megatron_cfg.expert_model_parallel_size",
             f"expert model * expert tensor parallel size = {expert} does not divide the "
             f"{world // stages} ranks of a pipeline stage",
@@ -214,6 +227,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
 def _overlap_in_fp32(config: RunConfig) -> Iterator[Problem]:
     if config.policy.megatron_cfg.overlap_moe_expert_parallel_comm and config.policy.precision == "float32":
         yield Problem(
+            "requires",
             f"policy.{OVERLAP}",
             "true needs policy.precision: bfloat16, and it is float32",
             "set overlap_moe_expert_parallel_comm: false, or policy.precision: bfloat16",
@@ -224,6 +238,7 @@ def _overlap_in_fp32(config: RunConfig) -> Iterator[Problem]:
 def _layers_on_cpu(config: RunConfig) -> Iterator[Problem]:
     if config.cluster.on_cpu and config.policy.megatron_cfg.transformer_impl == "transformer_engine":
         yield Problem(
+            "requires",
             "policy.megatron_cfg.transformer_impl",
             "transformer_engine needs GPUs, and cluster.gpus_per_node is 0",
             "set transformer_impl: auto or local",

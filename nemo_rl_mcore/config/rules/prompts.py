@@ -17,6 +17,7 @@ def _drawn_prompts(config: RunConfig) -> Iterator[Problem]:
     drawn = loop.num_prompts_per_step * loop.batch_multiplier
     if drawn != int(drawn):
         yield Problem(
+            "not-divisible",
             f"{name}.batch_multiplier",
             f"{loop.batch_multiplier} times num_prompts_per_step: {loop.num_prompts_per_step} is not whole",
             "give a multiple that is",
@@ -28,6 +29,7 @@ def _drawn_prompts(config: RunConfig) -> Iterator[Problem]:
             "batch_multiplier and dynamic_sampling_max_gen_batches" if rounds > 1 else "batch_multiplier"
         )
         yield Problem(
+            "too-large",
             f"{name}.num_prompts_per_step",
             f"{loop.num_prompts_per_step} (times {factors}) is above the {data.train_prompts} "
             f"different training prompts of data.num_digits: {data.num_digits}",
@@ -48,6 +50,7 @@ def _given_rows(config: RunConfig) -> Iterator[Problem]:
         return
     if batch > data.train_prompts:
         yield Problem(
+            "too-large",
             "policy.train_global_batch_size",
             f"{batch} is above the {data.train_prompts} different training prompts of data.num_digits: "
             f"{data.num_digits}",
@@ -56,6 +59,7 @@ def _given_rows(config: RunConfig) -> Iterator[Problem]:
         )
     if config.loop.validates and held_out * batch > data.validation_prompts:
         yield Problem(
+            "too-large",
             f"{config.algorithm}.val_batches",
             f"{held_out} times policy.train_global_batch_size: {batch} is above the "
             f"{data.validation_prompts} held-out prompts of data.num_digits: {data.num_digits}",
@@ -68,6 +72,7 @@ def _held_out_prompts(config: RunConfig) -> Iterator[Problem]:
     name, loop, data = config.algorithm, config.loop, config.data
     if data.embedded and loop.validates and loop.max_val_samples > data.validation_prompts:
         yield Problem(
+            "too-large",
             f"{name}.max_val_samples",
             f"{loop.max_val_samples} is above the {data.validation_prompts} held-out prompts of "
             f"data.num_digits: {data.num_digits}",
@@ -96,13 +101,18 @@ def _named_sets(config: RunConfig) -> Iterator[Problem]:
             else f"known: {', '.join(sets) or 'none'}; name it in eval.sets"
         )
         yield Problem(
-            join_path("data.validation", place), f"{name!r} is no set of eval.sets", hint, ("eval.sets",)
+            "not-found",
+            join_path("data.validation", place),
+            f"{name!r} is no set of eval.sets",
+            hint,
+            ("eval.sets",),
         )
 
 
 def _gold_answers(config: RunConfig) -> Iterator[Problem]:
     if config.data.embedded and config.env.math is not None and config.env.math.gold is not None:
         yield Problem(
+            "incompatible",
             "env.math.gold",
             f"does not go with data.dataset_name: {config.data.dataset_name}, whose answers are digits and no more",
             "set it to null",
@@ -111,6 +121,7 @@ def _gold_answers(config: RunConfig) -> Iterator[Problem]:
     for path, source in (config.train_sources | config.validation_sources).items():
         if source.answer is not None and config.env.math is not None and config.env.math.gold is not None:
             yield Problem(
+                "incompatible",
                 "env.math.gold",
                 f"would look for an answer in what {path}.answer has already taken from the rows",
                 "set it to null",
@@ -128,22 +139,37 @@ def _streams(config: RunConfig) -> Iterator[Problem]:
     key, loop = f"{streams[0]}.streaming", config.loop
     if len(sources) > 1:
         yield Problem(
-            key, "true is for one source, and data.train has several", "set it to false, or keep one source"
+            "incompatible",
+            key,
+            "true is for one source, and data.train has several",
+            "set it to false, or keep one source",
         )
     if config.data.validation is None and loop.validates:
         what = "true holds no rows out to validate with, and data.validation is null"
-        yield Problem(key, what, "give data.validation, or turn validation off", ("data.validation",))
+        yield Problem(
+            "incompatible", key, what, "give data.validation, or turn validation off", ("data.validation",)
+        )
     if loop.max_num_epochs > 1:
         what = f"{loop.max_num_epochs} does nothing with {key}: true, whose rows are not counted"
         yield Problem(
-            f"{config.algorithm}.max_num_epochs", what, "set it to 1; max_num_steps ends the run", (key,)
+            "has-no-effect",
+            f"{config.algorithm}.max_num_epochs",
+            what,
+            "set it to 1; max_num_steps ends the run",
+            (key,),
         )
     if isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling:
         what = f"true draws rows of all the data set, which {key}: true does not have"
-        yield Problem(f"{config.algorithm}.use_dynamic_sampling", what, "set one of the two to false", (key,))
+        yield Problem(
+            "incompatible",
+            f"{config.algorithm}.use_dynamic_sampling",
+            what,
+            "set one of the two to false",
+            (key,),
+        )
     if config.asynchronous:
         what = f"true draws prompts of several steps at a time, and {key}: true reads them step after step"
-        yield Problem("grpo.async_grpo.enabled", what, "set one of the two to false", (key,))
+        yield Problem("incompatible", "grpo.async_grpo.enabled", what, "set one of the two to false", (key,))
 
 
 RULES = Rules(of_runs=(_drawn_prompts, _given_rows, _held_out_prompts, _named_sets, _gold_answers, _streams))

@@ -13,6 +13,7 @@ def _teacher(config: RunConfig) -> Iterator[Problem]:
     teacher, policy = config.teacher, config.policy
     if teacher.model is not None and teacher.model.vocab_size != policy.model.vocab_size:
         yield Problem(
+            "contradicts",
             "teacher.model.vocab_size",
             f"{teacher.model.vocab_size} is not policy.model.vocab_size: {policy.model.vocab_size}",
             "teacher and student name the same tokens; "
@@ -25,6 +26,7 @@ def _teacher(config: RunConfig) -> Iterator[Problem]:
         )
     if policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather:
         yield Problem(
+            "incompatible",
             "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather",
             "true does not go with distillation, which reads the output weight itself",
             "set it to false",

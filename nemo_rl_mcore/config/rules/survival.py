@@ -16,6 +16,7 @@ def _restarts(config: RunConfig) -> Iterator[Problem]:
     restarts = config.cluster.max_trainer_restarts
     if restarts and not config.checkpointing.enabled:
         yield Problem(
+            "requires",
             _RESTARTS,
             f"{restarts} has new ranks begin at the last checkpoint, and {_CHECKPOINTS} is false",
             f"set {_CHECKPOINTS}: true, or {_RESTARTS}: 0",
@@ -31,6 +32,7 @@ def _shrinking(config: RunConfig) -> Iterator[Problem]:
         yield _no_shrinking("has no machine to do without: cluster.num_nodes is 1", "cluster.num_nodes")
     elif not cluster.max_trainer_restarts:
         yield Problem(
+            "requires",
             _ELASTIC,
             f"shrink starts ranks anew on the machines that are left, and {_RESTARTS} is 0",
             f"set {_RESTARTS} to 1 or more, or {_ELASTIC}: none",
@@ -62,7 +64,7 @@ def no_fewer_machines(config: RunConfig) -> Problem:
 
 
 def _no_shrinking(reason: str, *related: str) -> Problem:
-    return Problem(_ELASTIC, f"shrink {reason}", f"set {_ELASTIC}: none", related)
+    return Problem("incompatible", _ELASTIC, f"shrink {reason}", f"set {_ELASTIC}: none", related)
 
 
 RULES = Rules(of_runs=(_restarts, _shrinking))

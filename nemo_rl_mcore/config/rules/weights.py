@@ -13,7 +13,13 @@ CHAR_VOCABULARY = 32
 
 def _family(policy: PolicyConfig) -> Iterator[Problem]:
     if policy.model_name is not None and (reason := missing_family(policy.model)):
-        yield Problem("model_name", f"{policy.model_name!r}: {reason}", "change policy.model", ("model",))
+        yield Problem(
+            "not-supported",
+            "model_name",
+            f"{policy.model_name!r}: {reason}",
+            "change policy.model",
+            ("model",),
+        )
 
 
 def _vocabulary(policy: PolicyConfig) -> Iterator[Problem]:
@@ -21,6 +27,7 @@ def _vocabulary(policy: PolicyConfig) -> Iterator[Problem]:
         return
     if policy.weights is not None:
         yield Problem(
+            "contradicts",
             "tokenizer.name",
             f"char has {CHAR_VOCABULARY} tokens, and the weights (policy.{policy.weights}) have "
             f"{policy.model.vocab_size}",
@@ -29,6 +36,7 @@ def _vocabulary(policy: PolicyConfig) -> Iterator[Problem]:
         )
     else:
         yield Problem(
+            "too-small",
             "model.vocab_size",
             f"{policy.model.vocab_size} is below the {CHAR_VOCABULARY} tokens of tokenizer.name: char",
             f"set vocab_size: {CHAR_VOCABULARY}",
@@ -40,6 +48,7 @@ def _positions(policy: PolicyConfig) -> Iterator[Problem]:
     longest, positions = policy.max_total_sequence_length, policy.model.max_position_embeddings
     if longest > positions:
         yield Problem(
+            "too-large",
             "max_total_sequence_length",
             f"{longest} is above policy.model.max_position_embeddings: {positions}",
             "lower the one or raise the other"
