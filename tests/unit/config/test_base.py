@@ -20,7 +20,7 @@ class Inner(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.low > self.high:
-            yield Problem("low", f"{self.low} is above high: {self.high}", "swap them", ("high",))
+            yield Problem("too-large", "low", f"{self.low} is above high: {self.high}", "swap them", ("high",))
 
 
 class Outer(StrictModel):
@@ -32,17 +32,17 @@ class Outer(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.switch and self.count == 1:
-            yield Problem("switch", "needs a count above 1")
+            yield Problem("requires", "switch", "needs a count above 1")
 
 
 def test_text_of_a_problem_names_path_fault_remedy_and_place():
-    problem = Problem("a.b", "3 is odd", "set it to 4", where="recipe.yaml:7")
+    problem = Problem("not-divisible", "a.b", "3 is odd", "set it to 4", where="recipe.yaml:7")
     assert str(problem) == "a.b: 3 is odd; set it to 4  [recipe.yaml:7]"
-    assert str(Problem("", "empty")) == "empty"
+    assert str(Problem("missing", "", "empty")) == "empty"
 
 
 def test_config_error_lists_every_problem():
-    error = ConfigError([Problem("a", "x"), Problem("b", "y")])
+    error = ConfigError([Problem("missing", "a", "x"), Problem("missing", "b", "y")])
     assert str(error) == "2 problems in the configuration:\n  1. a: x\n  2. b: y"
     assert isinstance(error, ValueError)
 
@@ -90,6 +90,6 @@ def test_sections_are_frozen():
 def test_problems_are_collected_from_all_sections_with_full_paths():
     config = Outer.model_validate({"inner": {"low": 2}, "switch": True})
     assert list(collect_problems(config)) == [
-        Problem("switch", "needs a count above 1"),
-        Problem("inner.low", "2 is above high: 1", "swap them", ("inner.high",)),
+        Problem("requires", "switch", "needs a count above 1"),
+        Problem("too-large", "inner.low", "2 is above high: 1", "swap them", ("inner.high",)),
     ]

@@ -140,9 +140,9 @@ def test_a_section_set_to_null_is_no_place_of_its_keys(exemplar, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("policy:\n  model: null\n")
     problems = [
-        Problem("policy.model.num_layers", ""),
-        Problem("policy.model", ""),
-        Problem("policy.precision", ""),
+        Problem("missing", "policy.model.num_layers", ""),
+        Problem("missing", "policy.model", ""),
+        Problem("missing", "policy.precision", ""),
     ]
     places = [problem.where.rpartition("/")[2] for problem in locate(problems, [exemplar, recipe], [])]
     assert places[:2] == ["", "recipe.yaml:2"]
