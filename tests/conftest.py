@@ -35,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--skipped", type=Path, metavar="FILE", help="write the ids of skipped tests there, one a line"
     )
     parser.addoption(
+        "--write-messages",
+        action="store_true",
+        help="write anew how recipes are refused: unit/config/messages.yaml",
+    )
+    parser.addoption(
         "--counts", type=Path, metavar="FILE", help="fail where the tests cost more than this says"
     )
 

@@ -1,12 +1,17 @@
-"""What a test says of a refusal: its code, and the keys, paths and numbers in its message, not the words."""
+"""What a test says of a refusal: its code, and the keys, paths and numbers in its message, not the words.
+
+The words are in tests/unit/config/messages.yaml.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from pydantic import ValidationError
 
 from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.errors import CodedError
 
 
@@ -27,13 +32,38 @@ def assert_refused(error: object, code: str, *parts: object) -> None:
 
 
 @contextmanager
-def wrong_key(path: str, *parts: object) -> Iterator[pytest.ExceptionInfo[ConfigError]]:
-    """Expect a recipe to be refused for this key first; the parts as in `refused`."""
+def wrong_key(expected: str, *parts: object) -> Iterator[pytest.ExceptionInfo[ConfigError]]:
+    """Expect a recipe to be refused with this first, written as in `brief`; the parts as in `refused`."""
     with pytest.raises(ConfigError) as caught:
         yield caught
     problem = caught.value.problems[0]
-    assert problem.path == path, str(problem)
+    assert brief(problem) == expected, str(problem)
     assert_holds(str(problem), *parts)
+
+
+def brief(problem: Problem) -> str:
+    """Return "key: code (end of the first related key)" of a problem, without what it does not have."""
+    related = f" ({problem.related[0].rpartition('.')[2]})" if problem.related else ""
+    return f"{problem.path}: {problem.code}{related}" if problem.path else f"{problem.code}{related}"
+
+
+def briefs(problems: Iterable[Problem]) -> list[str]:
+    """Return `brief` of each."""
+    return [brief(problem) for problem in problems]
+
+
+def refusals_of(call: Callable[[], object]) -> list[str]:
+    """Return `briefs` of what a call refuses in a section; those of single fields are not-allowed."""
+    with pytest.raises((ConfigError, ValidationError)) as caught:
+        call()
+    if isinstance(caught.value, ConfigError):
+        return briefs(caught.value.problems)
+    found: list[str] = []
+    for error in caught.value.errors():
+        inner = error.get("ctx", {}).get("error")
+        path = ".".join(map(str, error["loc"]))
+        found += briefs(inner.problems) if isinstance(inner, ConfigError) else [f"{path}: not-allowed"]
+    return found
 
 
 def assert_holds(text: str, *parts: object) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
 
-from nemo_rl_mcore.config.base import Problem, Tree, value_at
+from nemo_rl_mcore.config.base import Code, Problem, Tree, value_at
 from nemo_rl_mcore.config.foreign.judgement import shown
 
 
@@ -104,7 +104,9 @@ class Draft:
         self.notes.append(Note(Kind.CHANGED, path, f"{arrow}{shown(value)}; {why}"))
         self.comments[path] = why if before is None else f"NeMo RL: {shown(before)}. {_sentence(why)}"
 
-    def refuse(self, path: str, value: object, remedy: str, what: str = "") -> None:
+    def refuse(
+        self, path: str, value: object, remedy: str, what: str = "", code: Code = "not-supported"
+    ) -> None:
         """Leave a key out that asks for something that is missing here."""
         self.refused[path] = (value, remedy)
         self.problems.append(

@@ -130,7 +130,7 @@ def _sort_out(draft: Draft) -> None:
         draft.notes.append(Note(Kind.WARNED, warning.path, f"{warning.what}; {warning.remedy}"))
     for problem in [*screened.problems, *translation.problems]:
         draft.pop(problem.path)
-        draft.refuse(problem.path, value_at(before, problem.path), problem.remedy, problem.what)
+        draft.refuse(problem.path, value_at(before, problem.path), problem.remedy, problem.what, problem.code)
 
 
 def _by_section(origins: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -173,7 +173,7 @@ def _leave_out_unknown(draft: Draft, section: Tree, prefix: str) -> None:
         if field is None:
             section.pop(key)
             nowhere = f"no key of this package, nor of NeMo RL at {listed_origin()}"
-            draft.refuse(path, value, nowhere, "unknown key")
+            draft.refuse(path, value, nowhere, "unknown key", "unknown-key")
         elif section_of(field) is not None:
             for place, inner in inner_sections(value):
                 _leave_out_unknown(draft, inner, join_path(path, place))

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import yaml
+from refusals import briefs
 
-from nemo_rl_mcore.config import ConfigError, GRPOMasterConfig, load_config
+from nemo_rl_mcore.config import ConfigError, GRPOMasterConfig, Problem, load_config
 
 REPOSITORY = Path(__file__).parents[3]
 EXEMPLAR = REPOSITORY / "examples/configs/grpo_copy_cpu.yaml"
@@ -28,12 +29,18 @@ def load() -> Callable[..., GRPOMasterConfig]:
 
 
 @pytest.fixture
-def refusals() -> Callable[..., list[str]]:
-    """The problems of the exemplar, or of another one, with overrides: one text each, without where they stand."""
+def wrong() -> Callable[..., tuple[Problem, ...]]:
+    """The problems of the exemplar, or of another one, with overrides."""
 
-    def refuse(*overrides: str, recipe: str = EXEMPLAR.name) -> list[str]:
+    def refuse(*overrides: str, recipe: str = EXEMPLAR.name) -> tuple[Problem, ...]:
         with pytest.raises(ConfigError) as caught:
             load_config(EXEMPLAR.with_name(recipe), overrides)
-        return [str(problem).partition("  [")[0] for problem in caught.value.problems]
+        return caught.value.problems
 
     return refuse
+
+
+@pytest.fixture
+def refusals(wrong) -> Callable[..., list[str]]:
+    """`briefs` of the same."""
+    return lambda *overrides, **recipe: briefs(wrong(*overrides, **recipe))

@@ -1,4 +1,5 @@
 import pytest
+from refusals import refusals_of
 
 from nemo_rl_mcore.config import EnvConfig, checked
 from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
@@ -66,22 +67,20 @@ def test_where_a_response_most_likely_states_its_answer(response, stated):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"gold": {"regex": "("}}, "is no regular expression: missing )"),
-        ({"gold": {"regex": r"\d+"}}, "has 0 groups, and the answer is what one group holds"),
-        ({"response": {"regex": r"(a)(b)"}}, "has 2 groups"),
-        ({"gold": {"after": ""}}, "an empty marker stands nowhere"),
-        ({"gold": {}}, "one way to find an answer is needed, and none is given"),
-        ({"gold": {"after": None}}, 'give one of after: "####" (with quotes)'),
+        ({"gold": {"regex": "("}}, "math.gold.regex: not-allowed"),
+        ({"gold": {"regex": r"\d+"}}, "math.gold.regex: not-allowed"),
+        ({"response": {"regex": r"(a)(b)"}}, "math.response.regex: not-allowed"),
+        ({"gold": {"after": ""}}, "math.gold.after: not-allowed"),
+        ({"gold": {}}, "math.gold: one-of (after)"),
+        ({"gold": {"after": None}}, "math.gold: one-of (after)"),
         (
             {"response": {"after": "####", "boxed": True}},
-            "one way to find an answer is needed, and after and boxed is given",
+            "math.response: one-of (after)",
         ),
     ],
 )
 def test_sections_that_do_not_say_where(section, message):
-    with pytest.raises(ValueError, match=r"math\.") as caught:
-        checked(EnvConfig, {"math": section})
-    assert message in str(caught.value)
+    assert refusals_of(lambda: checked(EnvConfig, {"math": section})) == [message]
 
 
 def test_a_wrong_section_is_named_by_its_path(refusals):
@@ -94,7 +93,7 @@ def test_a_wrong_section_is_named_by_its_path(refusals):
 
 def test_an_embedded_task_has_nothing_to_extract(refusals, load):
     (problem,) = refusals("env={arithmetic: null, math: {gold: {boxed: true}}}")
-    assert problem.startswith("env.math.gold: does not go with data.dataset_name: copy")
+    assert problem.startswith("env.math.gold: incompatible (dataset_name)")
     assert load("env={arithmetic: null, math: {response: {boxed: true}}}").env.math
 
 

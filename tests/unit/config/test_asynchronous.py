@@ -1,6 +1,7 @@
 """Sampling beside training: what it refuses when the recipe loads, and what it goes with."""
 
 import pytest
+from refusals import wrong_key
 
 from nemo_rl_mcore.config import AsyncGRPOConfig, ConfigError, checked, load_config
 from nemo_rl_mcore.config.migration.migrate import migrate
@@ -64,63 +65,49 @@ def test_engines_may_start_anew(load, section):
     [
         (
             ["policy.train_global_batch_size=64"],
-            "policy.train_global_batch_size: 64 makes 4 optimizer steps of the 256 samples of a step, and "
-            "grpo.async_grpo.enabled: true takes one: weights have a version for each step; set it to 256, or "
-            "grpo.async_grpo.enabled: false",
+            "policy.train_global_batch_size: incompatible (enabled)",
         ),
         (
             ["policy.train_global_batch_size=100"],
-            "policy.train_global_batch_size: 100 does not divide the 256 samples of a step "
-            "(grpo.num_prompts_per_step * grpo.num_generations_per_prompt); set it to a divisor, such as 256",
+            "policy.train_global_batch_size: not-divisible (num_prompts_per_step)",
         ),
         (
             ["grpo.use_dynamic_sampling=true"],
-            "grpo.use_dynamic_sampling: true does not go with grpo.async_grpo.enabled: true, where each prompt has "
-            "its step before it is answered; set it to false, or grpo.async_grpo.enabled: false",
+            "grpo.use_dynamic_sampling: incompatible (enabled)",
         ),
         (
             [f"{ASYNC}.min_groups_for_streaming_train=17"],
-            f"{ASYNC}.min_groups_for_streaming_train: 17 is above the 16 groups of a step "
-            "(grpo.num_prompts_per_step); lower it; null waits for the whole step",
+            "grpo.async_grpo.min_groups_for_streaming_train: too-large (num_prompts_per_step)",
         ),
         (
             [f"{ASYNC}.max_inflight_prompts=15"],
-            f"{ASYNC}.max_inflight_prompts: 15 is below the 16 groups of a step (grpo.num_prompts_per_step); "
-            "set it to 16 or more, or to null",
+            "grpo.async_grpo.max_inflight_prompts: too-small (num_prompts_per_step)",
         ),
         (
             [f"{ASYNC}.rollout_timeout_s=30", f"{ASYNC}.stall_timeout_s=30"],
-            f"{ASYNC}.stall_timeout_s: 30 is not above rollout_timeout_s: 30, so that a slow group would end the run "
-            "before it is given up; raise it, or lower rollout_timeout_s",
+            "grpo.async_grpo.stall_timeout_s: too-small (rollout_timeout_s)",
         ),
         (
             [f"{GENERATION}.colocated.enabled=true"],
-            f"{GENERATION}.colocated.enabled: true has the training ranks answer (policy.generation.backend: "
-            "embedded), and grpo.async_grpo.enabled: true needs engines that answer meanwhile; set it to false, or "
-            "grpo.async_grpo.enabled: false",
+            "policy.generation.colocated.enabled: incompatible (enabled)",
         ),
         (
             list(VLLM),
-            f"{GENERATION}.vllm_cfg.async_engine: false answers whole batches, and grpo.async_grpo.enabled: true asks "
-            "group by group; set it to true, or grpo.async_grpo.enabled: false",
+            "policy.generation.vllm_cfg.async_engine: requires (enabled)",
         ),
         (
             [WHITENED, f"{ASYNC}.min_groups_for_streaming_train=4"],
-            f"{ASYNC}.min_groups_for_streaming_train: 4 trains on groups before the step is whole, and "
-            "grpo.adv_estimator.name: reinforce_plus_plus whitens advantages over the whole step; set it to null, or "
-            "grpo.adv_estimator.name: grpo",
+            "grpo.async_grpo.min_groups_for_streaming_train: incompatible (enabled)",
         ),
         *(
             (
                 [f"{GENERATION}.mismatch.threshold=1.1", f"{GENERATION}.mismatch.action={action}"],
-                f"{GENERATION}.mismatch.action: {action} would act on age: with {ASYNC}.max_trajectory_age_steps: 1 "
-                "the weights that answered are older than those that training compares with; set it to warn, "
-                f"threshold to null, or {ASYNC}.max_trajectory_age_steps: 0",
+                "policy.generation.mismatch.action: incompatible (threshold)",
             )
             for action in ("mask", "stop")
         ),
-        (["+grpo.async_grpo.max_trainer_restarts=1"], f"{ASYNC}.max_trainer_restarts: unknown key"),
-        ([f"{ASYNC}.max_trajectory_age_steps=-1"], f"{ASYNC}.max_trajectory_age_steps: -1 is not allowed"),
+        (["+grpo.async_grpo.max_trainer_restarts=1"], "grpo.async_grpo.max_trainer_restarts: unknown-key"),
+        ([f"{ASYNC}.max_trajectory_age_steps=-1"], "grpo.async_grpo.max_trajectory_age_steps: not-allowed"),
     ],
 )
 def test_refusals(refusals, overrides, message):
@@ -132,11 +119,7 @@ def test_engines_on_the_ranks_gpus_are_refused(refusals):
     async_vllm = (*VLLM, f"{GENERATION}.vllm_cfg.async_engine=true")
     given = (ON, *TIS, *async_vllm, "cluster.gpus_per_node=2")
     (text,) = refusals(*given)
-    assert text == (
-        f"{GENERATION}.colocated.enabled: true puts the vLLM engines to sleep while the ranks train, and "
-        f"{ASYNC}.enabled: true needs engines that answer meanwhile; set it to false with "
-        f"{GENERATION}.colocated.resources.gpus_per_node, or {ASYNC}.enabled: false"
-    )
+    assert text == ("policy.generation.colocated.enabled: incompatible (enabled)")
 
 
 @pytest.mark.parametrize(
@@ -182,12 +165,7 @@ class TestCorrection:
 
     def test_off_policy_it_is_a_choice_of_the_recipe(self, refusals):
         (text,) = refusals(*self.LEFT_OUT)
-        assert text == (
-            f"loss_fn.use_importance_sampling_correction: is left out with {ASYNC}.max_trajectory_age_steps: 1, where "
-            "older weights have answered than those that train; set loss_fn.use_importance_sampling_correction: true, "
-            "loss_fn.truncated_importance_sampling_type: tis and loss_fn.truncated_importance_sampling_ratio: 2.0; or "
-            "to false, which trains as if the answers were new"
-        )
+        assert text == ("loss_fn.use_importance_sampling_correction: missing (enabled)")
 
     def test_its_remedies_are_taken(self, load):
         assert not any(remarks(load(*self.LEFT_OUT, *TIS)))
@@ -205,7 +183,7 @@ class TestCorrection:
     def test_a_wrong_choice_is_told_as_such(self, refusals):
         texts = refusals(*self.LEFT_OUT, "loss_fn.use_importance_sampling_correction=maybe")
         assert [text.partition(": ")[0] for text in texts] == ["loss_fn.use_importance_sampling_correction"]
-        assert "'maybe' is not allowed" in texts[0]
+        assert "loss_fn.use_importance_sampling_correction: not-allowed" in texts[0]
 
 
 @pytest.mark.parametrize(
@@ -291,5 +269,5 @@ def test_what_is_worth_a_word(load, overrides, told):
 
 def test_the_section_can_be_built_alone():
     AsyncGRPOConfig(rollout_timeout_s=9.0, stall_timeout_s=5.0)  # which nothing reads
-    with pytest.raises(ValueError, match="stall_timeout_s: 5 is not above rollout_timeout_s: 9"):
+    with wrong_key("stall_timeout_s: too-small (rollout_timeout_s)"):
         checked(AsyncGRPOConfig, AsyncGRPOConfig(enabled=True, rollout_timeout_s=9.0, stall_timeout_s=5.0))

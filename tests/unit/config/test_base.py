@@ -20,7 +20,9 @@ class Inner(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         if self.low > self.high:
-            yield Problem("too-large", "low", f"{self.low} is above high: {self.high}", "swap them", ("high",))
+            yield Problem(
+                "too-large", "low", f"{self.low} is above high: {self.high}", "swap them", ("high",)
+            )
 
 
 class Outer(StrictModel):

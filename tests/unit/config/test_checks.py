@@ -1,4 +1,5 @@
 import pytest
+from refusals import wrong_key
 
 from nemo_rl_mcore.config import GRPOMasterConfig, checked
 from nemo_rl_mcore.data.datasets import DigitTaskSource, is_held_out
@@ -39,23 +40,19 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
     [
         (
             ["cluster.cpu_workers_per_node=3", "policy.megatron_cfg.tensor_model_parallel_size=2"],
-            "cluster.cpu_workers_per_node: num_nodes * cpu_workers_per_node = 3 ranks do not divide into "
-            "copies of the model of 2 ranks",
+            "cluster.cpu_workers_per_node: not-divisible (num_nodes)",
         ),
         (
             ["cluster.gpus_per_node=1", "policy.megatron_cfg.pipeline_model_parallel_size=2"],
-            "cluster.gpus_per_node: num_nodes * gpus_per_node = 1 ranks do not divide",
+            "cluster.gpus_per_node: not-divisible (num_nodes)",
         ),
         (
             ["policy.train_global_batch_size=100"],
-            "policy.train_global_batch_size: 100 does not divide the 256 samples of a step",
+            "policy.train_global_batch_size: not-divisible (num_prompts_per_step)",
         ),
-        (["policy.train_global_batch_size=100"], "set it to a divisor, such as 64"),
         (
             ["policy.train_global_batch_size=1"],
-            "policy.train_global_batch_size: 1 is not divisible by the 2 data-parallel ranks; set it to a multiple "
-            "that divides the 256 samples of a step (grpo.num_prompts_per_step * grpo.num_generations_per_prompt), "
-            "such as 2",
+            "policy.train_global_batch_size: not-divisible (num_prompts_per_step)",
         ),
         (
             [
@@ -63,18 +60,16 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
                 "policy.train_micro_batch_size=32",
                 "loss_fn.force_on_policy_ratio=true",
             ],
-            "loss_fn.force_on_policy_ratio: true needs one optimizer step per rollout",
+            "loss_fn.force_on_policy_ratio: incompatible (train_global_batch_size)",
         ),
         (
             ["policy.max_total_sequence_length=7"],
-            "policy.max_total_sequence_length: 7 has no room for the longest prompt (4",
+            "policy.max_total_sequence_length: too-small (dataset_name)",
         ),
-        (["policy.max_total_sequence_length=7"], "set it to 8"),
-        (["data.num_digits=4"], "8 has no room for the longest prompt (5"),
+        (["data.num_digits=4"], "policy.max_total_sequence_length: too-small (dataset_name)"),
         (
             ["data.max_input_seq_length=3"],
-            "data.max_input_seq_length: 3 is shorter than the prompts of copy with num_digits: 3, "
-            "which have 4 tokens",
+            "data.max_input_seq_length: too-small (num_digits)",
         ),
         (
             [
@@ -83,29 +78,29 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
                 "grpo.val_period=0",
                 "grpo.val_at_end=false",
             ],
-            "16 (times batch_multiplier and dynamic_sampling_max_gen_batches) is above the 8",
+            "grpo.num_prompts_per_step: too-large (dataset_name)",
         ),
         (
             ["data.num_digits=1"],
-            "16 (times batch_multiplier) is above the 8 different training prompts",
+            "grpo.num_prompts_per_step: too-large (dataset_name)",
         ),
-        (["grpo.max_val_samples=256"], "grpo.max_val_samples: 256 is above the 90 held-out prompts"),
+        (["grpo.max_val_samples=256"], "grpo.max_val_samples: too-large (dataset_name)"),
         (
             ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.01"],
-            "grpo.batch_multiplier: 1.01 times num_prompts_per_step: 16 is not whole",
+            "grpo.batch_multiplier: not-divisible (num_prompts_per_step)",
         ),
         (
             ["loss_fn.use_kl_in_reward=true"],
-            "loss_fn.use_kl_in_reward: true loses the KL penalty with grpo.adv_estimator.name: grpo",
+            "loss_fn.use_kl_in_reward: incompatible (name)",
         ),
         (
             ["loss_fn.truncated_importance_sampling_ratio=2"],
-            "a bound does nothing with loss_fn.truncated_importance_sampling_type: null",
+            "loss_fn.truncated_importance_sampling_ratio: has-no-effect (truncated_importance_sampling_type)",
         ),
-        (["grpo.seed=7"], "grpo.seed: 7 contradicts seed: 42"),
+        (["grpo.seed=7"], "grpo.seed: contradicts (seed)"),
         (
             ["policy.megatron_cfg.transformer_impl=transformer_engine"],
-            "transformer_impl: transformer_engine needs GPUs, and cluster.gpus_per_node is 0",
+            "policy.megatron_cfg.transformer_impl: requires (gpus_per_node)",
         ),
         (
             [
@@ -113,21 +108,21 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
                 "checkpointing.metric_name=val:reward",
                 "checkpointing.save_period=20",
             ],
-            "checkpointing.save_period: 20 is no multiple of grpo.val_period: 50",
+            "checkpointing.metric_name: requires (save_period)",
         ),
         (
             ["checkpointing.enabled=true", "checkpointing.metric_name=val:reward", "grpo.val_period=0"],
-            "checkpointing.metric_name: val:reward needs a validation at each checkpoint",
+            "checkpointing.metric_name: requires (save_period)",
         ),
         (
             ["checkpointing.metric_name=reward"],
-            "'reward' does not say where the metric comes from; write val: or train:",
+            "checkpointing.metric_name: not-allowed",
         ),
-        (["checkpointing.metric_name='val:'"], "'val:' does not say where the metric comes from"),
-        (["checkpointing.resume=step_3"], "checkpointing.resume: 'step_3' is not read with enabled: false"),
+        (["checkpointing.metric_name='val:'"], "checkpointing.metric_name: not-allowed"),
+        (["checkpointing.resume=step_3"], "checkpointing.resume: has-no-effect (enabled)"),
         (
             ["checkpointing.checkpoint_must_save_by=00:03:45:00"],
-            "checkpointing.checkpoint_must_save_by: '00:03:45:00' asks for a checkpoint with enabled: false",
+            "checkpointing.checkpoint_must_save_by: requires (enabled)",
         ),
         (
             [
@@ -135,7 +130,7 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
                 "policy.megatron_cfg.optimizer.optimizer=sgd",
                 "policy.megatron_cfg.optimizer.use_distributed_optimizer=true",
             ],
-            "use_distributed_optimizer: true with optimizer: sgd cannot be saved",
+            "policy.megatron_cfg.optimizer.use_distributed_optimizer: incompatible (enabled)",
         ),
         (
             [
@@ -143,23 +138,20 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
                 "policy.generation.colocated.enabled=false",
                 "policy.generation.refit_transport=shared_memory",
             ],
-            "policy.generation.refit_transport: shared_memory is that of one machine, and cluster.num_nodes is 2; set "
-            "it to null",
+            "policy.generation.refit_transport: incompatible (backend)",
         ),
         (
             ["cluster.max_trainer_restarts=2"],
-            "cluster.max_trainer_restarts: 2 has new ranks begin at the last checkpoint, and checkpointing.enabled is "
-            "false; set checkpointing.enabled: true",
+            "cluster.max_trainer_restarts: requires (enabled)",
         ),
         (
             ["cluster.elastic=shrink", "cluster.max_trainer_restarts=2"],
-            "cluster.max_trainer_restarts: 2 has new ranks begin at the last checkpoint",
+            "cluster.max_trainer_restarts: requires (enabled)",
         ),
-        ([*SHRINKING, "cluster.num_nodes=1"], "shrink has no machine to do without: cluster.num_nodes is 1"),
+        ([*SHRINKING, "cluster.num_nodes=1"], "cluster.elastic: incompatible (num_nodes)"),
         (
             [*SHRINKING, "cluster.max_trainer_restarts=0"],
-            "cluster.elastic: shrink starts ranks anew on the machines that are left, and cluster.max_trainer_restarts "
-            "is 0; set cluster.max_trainer_restarts to 1 or more, or cluster.elastic: none",
+            "cluster.elastic: requires (max_trainer_restarts)",
         ),
         (
             [
@@ -167,8 +159,7 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
                 "cluster.cpu_workers_per_node=1",
                 "policy.megatron_cfg.tensor_model_parallel_size=2",
             ],
-            "cluster.elastic: shrink finds no number of machines below cluster.num_nodes: 2 whose ranks make whole "
-            "copies of the model, among which the batch divides; set cluster.elastic: none",
+            "cluster.elastic: incompatible (num_nodes)",
         ),
         (
             [
@@ -178,7 +169,7 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
                 "policy.logprob_batch_size=64",
                 "policy.generation.backend=vllm",
             ],
-            "cluster.elastic: shrink does not go with engines on the GPUs of the ranks",
+            "cluster.elastic: incompatible (enabled)",
         ),
     ],
 )
@@ -225,8 +216,7 @@ def test_the_seed_of_nemo_rl_is_the_seed(tree):
 @pytest.mark.parametrize("key", ["seed", "+grpo.seed"])
 @pytest.mark.parametrize("seed", [-1, 2**31, 10**23])
 def test_seeds_that_no_generator_takes_are_refused(refusals, key, seed):
-    expected = f"{key.removeprefix('+')}: {seed} is not allowed; allowed: an integer, at least 0 and at most 2147483647"
-    assert any(text.startswith(expected) for text in refusals(f"{key}={seed}"))
+    assert f"{key.removeprefix('+')}: not-allowed" in refusals(f"{key}={seed}")
 
 
 @pytest.mark.parametrize("seed", [0, 2**31 - 1])
@@ -236,7 +226,7 @@ def test_the_ends_of_the_range_of_seeds_are_seeds(load, seed):
 
 def test_rules_hold_without_the_loader(tree):
     tree["policy"]["train_global_batch_size"] = 100
-    with pytest.raises(ValueError, match="100 does not divide the 256 samples"):
+    with wrong_key("policy.train_global_batch_size: not-divisible (num_prompts_per_step)"):
         checked(GRPOMasterConfig, tree)
 
 
@@ -250,6 +240,6 @@ def test_a_limit_of_time_is_read_as_days_hours_minutes_and_seconds(load):
 def test_what_is_no_limit_of_time(refusals, given):
     """YAML 1.1 reads 1:00:00:00 without quotes as 216000."""
     (text,) = refusals("checkpointing.enabled=true", f"checkpointing.checkpoint_must_save_by={given}")
-    told = f"checkpointing.checkpoint_must_save_by: {given} is no time: days, hours, minutes and seconds, together"
+    told = "checkpointing.checkpoint_must_save_by: not-allowed"
     assert text.replace("'soon'", "soon").startswith(told)
-    assert 'write it as "00:03:45:00", in quotes' in text
+    assert "checkpointing.checkpoint_must_save_by: not-allowed" in text

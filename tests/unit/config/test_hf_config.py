@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import yaml
+from refusals import brief, briefs, wrong_key
 
 from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig, load_config
 from nemo_rl_mcore.config.hf.hf_config import FAMILIES, family_of, hf_config_of, model_config_from_hf
@@ -49,7 +50,7 @@ def refused(config):
 
 
 def refusal_of(config):
-    return [str(problem) for problem in refused(config)]
+    return briefs(refused(config))
 
 
 def transformers_config(model_type, **keys):
@@ -180,44 +181,49 @@ def test_what_no_family_has_is_named(model, reason):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (config_of("gemma2"), "model_type: 'gemma2' is not supported; known: llama, mistral, qwen2"),
-        ({}, "model_type: None is not supported"),
-        (config_of("llama", hidden_act="gelu"), "hidden_act: 'gelu' of a llama model: only SiLU"),
-        (config_of("llama", attention_bias=True), "attention_bias: True of a llama model"),
-        (config_of("llama", mlp_bias=True), "mlp_bias: True of a llama model"),
-        (config_of("llama", per_layer_config={"1": {}}), "per_layer_config: {'1': {}} of a llama model"),
-        (config_of("llama", attention_dropout=0.1), "attention_dropout: 0.1 of a llama model"),
-        (config_of("llama", quantization_config={"bits": 4}), "quantization_config: {'bits': 4} of a llama"),
+        (config_of("gemma2"), "model_type: not-supported"),
+        ({}, "model_type: not-supported"),
+        (config_of("llama", hidden_act="gelu"), "hidden_act: not-supported"),
+        (config_of("llama", attention_bias=True), "attention_bias: not-supported"),
+        (config_of("llama", mlp_bias=True), "mlp_bias: not-supported"),
+        (config_of("llama", per_layer_config={"1": {}}), "per_layer_config: not-supported"),
+        (config_of("llama", attention_dropout=0.1), "attention_dropout: not-supported"),
+        (config_of("llama", quantization_config={"bits": 4}), "quantization_config: not-supported"),
         (
             config_of("llama", rope_scaling={"type": "linear", "factor": 2.0}),
-            "rope_type: 'linear' of a llama",
+            "rope_type: not-supported",
         ),
         (
             config_of("qwen2", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-            "rope_type: 'yarn' of a qwen2",
+            "rope_type: not-supported",
         ),
-        (config_of("qwen2", rope_scaling={"mrope_section": [1, 2]}), "rope_parameters: ['mrope_section']"),
-        (config_of("llama", partial_rotary_factor=0.5), "partial_rotary_factor: 0.5 of a llama model"),
-        (config_of("llama", rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor: rotary"),
-        (config_of("qwen2", use_sliding_window=True), "use_sliding_window: True of a qwen2 model"),
-        (config_of("mistral", sliding_window=4096), "sliding_window: 4096 of a mistral model"),
-        ({"model_type": "mistral", **SIZES}, "sliding_window: 4096 of a mistral model"),
+        (config_of("qwen2", rope_scaling={"mrope_section": [1, 2]}), "rope_parameters: not-supported"),
+        (config_of("llama", partial_rotary_factor=0.5), "partial_rotary_factor: not-supported"),
+        (
+            config_of("llama", rope_parameters={"partial_rotary_factor": 0.5}),
+            "partial_rotary_factor: not-supported",
+        ),
+        (config_of("qwen2", use_sliding_window=True), "use_sliding_window: not-supported"),
+        (config_of("mistral", sliding_window=4096), "sliding_window: not-supported"),
+        ({"model_type": "mistral", **SIZES}, "sliding_window: not-supported"),
         (
             config_of("qwen3", layer_types=["full_attention", "sliding_attention"]),
-            "layer_types: ['sliding_att",
+            "layer_types: not-supported",
         ),
-        (config_of("qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step: 2 of a qwen3_moe model"),
-        (config_of("qwen3_moe", mlp_only_layers=[0]), "mlp_only_layers: [0] of a qwen3_moe model"),
+        (config_of("qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step: not-supported"),
+        (config_of("qwen3_moe", mlp_only_layers=[0]), "mlp_only_layers: not-supported"),
         (config_of("qwen3_moe", num_experts=None), "num_experts: missing"),
         (
             config_of("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True),
-            "num_experts_per_tok: 1 of a qwen3_moe model with norm_topk_prob: True gives every expert the share 1, so "
-            "that the router has no gradient; use a model with norm_topk_prob: false, or with more experts per token",
+            "num_experts_per_tok: no-signal",
         ),
-        ({"model_type": "llama"}, "hidden_size: missing, and a llama model has it"),
-        (config_of("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor: missing"),
-        (config_of("llama", hidden_size="64"), "hidden_size: '64': Input should be a valid integer"),
-        (config_of("llama", hidden_size=66), "hidden_size: 66 is not divisible by num_attention_heads: 4"),
+        ({"model_type": "llama"}, "hidden_size: missing"),
+        (
+            config_of("llama", rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+            "rope_scaling.low_freq_factor: missing",
+        ),
+        (config_of("llama", hidden_size="64"), "hidden_size: not-allowed"),
+        (config_of("llama", hidden_size=66), "not-divisible"),
     ],
 )
 def test_unknown_families_and_unsupported_features_are_refused_by_name(config, message):
@@ -370,11 +376,10 @@ def test_each_field_that_differs_from_the_weights_is_reported(recipe, tmp_path):
     folder = saved_model(tmp_path / "model", config_of("llama"))
     with pytest.raises(ConfigError) as caught:
         load_config(recipe(folder, {"num_layers": 3, "hidden_size": 64, "num_query_groups": 1}))
-    assert [problem.path for problem in caught.value.problems] == [
-        "policy.model.num_layers",
-        "policy.model.num_query_groups",
+    assert briefs(caught.value.problems) == [
+        "policy.model.num_layers: contradicts (model_name)",
+        "policy.model.num_query_groups: contradicts (model_name)",
     ]
-    assert "3 contradicts the 2 of policy.model_name" in str(caught.value)
     assert "recipe.yaml:" in caught.value.problems[0].where
 
 
@@ -383,23 +388,19 @@ def test_each_field_that_differs_from_the_weights_is_reported(recipe, tmp_path):
     [
         (
             {"tensor_model_parallel_size": 4, "sequence_parallel": True},
-            "policy.megatron_cfg.tensor_model_parallel_size: 4 does not divide the num_query_groups: 2 of the weights "
-            "(policy.model_name); set it to 2",
+            "policy.megatron_cfg.tensor_model_parallel_size: not-divisible (model_name)",
         ),
         (
             {"tensor_model_parallel_size": 3, "sequence_parallel": True},
-            "policy.megatron_cfg.tensor_model_parallel_size: 3 does not divide the num_attention_heads: 4 and "
-            "num_query_groups: 2 of the weights (policy.model_name); set it to 2",
+            "policy.megatron_cfg.tensor_model_parallel_size: not-divisible (model_name)",
         ),
         (
             {"pipeline_model_parallel_size": 3},
-            "policy.megatron_cfg.pipeline_model_parallel_size: 3 does not divide the num_layers: 2 of the weights "
-            "(policy.model_name); use fewer stages",
+            "policy.megatron_cfg.pipeline_model_parallel_size: not-divisible (virtual_pipeline_model_parallel_size)",
         ),
         (
             {"expert_model_parallel_size": 3},
-            "policy.megatron_cfg.expert_model_parallel_size: 3 does not divide the num_moe_experts: 4 of the weights "
-            "(policy.model_name); set it to 2",
+            "policy.megatron_cfg.expert_model_parallel_size: not-divisible (model_name)",
         ),
     ],
 )
@@ -408,9 +409,8 @@ def test_a_layout_that_the_weights_do_not_allow_is_what_must_change(recipe, tree
     megatron = {**tree["policy"]["megatron_cfg"], **layout}
     with pytest.raises(ConfigError) as caught:
         load_config(recipe(folder, megatron_cfg=megatron))
-    (told,) = [problem for problem in caught.value.problems if "of the weights" in problem.what]
-    assert str(told).partition("  [")[0] == expected
-    assert "recipe.yaml:" in told.where
+    (problem,) = [one for one in caught.value.problems if brief(one) == expected]
+    assert "recipe.yaml:" in problem.where
     assert "policy.model." not in str(caught.value)
 
 
@@ -451,14 +451,14 @@ def test_hub_ids_come_from_the_cache_then_from_the_table(recipe, cache):
     assert load_config(recipe("Qwen/Qwen3-0.6B")).policy.model.hidden_size == 1024
     cached_model(cache, "Qwen/Qwen3-0.6B", config_of("llama"))
     assert load_config(recipe("Qwen/Qwen3-0.6B")).policy.model.hidden_size == 64
-    with pytest.raises(ConfigError, match="neither in the local Hugging Face cache nor known here") as caught:
+    with wrong_key("policy.model_name: not-found") as caught:
         load_config(recipe("me/unknown"))
     assert len(caught.value.problems) == 1
     model = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 40}
     assert load_config(recipe("me/unknown", model)).policy.model.hidden_size == 64
-    with pytest.raises(ConfigError, match="no supported Hugging Face family has"):
+    with wrong_key("policy.model_name: not-supported (model)"):
         load_config(recipe("me/unknown", {**model, "mtp_num_layers": 1}))
-    with pytest.raises(ConfigError, match="no folder '/not/here'"):
+    with wrong_key("policy.model_name: not-found"):
         load_config(recipe("/not/here"))
 
 
@@ -467,7 +467,7 @@ def test_the_tokenizer_is_the_models_where_none_is_named(recipe, tmp_path, tree)
     del tree["policy"]["tokenizer"]
     config = load_config(recipe(folder))
     assert config.policy.tokenizer.name == str(folder)
-    with pytest.raises(ConfigError, match="holds no tokenizer"):
+    with wrong_key("policy.tokenizer.name: not-found"):
         preflight(config)
     assert preflight(load_config(recipe("Qwen/Qwen3-0.6B")))  # fetched with the weights
 

@@ -3,6 +3,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from refusals import briefs
 
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.cluster import ClusterConfig
@@ -61,30 +62,28 @@ def test_one_parent_may_be_reached_twice(tmp_path, exemplar):
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({}, "a.yaml: no such file"),
-        ({"a.yaml": "defaults: b.yaml"}, "a.yaml -> {}/b.yaml: no such file"),
+        ({}, "{0}/a.yaml: not-found"),
+        ({"a.yaml": "defaults: b.yaml"}, "{0}/a.yaml -> {0}/b.yaml: not-found"),
         (
             {"a.yaml": "defaults: b.yaml", "b.yaml": "defaults: a.yaml"},
-            "b.yaml -> {}/a.yaml: the file is its own ancestor; remove the cycle",
+            "{0}/a.yaml -> {0}/b.yaml -> {0}/a.yaml: reference",
         ),
-        ({"a.yaml": "defaults: {b: 1}"}, "`defaults:` is not a path or a list of paths"),
-        ({"a.yaml": "defaults: [1]"}, "`defaults:` is not a path or a list of paths"),
-        ({"a.yaml": "- 1\n- 2\n"}, "holds no keys at its top level"),
-        ({"a.yaml": "seed: [1\n"}, "is not valid YAML"),
-        ({"a.yaml": "seed: 1\nseed: 2\n"}, "found duplicate key seed"),
-        ({"a.yaml": "grpo: ${mul:2\n"}, "is not valid YAML"),
+        ({"a.yaml": "defaults: {b: 1}"}, "{0}/a.yaml: not-allowed"),
+        ({"a.yaml": "defaults: [1]"}, "{0}/a.yaml: not-allowed"),
+        ({"a.yaml": "- 1\n- 2\n"}, "{0}/a.yaml: wrong-kind"),
+        ({"a.yaml": "seed: [1\n"}, "{0}/a.yaml: not-readable"),
+        ({"a.yaml": "seed: 1\nseed: 2\n"}, "{0}/a.yaml: not-readable"),
+        ({"a.yaml": "grpo: ${mul:2\n"}, "{0}/a.yaml: not-readable"),
     ],
 )
 def test_broken_files_name_the_chain(tmp_path, files, expected):
     for name, text in files.items():
         write(tmp_path, name, text)
-    error = error_of(tmp_path / "a.yaml")
-    assert expected.format(tmp_path) in str(error)
-    assert str(tmp_path / "a.yaml") in str(error)
+    assert briefs(error_of(tmp_path / "a.yaml").problems) == [expected.format(tmp_path)]
 
 
 def test_a_folder_is_not_a_recipe(tmp_path):
-    assert "cannot be read" in str(error_of(tmp_path))
+    assert briefs(error_of(tmp_path).problems) == [f"{tmp_path}: not-readable"]
 
 
 def test_resolvers_compute_and_keep_integers(tmp_path, exemplar):
@@ -112,18 +111,16 @@ def test_interpolations_see_overrides(tmp_path, exemplar):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("seed: ${nowhere.at_all}", "seed: ${nowhere.at_all} cannot be computed: Interpolation key"),
-        ("seed: ${square:2}", "Unsupported interpolation type square"),
-        ("seed: ${div:1,0}", "cannot be computed: ZeroDivisionError"),
-        ("grpo:\n  seed: ???", "grpo.seed: has no value (???); set it"),
-        ("seed: ${logger.log_dir}\nlogger:\n  log_dir: ${seed}", "seed: ${logger.log_dir} cannot"),
+        ("seed: ${nowhere.at_all}", "seed: reference"),
+        ("seed: ${square:2}", "seed: reference"),
+        ("seed: ${div:1,0}", "seed: reference"),
+        ("grpo:\n  seed: ???", "grpo.seed: missing"),
+        ("seed: ${logger.log_dir}\nlogger:\n  log_dir: ${seed}", "seed: reference"),
     ],
 )
 def test_values_that_cannot_be_computed(tmp_path, exemplar, line, message):
     recipe = write(tmp_path, "child.yaml", f"defaults: {exemplar}\n{line}\n")
-    text = str(error_of(recipe))
-    assert message in text
-    assert "missing" not in text
+    assert briefs(error_of(recipe).problems)[:1] == [message]
 
 
 def test_keys_that_are_not_text_are_unknown_keys(tmp_path, exemplar):
@@ -167,27 +164,25 @@ def test_overrides(load, override, path, expected):
     [
         (
             "policy.megatron_cfg.tensor_model_paralel_size=2",
-            "policy.megatron_cfg.tensor_model_paralel_size: unknown key; "
-            "did you mean tensor_model_parallel_size?",
+            "policy.megatron_cfg.tensor_model_paralel_size: unknown-key",
         ),
-        ("polcy.precision=bfloat16", "polcy.precision: unknown key; did you mean policy.precision?"),
+        ("polcy.precision=bfloat16", "polcy.precision: unknown-key"),
         (
             "policy.tensor_model_parallel_size=2",
-            "policy.tensor_model_parallel_size: unknown key; did you mean "
-            "policy.megatron_cfg.tensor_model_parallel_size?",
+            "policy.tensor_model_parallel_size: unknown-key",
         ),
-        ("+seeds=3", "seeds: unknown key; did you mean seed?"),
-        ("data.qqq=3", "data.qqq: unknown key; known keys of data: dataset_name, num_digits"),
-        ("+seed=3", "seed: is already set; write it without the +, seed=..."),
-        ("~sede", "sede: cannot be deleted, because the recipe does not set it; did you mean seed?"),
+        ("+seeds=3", "seeds: unknown-key"),
+        ("data.qqq=3", "data.qqq: unknown-key"),
+        ("+seed=3", "seed: already-there"),
+        ("~sede", "sede: not-found"),
         (
             "~grpo.seed",
-            "grpo.seed: cannot be deleted, because the recipe does not set it; remove the override",
+            "grpo.seed: not-found",
         ),
-        ("~seed=3", "seed: cannot be deleted, because its value is 42 and not 3; write ~seed"),
-        ("seed=1,2", "seed: sweeps and config groups are not supported; give one value"),
-        ("seed", "seed: is not an override"),
-        ("seed=[1", "seed=[1: is not an override"),
+        ("~seed=3", "seed: contradicts"),
+        ("seed=1,2", "seed: not-supported"),
+        ("seed", "seed: not-allowed"),
+        ("seed=[1", "seed=[1: not-allowed"),
     ],
 )
 def test_wrong_overrides(refusals, override, message):

@@ -1,4 +1,5 @@
 import pytest
+from refusals import wrong_key
 
 from nemo_rl_mcore.config import LoggerConfig, MLflowConfig, WandbConfig, checked
 
@@ -12,9 +13,7 @@ def test_addresses_of_stores(uri) -> None:
 
 @pytest.mark.parametrize("uri", ["mlruns", "file:///runs", "postgresql://host/db", "sqlite:///", "http://"])
 def test_what_is_no_store_is_refused_with_what_is(uri) -> None:
-    with pytest.raises(
-        ValueError, match=r"tracking_uri: .* is no store; write http://HOST:PORT, .*sqlite:///"
-    ):
+    with wrong_key("tracking_uri: not-allowed"):
         checked(MLflowConfig, MLflowConfig(tracking_uri=uri))
 
 
@@ -26,7 +25,7 @@ def test_a_password_in_an_address_is_refused_and_not_repeated() -> None:
 
 @pytest.mark.parametrize("tag", ["", "x" * 65])
 def test_tags_have_the_length_that_wandb_takes(tag) -> None:
-    with pytest.raises(ValueError, match=r"tags: .* characters; write 1 to 64"):
+    with wrong_key("tags: too-large"):
         checked(WandbConfig, WandbConfig(tags=(tag,)))
 
 

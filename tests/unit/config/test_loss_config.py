@@ -1,7 +1,7 @@
 import pytest
-from pydantic import ValidationError
+from refusals import refusals_of, wrong_key
 
-from nemo_rl_mcore.config import ClippedPGLossConfig, ConfigError, NLLLossConfig, checked
+from nemo_rl_mcore.config import ClippedPGLossConfig, NLLLossConfig, checked
 
 # What every loss has beside the keys of the conventions: the place for a class of the user's own.
 OWN = {"type": None, "args": None}
@@ -37,33 +37,34 @@ def test_defaults_are_those_of_the_conventions():
 
 
 @pytest.mark.parametrize(
-    ("given", "keys"),
+    ("given", "expected"),
     [
         (
             {"sequence_level_importance_ratios": True},
-            ("sequence_level_importance_ratios", "token_level_loss: false"),
+            "sequence_level_importance_ratios: incompatible (token_level_loss)",
         ),
-        ({"use_cispo": True, "disable_ppo_ratio": True}, ("use_cispo", "disable_ppo_ratio: true")),
-        ({"use_cispo": True, "force_on_policy_ratio": True}, ("use_cispo", "force_on_policy_ratio: true")),
-        ({"use_cispo": True, "ratio_clip_c": 3.0}, ("use_cispo", "ratio_clip_c: 3.0", "ratio_clip_c: null")),
-        ({"use_cispo": True, "token_level_loss": False}, ("use_cispo", "token_level_loss: false")),
+        ({"use_cispo": True, "disable_ppo_ratio": True}, "use_cispo: incompatible (disable_ppo_ratio)"),
+        (
+            {"use_cispo": True, "force_on_policy_ratio": True},
+            "use_cispo: incompatible (force_on_policy_ratio)",
+        ),
+        ({"use_cispo": True, "ratio_clip_c": 3.0}, "use_cispo: incompatible (ratio_clip_c)"),
+        ({"use_cispo": True, "token_level_loss": False}, "use_cispo: incompatible (token_level_loss)"),
         (
             {"use_cispo": True, "sequence_level_importance_ratios": True, "token_level_loss": False},
-            ("use_cispo", "sequence_level_importance_ratios: true"),
+            "use_cispo: incompatible (sequence_level_importance_ratios)",
         ),
         (
             {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2},
-            ("truncated_importance_sampling_type", "use_importance_sampling_correction: true"),
+            "truncated_importance_sampling_type: has-no-effect (use_importance_sampling_correction)",
         ),
-        ({"ratio_clip_c": 1.0}, ("ratio_clip_c", "greater than 1")),
-        ({"ratio_clip_min": -0.1}, ("ratio_clip_min",)),
-        ({"reference_policy_kl_type": "k4"}, ("'k1', 'k2' or 'k3'",)),
+        ({"ratio_clip_c": 1.0}, "ratio_clip_c: not-allowed"),
+        ({"ratio_clip_min": -0.1}, "ratio_clip_min: not-allowed"),
+        ({"reference_policy_kl_type": "k4"}, "reference_policy_kl_type: not-allowed"),
     ],
 )
-def test_forbidden_combinations_name_both_keys(given, keys):
-    with pytest.raises((ConfigError, ValidationError)) as caught:
-        checked(ClippedPGLossConfig, given)
-    assert all(key in str(caught.value) for key in keys)
+def test_forbidden_combinations_name_both_keys(given, expected):
+    assert expected in refusals_of(lambda: checked(ClippedPGLossConfig, given))
 
 
 @pytest.mark.parametrize(
@@ -77,16 +78,15 @@ def test_forbidden_combinations_name_both_keys(given, keys):
 )
 def test_truncation_needs_its_bounds(kind, bounds, missing):
     given = {"use_importance_sampling_correction": True, "truncated_importance_sampling_type": kind, **bounds}
-    with pytest.raises(ConfigError) as caught:
-        checked(ClippedPGLossConfig, given)
-    for suffix in ("ratio", "ratio_min"):
-        named = f"{kind} needs truncated_importance_sampling_{suffix}, " in str(caught.value)
-        assert named == (suffix in missing)
+    assert refusals_of(lambda: checked(ClippedPGLossConfig, given)) == [
+        f"truncated_importance_sampling_type: requires (truncated_importance_sampling_{name})"
+        for name in missing
+    ]
 
 
 def test_truncation_bounds_in_the_wrong_order():
-    with pytest.raises(
-        ValueError, match=r"ratio_min: 3\.0 is above truncated_importance_sampling_ratio: 2\.0"
+    with wrong_key(
+        "truncated_importance_sampling_ratio_min: too-large (truncated_importance_sampling_ratio)"
     ):
         checked(
             ClippedPGLossConfig,
@@ -95,13 +95,11 @@ def test_truncation_bounds_in_the_wrong_order():
 
 
 def test_two_conflicts_are_reported_together():
-    with pytest.raises(ConfigError) as caught:
-        checked(
-            ClippedPGLossConfig,
-            ClippedPGLossConfig(use_cispo=True, disable_ppo_ratio=True, force_on_policy_ratio=True),
-        )
-    assert "disable_ppo_ratio: true" in str(caught.value)
-    assert "force_on_policy_ratio: true" in str(caught.value)
+    given = ClippedPGLossConfig(use_cispo=True, disable_ppo_ratio=True, force_on_policy_ratio=True)
+    assert refusals_of(lambda: checked(ClippedPGLossConfig, given)) == [
+        "use_cispo: incompatible (disable_ppo_ratio)",
+        "use_cispo: incompatible (force_on_policy_ratio)",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from refusals import briefs
 
 from nemo_rl_mcore import cli, commands
 from nemo_rl_mcore.config import ConfigError, load_config
@@ -26,7 +27,7 @@ def refused(path, *overrides):
     """The problems of a recipe, without where they stand."""
     with pytest.raises(ConfigError) as caught:
         preflight(load_config(path, overrides))
-    return [str(problem).partition("  [")[0] for problem in caught.value.problems]
+    return briefs(caught.value.problems)
 
 
 def write(folder, name, text):
@@ -79,7 +80,7 @@ def test_null_drops_a_section_of_the_parent(tmp_path):
     assert (config.algorithm, config.sft.max_num_steps) == ("sft", 5)
     # Without it, the keys of GRPO's loss are unknown to that of SFT.
     kept = write(tmp_path, "kept.yaml", text.replace("loss_fn: null\n", ""))
-    assert any("loss_fn.ratio_clip_min: unknown key" in problem for problem in refused(kept))
+    assert any("loss_fn.ratio_clip_min: unknown-key" in problem for problem in refused(kept))
 
 
 def test_a_grandchild_may_write_the_section_anew(tmp_path):
@@ -110,9 +111,7 @@ def test_the_command_of_another_algorithm_is_refused_by_name(algorithm, capsys):
 def test_the_seed_may_stand_in_the_section_of_any_algorithm(algorithm, tmp_path):
     own = f"+{algorithm}.seed=7"
     assert load_config(EXEMPLAR_OF[algorithm], ["~seed", own]).seed == 7
-    assert any(
-        f"{algorithm}.seed: 7 contradicts seed: 42" in text for text in refused(EXEMPLAR_OF[algorithm], own)
-    )
+    assert f"{algorithm}.seed: contradicts (seed)" in refused(EXEMPLAR_OF[algorithm], own)
 
 
 @pytest.mark.parametrize(
@@ -174,78 +173,82 @@ def test_the_teacher_has_its_own_weights_and_maybe_architecture():
         (
             "ppo",
             ["ppo.adv_estimator.name=grpo"],
-            "ppo.adv_estimator.name: grpo leaves the critic of PPO without use",
+            "ppo.adv_estimator.name: incompatible",
         ),
-        ("ppo", ["+ppo.critic_warmup_steps=60"], "ppo.critic_warmup_steps: 60 leaves the policy none"),
+        ("ppo", ["+ppo.critic_warmup_steps=60"], "ppo.critic_warmup_steps: too-large (max_num_steps)"),
         (
             "ppo",
             ["+loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
-            "loss_fn.force_on_policy_ratio: true needs one optimizer step per rollout, and ppo.ppo_epochs: 2",
+            "loss_fn.force_on_policy_ratio: incompatible (ppo_epochs)",
         ),
-        ("ppo", ["+value.modle={}"], "value.modle: unknown key"),
+        ("ppo", ["+value.modle={}"], "value.modle: unknown-key"),
         (
             "ppo",
             ["+value.model.num_layers=4"],
-            "value.model.num_layers: is a key of NeMo RL, and none of ours; remove it",
+            "value.model.num_layers: foreign-recipe (num_layers)",
         ),
         (
             "dpo",
             ["~dpo.num_generations_per_prompt"],
-            "num_generations_per_prompt: null with online: true makes no pair",
+            "dpo.num_generations_per_prompt: too-small (online)",
         ),
         (
             "dpo",
             ["dpo.num_generations_per_prompt=1"],
-            "num_generations_per_prompt: 1 with online: true makes no pair",
+            "dpo.num_generations_per_prompt: too-small (online)",
         ),
-        ("dpo", ["dpo.online=false"], "dpo.num_generations_per_prompt: 4 does nothing with online: false"),
+        ("dpo", ["dpo.online=false"], "dpo.num_generations_per_prompt: has-no-effect (online)"),
         (
             "dpo",
             ["dpo.online=false", "~dpo.num_generations_per_prompt", "+dpo.val_batches=15"],
-            "dpo.val_batches: 15 times policy.train_global_batch_size: 64 is above the 900 held-out prompts",
+            "dpo.val_batches: too-large (dataset_name)",
         ),
-        ("dpo", ["+dpo.preference_loss_weight=0"], "leaves no loss"),
+        (
+            "dpo",
+            ["+dpo.preference_loss_weight=0"],
+            "dpo.preference_loss_weight: no-signal (sft_loss_weight)",
+        ),
         (
             "sft",
             ["data.num_digits=1", "sft.val_period=0", "sft.val_at_end=false"],
-            "policy.train_global_batch_size: 64 is above the 8 different training prompts of data.num_digits: 1",
+            "policy.train_global_batch_size: too-large (dataset_name)",
         ),
         (
             "sft",
             ["sft.val_batches=15"],
-            "sft.val_batches: 15 times policy.train_global_batch_size: 64 is above",
+            "sft.val_batches: too-large (dataset_name)",
         ),
-        ("sft", ["+sft.num_prompts_per_step=3"], "sft.num_prompts_per_step: unknown key"),
+        ("sft", ["+sft.num_prompts_per_step=3"], "sft.num_prompts_per_step: unknown-key"),
         (
             "distillation",
             ["distillation.topk_logits_k=40"],
-            "topk_logits_k: 40 is above policy.model.vocab_size: 32",
+            "distillation.topk_logits_k: too-large (vocab_size)",
         ),
         (
             "distillation",
             ["+distillation.on_policy=false"],
-            "num_generations_per_prompt: 4 with on_policy: false, where each prompt has its one given answer",
+            "distillation.num_generations_per_prompt: incompatible (on_policy)",
         ),
         (
             "distillation",
             ["+distillation.adv_estimator={name: gae}"],
-            "distillation.adv_estimator.name: gae needs a critic",
+            "distillation.adv_estimator.name: incompatible",
         ),
         ("distillation", ["~teacher"], "teacher: missing"),
         (
             "distillation",
             ["~teacher.warm_start", "+teacher.model=null"],
-            "one source of weights, and none is given",
+            "teacher.init_checkpoint: one-of (model_name)",
         ),
         (
             "distillation",
             ["+teacher.init_checkpoint=there"],
-            "one source of weights, and init_checkpoint and warm_start is given",
+            "teacher.init_checkpoint: one-of (model_name)",
         ),
         (
             "distillation",
             ["loss_fn={kl_type: jsd, jsd_beta: 1.0}"],
-            "loss_fn.jsd_beta: 1.0 makes the mixture equal to one side",
+            "loss_fn.jsd_beta: no-signal (kl_type)",
         ),
     ],
 )
@@ -313,45 +316,43 @@ def _problems(config):
     try:
         preflight(config)
     except ConfigError as error:
-        return [str(problem) for problem in error.problems]
+        return briefs(error.problems)
     return []
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["warm_start: nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["warm_start: nowhere.yaml"], "warm_start: not-found"),
         (
             ["warm_start: first.yaml", "policy: {model: {num_layers: 3}}"],
-            "first.yaml trains another model: policy.model.num_layers: 3 (was 2)",
+            "warm_start: other-model",
         ),
         (
             ["warm_start: first.yaml", "policy: {init_checkpoint: there}"],
-            "warm_start: and policy.init_checkpoint or policy.model_name both give the weights to start from",
+            "warm_start: one-of (init_checkpoint)",
         ),
     ],
 )
 def test_warm_starts_that_cannot_be(tmp_path, sft, lines, message):
-    assert any(message in text for text in refused(after(tmp_path, *lines)))
+    assert message in refused(after(tmp_path, *lines))
 
 
 def test_problems_of_the_first_recipe_name_its_file(tmp_path, sft):
     sft.write_text(f"{sft.read_text()}seed: x\n")
     (text,) = refused(after(tmp_path, "warm_start: first.yaml"))
-    assert text.startswith(f"warm_start: in {sft}: seed: 'x' is not allowed")
+    assert text.startswith("warm_start: not-allowed")
 
 
 def test_a_warm_start_of_a_warm_start_is_looked_at_too(tmp_path, sft):
     sft.write_text(f"{sft.read_text()}warm_start: nowhere.yaml\n")
-    assert any(
-        "nowhere.yaml: no such file" in text for text in refused(after(tmp_path, "warm_start: first.yaml"))
-    )
+    assert "warm_start: not-found" in refused(after(tmp_path, "warm_start: first.yaml"))
 
 
 def test_recipes_that_run_each_other_first_are_refused(tmp_path, sft):
     second = after(tmp_path, "warm_start: first.yaml")
     sft.write_text(f"{sft.read_text()}warm_start: second.yaml\n")
-    assert any("is to run before itself" in text for text in refused(second))
+    assert any("warm_start: reference" in text for text in refused(second))
 
 
 def test_a_teacher_is_compared_with_the_teachers_model(tmp_path, sft):
@@ -360,10 +361,7 @@ def test_a_teacher_is_compared_with_the_teachers_model(tmp_path, sft):
     model = load_config(sft).policy.model.model_dump_json(exclude_none=True)
     larger = model.replace('"num_layers":2', '"num_layers":4')
     other = write(tmp_path, "other.yaml", f"{lines}  model: {larger}\n")
-    assert any(
-        "first.yaml trains another model: teacher.model.num_layers: 4 (was 2)" in text
-        for text in refused(other)
-    )
+    assert any("teacher.warm_start: other-model" in text for text in refused(other))
 
 
 def test_the_first_recipe_runs_in_its_own_folder_with_the_seed_of_the_run_and_keeps_its_last_weights(

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import yaml
+from refusals import assert_holds, briefs
 
 from nemo_rl_mcore.cli import main
-from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.base import value_at
 from nemo_rl_mcore.config.load import load_with_warnings
 from nemo_rl_mcore.config.migration.draft import Kind
@@ -258,19 +259,20 @@ def test_what_is_missing_here_is_refused_and_stays_as_a_comment(changes, path, t
     [
         (
             "policy: {megatron_cfg: {tensor_model_parallel_size: 4}}\ncluster: {gpus_per_node: 4}",
-            "policy.megatron_cfg.tensor_model_parallel_size: 4 does not divide the num_query_groups: 2 of the weights",
+            "policy.megatron_cfg.tensor_model_parallel_size: not-divisible (model_name)",
         ),
-        ("policy: {model_name: some/thing}", "policy.model_name: 'some/thing' is no local folder"),
+        ("policy: {model_name: some/thing}", "policy.model_name: not-found"),
         (
             "data: {train: {dataset_name: DeepScaler}}",
-            "data.train.dataset_name: 'DeepScaler' is no data set known here",
+            "data.train.dataset_name: not-supported",
         ),
-        ("grpo: {num_prompts_per_step: '${gone}'}", "grpo.num_prompts_per_step: ${gone} cannot be computed"),
+        ("grpo: {num_prompts_per_step: '${gone}'}", "grpo.num_prompts_per_step: reference"),
     ],
 )
 def test_what_only_the_user_can_settle_is_left_with_what_check_says(changes, told, tmp_path):
     migrated = migrate(theirs(tmp_path, changes))
-    assert any(note.kind is Kind.OPEN and str(note).startswith(told) for note in migrated.draft.notes)
+    assert told in briefs(migrated.problems)
+    assert any(note.kind is Kind.OPEN and told.startswith(f"{note.path}: ") for note in migrated.draft.notes)
     assert not migrated.settled
 
 
@@ -279,26 +281,26 @@ def test_what_only_the_user_can_settle_is_left_with_what_check_says(changes, tol
     [
         (
             "model_name: other/model",
-            "value.model_name: 'other/model' differs from policy.model_name: 'Qwen/Qwen2.5-1.5B'; remove it, or",
+            "value.model_name: not-supported",
         ),
         (
             "precision: float32",
-            "value.precision: 'float32' differs from policy.precision: 'bfloat16'; remove it, or give both",
+            "value.precision: not-supported",
         ),
         (
             "reward_model_cfg: {enabled: true}",
-            "value.reward_model_cfg: enabled: true is not supported; remove it; the critic is the policy's model",
+            "value.reward_model_cfg: not-supported",
         ),
         (
             "megatron_cfg: {optimizer: {fp16: true}}",
-            "value.megatron_cfg.optimizer.fp16: true is not supported; set it to false; fp16 gradients",
+            "value.megatron_cfg.optimizer.fp16: not-supported",
         ),
-        ("megatron_cfg: {optimizer: {lrr: 1.0}}", "value.megatron_cfg.optimizer.lrr: unknown key"),
+        ("megatron_cfg: {optimizer: {lrr: 1.0}}", "value.megatron_cfg.optimizer.lrr: not-supported"),
     ],
 )
 def test_a_critic_that_differs_from_the_policy_is_told_where_it_is_written(section, told, tmp_path):
     problems = migrate(theirs(tmp_path, f"value: {{{section}}}", "ppo_math_1B_megatron")).problems
-    assert any(str(problem).startswith(told) for problem in problems)
+    assert told in briefs(problems)
 
 
 def test_a_critic_cut_another_way_is_told(tmp_path):
@@ -319,28 +321,34 @@ def load_ppo():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "code"),
     [
-        ("{", "is not valid YAML"),
-        ("- a", "holds no keys at its top level"),
-        ("defaults: missing.yaml\ngrpo: {}", "no such file"),
-        ("rm: {}\npolicy: {}", "has none of the sections grpo, ppo, dpo, sft, distillation"),
-        ("grpo: {a: 1}\nsft: {a: 1}", "has the sections grpo and sft"),
-        ("grpo: {a: 1}", "is no whole recipe of NeMo RL"),
-        ("grpo: {a: 1}\npolicy: {model_name: x}", "is no whole recipe of NeMo RL"),
+        ("{", "not-readable"),
+        ("- a", "wrong-kind"),
+        ("defaults: missing.yaml\ngrpo: {}", "not-found"),
+        ("rm: {}\npolicy: {}", "wrong-kind"),
+        ("grpo: {a: 1}\nsft: {a: 1}", "wrong-kind"),
+        ("grpo: {a: 1}", "wrong-kind"),
+        ("grpo: {a: 1}\npolicy: {model_name: x}", "wrong-kind"),
     ],
 )
-def test_what_is_no_recipe(text, told, tmp_path, capsys):
-    (tmp_path / "theirs.yaml").write_text(text)
-    assert main(["migrate", str(tmp_path / "theirs.yaml"), "--output", str(tmp_path / "ours.yaml")]) == 2
-    assert told in capsys.readouterr().err
+def test_what_is_no_recipe(text, code, tmp_path, capsys):
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        migrate(theirs)
+    (problem,) = caught.value.problems
+    assert problem.code == code
+    assert str(theirs) in problem.path
+    assert main(["migrate", str(theirs), "--output", str(tmp_path / "ours.yaml")]) == 2
+    assert str(theirs) in capsys.readouterr().err
     assert not (tmp_path / "ours.yaml").exists()
 
 
 def test_no_file_is_overwritten(tmp_path, capsys):
     (tmp_path / "ours.yaml").write_text("mine")
     assert run("grpo_math_1B_megatron", tmp_path)[0] == 2
-    assert "is there already, and is not overwritten; name another file" in capsys.readouterr().err
+    assert_holds(capsys.readouterr().err, "--output", tmp_path / "ours.yaml")
     assert (tmp_path / "ours.yaml").read_text() == "mine"
 
 

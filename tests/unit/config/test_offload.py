@@ -13,14 +13,14 @@ APART = (*COLOCATED, "policy.generation.colocated.enabled=false")
 @pytest.mark.parametrize(
     ("recipe", "overrides", "message"),
     [
-        ("grpo_copy_async_cpu.yaml", (), "does not go with grpo.async_grpo.enabled: true: its engines have devices of"),
-        ("sft_cpu.yaml", (), "gives nobody anything: supervised fine-tuning reads no log-probabilities"),
-        ("ppo_cpu.yaml", COLOCATED, "does not go with ppo and engines on the ranks' devices: the critic"),
+        ("grpo_copy_async_cpu.yaml", (), "policy.offload: incompatible (enabled)"),
+        ("sft_cpu.yaml", (), "policy.offload: incompatible (backend)"),
+        ("ppo_cpu.yaml", COLOCATED, "policy.offload: incompatible (backend)"),
     ],
 )  # fmt: skip
 def test_it_is_refused_where_it_frees_nothing_for_anyone(refusals, offload, recipe, overrides, message):
     found = refusals(f"policy.offload={offload}", *overrides, recipe=recipe)
-    assert any(text.startswith(f"policy.offload: {offload} {message}") for text in found), found
+    assert message in found
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,8 @@ def test_it_is_refused_where_it_frees_nothing_for_anyone(refusals, offload, reci
 )
 def test_weights_stay_where_no_engine_takes_turns_with_the_ranks(refusals, recipe, overrides):
     (found,) = refusals("policy.offload=all", *overrides, recipe=recipe)
-    assert found.startswith("policy.offload: all takes the weights off the device while engines answer")
-    assert found.endswith(
-        "set it to grads_optimizer, or policy.generation.backend: vllm with colocated.enabled: true"
-    )
+    assert found.startswith("policy.offload: incompatible (backend)")
+    assert found.endswith("policy.offload: incompatible (backend)")
 
 
 @pytest.mark.parametrize(
@@ -60,16 +58,16 @@ def test_it_goes_with_ranks_that_read_or_engines_that_take_turns(exemplar, recip
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (COLOCATED, "does not go with policy.generation.compare_at_start: true: ranks would read with all"),
+        (COLOCATED, "policy.offload: incompatible (compare_at_start)"),
         (
             (*ALONE, "policy.generation.vllm_cfg.max_restarts=2"),
-            "does not go with policy.generation.vllm_cfg.max_restarts: 2: an engine that starts anew",
+            "policy.offload: incompatible (max_restarts)",
         ),
     ],
 )
 def test_weights_do_not_come_back_beside_engines_at_work(refusals, overrides, message):
     (found,) = refusals("policy.offload=all", *overrides)
-    assert found.startswith(f"policy.offload: all {message}")
+    assert found == message
 
 
 @pytest.mark.parametrize("place", ["true", "false"])
@@ -78,8 +76,7 @@ def test_weights_do_not_come_back_beside_engines_at_work(refusals, overrides, me
 )
 def test_a_place_for_a_reference_that_is_not_there_is_refused(refusals, recipe, place):
     assert refusals(f"policy.reference_on_device={place}", recipe=recipe) == [
-        f"policy.reference_on_device: {place} does nothing: the run has no reference policy; "
-        "remove it, or set a KL penalty above 0"
+        "policy.reference_on_device: has-no-effect"
     ]
 
 

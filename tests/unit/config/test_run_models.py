@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from refusals import briefs
 
 from nemo_rl_mcore.config import ConfigError, Role, load_config
 from nemo_rl_mcore.preflight import preflight
@@ -32,7 +33,7 @@ def teacher(**sizes):
 def refused(algorithm, *overrides):
     with pytest.raises(ConfigError) as caught:
         load_config(EXEMPLAR_OF[algorithm], overrides)
-    return [str(problem).partition("  [")[0] for problem in caught.value.problems]
+    return briefs(caught.value.problems)
 
 
 @pytest.mark.parametrize(
@@ -59,61 +60,42 @@ def test_the_models_of_an_algorithm(algorithm, models):
         (
             "distillation",
             [f"{TP}=4", "cluster.cpu_workers_per_node=4", teacher(hidden_size=60, num_attention_heads=6)],
-            [
-                f"teacher.model.num_attention_heads: 6 is not divisible by {TP}: 4; set it to 8, or lower "
-                "tensor_model_parallel_size"
-            ],
+            ["teacher.model.num_attention_heads: not-divisible (tensor_model_parallel_size)"],
         ),
         (
             "distillation",
             [f"{MEGATRON}.pipeline_model_parallel_size=2", teacher(num_layers=3)],
-            [
-                f"teacher.model.num_layers: 3 is not divisible by {MEGATRON}.pipeline_model_parallel_size: 2; set "
-                "num_layers to a multiple of 2, or use fewer stages"
-            ],
+            ["teacher.model.num_layers: not-divisible (pipeline_model_parallel_size)"],
         ),
         (
             "distillation",
             [teacher(max_position_embeddings=2)],
-            [
-                "policy.max_total_sequence_length: 10 is above teacher.model.max_position_embeddings: 2; lower the "
-                "one or raise the other"
-            ],
+            ["policy.max_total_sequence_length: too-large (max_position_embeddings)"],
         ),
         (
             "ppo",
             ["+value.scheduler.lr_warmup_init=1.0"],
-            ["value.scheduler.lr_warmup_init: 1.0 is above optimizer.lr: 0.002; lower lr_warmup_init"],
+            ["value.scheduler.lr_warmup_init: too-large (lr)"],
         ),
         (
             "ppo",
             ["value.optimizer.optimizer=sgd", "checkpointing.enabled=true"],
-            [
-                "value.optimizer.use_distributed_optimizer: true with optimizer: sgd cannot be saved, for which "
-                "checkpointing.enabled: true asks; set use_distributed_optimizer: false"
-            ],
+            ["value.optimizer.use_distributed_optimizer: incompatible (enabled)"],
         ),
         (
             "ppo",
             ["+value.optimizer.bf16=true"],
-            [
-                "value.optimizer.bf16: true contradicts policy.precision: float32; remove it, or set it to false"
-            ],
+            ["value.optimizer.bf16: contradicts (precision)"],
         ),
         (
             "ppo",
             ["+value.optimizer.clip_grad=0.5", "+value.max_grad_norm=2.0"],
-            [
-                "value.optimizer.clip_grad: 0.5 contradicts value.max_grad_norm: 2.0; remove it, or set it to 2.0"
-            ],
+            ["value.optimizer.clip_grad: contradicts (max_grad_norm)"],
         ),
         (
             "ppo",
             ["+value.scheduler.start_weight_decay=0.5", "+value.scheduler.end_weight_decay=0.5"],
-            [
-                "value.scheduler.start_weight_decay: 0.5 contradicts optimizer.weight_decay: 0.01 with "
-                "scheduler.weight_decay_incr_style: constant; remove it, or make them equal"
-            ],
+            ["value.scheduler.start_weight_decay: contradicts (weight_decay)"],
         ),
         (
             "ppo",
@@ -124,8 +106,8 @@ def test_the_models_of_an_algorithm(algorithm, models):
                 "value.optimizer.use_distributed_optimizer=false",
             ],
             [
-                f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather: true needs "
-                "value.optimizer.use_distributed_optimizer: true; set that, or overlap_param_gather: false"
+                f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather: requires "
+                "(use_distributed_optimizer)"
             ],
         ),
     ],
@@ -222,10 +204,7 @@ def test_a_teachers_checkpoint_is_looked_at_before_the_run(tmp_path):
     preflight(load_config(EXEMPLAR_OF["distillation"], given))
     with pytest.raises(ConfigError) as caught:
         preflight(load_config(EXEMPLAR_OF["distillation"], [*given, teacher(num_layers=4)]))
-    assert [str(problem) for problem in caught.value.problems] == [
-        f"teacher.init_checkpoint: {str(folder)!r} holds another model: teacher.model.num_layers: 4 (was 2); "
-        "name a folder step_N of a run with this architecture"
-    ]
+    assert briefs(caught.value.problems) == ["teacher.init_checkpoint: other-model"]
 
 
 @pytest.mark.parametrize(

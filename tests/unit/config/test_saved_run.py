@@ -2,6 +2,7 @@ import json
 
 import pytest
 import yaml
+from refusals import briefs
 
 from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.config.policy import PolicyConfig
@@ -35,15 +36,15 @@ def test_a_start_from_the_same_architecture_is_accepted(load, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        (["policy.model.hidden_size=32"], "holds another model: policy.model.hidden_size: 32 (was 64)"),
-        (["+policy.model.num_moe_experts=4"], "policy.model.num_moe_experts: 4 (was null)"),
+        (["policy.model.hidden_size=32"], "policy.init_checkpoint: other-model"),
+        (["+policy.model.num_moe_experts=4"], "policy.init_checkpoint: other-model"),
     ],
 )
 def test_a_start_from_another_architecture_is_refused(load, tmp_path, overrides, complaint):
     folder = saved(tmp_path / "step_3", load())
     with pytest.raises(ConfigError) as refused:
         preflight(load(f"+policy.init_checkpoint={folder}", *overrides))
-    assert complaint in str(refused.value)
+    assert complaint in briefs(refused.value.problems)
 
 
 DOUBLED = "a: &a {x: 1}\n" + "".join(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from refusals import briefs
 
 from nemo_rl_mcore.config.foreign.recognised import is_foreign
 from nemo_rl_mcore.config.foreign.translated import TRANSLATED
@@ -32,9 +33,7 @@ def load(migrated):
 @pytest.fixture
 def refusals(migrated):
     """The problems of a migrated recipe, without where they stand."""
-    return lambda *overrides, **recipe: [
-        str(problem).partition("  [")[0] for problem in migrated(*overrides, **recipe).problems
-    ]
+    return lambda *overrides, **recipe: briefs(migrated(*overrides, **recipe).problems)
 
 
 def test_every_key_has_one_of_ours():
@@ -76,50 +75,47 @@ def test_a_section_that_is_null_asks_for_nothing(load):
         *(
             (
                 f"+async_rl.sampler.name={name}",
-                f"async_rl.sampler.name: '{name}' is not supported; set it to in_order; groups train in the order in "
-                "which their prompts are drawn, and none becomes too old",
+                "async_rl.sampler.name: not-supported",
             )
             for name in ("windowed", "weight_fifo", "ready_first", "custom")
         ),
         (
             "+async_rl.sampler.max_staleness_versions=1",
-            "async_rl.sampler.max_staleness_versions: unknown key; known",
+            "async_rl.sampler.max_staleness_versions: not-supported",
         ),
         (
             "+async_rl.max_weight_staleness_versions=1",
-            "async_rl.max_weight_staleness_versions: unknown key; known",
+            "async_rl.max_weight_staleness_versions: not-supported",
         ),
         (
             "+async_rl.max_buffered_rollouts=31",
-            "async_rl.max_buffered_rollouts: 31 has no room for the 32 groups that may be under way: "
-            "(async_rl.sampler.max_lookahead_versions + 1) * grpo.num_prompts_per_step; remove it, or lower "
-            "async_rl.sampler.max_lookahead_versions",
+            "async_rl.max_buffered_rollouts: not-supported",
         ),
         (
             "+async_rl.max_buffered_rollouts=many",
-            "async_rl.max_buffered_rollouts: many has no room for the 32 groups that may be under way",
+            "async_rl.max_buffered_rollouts: not-supported",
         ),
         (
             "+async_rl.watchdog.stall_timeout_s=600",
-            "async_rl.watchdog: this section is not supported; remove it and set grpo.async_grpo.stall_timeout_s",
+            "async_rl.watchdog: not-supported",
         ),
         (
             "+async_rl.generation_timeout_s=60",
-            "async_rl.generation_timeout_s: 60 is not supported; remove it and set grpo.async_grpo.rollout_timeout_s",
+            "async_rl.generation_timeout_s: not-supported",
         ),
         (
             "+async_rl.fleet_health.enabled=true",
-            "async_rl.fleet_health: enabled: true is not supported; remove it",
+            "async_rl.fleet_health: not-supported",
         ),
         (
             "+async_rl.min_groups_for_streaming_train=17",
-            "async_rl.min_groups_for_streaming_train: 17 is above the 16 groups of a step",
+            "async_rl.min_groups_for_streaming_train: too-large (num_prompts_per_step)",
         ),
         (
             "+async_rl.sampler.max_lookahead_versions=-1",
-            "async_rl.sampler.max_lookahead_versions: -1 is not allowed; allowed: an integer, at least 0",
+            "async_rl.sampler.max_lookahead_versions: not-allowed",
         ),
-        ("+async_rl=true", "async_rl: True is not allowed; allowed: a section"),
+        ("+async_rl=true", "async_rl: not-supported"),
     ],
 )
 def test_refusals_name_the_key_that_was_written(refusals, override, told):
@@ -143,30 +139,23 @@ def test_the_age_of_either_section_says_how_large_a_buffer_is(load, refusals):
     given = ("+async_rl.max_buffered_rollouts=47", APART, CHOSEN)
     load(*given)
     (text,) = refusals(*given, f"{ASYNC}.max_trajectory_age_steps=2")
-    assert text.startswith("async_rl.max_buffered_rollouts: 47 has no room for the 48 groups")
+    assert text.startswith("async_rl.max_buffered_rollouts: not-supported")
 
 
 def test_two_sections_may_agree_and_not_contradict(load, refusals):
     given = ("+async_rl.sampler.max_lookahead_versions=2", APART, CHOSEN)
     load(*given, f"{ASYNC}.max_trajectory_age_steps=2")
     (text,) = refusals(*given, f"{ASYNC}.max_trajectory_age_steps=3")
-    assert text == (
-        "async_rl.sampler.max_lookahead_versions: 2 contradicts grpo.async_grpo.max_trajectory_age_steps: 3; remove "
-        "one of the two"
-    )
+    assert text == ("async_rl.sampler.max_lookahead_versions: not-supported")
     (text,) = refusals(*given, f"{ASYNC}.enabled=false")
-    assert text == (
-        "async_rl: asks for an asynchronous run, and grpo.async_grpo.enabled is false; remove one of the two"
-    )
+    assert text == ("async_rl: not-supported")
 
 
 def test_it_is_of_grpo_alone(refusals):
     (text,) = refusals("+async_rl.sampler.name=in_order", recipe="sft_cpu.yaml")
-    assert text == (
-        "async_rl: asks for an asynchronous run, and this is one of sft; remove it; GRPO alone runs so"
-    )
+    assert text == ("async_rl: not-supported")
 
 
 def test_a_broken_section_is_told_as_such(refusals):
     texts = refusals("+async_rl.max_inflight_prompts=20", f"{ASYNC}=3")
-    assert any(": 3 is not allowed" in text for text in texts)
+    assert any("grpo.async_grpo: not-allowed" in text for text in texts)

@@ -1,6 +1,7 @@
 import copy
 
 import pytest
+from refusals import briefs
 
 from nemo_rl_mcore.config.validate import validate
 
@@ -8,7 +9,7 @@ from nemo_rl_mcore.config.validate import validate
 def texts(tree):
     validated = validate(tree)
     assert (validated.config is None) == bool(validated.problems)
-    return [str(problem) for problem in validated.problems]
+    return briefs(validated.problems)
 
 
 def test_a_valid_tree_has_no_problems(tree):
@@ -24,23 +25,23 @@ def test_a_valid_tree_has_no_problems(tree):
             "policy",
             "train_micro_batch_size",
             "four",
-            "'four' is not allowed; allowed: an integer, at least 1",
+            "policy.train_micro_batch_size: not-allowed",
         ),
-        ("policy", "train_micro_batch_size", 2.5, "2.5 is not allowed; allowed: an integer, at least 1"),
-        ("policy", "train_micro_batch_size", True, "true is not allowed; allowed: an integer, at least 1"),
-        ("policy", "train_micro_batch_size", None, "null is not allowed; allowed: an integer, at least 1"),
-        ("policy", "train_micro_batch_size", 0, "0 is not allowed; allowed: an integer, at least 1"),
-        ("policy", "precision", "double", "'double' is not allowed; allowed: float32, bfloat16"),
-        ("policy", "precision", "float16", "fp16 gradients overflow"),
-        ("policy", "generation_batch_size", "x", "allowed: an integer, at least 1 or null"),
-        ("policy", "generation", 3, "3 is not allowed; allowed: a section"),
-        ("policy", "max_grad_norm", [1], "[1] is not allowed; allowed: a number, at least 0"),
-        ("policy", "max_grad_norm", {"a": 1}, "a section is not allowed; allowed: a number, at least 0"),
-        ("loss_fn", "ratio_clip_c", 0.5, "0.5 is not allowed; allowed: a number, above 1 or null"),
-        ("loss_fn", "token_level_loss", "yes", "'yes' is not allowed; allowed: true or false"),
-        ("grpo", "normalize_reward", True, "unknown key; did you mean normalize_rewards?"),
-        ("data", "dataset_name", "gsm8k", "'gsm8k' is not allowed; allowed: copy, reverse, sort, increment"),
-        ("logger", "log_dir", 3, "3 is not allowed; allowed: text"),
+        ("policy", "train_micro_batch_size", 2.5, "policy.train_micro_batch_size: not-allowed"),
+        ("policy", "train_micro_batch_size", True, "policy.train_micro_batch_size: not-allowed"),
+        ("policy", "train_micro_batch_size", None, "policy.train_micro_batch_size: not-allowed"),
+        ("policy", "train_micro_batch_size", 0, "policy.train_micro_batch_size: not-allowed"),
+        ("policy", "precision", "double", "policy.precision: not-allowed"),
+        ("policy", "precision", "float16", "policy.precision: not-allowed"),
+        ("policy", "generation_batch_size", "x", "policy.generation_batch_size: not-allowed"),
+        ("policy", "generation", 3, "policy.generation: not-allowed"),
+        ("policy", "max_grad_norm", [1], "policy.max_grad_norm: not-allowed"),
+        ("policy", "max_grad_norm", {"a": 1}, "policy.max_grad_norm: not-allowed"),
+        ("loss_fn", "ratio_clip_c", 0.5, "loss_fn.ratio_clip_c: not-allowed"),
+        ("loss_fn", "token_level_loss", "yes", "loss_fn.token_level_loss: not-allowed"),
+        ("grpo", "normalize_reward", True, "grpo.normalize_reward: unknown-key"),
+        ("data", "dataset_name", "gsm8k", "data.dataset_name: not-allowed"),
+        ("logger", "log_dir", 3, "logger.log_dir: not-allowed"),
     ],
 )
 def test_wrong_fields(tree, section, key, value, message):
@@ -54,16 +55,13 @@ def test_wrong_fields(tree, section, key, value, message):
 @pytest.mark.parametrize(("value", "given"), [("all", "'all'"), (-1, "-1"), (True, "true"), (0.5, "0.5")])
 def test_a_field_of_several_kinds_refuses_a_value_once(tree, value, given):
     tree["policy"]["megatron_cfg"]["fused_linear_logprobs_cache_bytes"] = value
-    assert texts(tree) == [
-        f"policy.megatron_cfg.fused_linear_logprobs_cache_bytes: {given} is not allowed; "
-        "allowed: auto or an integer, at least 0"
-    ]
+    assert texts(tree) == ["policy.megatron_cfg.fused_linear_logprobs_cache_bytes: not-allowed"]
 
 
 def test_values_inside_a_list_belong_to_the_list(tree):
     tree["policy"]["generation"]["stop_token_ids"] = [1, "x"]
     assert texts(tree) == [
-        "policy.generation.stop_token_ids: 'x' is not allowed; allowed: a list or null",
+        "policy.generation.stop_token_ids: not-allowed",
     ]
 
 
@@ -71,8 +69,8 @@ def test_missing_fields_say_what_they_are(tree):
     del tree["policy"]["model"]["num_layers"]
     del tree["grpo"]
     problems = texts(tree)
-    assert "policy.model.num_layers: missing; set it: Transformer layers (an integer, at least 1)" in problems
-    assert any(text.startswith("grpo: missing; set it: The loop") for text in problems)
+    assert "policy.model.num_layers: missing" in problems
+    assert any(text.startswith("grpo: missing") for text in problems)
 
 
 def test_field_and_cross_field_problems_come_together(tree):
@@ -100,13 +98,13 @@ def test_what_rests_on_a_wrong_field_is_not_judged(tree):
     tree["cluster"]["cpu_workers_per_node"] = 3
     problems = texts(tree)
     assert len(problems) == 1
-    assert problems[0].startswith("policy.megatron_cfg.pipeline_model_parallel_size: 'two'")
+    assert problems[0].startswith("policy.megatron_cfg.pipeline_model_parallel_size: not-allowed")
 
 
 def test_what_rests_on_a_misspelt_field_is_not_judged(tree):
     tree["cluster"]["cpu_worker_per_node"] = tree["cluster"].pop("cpu_workers_per_node")
     tree["policy"]["megatron_cfg"]["tensor_model_parallel_size"] = 2
-    assert texts(tree) == ["cluster.cpu_worker_per_node: unknown key; did you mean cpu_workers_per_node?"]
+    assert texts(tree) == ["cluster.cpu_worker_per_node: unknown-key"]
 
 
 @pytest.mark.parametrize("broken", ["policy", "grpo", "data"])
@@ -115,7 +113,7 @@ def test_a_missing_required_section_does_not_hide_the_others(tree, broken):
     tree["checkpointing"]["metric_name"] = "reward"
     problems = texts(tree)
     assert any(text.startswith(f"{broken}: missing") for text in problems)
-    assert any(text.startswith("checkpointing.metric_name: 'reward' does not say") for text in problems)
+    assert any(text.startswith("checkpointing.metric_name: not-allowed") for text in problems)
 
 
 @pytest.mark.parametrize(

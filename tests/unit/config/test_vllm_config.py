@@ -23,65 +23,63 @@ def test_vllm_runs_with_large_enough_heads(load):
     [
         (
             ["policy.model.num_attention_heads=4"],
-            "policy.model.num_attention_heads: the head size 16 is below 32, the smallest of vLLM on CPU "
-            "(policy.generation.backend: vllm, cluster.gpus_per_node: 0); set kv_channels: 32, use fewer heads, "
-            "or set backend: embedded",
+            "policy.model.num_attention_heads: too-small (model)",
         ),
         (
             ["+policy.model.kv_channels=24"],
-            "policy.model.kv_channels: the head size 24 is below 32",
+            "policy.model.kv_channels: too-small (model)",
         ),
         (
             [f"{GENERATION}.top_p=0.9"],
-            "policy.generation.top_p: 0.9 does not go with generation.backend: vllm",
+            "policy.generation.top_p: incompatible (backend)",
         ),
-        ([f"{GENERATION}.top_k=5"], "policy.generation.top_k: 5 does not go with generation.backend: vllm"),
+        ([f"{GENERATION}.top_k=5"], "policy.generation.top_k: incompatible (backend)"),
         (
             [f"+{GENERATION}.vllm_cfg.max_model_len=7"],
-            "policy.generation.vllm_cfg.max_model_len: 7 is below policy.max_total_sequence_length: 8",
+            "policy.generation.vllm_cfg.max_model_len: too-small (max_total_sequence_length)",
         ),
         (
             [f"+{GENERATION}.refit_bucket_bytes=32767"],
-            "policy.generation.refit_bucket_bytes: 32767 is below the 32768 bytes of the largest weight",
+            "policy.generation.refit_bucket_bytes: too-small (model)",
         ),
         (
             ["+policy.model.qk_layernorm=true", "+policy.model.add_qkv_bias=true"],
-            "policy.generation.backend: vllm: no supported Hugging Face family has",
+            "policy.generation.backend: not-supported (model)",
         ),
         (
             ["+policy.model.num_moe_experts=4", "+policy.model.qk_layernorm=true"],
-            "policy.generation.backend: vllm cannot take new weights for experts (family qwen3_moe) on CPU",
+            "policy.generation.backend: not-supported (num_moe_experts)",
         ),
         (
             [f"+{GENERATION}.vllm_cfg.tensor_parallel_size=2"],
-            "policy.generation.vllm_cfg.tensor_parallel_size: 2 needs GPUs, and cluster.gpus_per_node is 0",
+            "policy.generation.vllm_cfg.tensor_parallel_size: requires (backend)",
         ),
         (
             [f"+{GENERATION}.refit_transport=nccl"],
-            "policy.generation.refit_transport: nccl needs GPUs, and cluster.gpus_per_node is 0",
+            "policy.generation.refit_transport: requires (backend)",
         ),
         (
             [*ON_GPUS, f"+{GENERATION}.vllm_cfg.tensor_parallel_size=4"],
-            "policy.generation.vllm_cfg.tensor_parallel_size: 4 does not divide cluster.gpus_per_node: 2",
+            "policy.generation.vllm_cfg.tensor_parallel_size: not-divisible (gpus_per_node)",
         ),
         (
             [*ON_GPUS, f"+{GENERATION}.colocated.enabled=false"],
-            "policy.generation.colocated.enabled: false needs GPUs of the engines' own",
+            "policy.generation.colocated.enabled: requires (resources)",
         ),
         (
             [
                 *(*ON_GPUS, f"+{GENERATION}.colocated={{enabled: false, resources: {{gpus_per_node: 1}}}}"),
                 f"+{GENERATION}.refit_transport=cuda_ipc",
             ],
-            "policy.generation.refit_transport: cuda_ipc needs engines on the ranks' GPUs",
+            "policy.generation.refit_transport: requires (enabled)",
         ),
         (
             [f"+{GENERATION}.colocated.resources.gpus_per_node=1"],
-            "policy.generation.colocated.resources: engines that share the ranks' GPUs have none of their own",
+            "policy.generation.colocated.resources: incompatible (enabled)",
         ),
         (
             [f"+{GENERATION}.mismatch.threshold=1.0"],
-            "policy.generation.mismatch.threshold: 1.0 is not allowed",
+            "policy.generation.mismatch.threshold: not-allowed",
         ),
     ],
 )

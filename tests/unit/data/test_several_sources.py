@@ -71,42 +71,42 @@ def test_weights_share_out_the_prompts(recipe):
             {"a1": 11, "b1": 40},
             [source("a1", weight=3), source("b1", weight=1)],
             {},
-            "data.train.0.weight",
+            "data.train.0.weight: too-few-rows",
             [16, 12, 11, "'a1'"],
         ),
         (
             {"a1": 100, "b1": 30},
             [source("a1", weight=3), source("b1", weight=1)],
             {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 8},
-            "data.train.1.weight",
+            "data.train.1.weight: too-few-rows",
             [128, "dynamic sampling", 32],
         ),
         (
             {"a1": 9, "b1": 6},
             [source("a1"), source("b1")],
             {},
-            "grpo.num_prompts_per_step",
+            "grpo.num_prompts_per_step: too-few-rows",
             [16],
         ),
         (
             {"a1": 9},
             [source("a1", weight=3), source("b1")],
             {},
-            "data.train.1.weight",
-            ["missing"],
+            "data.train.1.weight: missing",
+            [],
         ),
         (
             {"a1": 9},
             source("a1", weight=3),
             {},
-            "data.train.weight",
+            "data.train.weight: has-no-effect",
             [3],
         ),
         (
             {"a1": 9},
             [source("a1", weight=0.123457), source("b1", weight=0.2)],
             {},
-            "data.train",
+            "data.train: too-large",
             [323457, 10000],
         ),
     ],
@@ -139,7 +139,7 @@ def test_texts_around_prompts_are_those_of_the_source_or_of_all(recipe, tmp_path
     assert problems == []
     assert [examples.train[row].context for row in (0, 10)] == ["1a0>", "3\n2b0>"]
     (tmp_path / "all.txt").write_text("no place")
-    with wrong_key("data.train.0.prompt_file", 0):
+    with wrong_key("data.train.0.prompt_file: not-allowed", 0):
         preflight(config)
 
 
@@ -161,7 +161,7 @@ def test_sft_imitates_the_solution_and_is_scored_on_the_answer_in_it(recipe, tmp
 def test_a_gold_is_not_taken_twice(recipe):
     data = {"train": source("a1", answer={"after": "####"})}
     env = {"math": {"gold": {"after": "####"}}}
-    with wrong_key("env.math.gold", "data.train.answer"):
+    with wrong_key("env.math.gold: incompatible (answer)", "data.train.answer"):
         recipe({"a1": 20}, data, env=env)
 
 
@@ -169,5 +169,5 @@ def test_data_of_the_hub_are_not_fetched_by_a_check(recipe):
     config = recipe({"a1": 3}, {"train": [{"dataset_name": "gsm8k"}, source("a1")]})
     plan = preflight(config)
     assert (plan.data, plan.fetched) == (None, ("openai/gsm8k",))
-    with wrong_key("data.train.1.data_path", "'gone.jsonl'"):
+    with wrong_key("data.train.1.data_path: not-readable", "'gone.jsonl'"):
         preflight(recipe({}, {"train": [{"dataset_name": "gsm8k"}, source("gone")]}))

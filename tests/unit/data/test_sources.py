@@ -181,14 +181,14 @@ def test_sets_are_prompts_whatever_is_trained_on(recipe, tmp_path, algorithm):
 
 
 def test_too_few_rows_that_fit(recipe):
-    with wrong_key("grpo.num_prompts_per_step", "data.overlong: drop", 16):
+    with wrong_key("grpo.num_prompts_per_step: too-few-rows", "data.overlong: drop", 16):
         open_prompts(recipe(rows(40, "1111{}>") + rows(9), data={"overlong": "drop"}), CHAR)
 
 
 def test_too_few_rows_that_fit_for_what_dynamic_sampling_may_take(recipe):
     section = {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 3}
     config = recipe(rows(40, "1111{}>") + rows(40), section=section, data={"overlong": "drop"})
-    with wrong_key("grpo.num_prompts_per_step", "dynamic sampling", 48, 36):
+    with wrong_key("grpo.num_prompts_per_step: too-few-rows", "dynamic sampling", 48, 36):
         open_prompts(config, CHAR)
 
 
@@ -198,7 +198,7 @@ def test_too_few_held_out_rows_that_fit(recipe, tmp_path):
     )
     data = {"overlong": "drop", "validation": {"data_path": str(tmp_path / "held_out.jsonl")}}
     config = recipe(rows(50), section={"val_at_end": True, "max_val_samples": 8}, data=data)
-    with wrong_key("grpo.max_val_samples", 8, 3):
+    with wrong_key("grpo.max_val_samples: too-few-rows", 8, 3):
         open_prompts(config, CHAR)
 
 
@@ -208,7 +208,7 @@ def test_a_row_that_cannot_be_encoded_is_named(recipe):
 
 
 def test_bad_lines_are_problems(recipe):
-    with wrong_key("data.train.data_path", "rows.jsonl:1", "'output'"):
+    with wrong_key("data.train.data_path: wrong-row", "rows.jsonl:1", "'output'"):
         open_prompts(recipe([{"input": "a"}]), CHAR)
 
 

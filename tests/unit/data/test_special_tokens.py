@@ -98,7 +98,7 @@ def test_a_set_of_an_evaluation_is_counted_alone(recipe):
     with open(source.paths[0], "a", encoding="utf-8") as file:
         file.write(json.dumps({"input": EOS, "output": "1"}) + "\n")
     config = config.model_copy(update={"eval": section})
-    with wrong_key(KEY, 1, 42, "eval.sets.held"):
+    with wrong_key(f"{KEY}: missing", 1, 42, "eval.sets.held"):
         open_set(config, "held", tokenizer_of(config))
 
 

@@ -91,7 +91,7 @@ def test_a_validation_that_takes_more_rows_than_there_are_is_told_before_the_run
     (tmp_path / "held_out.jsonl").write_text('{"input": "7>", "output": 7}\n' * 3)
     validation = {"data_path": str(tmp_path / "held_out.jsonl")}
     config = recipe(grpo={"val_at_end": True, "max_val_samples": 8}, validation=validation)
-    with wrong_key("grpo.max_val_samples", 8, 3):
+    with wrong_key("grpo.max_val_samples: too-few-rows", 8, 3):
         open_prompts(config, CHAR)
 
 
