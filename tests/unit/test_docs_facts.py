@@ -4,12 +4,14 @@ import ast
 import re
 import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
+from typing import get_args
 
 import pytest
 import yaml
 from doc_pages import PAGES, REPO
 
 import nemo_rl_mcore
+from nemo_rl_mcore.config.base import Code
 
 pytestmark = pytest.mark.stage("docs")
 
@@ -122,3 +124,12 @@ def test_the_citation_has_what_its_format_asks_for():
 
 def test_the_readme_is_one_page():
     assert PAGES["README.md"].count("\n") <= 120
+
+
+# Codes
+
+
+def test_the_codes_of_problems_are_those_of_the_package():
+    rows = table("docs/configuration.md", "code | the value")
+    told = [code for row in rows for code in re.findall(r"`([a-z-]+)`", row[0])]
+    assert sorted(told) == sorted(get_args(Code.__value__))

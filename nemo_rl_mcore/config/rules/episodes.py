@@ -18,7 +18,7 @@ def _environment(config: RunConfig) -> Iterator[Problem]:
             f"env.{task}",
             f"missing with data.dataset_name: {task}",
             f"set it to {{}}{f', and env.{given} to null' if given else ''}",
-            ("data.dataset_name", f"env.{given}"),
+            ("data.dataset_name", *([f"env.{given}"] if given else [])),
         )
     if given in TURN_TASKS and task != given:
         yield Problem(
