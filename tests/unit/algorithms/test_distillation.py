@@ -13,9 +13,9 @@ from algorithm_fakes import (
     source,
     train,
 )
+from refusals import refusals_of
 
 from nemo_rl_mcore.algorithms.distillation import Distillation
-from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import DistillationLossFn
 
@@ -136,25 +136,24 @@ def test_its_penalty_asks_the_reference():
         (
             {"on_policy": False, "num_generations_per_prompt": 1},
             RL,
-            r"loss_fn\.rl_weight: 0\.5 needs answers of the student, and distillation\.on_policy is false",
+            "loss_fn.rl_weight: requires (on_policy)",
         ),
         (
             {"topk_logits_k": 33},
             {},
-            r"distillation\.topk_logits_k: 33 is above policy\.model\.vocab_size: 32",
+            "distillation.topk_logits_k: too-large (vocab_size)",
         ),
         (
             {},
             {"rl_weight": 1.0, "rl": {"use_kl_in_reward": True}},
-            r"loss_fn\.rl\.use_kl_in_reward: true loses the KL penalty with distillation\.adv_estimator\.name: grpo",
+            "loss_fn.rl.use_kl_in_reward: incompatible (name)",
         ),
         (
             {},
             {"rl_weight": 1.0, "rl": {"force_on_policy_ratio": True}},
-            r"loss_fn\.rl\.force_on_policy_ratio: true needs one optimizer step per rollout",
+            "loss_fn.rl.force_on_policy_ratio: incompatible (train_global_batch_size)",
         ),
     ],
 )
 def test_recipes_that_would_fail_at_their_first_step_are_refused(distillation, loss_fn, message):
-    with pytest.raises((ConfigError, ValueError), match=message):
-        recipe("distillation", distillation=distillation, loss_fn=loss_fn)
+    assert message in refusals_of(lambda: recipe("distillation", distillation=distillation, loss_fn=loss_fn))

@@ -427,15 +427,15 @@ def test_sizes_that_are_implied_agree_with_written_ones(recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "code"),
     [
-        (None, "holds no config.json"),
-        ("{", "is not JSON"),
-        ("[]", "does not hold an object"),
-        (json.dumps(config_of("llama", mlp_bias=True)), "mlp_bias: True of a llama model"),
+        (None, "not-readable"),
+        ("{", "not-readable"),
+        ("[]", "not-readable"),
+        (json.dumps(config_of("llama", mlp_bias=True)), "not-supported"),
     ],
 )
-def test_folders_that_cannot_be_used_are_one_problem(recipe, tmp_path, config, message):
+def test_folders_that_cannot_be_used_are_one_problem(recipe, tmp_path, config, code):
     folder = tmp_path / "model"
     folder.mkdir()
     if config is not None:
@@ -443,8 +443,7 @@ def test_folders_that_cannot_be_used_are_one_problem(recipe, tmp_path, config, m
     with pytest.raises(ConfigError) as caught:
         load_config(recipe(folder))
     (problem,) = caught.value.problems
-    assert problem.path == "policy.model_name"
-    assert message in problem.what
+    assert brief(problem) == f"policy.model_name: {code}"
 
 
 def test_hub_ids_come_from_the_cache_then_from_the_table(recipe, cache):

@@ -126,10 +126,7 @@ def test_values_that_cannot_be_computed(tmp_path, exemplar, line, message):
 def test_keys_that_are_not_text_are_unknown_keys(tmp_path, exemplar):
     recipe = write(tmp_path, "child.yaml", f"defaults: {exemplar}\n1: x\ngrpo:\n  true: y\n")
     problems = error_of(recipe).problems
-    assert {(problem.path, problem.what) for problem in problems} == {
-        ("1", "unknown key"),
-        ("grpo.True", "unknown key"),
-    }
+    assert sorted(briefs(problems)) == ["1: unknown-key", "grpo.True: unknown-key"]
 
 
 def test_a_list_is_read(load):

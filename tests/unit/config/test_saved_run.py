@@ -2,7 +2,7 @@ import json
 
 import pytest
 import yaml
-from refusals import briefs
+from refusals import assert_holds, briefs
 
 from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.config.policy import PolicyConfig
@@ -64,10 +64,12 @@ DOUBLED = "a: &a {x: 1}\n" + "".join(
 def test_a_start_from_what_is_no_checkpoint_is_refused(load, tmp_path, content):
     if content is not None:
         (tmp_path / "config.yaml").write_bytes(content)
-    with pytest.raises(
-        ConfigError, match=r"^policy\.init_checkpoint: .*; name a folder step_N of a run with this"
-    ):
+    with pytest.raises(ConfigError) as refused:
         preflight(load(f"+policy.init_checkpoint={tmp_path}"))
+    (problem,) = refused.value.problems
+    assert problem.path == "policy.init_checkpoint"
+    assert problem.code in ("not-readable", "other-model")
+    assert_holds(problem.remedy, "step_N")
 
 
 def test_deadlines_change_nothing_of_a_run(load, tmp_path):

@@ -24,7 +24,7 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_no_key_of_their_recipes_is_unknown_and_each_problem_says_what_to_do(recipe):
     problems = migrate(recipe).problems
-    assert not [problem.path for problem in problems if problem.what == "unknown key"]
+    assert not [problem.path for problem in problems if problem.code == "unknown-key"]
     assert all(problem.remedy for problem in problems)
 
 

@@ -1,4 +1,5 @@
 import pytest
+from refusals import assert_holds, brief, briefs
 
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.examples import read_set
@@ -30,28 +31,28 @@ def test_what_is_shown(texts, context, chat, shown):
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    "text",
     [
-        ("no place", "has 0 places for the prompt"),
-        ("{} and {}", "has 2 places for the prompt"),
-        (r"\boxed{} {}", "has 2 places for the prompt"),
-        ("{0}", "holds braces with something in them"),
-        ("{.__class__}", "holds braces with something in them"),
-        ("{!r}", "holds braces with something in them"),
-        ("{:9}", "holds braces with something in them"),
-        ("{} {", "holds a brace alone"),
-        ("} {}", "holds a brace alone"),
+        "no place",
+        "{} and {}",
+        r"\boxed{} {}",
+        "{0}",
+        "{.__class__}",
+        "{!r}",
+        "{:9}",
+        "{} {",
+        "} {}",
     ],
 )
-def test_a_text_has_one_place_for_the_prompt_and_nothing_that_is_evaluated(tmp_path, text, what):
+def test_a_text_has_one_place_for_the_prompt_and_nothing_that_is_evaluated(tmp_path, text):
     path = tmp_path / "prompt.txt"
     path.write_text(text)
     source = SourceConfig(data_path=str(tmp_path / "rows.jsonl"), prompt_file=str(path))
     (tmp_path / "rows.jsonl").write_text('{"input": "2+2?", "output": "4"}\n')
     (example,), (problem,) = read_set("train", source, chat=False)
     assert example.context == "2+2?"
-    assert problem.path == "train.prompt_file"
-    assert problem.what.startswith(f"{str(path)!r} {what}")
+    assert brief(problem) == "train.prompt_file: not-allowed"
+    assert_holds(problem.what, path)
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -60,7 +61,7 @@ def test_files_that_cannot_be_read(tmp_path):
         data_path="a", prompt_file="gone.txt", system_prompt_file=str(tmp_path / "latin.txt")
     )
     _, problems = read_texts(source)
-    assert [problem.path for problem in problems] == ["prompt_file", "system_prompt_file"]
+    assert briefs(problems) == ["prompt_file: not-readable", "system_prompt_file: not-readable"]
     assert "'gone.txt'" in problems[0].what
     assert "UTF-8" in problems[1].what
 
