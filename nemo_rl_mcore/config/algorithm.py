@@ -147,20 +147,19 @@ class RolloutConfig(LoopConfig):
     """The linear map of the reward."""
 
     @property
+    def drawn_prompts(self) -> float:
+        """Prompts drawn at a time, which the rules ask to be whole."""
+        return self.num_prompts_per_step * (self.batch_multiplier if self.use_dynamic_sampling else 1)
+
+    @property
     def samples_per_step(self) -> int:
         """Prompts times responses: the rows of one rollout."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
+    read_unless = (("batch_multiplier", "use_dynamic_sampling", False),)
+
     def problems(self) -> Iterator[Problem]:
         """Yield contradictions of dynamic sampling."""
-        if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
-            yield Problem(
-                "has-no-effect",
-                "batch_multiplier",
-                f"{self.batch_multiplier} does nothing with use_dynamic_sampling: false",
-                "set batch_multiplier: 1, or use_dynamic_sampling: true",
-                ("use_dynamic_sampling",),
-            )
         if self.use_dynamic_sampling and self.num_generations_per_prompt == 1:
             yield Problem(
                 "no-signal",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -62,6 +62,11 @@ class Problem:
         tail = f"; {self.remedy}" if self.remedy else ""
         return f"{head}{tail}" + (f"  [{self.where}]" if self.where else "")
 
+    @property
+    def warns(self) -> bool:
+        """A key that nothing reads is a warning; all else is an error."""
+        return self.code == "has-no-effect"
+
     def below(self, prefix: str) -> "Problem":
         """The same problem seen from the parent section `prefix`."""
         return replace(
@@ -69,6 +74,18 @@ class Problem:
             path=join_path(prefix, self.path),
             related=tuple(join_path(prefix, key) for key in self.related),
         )
+
+
+def has_no_effect(path: str, value: object, because: str, *related: str) -> Problem:
+    """Return the warning of a key that nothing reads, such as one with a switch that is off."""
+    return Problem("has-no-effect", path, f"{_as_yaml(value)} has no effect {because}", "remove it", related)
+
+
+def _as_yaml(value: object) -> str:
+    if isinstance(value, BaseModel | dict):
+        return "the section"
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 class ConfigError(ValueError):
@@ -96,14 +113,26 @@ class StrictModel(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    read_unless: ClassVar[tuple[tuple[str, str, object], ...]] = ()
+    """A key, another key of the section, and the value of that with which nothing reads the first."""
+
     def problems(self) -> Iterator[Problem]:
         """Yield what is wrong between fields that are each valid; paths are relative to this section."""
         yield from ()
 
+    def idle(self) -> Iterator[Problem]:
+        """Yield a warning for each key that is given and not read."""
+        found: set[str] = set()
+        for key, switch, off in self.read_unless:
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if key not in found and getattr(self, switch) == off and value != default:
+                found.add(key)
+                yield has_no_effect(key, value, f"with {switch}: {_as_yaml(off)}", switch)
+
 
 def collect_problems(section: StrictModel, prefix: str = "") -> Iterator[Problem]:
     """Yield what is wrong within a section and within each section inside it, with full paths."""
-    for problem in section.problems():
+    for problem in (*section.problems(), *section.idle()):
         yield problem.below(prefix)
     for name in type(section).model_fields:
         yield from _problems_inside(getattr(section, name), join_path(prefix, name))

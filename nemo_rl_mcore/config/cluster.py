@@ -113,9 +113,9 @@ class CheckpointingConfig(StrictModel):
             return
         if self.resume not in ("auto", "never"):
             yield Problem(
-                "has-no-effect",
+                "requires",
                 "resume",
-                f"{self.resume!r} is not read with enabled: false",
+                f"{self.resume!r} needs enabled: true",
                 "set enabled: true; or policy.init_checkpoint, to start from the weights alone",
                 ("enabled",),
             )

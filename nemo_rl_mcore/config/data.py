@@ -7,7 +7,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, model_validator
 
 from nemo_rl_mcore.config.answers import AnswerConfig
-from nemo_rl_mcore.config.base import Float, PositiveInt, Problem, StrictModel, join_path
+from nemo_rl_mcore.config.base import Float, PositiveInt, Problem, StrictModel, has_no_effect, join_path
 from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
 from nemo_rl_mcore.config.imports import Arguments, ImportPath
 from nemo_rl_mcore.config.shares import MOST_TURNS, whole_weights
@@ -198,9 +198,9 @@ class DataConfig(StrictModel):
         for key, given, reader, needed in read_by:
             if given and self.dataset_name != reader:
                 yield Problem(
-                    "has-no-effect",
+                    "incompatible",
                     key,
-                    f"does nothing with dataset_name: {self.dataset_name}",
+                    f"does not go with dataset_name: {self.dataset_name}",
                     f"remove it, or set dataset_name: {reader}",
                     ("dataset_name",),
                 )
@@ -219,13 +219,8 @@ class DataConfig(StrictModel):
     def _text_problems(self) -> Iterator[Problem]:
         """Yield a reader of rows where there are none."""
         if self.has_turns and self.default is not None and self.default.processor is not None:
-            yield Problem(
-                "has-no-effect",
-                "default.processor",
-                f"does nothing with dataset_name: {self.dataset_name}",
-                "remove it",
-                ("dataset_name",),
-            )
+            because = f"with dataset_name: {self.dataset_name}"
+            yield has_no_effect("default.processor", self.default.processor, because, "dataset_name")
 
     def _weight_problems(self) -> Iterator[Problem]:
         """Yield weights without others beside them, and such as have no order that begins anew."""
@@ -240,12 +235,7 @@ class DataConfig(StrictModel):
                     "give all of them one, or none",
                 )
             if weight is not None and len(weights) == 1:
-                yield Problem(
-                    "has-no-effect",
-                    f"{path}.weight",
-                    f"{weight:g} does nothing where there is one source",
-                    "remove it",
-                )
+                yield has_no_effect(f"{path}.weight", weight, "where there is one source")
         if len(given) == len(weights) > 1 and (turns := sum(whole_weights(given))) > MOST_TURNS:
             yield Problem(
                 "too-large",
@@ -256,11 +246,8 @@ class DataConfig(StrictModel):
         for place, source in each(self.validation).items():
             if isinstance(source, SourceConfig) and source.weight is not None:
                 path = join_path(join_path("validation", place), "weight")
-                yield Problem(
-                    "has-no-effect",
-                    path,
-                    "does nothing: validation takes as many rows of each source",
-                    "remove it",
+                yield has_no_effect(
+                    path, source.weight, "on a validation, which takes as many rows of each source"
                 )
 
 

@@ -88,7 +88,7 @@ def check(read: Computed, tree: Tree) -> tuple[RunConfig, tuple[Problem, ...]]:
     # A value that could not be computed is left out of the tree: that it is missing then says nothing new.
     known = {problem.path for problem in read.problems}
     problems = [*read.problems, *(problem for problem in validated.problems if problem.path not in known)]
-    warnings, config = list[Problem](), validated.config
+    warnings, config = validated.warnings, validated.config
     if config is not None and (other := _other_tokenizer(config)):
         (problems if _is_inherited(read.recipe, read.overridden) else warnings).append(other)
     if problems or config is None:

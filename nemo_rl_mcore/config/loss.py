@@ -21,16 +21,7 @@ class CustomLossConfig(StrictModel):
     args: Arguments | None = None
     """Keyword arguments of that class, beside this section (ours)."""
 
-    def problems(self) -> Iterator[Problem]:
-        """Yield arguments of nothing."""
-        if self.args and self.type is None:
-            yield Problem(
-                "has-no-effect",
-                "args",
-                "does nothing with type: null",
-                "set type: my_pkg.my_mod:MyLossFn, or remove it",
-                ("type",),
-            )
+    read_unless = (("args", "type", None),)
 
 
 class NLLLossConfig(CustomLossConfig):
@@ -51,22 +42,16 @@ class DPOLossConfig(StrictModel):
     sft_average_log_probs: bool = False
     """Take the mean over a chosen answer's tokens instead of their sum."""
 
+    read_unless = (("sft_average_log_probs", "sft_loss_weight", 0),)
+
     def problems(self) -> Iterator[Problem]:
-        """Yield a loss that is nothing, and a setting of a term that is off."""
+        """Yield a loss that is nothing."""
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
             yield Problem(
                 "no-signal",
                 "preference_loss_weight",
                 "0 together with sft_loss_weight: 0 leaves no loss",
                 "raise one of the two",
-                ("sft_loss_weight",),
-            )
-        if self.sft_average_log_probs and self.sft_loss_weight == 0:
-            yield Problem(
-                "has-no-effect",
-                "sft_average_log_probs",
-                "true does nothing with sft_loss_weight: 0",
-                "remove it, or raise sft_loss_weight",
                 ("sft_loss_weight",),
             )
 
@@ -171,9 +156,9 @@ class ClippedPGLossConfig(CustomLossConfig):
             return
         if not self.use_importance_sampling_correction:
             yield Problem(
-                "has-no-effect",
+                "requires",
                 "truncated_importance_sampling_type",
-                f"{kind} does nothing with use_importance_sampling_correction: false",
+                f"{kind} needs use_importance_sampling_correction: true",
                 "set use_importance_sampling_correction: true, or truncated_importance_sampling_type: null and no "
                 "bounds",
                 ("use_importance_sampling_correction",),
@@ -207,9 +192,10 @@ class DistillationLossConfig(CustomLossConfig):
     rl: ClippedPGLossConfig = ClippedPGLossConfig()
     """That policy-gradient loss."""
 
+    read_unless = (*CustomLossConfig.read_unless, ("rl", "rl_weight", 0))
+
     def problems(self) -> Iterator[Problem]:
-        """Yield a divergence that is always 0, and settings of a term that is off."""
-        yield from super().problems()
+        """Yield a divergence that is always 0, and a policy gradient that cannot be added to it."""
         if self.rl.type is not None:
             yield Problem(
                 "incompatible",
@@ -232,13 +218,5 @@ class DistillationLossConfig(CustomLossConfig):
                 "rl.token_level_loss",
                 f"false does not go with rl_weight: {self.rl_weight} (the divergence is a mean over tokens)",
                 "set rl.token_level_loss: true, or rl_weight: 0",
-                ("rl_weight",),
-            )
-        if self.rl_weight == 0 and self.rl != ClippedPGLossConfig():
-            yield Problem(
-                "has-no-effect",
-                "rl",
-                "does nothing with rl_weight: 0",
-                "remove it, or raise rl_weight",
                 ("rl_weight",),
             )

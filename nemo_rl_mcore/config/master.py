@@ -86,13 +86,21 @@ class RunConfig(WithReferences):
         loop = self.loop
         if not isinstance(loop, RolloutConfig):
             return self.policy.train_global_batch_size
-        return max(1, round(loop.num_prompts_per_step * loop.batch_multiplier))
+        return max(1, round(loop.drawn_prompts))
 
     @property
     def max_rollout_turns(self) -> int:
         """Answers of an episode at most."""
         loop = self.loop
-        return loop.max_rollout_turns if isinstance(loop, EpisodesConfig) else 1
+        return (
+            loop.max_rollout_turns if isinstance(loop, EpisodesConfig) and not self.scores_one_answer else 1
+        )
+
+    @property
+    def scores_one_answer(self) -> bool:
+        """Whether the environment ends each episode with its first answer, as far as the recipe says."""
+        environment = next(iter(self.env.given), "arithmetic")
+        return environment in ("arithmetic", "math") and not self.data.has_turns
 
     @property
     def val_batches(self) -> int:

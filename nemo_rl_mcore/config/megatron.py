@@ -197,6 +197,8 @@ class MegatronConfig(StrictModel):
     def _fill_weight_decay(cls, given: object) -> object:
         return fill_weight_decay(given)
 
+    read_unless = (("fused_linear_logprobs_cache_bytes", "use_fused_linear_logprobs", False),)
+
     def problems(self) -> Iterator[Problem]:
         """Yield settings that Megatron cannot run together."""
         schedule = self.scheduler
@@ -217,15 +219,6 @@ class MegatronConfig(StrictModel):
                 f"{schedule.lr_warmup_init} is above optimizer.lr: {self.optimizer.lr}",
                 "lower lr_warmup_init",
                 ("optimizer.lr",),
-            )
-        cache = self.fused_linear_logprobs_cache_bytes
-        if cache not in ("auto", 0) and not self.use_fused_linear_logprobs:
-            yield Problem(
-                "has-no-effect",
-                "fused_linear_logprobs_cache_bytes",
-                f"{cache} does nothing with use_fused_linear_logprobs: false",
-                "remove it, or set use_fused_linear_logprobs: true",
-                ("use_fused_linear_logprobs",),
             )
         if not self.enabled:
             yield Problem(

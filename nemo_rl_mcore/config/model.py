@@ -1,11 +1,22 @@
 """Configuration of the architecture: for random weights, and what loaded ones must fit."""
 
 from collections.abc import Iterator
-from typing import Literal, cast
+from typing import Literal
 
 from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Problem, StrictModel
 
-_EXPERT_PREFIX = "moe_"
+_OF_EXPERTS = (
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_dtype",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+)
 
 
 class RopeScalingConfig(StrictModel):
@@ -159,13 +170,17 @@ class ModelConfig(StrictModel):
         layers = (self.num_layers + predicting) * (self.layer_parameters + self.expert_parameters)
         return layers + predicting * self.prediction_parameters + embeddings + self.hidden_size
 
+    read_unless = (
+        ("mtp_loss_scaling_factor", "mtp_num_layers", None),
+        *((key, "num_moe_experts", None) for key in _OF_EXPERTS),
+        ("moe_router_bias_update_rate", "moe_router_enable_expert_bias", False),
+        ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "none"),
+    )
+
     def problems(self) -> Iterator[Problem]:
         """Yield sizes that do not divide, and settings of experts that cannot train."""
         yield from self._size_problems()
-        yield from self._idle_problems()
-        if self.num_moe_experts is None:
-            yield from self._dense_problems()
-        else:
+        if self.num_moe_experts is not None:
             yield from self._expert_problems(self.num_moe_experts)
 
     def _size_problems(self) -> Iterator[Problem]:
@@ -194,46 +209,7 @@ class ModelConfig(StrictModel):
                 ("hidden_size", "num_attention_heads", "kv_channels"),
             )
 
-    def _idle_problems(self) -> Iterator[Problem]:
-        """Settings of what is off; those of experts in a dense model stand in `_dense_problems`."""
-        switches = (
-            ("mtp_loss_scaling_factor", "mtp_num_layers", self.mtp_num_layers is not None),
-            (
-                "moe_router_bias_update_rate",
-                "moe_router_enable_expert_bias",
-                self.moe_router_enable_expert_bias or self.num_moe_experts is None,
-            ),
-        )
-        for key, switch, is_on in switches:
-            if not is_on and getattr(self, key) != type(self).model_fields[key].default:
-                yield Problem(
-                    "has-no-effect",
-                    key,
-                    f"{getattr(self, key)} does nothing with {switch}: {_yaml(getattr(self, switch))}",
-                    f"remove it, or set {switch}",
-                    (switch,),
-                )
-
-    def _dense_problems(self) -> Iterator[Problem]:
-        for name, field in type(self).model_fields.items():
-            if name.startswith(_EXPERT_PREFIX) and getattr(self, name) != field.default:
-                yield Problem(
-                    "has-no-effect",
-                    name,
-                    f"{getattr(self, name)} does nothing with num_moe_experts: null",
-                    "remove it, or set num_moe_experts",
-                    ("num_moe_experts",),
-                )
-
     def _expert_problems(self, experts: int) -> Iterator[Problem]:
-        if self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
-            yield Problem(
-                "has-no-effect",
-                "moe_aux_loss_coeff",
-                f"{self.moe_aux_loss_coeff} does nothing with moe_router_load_balancing_type: none",
-                "set moe_aux_loss_coeff: 0, or another moe_router_load_balancing_type",
-                ("moe_router_load_balancing_type",),
-            )
         if self.moe_router_topk > experts:
             yield Problem(
                 "too-large",
@@ -278,7 +254,3 @@ class ModelConfig(StrictModel):
                 "set moe_aux_loss_coeff: 0, or mtp_num_layers: null",
                 ("mtp_num_layers",),
             )
-
-
-def _yaml(value: object) -> str:
-    return {None: "null", False: "false"}.get(cast("bool | None", value), str(value))

@@ -24,6 +24,8 @@ class DPOConfig(LoopConfig, DPOLossConfig):
     num_generations_per_prompt: PositiveInt | None = None
     """Answers that a pair is picked from; read when online."""
 
+    read_unless = (*DPOLossConfig.read_unless, ("num_generations_per_prompt", "online", False))
+
     def problems(self) -> Iterator[Problem]:
         """Yield a number of answers that makes no pair."""
         yield from super().problems()
@@ -33,14 +35,6 @@ class DPOConfig(LoopConfig, DPOLossConfig):
                 "num_generations_per_prompt",
                 f"{self.num_generations_per_prompt or 'null'} with online: true makes no pair",
                 "set it to 2 or more, or online: false",
-                ("online",),
-            )
-        if not self.online and self.num_generations_per_prompt is not None:
-            yield Problem(
-                "has-no-effect",
-                "num_generations_per_prompt",
-                f"{self.num_generations_per_prompt} does nothing with online: false",
-                "remove it, or set online: true",
                 ("online",),
             )
 

@@ -26,10 +26,11 @@ from nemo_rl_mcore.config.schema import (
 
 @dataclass(frozen=True)
 class Validated:
-    """The configuration, None where there are problems."""
+    """The configuration, None where there are problems; warnings are of keys that nothing reads."""
 
     config: RunConfig | None
     problems: list[Problem]
+    warnings: list[Problem]
 
 
 def validate(written: Tree) -> Validated:
@@ -52,7 +53,8 @@ def validate(written: Tree) -> Validated:
     if config is not None:
         wrong = {problem.path for problem in [*field_problems, *unread]} | _meant(field_problems, kind)
         problems += [problem for problem in run_problems(config) if not _rests_on(problem, wrong)]
-    return Validated(None if problems else config, problems)
+    errors = [problem for problem in problems if not problem.warns]
+    return Validated(None if errors else config, errors, [problem for problem in problems if problem.warns])
 
 
 _MODEL = "policy.model"

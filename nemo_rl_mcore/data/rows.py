@@ -47,9 +47,7 @@ def _read_rows(source: SourceConfig) -> Sequence[Row]:
             )
         return read_data_set(source)
     if source.subset is not None:
-        raise SourceError(
-            "has-no-effect", "subset", f"{source.subset!r} does nothing with files", "remove it"
-        )
+        raise SourceError("incompatible", "subset", f"{source.subset!r} does not go with files", "remove it")
     return _part([row for path in _files(source) for row in read_file(path)], source.split)
 
 

@@ -56,7 +56,7 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
         return
     if config.warm_start is not None:
         yield Problem(
-            "has-no-effect",
+            "incompatible",
             "warm_start",
             "is not run to evaluate",
             "name the weights: --checkpoint DIR, or --hf DIR",

@@ -126,7 +126,7 @@ class _Foreign:
         elif self._result.judge(written, value, section, self._recipe, f"policy.{path}"):
             return
         elif any(part in path for part in _CUT):
-            what = f"{shown(value)} does nothing here"
+            what = f"{shown(value)} has no effect here"
             cost = f"it is cut as the policy is, by policy.{path}: {shown(of_policy)}"
             self._result.warnings.append(Problem("has-no-effect", written, what, cost))
         else:

@@ -38,7 +38,7 @@ class Screened:
             self.dropped.append(path)
         elif known.warns:
             self.warnings.append(
-                Problem("has-no-effect", path, f"{shown(value)} does nothing here", known.remedy)
+                Problem("has-no-effect", path, f"{shown(value)} has no effect here", known.remedy)
             )
         else:
             self.problems.append(

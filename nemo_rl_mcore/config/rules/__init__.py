@@ -76,7 +76,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
     yield from found
     if (
         config.cluster.elastic == "shrink"
-        and not found
+        and all(problem.warns for problem in found)
         and shrunk(config, config.cluster.num_nodes - 1) is None
     ):
         yield survival.no_fewer_machines(config)
@@ -91,7 +91,8 @@ def shrunk(config: RunConfig, nodes: int) -> RunConfig | None:
         cluster = config.cluster.model_copy(update={"num_nodes": fewer})
         # What is asked of a recipe that may shrink is not asked of the one that it shrinks to.
         fixed = cluster.model_copy(update={"elastic": "none"})
-        if not any(_problems_on_all_machines(config.model_copy(update={"cluster": fixed}))):
+        problems = _problems_on_all_machines(config.model_copy(update={"cluster": fixed}))
+        if all(problem.warns for problem in problems):
             return config.model_copy(update={"cluster": cluster})
     return None
 
@@ -131,6 +132,6 @@ def checked[Section: StrictModel](
             problems = run_problems(section)
         case _:
             problems = collect_problems(section)
-    if found := tuple(problems):
+    if found := tuple(problem for problem in problems if not problem.warns):
         raise ConfigError(found)
     return section

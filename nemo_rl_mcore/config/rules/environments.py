@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Problem, has_no_effect
 from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
 from nemo_rl_mcore.config.master import GRPOMasterConfig, RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
@@ -70,22 +70,16 @@ def _unread(config: RunConfig) -> Iterator[Problem]:
         return
     for name in EnvPoolConfig.model_fields:
         if name != "size" and (value := getattr(given, name)) != getattr(default, name):
-            yield Problem(
-                "has-no-effect",
-                f"env.pool.{name}",
-                f"{value} does nothing with {_SIZE}: 0",
-                f"remove it, or set {_SIZE} to 1 or more",
-                (_SIZE,),
-            )
+            yield has_no_effect(f"env.pool.{name}", value, f"with {_SIZE}: 0", _SIZE)
 
 
 def _weights(config: RunConfig) -> Iterator[Problem]:
     """Yield weights of rewards that have no names."""
     if config.env.reward_weights and config.env.custom is None:
         yield Problem(
-            "has-no-effect",
+            "requires",
             "env.reward_weights",
-            "does nothing without env.custom: other environments give one reward",
+            "given without env.custom: other environments give one reward, which has no name",
             "remove it",
             ("env.custom",),
         )

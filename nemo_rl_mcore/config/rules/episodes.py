@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import EpisodesConfig
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Problem, has_no_effect
 from nemo_rl_mcore.config.data import TURN_TASKS
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
@@ -51,15 +51,9 @@ def _turns(config: RunConfig) -> Iterator[Problem]:
             "raise it",
             (f"env.{given}",),
         )
-    if given in ("arithmetic", "math") and task not in TURN_TASKS and loop.max_rollout_turns > 1:
-        yield Problem(
-            "has-no-effect",
-            key,
-            f"{loop.max_rollout_turns} does nothing with env.{given}, which scores the first answer "
-            "and ends the episode",
-            "set it to 1, or name an environment of several turns",
-            (f"env.{given}",),
-        )
+    if config.scores_one_answer and loop.max_rollout_turns > 1:
+        because = f"with env.{given}, which scores the first answer and ends the episode"
+        yield has_no_effect(key, loop.max_rollout_turns, because, f"env.{given}")
 
 
 RULES = Rules(of_runs=(_environment, _turns))

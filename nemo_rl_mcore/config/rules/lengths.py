@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_mcore.config.algorithm import EpisodesConfig
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
@@ -35,8 +34,8 @@ def _room(config: RunConfig) -> Iterator[Problem]:
 
 def _second_answer(config: RunConfig) -> Iterator[Problem]:
     """Yield episodes of several turns that end with the first one, as a second answer never fits."""
-    loop, policy = config.loop, config.policy
-    if not isinstance(loop, EpisodesConfig) or loop.max_rollout_turns == 1:
+    policy = config.policy
+    if config.max_rollout_turns == 1:
         return
     shortest = 1 + 2 * policy.generation.max_new_tokens
     if shortest > (longest := policy.max_total_sequence_length):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Problem, has_no_effect
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
 from nemo_rl_mcore.config.master import (
     DistillationMasterConfig,
@@ -74,9 +74,9 @@ def _bounds_of_nothing(config: RunConfig) -> Iterator[Problem]:
     )
     if bounded and loss.truncated_importance_sampling_type is None:
         yield Problem(
-            "has-no-effect",
+            "requires",
             f"{section}.truncated_importance_sampling_ratio",
-            f"a bound does nothing with {section}.truncated_importance_sampling_type: null",
+            f"a bound needs {section}.truncated_importance_sampling_type, which is null",
             "set truncated_importance_sampling_type: tis, or the bounds to null"
             if loss.use_importance_sampling_correction
             else "set the bounds to null, or truncated_importance_sampling_type: tis with "
@@ -139,12 +139,8 @@ def _distillation(config: RunConfig) -> Iterator[Problem]:
 def _prev_logprobs(config: RunConfig) -> Iterator[Problem]:
     if config.policy.recompute_prev_logprobs == "always" and _policy_gradient(config) is None:
         without = " without loss_fn.rl_weight" if isinstance(config, DistillationMasterConfig) else ""
-        yield Problem(
-            "has-no-effect",
-            "policy.recompute_prev_logprobs",
-            f"always does nothing with {config.algorithm}{without}, which has no ratio to earlier weights",
-            "remove it",
-        )
+        because = f"with {config.algorithm}{without}, which has no ratio to earlier weights"
+        yield has_no_effect("policy.recompute_prev_logprobs", "always", because)
 
 
 RULES = Rules(

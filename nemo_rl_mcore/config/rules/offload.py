@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Problem, has_no_effect
 from nemo_rl_mcore.config.master import PPOMasterConfig, RunConfig, SFTMasterConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 
@@ -83,12 +83,8 @@ def _critic(config: RunConfig) -> Iterator[Problem]:
 
 def _no_reference(config: RunConfig) -> Iterator[Problem]:
     if config.policy.reference_on_device != "auto" and not config.needs_reference:
-        yield Problem(
-            "has-no-effect",
-            "policy.reference_on_device",
-            f"{str(config.policy.reference_on_device).lower()} does nothing: the run has no reference policy",
-            "remove it, or set a KL penalty above 0",
-        )
+        given = config.policy.reference_on_device
+        yield has_no_effect("policy.reference_on_device", given, "without a reference policy")
 
 
 RULES = Rules(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Problem, has_no_effect
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 from nemo_rl_mcore.config.rules.fused_logprobs import FUSED, Guardrail
@@ -36,13 +36,8 @@ def _nothing_to_allow(policy: PolicyConfig) -> Iterator[Problem]:
     }
     off = tuple(key for key, on in needed.items() if not on)
     if policy.megatron_cfg.fused_linear_logprobs_packed and off:
-        yield Problem(
-            "has-no-effect",
-            _FUSED_PACKED,
-            f"true does nothing with {' and '.join(f'policy.{key}: false' for key in off)}",
-            "remove it; fused log-probabilities of packed rows alone need it",
-            off,
-        )
+        because = f"with {' and '.join(f'policy.{key}: false' for key in off)}"
+        yield has_no_effect(_FUSED_PACKED, True, because, *off)
 
 
 def _dynamic_batching(policy: PolicyConfig) -> Iterator[Problem]:

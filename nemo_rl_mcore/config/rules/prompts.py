@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
-from nemo_rl_mcore.config.base import Problem, join_path
+from nemo_rl_mcore.config.base import Problem, has_no_effect, join_path
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 from nemo_rl_mcore.config.source import each
@@ -14,7 +14,7 @@ def _drawn_prompts(config: RunConfig) -> Iterator[Problem]:
     name, data, loop = config.algorithm, config.data, config.loop
     if not isinstance(loop, RolloutConfig):
         return
-    drawn = loop.num_prompts_per_step * loop.batch_multiplier
+    drawn = loop.drawn_prompts
     if drawn != int(drawn):
         yield Problem(
             "not-divisible",
@@ -150,14 +150,8 @@ def _streams(config: RunConfig) -> Iterator[Problem]:
             "incompatible", key, what, "give data.validation, or turn validation off", ("data.validation",)
         )
     if loop.max_num_epochs > 1:
-        what = f"{loop.max_num_epochs} does nothing with {key}: true, whose rows are not counted"
-        yield Problem(
-            "has-no-effect",
-            f"{config.algorithm}.max_num_epochs",
-            what,
-            "set it to 1; max_num_steps ends the run",
-            (key,),
-        )
+        because = f"with {key}: true, whose rows are not counted"
+        yield has_no_effect(f"{config.algorithm}.max_num_epochs", loop.max_num_epochs, because, key)
     if isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling:
         what = f"true draws rows of all the data set, which {key}: true does not have"
         yield Problem(

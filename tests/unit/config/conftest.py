@@ -7,6 +7,7 @@ import yaml
 from refusals import briefs
 
 from nemo_rl_mcore.config import ConfigError, GRPOMasterConfig, Problem, load_config
+from nemo_rl_mcore.config.load import load_with_warnings
 
 REPOSITORY = Path(__file__).parents[3]
 EXEMPLAR = REPOSITORY / "examples/configs/grpo_copy_cpu.yaml"
@@ -44,3 +45,11 @@ def wrong() -> Callable[..., tuple[Problem, ...]]:
 def refusals(wrong) -> Callable[..., list[str]]:
     """`briefs` of the same."""
     return lambda *overrides, **recipe: briefs(wrong(*overrides, **recipe))
+
+
+@pytest.fixture
+def warnings() -> Callable[..., list[str]]:
+    """`briefs` of what the exemplar, or another one, gives with overrides that nothing reads."""
+    return lambda *overrides, recipe=EXEMPLAR.name: briefs(
+        load_with_warnings(EXEMPLAR.with_name(recipe), overrides)[1]
+    )

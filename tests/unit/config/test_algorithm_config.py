@@ -50,7 +50,6 @@ def test_a_built_estimator_is_kept():
     ("given", "message"),
     [
         ({"adv_estimator": {"name": "gae"}}, "adv_estimator.name: incompatible"),
-        ({"batch_multiplier": 1.5}, "batch_multiplier: has-no-effect (use_dynamic_sampling)"),
         (
             {"use_dynamic_sampling": True, "num_generations_per_prompt": 1},
             "use_dynamic_sampling: no-signal (num_generations_per_prompt)",

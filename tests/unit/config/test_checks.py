@@ -95,7 +95,7 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
         ),
         (
             ["loss_fn.truncated_importance_sampling_ratio=2"],
-            "loss_fn.truncated_importance_sampling_ratio: has-no-effect (truncated_importance_sampling_type)",
+            "loss_fn.truncated_importance_sampling_ratio: requires (truncated_importance_sampling_type)",
         ),
         (["grpo.seed=7"], "grpo.seed: contradicts (seed)"),
         (
@@ -119,7 +119,7 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
             "checkpointing.metric_name: not-allowed",
         ),
         (["checkpointing.metric_name='val:'"], "checkpointing.metric_name: not-allowed"),
-        (["checkpointing.resume=step_3"], "checkpointing.resume: has-no-effect (enabled)"),
+        (["checkpointing.resume=step_3"], "checkpointing.resume: requires (enabled)"),
         (
             ["checkpointing.checkpoint_must_save_by=00:03:45:00"],
             "checkpointing.checkpoint_must_save_by: requires (enabled)",

@@ -17,31 +17,23 @@ from nemo_rl_mcore.preflight import preflight
         ({"dataset_name": "custom"}, "type: missing (dataset_name)"),
         (
             {"dataset_name": "copy", "train": {"data_path": "a"}},
-            "train: has-no-effect (dataset_name)",
+            "train: incompatible (dataset_name)",
         ),
         (
             {"dataset_name": "copy", "validation": {"data_path": "a"}},
-            "validation: has-no-effect (dataset_name)",
+            "validation: incompatible (dataset_name)",
         ),
-        ({"dataset_name": "copy", "type": "a:B"}, "type: has-no-effect (dataset_name)"),
+        ({"dataset_name": "copy", "type": "a:B"}, "type: incompatible (dataset_name)"),
         (
             {"dataset_name": "custom", "type": "a:B", "train": {"data_path": "a"}},
-            "train: has-no-effect (dataset_name)",
+            "train: incompatible (dataset_name)",
         ),
-        ({"dataset_name": "sort", "args": {"a": 1}}, "args: has-no-effect (dataset_name)"),
+        ({"dataset_name": "sort", "args": {"a": 1}}, "args: incompatible (dataset_name)"),
         (
             {"dataset_name": "sort", "apply_chat_template": True},
             "apply_chat_template: incompatible (dataset_name)",
         ),
-        ({"dataset_name": "copy", "default": {"prompt_file": "a"}}, "default: has-no-effect (dataset_name)"),
-        (
-            {
-                "dataset_name": "calculator",
-                "num_digits": 2,
-                "default": {"processor": "math_hf_data_processor"},
-            },
-            "default.processor: has-no-effect (dataset_name)",
-        ),
+        ({"dataset_name": "copy", "default": {"prompt_file": "a"}}, "default: incompatible (dataset_name)"),
         (
             {"dataset_name": "jsonl", "train": {"data_path": "a", "split_validation_size": 1.0}},
             "train.section.split_validation_size: not-allowed",

@@ -49,14 +49,7 @@ def test_what_is_not_ours_to_trust_runs_apart(section, size):
             (*CUSTOM, *ASYNCHRONOUS, "+grpo.async_grpo.stall_timeout_s=360"),
             "grpo.async_grpo.stall_timeout_s: too-small (timeout_s)",
         ),
-        (
-            ("+env.pool.max_drop_rate=0.1",),
-            "env.pool.max_drop_rate: has-no-effect (size)",
-        ),
-        (
-            ("+env.reward_weights={form: 0.5}",),
-            "env.reward_weights: has-no-effect (custom)",
-        ),
+        (("+env.reward_weights={form: 0.5}",), "env.reward_weights: requires (custom)"),
     ],
 )
 def test_what_does_not_go_together_is_named(refusals, overrides, message):

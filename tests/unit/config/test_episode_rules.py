@@ -39,25 +39,6 @@ def test_the_exemplars_load(exemplar, recipe):
             ["data.num_digits=3", "policy.max_total_sequence_length=20"],
             "data.num_digits: not-divisible (dataset_name)",
         ),
-        (
-            "grpo_copy_cpu.yaml",
-            ["grpo.max_rollout_turns=2", "policy.max_total_sequence_length=16"],
-            "grpo.max_rollout_turns: has-no-effect (arithmetic)",
-        ),
-        (
-            "grpo_copy_cpu.yaml",
-            ["grpo.max_rollout_turns=2", "policy.max_total_sequence_length=16", "env={arithmetic: null}"],
-            "grpo.max_rollout_turns: has-no-effect (arithmetic)",
-        ),
-        (
-            "grpo_copy_cpu.yaml",
-            [
-                "grpo.max_rollout_turns=2",
-                "policy.max_total_sequence_length=16",
-                "env={arithmetic: null, math: {}}",
-            ],
-            "grpo.max_rollout_turns: has-no-effect (math)",
-        ),
         *(
             (
                 f"{algorithm}_cpu.yaml",

@@ -56,7 +56,7 @@ def test_defaults_are_those_of_the_conventions():
         ),
         (
             {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2},
-            "truncated_importance_sampling_type: has-no-effect (use_importance_sampling_correction)",
+            "truncated_importance_sampling_type: requires (use_importance_sampling_correction)",
         ),
         ({"ratio_clip_c": 1.0}, "ratio_clip_c: not-allowed"),
         ({"ratio_clip_min": -0.1}, "ratio_clip_min: not-allowed"),

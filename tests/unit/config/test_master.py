@@ -197,7 +197,6 @@ def test_the_teacher_has_its_own_weights_and_maybe_architecture():
             ["dpo.num_generations_per_prompt=1"],
             "dpo.num_generations_per_prompt: too-small (online)",
         ),
-        ("dpo", ["dpo.online=false"], "dpo.num_generations_per_prompt: has-no-effect (online)"),
         (
             "dpo",
             ["dpo.online=false", "~dpo.num_generations_per_prompt", "+dpo.val_batches=15"],

@@ -71,12 +71,6 @@ def test_parameter_count_of_experts_and_prediction_layers():
         ({"num_query_groups": 3}, "num_attention_heads: not-divisible (num_query_groups)"),
         ({"hidden_size": 60}, "num_attention_heads: not-divisible (hidden_size)"),
         ({"kv_channels": 15}, "kv_channels: not-divisible (hidden_size)"),
-        ({"moe_router_topk": 4}, "moe_router_topk: has-no-effect (num_moe_experts)"),
-        ({"mtp_loss_scaling_factor": 0.3}, "mtp_loss_scaling_factor: has-no-effect (mtp_num_layers)"),
-        (
-            {"num_moe_experts": 4, "moe_router_bias_update_rate": 0.1},
-            "moe_router_bias_update_rate: has-no-effect (moe_router_enable_expert_bias)",
-        ),
         ({"num_moe_experts": 2, "moe_router_topk": 3}, "moe_router_topk: too-large (num_moe_experts)"),
         (
             {"num_moe_experts": 4, "moe_router_topk": 1},
@@ -240,25 +234,6 @@ def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
         (
             {"megatron_cfg__expert_model_parallel_size": 2},
             "megatron_cfg.expert_model_parallel_size: requires (num_moe_experts)",
-        ),
-        (
-            {
-                "megatron_cfg__fused_linear_logprobs_cache_bytes": 8,
-                "megatron_cfg__use_fused_linear_logprobs": False,
-            },
-            "megatron_cfg.fused_linear_logprobs_cache_bytes: has-no-effect (use_fused_linear_logprobs)",
-        ),
-        (
-            {"megatron_cfg__fused_linear_logprobs_packed": True},
-            "megatron_cfg.fused_linear_logprobs_packed: has-no-effect (enabled)",
-        ),
-        (
-            {
-                "megatron_cfg__fused_linear_logprobs_packed": True,
-                "megatron_cfg__use_fused_linear_logprobs": False,
-                "sequence_packing__enabled": True,
-            },
-            "megatron_cfg.fused_linear_logprobs_packed: has-no-effect (use_fused_linear_logprobs)",
         ),
         ({"megatron_cfg__context_parallel_size": 2}, "megatron_cfg.context_parallel_size: not-supported"),
         (

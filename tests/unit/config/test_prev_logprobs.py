@@ -3,7 +3,6 @@
 import io
 
 import pytest
-from refusals import wrong_key
 from rich.console import Console
 
 from nemo_rl_mcore.config import load_config
@@ -73,9 +72,9 @@ def test_a_recipe_says_whether_a_pass_is_needed(recipe, overrides, reader):
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "distillation"])
-def test_always_is_refused_where_there_is_no_ratio(name):
-    with wrong_key("policy.recompute_prev_logprobs: has-no-effect", name):
-        load_config(f"{EXAMPLES}/{name}_cpu.yaml", ["policy.recompute_prev_logprobs=always"])
+def test_always_has_no_effect_where_there_is_no_ratio(warnings, name):
+    found = warnings("++policy.recompute_prev_logprobs=always", recipe=f"{name}_cpu.yaml")
+    assert found == ["policy.recompute_prev_logprobs: has-no-effect"]
 
 
 def test_a_distillation_with_rewards_runs_the_pass():

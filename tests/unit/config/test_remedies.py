@@ -124,7 +124,7 @@ def test_an_override_with_spaces_says_so(wrong):
 
 
 def test_a_prompt_file_is_not_dropped_without_what_it_said(refusals):
-    assert refusals("+data.default.prompt_file=cot.txt") == ["data.default: has-no-effect (dataset_name)"]
+    assert refusals("+data.default.prompt_file=cot.txt") == ["data.default: incompatible (dataset_name)"]
 
 
 def test_a_section_set_to_null_is_no_place_of_its_keys(exemplar, tmp_path):

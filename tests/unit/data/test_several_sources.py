@@ -97,13 +97,6 @@ def test_weights_share_out_the_prompts(recipe):
         ),
         (
             {"a1": 9},
-            source("a1", weight=3),
-            {},
-            "data.train.weight: has-no-effect",
-            [3],
-        ),
-        (
-            {"a1": 9},
             [source("a1", weight=0.123457), source("b1", weight=0.2)],
             {},
             "data.train: too-large",

@@ -123,7 +123,6 @@ def test_rows_that_do_not_serve_are_told_before_the_run(recipe, rows, message):
     ("grpo", "data", "path"),
     [
         ({"val_at_end": True}, {}, "data.train.streaming"),
-        ({"max_num_epochs": 2}, {}, "grpo.max_num_epochs"),
         ({"use_dynamic_sampling": True}, {}, "grpo.use_dynamic_sampling"),
         ({"async_grpo": {"enabled": True}}, {}, "grpo.async_grpo.enabled"),
         (

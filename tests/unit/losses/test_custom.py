@@ -74,7 +74,6 @@ def test_the_key_is_that_of_the_section():
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        (NLLLossConfig, {"args": {"scale": 1}}, "args: has-no-effect (type)"),
         (ClippedPGLossConfig, {"type": "custom_parts.ScaledNLL"}, "type: not-allowed"),
         (
             DistillationLossConfig,

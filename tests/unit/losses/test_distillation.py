@@ -277,7 +277,6 @@ def test_masked_positions_never_matter(cfg: dict[str, Any], logits: Logits, data
             {"rl_weight": 1.0, "rl": {"token_level_loss": False}},
             "rl.token_level_loss: incompatible (rl_weight)",
         ),
-        ({"rl": {"entropy_coef": 0.1}}, "rl: has-no-effect (rl_weight)"),
     ],
 )
 def test_settings_that_make_no_sense(given: dict[str, Any], message: str):

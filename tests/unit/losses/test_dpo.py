@@ -135,7 +135,6 @@ def test_what_it_says_of_itself(pairs: tuple[torch.Tensor, BatchedDataDict]):
     ("given", "message"),
     [
         ({"preference_loss_weight": 0.0}, "preference_loss_weight: no-signal (sft_loss_weight)"),
-        ({"sft_average_log_probs": True}, "sft_average_log_probs: has-no-effect (sft_loss_weight)"),
     ],
 )
 def test_settings_that_make_no_sense(given: dict[str, Any], message: str):
