@@ -118,7 +118,7 @@ class LoopConfig(StrictModel):
     val_batch_size: PositiveInt = 64
     """Prompts generated at a time in a validation."""
     seed: Seed | None = None
-    """NeMo RL's place of the seed; equal to the top-level `seed`, or left out."""
+    """NeMo RL's other spelling of the top-level `seed`, which it gives where that is left out."""
 
     @property
     def validates(self) -> bool:

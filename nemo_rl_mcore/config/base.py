@@ -1,6 +1,6 @@
 """Strict frozen models, and problems that are collected instead of thrown one by one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, cast
@@ -158,6 +158,17 @@ def value_at(tree: object, path: str) -> object:
     for key in path.split("."):
         tree = cast("Tree", tree).get(key) if isinstance(tree, dict) else getattr(tree, key, None)
     return tree
+
+
+def with_other_spellings(given: object, *spellings: tuple[str, str]) -> object:
+    """Return a section in which a key that is left out has the value of its other spelling, a path in the section."""
+    if not isinstance(given, Mapping):
+        return given
+    section = dict(cast("Mapping[str, object]", given))
+    for key, other in spellings:
+        if section.get(key) is None and (value := value_at(section, other)) is not None:
+            section[key] = value
+    return section
 
 
 def join_path(prefix: str, key: str) -> str:

@@ -13,7 +13,7 @@ from nemo_rl_mcore.config.algorithm import (
     PPOConfig,
     RolloutConfig,
 )
-from nemo_rl_mcore.config.base import PositiveInt, Seed, join_path
+from nemo_rl_mcore.config.base import PositiveInt, Seed, join_path, with_other_spellings
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
 from nemo_rl_mcore.config.environment_values import WithReferences
@@ -213,15 +213,8 @@ class RunConfig(WithReferences):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_seed(cls, given: object) -> object:
-        if not isinstance(given, Mapping):
-            return given
-        section = dict(cast("Mapping[str, object]", given))
-        loop = section.get(cls.algorithm)
-        inner = cast("Mapping[str, object]", loop).get("seed") if isinstance(loop, Mapping) else None
-        if "seed" not in section and inner is not None:
-            section["seed"] = inner
-        return section
+    def _read_other_spellings(cls, given: object) -> object:
+        return with_other_spellings(given, ("seed", f"{cls.algorithm}.seed"))
 
 
 class GRPOMasterConfig(RunConfig):

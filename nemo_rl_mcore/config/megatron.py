@@ -41,9 +41,9 @@ class OptimizerConfig(StrictModel):
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     bf16: bool | None = None
-    """NeMo RL's copy of policy.precision: true for bfloat16, or left out."""
+    """NeMo RL's other spelling of policy.precision, which it gives where that is left out: true is bfloat16."""
     clip_grad: NonNegativeFloat | None = None
-    """NeMo RL's copy of policy.max_grad_norm, or left out."""
+    """NeMo RL's other spelling of policy.max_grad_norm, which it gives where that is left out."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield a floor above the peak."""
@@ -156,7 +156,7 @@ class MegatronConfig(StrictModel):
     overlap_moe_expert_parallel_comm: bool = False
     """Send tokens to experts while another microbatch computes; needs expert parallelism and bfloat16."""
     pipeline_dtype: PrecisionName | None = None
-    """NeMo RL's copy of policy.precision, or left out."""
+    """NeMo RL's other spelling of policy.precision, which it gives where that is left out."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
     apply_rope_fusion: bool = False

@@ -13,6 +13,9 @@ from nemo_rl_mcore.config.base import (
     PositiveInt,
     Seconds,
     StrictModel,
+    Tree,
+    value_at,
+    with_other_spellings,
 )
 from nemo_rl_mcore.config.batching import (
     DynamicBatchingConfig,
@@ -125,10 +128,13 @@ class PolicyConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_logprob_batch_size(cls, given: object) -> object:
-        if not isinstance(given, Mapping):
-            return given
-        section = dict(cast("Mapping[str, object]", given))
-        if section.get("logprob_batch_size") is None and "train_micro_batch_size" in section:
-            section["logprob_batch_size"] = section["train_micro_batch_size"]
-        return section
+    def _read_other_spellings(cls, given: object) -> object:
+        section = with_other_spellings(
+            given,
+            ("logprob_batch_size", "train_micro_batch_size"),
+            ("max_grad_norm", "megatron_cfg.optimizer.clip_grad"),
+            ("precision", "megatron_cfg.pipeline_dtype"),
+        )
+        if value_at(section, "megatron_cfg.optimizer.bf16") is True and isinstance(section, dict):
+            cast("Tree", section).setdefault("precision", "bfloat16")
+        return cast("object", section)

@@ -14,6 +14,7 @@ from nemo_rl_mcore.config.base import (
     PositiveInt,
     Problem,
     StrictModel,
+    with_other_spellings,
 )
 from nemo_rl_mcore.config.megatron import OptimizerConfig, SchedulerConfig, fill_weight_decay
 from nemo_rl_mcore.config.model import ModelConfig
@@ -35,8 +36,8 @@ class ValueConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_weight_decay(cls, given: object) -> object:
-        return fill_weight_decay(given)
+    def _read_other_spellings(cls, given: object) -> object:
+        return with_other_spellings(fill_weight_decay(given), ("max_grad_norm", "optimizer.clip_grad"))
 
     def plan(self, policy: PolicyConfig) -> ModelPlan:
         """The critic beside a policy."""

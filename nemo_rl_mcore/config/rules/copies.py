@@ -1,4 +1,4 @@
-"""Keys that NeMo RL has twice: the copy may be left out, and is refused where it contradicts the one that is read."""
+"""Keys with two spellings: either is read, and two that contradict each other are refused."""
 
 from collections.abc import Iterator
 

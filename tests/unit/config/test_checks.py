@@ -1,7 +1,8 @@
 import pytest
+import yaml
 from refusals import wrong_key
 
-from nemo_rl_mcore.config import GRPOMasterConfig, checked
+from nemo_rl_mcore.config import GRPOMasterConfig, PolicyConfig, checked, load_config
 from nemo_rl_mcore.data.datasets import DigitTaskSource, is_held_out
 
 SHRINKING = (
@@ -205,6 +206,29 @@ def test_ranks_are_gpus_where_there_are_any(load):
     )
     assert (config.cluster.world_size, config.data_parallel_size) == (4, 4)
     assert load("policy.megatron_cfg.tensor_model_parallel_size=2").data_parallel_size == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("optimizer.clip_grad=0.5", ("max_grad_norm", 0.5)),
+        ("pipeline_dtype=bfloat16", ("precision", "bfloat16")),
+        ("optimizer.bf16=true", ("precision", "bfloat16")),
+        ("optimizer.bf16=false", ("precision", "float32")),
+    ],
+)
+def test_either_spelling_is_read(exemplar, tree, tmp_path, given, expected):
+    key, value = expected
+    tree["policy"].pop(key, None)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    config = load_config(tmp_path / "recipe.yaml", [f"++policy.megatron_cfg.{given}"])
+    assert getattr(config.policy, key) == value
+    assert getattr(checked(PolicyConfig, config.policy), key) == value
+
+
+def test_a_critic_has_either_spelling_of_its_norm(exemplar):
+    config = load_config(exemplar.with_name("ppo_cpu.yaml"), ["++value.optimizer.clip_grad=0.5"])
+    assert config.value.max_grad_norm == 0.5
 
 
 def test_the_seed_of_nemo_rl_is_the_seed(tree):
