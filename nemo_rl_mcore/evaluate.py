@@ -19,8 +19,7 @@ from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.environments import make_environment, require_answers
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.evaluation.evaluator import Evaluator, SetResult
-from nemo_rl_mcore.evaluation.folder import enter
-from nemo_rl_mcore.evaluation.identity import identity_of
+from nemo_rl_mcore.evaluation.folder import enter, identity_of
 from nemo_rl_mcore.evaluation.metrics import Estimate
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.interfaces import Environment, GenerationInterface

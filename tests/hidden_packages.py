@@ -58,11 +58,11 @@ class Doctor:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
-    def start(self, *arguments: str, hidden=(), path=None, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, hidden=(), **environment: str) -> subprocess.Popen[str]:
         shown = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "COLUMNS")}
         environment |= {
             "HIDDEN": " ".join(hidden),
-            "PYTHONPATH": os.pathsep.join(map(str, path or self._path)),
+            "PYTHONPATH": os.pathsep.join(map(str, self._path)),
         }
         return subprocess.Popen(
             [sys.executable, "-m", "nemo_rl_mcore", "doctor", *arguments],

@@ -2,8 +2,12 @@
 
 GRPO https://arxiv.org/abs/2402.03300, leave-one-out 2402.14740, REINFORCE++ 2501.03262, GAE 1506.02438,
 a lambda per length (VAPO) 2504.05118. KL type, clamps and coefficient are those of the loss.
+A step in which the advantage of one answer is far from what rewards and whitening give says so.
 """
 
+from __future__ import annotations
+
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -13,12 +17,14 @@ from torch import Tensor
 
 from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
 from nemo_rl_mcore.algorithms.rewards import group_statistics
+from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import require
 from nemo_rl_mcore.losses.kl import kl_estimate
+from nemo_rl_mcore.output import write_line
 
 VARIANCE_FLOOR = 1e-8
 STD_EPSILON = 1e-6
@@ -272,3 +278,39 @@ def _token_rewards(rewards: Tensor, mask: Tensor, penalty: Tensor | None) -> Ten
     later = counts.flip(1).cumsum(1).flip(1)  # mask tokens from here to the end of the row
     token_rewards = torch.where(counts & (later == 1), rewards[:, None], 0.0)
     return token_rewards if penalty is None else token_rewards - torch.where(counts, penalty, 0.0)
+
+
+USUAL_LIMIT = 100.0
+_NAMED_SAMPLES = 4
+_SHOWN_CHARACTERS = 80
+
+
+def warn_of_large_advantages(step: int, rollout: Rollout) -> None:
+    """Write one line to standard error if a trained token has an advantage above 100 in absolute value."""
+    batch = rollout.batch
+    trained = batch["token_mask"] * batch["sample_mask"].unsqueeze(1) > 0
+    episodes = EpisodeRows.of(batch)
+    largest_E = episodes.joined(batch["advantages"].abs().masked_fill(~trained, 0.0)).amax(1)
+    if (largest_E > USUAL_LIMIT).any():
+        write_line(sys.stderr, _describe(step, rollout, episodes.first, largest_E))
+
+
+def _describe(step: int, rollout: Rollout, first_E: Tensor, largest_E: Tensor) -> str:
+    order = largest_E.argsort(descending=True, stable=True)
+    above = [int(number) for number in order if largest_E[number] > USUAL_LIMIT]
+    named = [
+        _describe_row(rollout, int(first_E[number]), float(largest_E[number]))
+        for number in above[:_NAMED_SAMPLES]
+    ]
+    more = ", ..." if len(above) > _NAMED_SAMPLES else ""
+    return (
+        f"step {step}: {len(above)} of {len(largest_E)} responses have advantages above {USUAL_LIMIT:g} in absolute "
+        f"value and outweigh the others: {', '.join(named)}{more}"
+    )
+
+
+def _describe_row(rollout: Rollout, row: int, size: float) -> str:
+    prompt, sample = rollout.prompts[row], int(rollout.batch["sample_index"][row])
+    text = f"{prompt.text[:_SHOWN_CHARACTERS]}{'...' if len(prompt.text) > _SHOWN_CHARACTERS else ''}"
+    reward = float(rollout.batch["rewards"][row])
+    return f"prompt {prompt.index} {text!r} sample {sample}: {size:.4g} (reward {reward:.4g})"

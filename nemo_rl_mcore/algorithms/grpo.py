@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
-from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
+from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator, warn_of_large_advantages
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.episodes import trained_columns
-from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, policy_loss
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch, mismatch_of_training, responses
 from nemo_rl_mcore.algorithms.rollout import Rollout

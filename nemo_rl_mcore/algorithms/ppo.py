@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
+from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator, warn_of_large_advantages
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.episodes import trained_columns
-from nemo_rl_mcore.algorithms.large_advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs, policy_loss
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch, mismatch_of_training, responses
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nemo_rl_mcore import activity
-from nemo_rl_mcore.algorithms.dropped import check_drops
+from nemo_rl_mcore.algorithms.episode_metrics import check_drops
 from nemo_rl_mcore.algorithms.episodes import (
     ONE_ANSWER,
     WEIGHT_VERSIONS,

@@ -15,8 +15,7 @@ from nemo_rl_mcore.algorithms.episodes import REPLIES, TURN_OF_TOKEN, WEIGHT_VER
 from nemo_rl_mcore.algorithms.rollout import Rollout, prompt_lengths
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
-from nemo_rl_mcore.data.token_texts import token_texts
-from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.data.tokenizer import Tokenizer, token_texts
 from nemo_rl_mcore.observability.rollouts import Said, Sample, TokenTable
 
 _DECIMALS = 4

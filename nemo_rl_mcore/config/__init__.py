@@ -14,8 +14,7 @@ from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
-from nemo_rl_mcore.config.embedded import EmbeddedConfig
-from nemo_rl_mcore.config.generation import GenerationConfig
+from nemo_rl_mcore.config.generation import EmbeddedConfig, GenerationConfig
 from nemo_rl_mcore.config.load import load_config
 from nemo_rl_mcore.config.logger import (
     LoggerConfig,
@@ -54,8 +53,7 @@ from nemo_rl_mcore.config.policy import (
     TokenizerConfig,
 )
 from nemo_rl_mcore.config.rules import checked
-from nemo_rl_mcore.config.run_models import ModelPlan, Role
-from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
+from nemo_rl_mcore.config.run_models import ModelPlan, Role, TeacherConfig, ValueConfig
 
 __all__ = [
     "AdvantageEstimatorConfig",

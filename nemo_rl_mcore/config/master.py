@@ -28,8 +28,7 @@ from nemo_rl_mcore.config.loss import (
 )
 from nemo_rl_mcore.config.offline import DPOConfig, SFTConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
-from nemo_rl_mcore.config.run_models import ModelPlan
-from nemo_rl_mcore.config.second_model import TeacherConfig, ValueConfig
+from nemo_rl_mcore.config.run_models import ModelPlan, TeacherConfig, ValueConfig
 from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defaults
 
 _Tree = dict[str, object]

@@ -1,6 +1,7 @@
-"""Configuration of the policy: model, tokenizer, batch sizes, Megatron, generation."""
+"""Configuration of the policy: model, tokenizer, batch sizes, microbatches sized by tokens, Megatron, generation."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
@@ -17,15 +18,57 @@ from nemo_rl_mcore.config.base import (
     value_at,
     with_other_spellings,
 )
-from nemo_rl_mcore.config.batching import (
-    DynamicBatchingConfig,
-    SequencePackingConfig,
-    TokenBudgets,
-)
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.megatron import MegatronConfig
 from nemo_rl_mcore.config.model import ModelConfig
+
+
+class TokenBudgetConfig(StrictModel):
+    """How many tokens a microbatch may hold."""
+
+    enabled: bool = False
+    """Whether microbatches are sized this way; train_micro_batch_size and logprob_batch_size then cut nothing."""
+    train_mb_tokens: PositiveInt | None = None
+    """Tokens of a training microbatch; null is max_total_sequence_length times the rows of train_micro_batch_size."""
+    logprob_mb_tokens: PositiveInt | None = None
+    """Tokens of a log-probability microbatch; null is max_total_sequence_length * logprob_batch_size."""
+    sequence_length_round: PositiveInt = 64
+    """A microbatch's padded length is rounded up to a multiple of this where the budget has room."""
+
+
+class SequencePackingConfig(TokenBudgetConfig):
+    """Several samples in one row without padding; a sample sees no token of another one."""
+
+    algorithm: Literal["modified_first_fit_decreasing", "first_fit_decreasing"] = (
+        "modified_first_fit_decreasing"
+    )
+    """How samples are assigned to rows; both names mean first-fit decreasing."""
+
+
+class DynamicBatchingConfig(TokenBudgetConfig):
+    """Samples of like length in one microbatch, as many as a token budget takes, padded to its own longest one."""
+
+
+@dataclass(frozen=True)
+class TokenBudgets:
+    """The token budgets of a policy: the section they come from, and their values.
+
+    packed: whether rows of the batch share rows of the model; else each has a row of its own.
+    train_by_rows: whether `train` was left out of the section, and is that of samples of one row.
+    """
+
+    section: str
+    packed: bool
+    train: int
+    logprob: int
+    length_round: int
+    train_by_rows: bool = False
+
+    def of_training(self, rows_per_sample: int) -> int:
+        """The tokens of a training microbatch for a loss whose samples have so many rows."""
+        return self.train * rows_per_sample if self.train_by_rows else self.train
+
 
 REFERENCE_SHARE = 0.1
 """Of a GPU's memory that is free when the run starts: a reference policy that takes more is not kept there by auto."""

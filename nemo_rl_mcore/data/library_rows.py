@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nemo_rl_mcore.config.source import SourceConfig
-from nemo_rl_mcore.data.row import Row, SourceError
+from nemo_rl_mcore.data.row import Row, SourceError, rows_of_lines
 from nemo_rl_mcore.strict_json import parse_json, read_regular, shortened
 
 if TYPE_CHECKING:
@@ -102,16 +102,10 @@ def _objects(files: list[str]) -> Iterator[object]:
     """The objects of files of JSONL, one after the other; the library would guess a type for each column."""
     for path in files:
         with Path(path).open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    value = parse_json(line)
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: not JSON: {error}") from error
-                if not isinstance(value, dict):
-                    raise ValueError(f"{path}:{number}: not an object but {type(value).__name__}")
-                yield value
+            for row in rows_of_lines(path, lines):
+                if row.wrong:
+                    raise ValueError(f"{row.place}: {row.wrong}")
+                yield row.values
 
 
 def _as_written(name: str, path: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
 from nemo_rl_mcore.data.chat import conversation_row
@@ -31,22 +30,6 @@ class Preference:
     """See `Prompt.literal`."""
 
 
-class PreferenceSource(Protocol):
-    """Where the pairs of a DPO run come from: 2 rows a pair, chosen then rejected."""
-
-    def train_batch(self, step: int, pairs: int) -> BatchedDataDict:
-        """Draw different pairs; the same (seed, step) gives the same ones."""
-        ...
-
-    def validation(self, pairs: int) -> BatchedDataDict:
-        """Give held-out pairs, the same ones at every call."""
-        ...
-
-    def first_steps(self, step: int, pairs: int) -> Sequence[int] | None:
-        """Return the first step of each pair of a step, see `PromptSource.first_steps`."""
-        ...
-
-
 def preference_rows(preferences: Sequence[Preference], tokenizer: Tokenizer) -> BatchedDataDict:
     """Rows as `rows_as_batch` gives them: the chosen answer of each pair, then the rejected one."""
     rows = [row for pair in preferences for row in pair_rows(pair, tokenizer)]
@@ -65,8 +48,8 @@ def pair_rows(pair: Preference, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRo
     return row(pair.chosen), row(pair.rejected)
 
 
-class _PairsOfPrompts(ABC):
-    """A `PreferenceSource` that makes a pair of each prompt."""
+class PreferenceSource(ABC):
+    """Where the pairs of a DPO run come from: one of each prompt, in 2 rows, chosen then rejected."""
 
     def __init__(self, prompts: PromptSource, tokenizer: Tokenizer) -> None:
         self._prompts = prompts
@@ -74,32 +57,32 @@ class _PairsOfPrompts(ABC):
 
     @abstractmethod
     def pair(self, prompt: Prompt) -> Preference:
-        """The pair of a prompt."""
+        """Return the pair of a prompt."""
 
     def train_batch(self, step: int, pairs: int) -> BatchedDataDict:
-        """See `PreferenceSource.train_batch`."""
+        """Draw different pairs; the same (seed, step) gives the same ones."""
         return self._rows(self._prompts.train_batch(step, pairs))
 
     def validation(self, pairs: int) -> BatchedDataDict:
-        """See `PreferenceSource.validation`."""
+        """Give held-out pairs, the same ones at every call."""
         return self._rows(self._prompts.validation(pairs))
 
     def first_steps(self, step: int, pairs: int) -> Sequence[int] | None:
-        """See `PreferenceSource.first_steps`."""
+        """Return the first step of each pair of a step, see `PromptSource.first_steps`."""
         return self._prompts.first_steps(step, pairs)
 
     def _rows(self, prompts: Sequence[Prompt]) -> BatchedDataDict:
         return preference_rows([self.pair(prompt) for prompt in prompts], self._tokenizer)
 
 
-class WrongAnswerPairs(_PairsOfPrompts):
+class WrongAnswerPairs(PreferenceSource):
     """Pairs of an embedded task: the right answer against one with its first and last character changed places.
 
     Where these are equal, the last digit is another one.
     """
 
     def pair(self, prompt: Prompt) -> Preference:
-        """See `_PairsOfPrompts.pair`."""
+        """See `PreferenceSource.pair`."""
         right = prompt.answer
         wrong = right[-1] + right[1:-1] + right[0]
         if len(right) == 1 or wrong == right:
@@ -107,11 +90,11 @@ class WrongAnswerPairs(_PairsOfPrompts):
         return Preference(prompt.index, prompt.text, right, wrong)
 
 
-class GivenPairs(_PairsOfPrompts):
+class GivenPairs(PreferenceSource):
     """The pairs of a data set: its answers against those that it says to move away from."""
 
     def pair(self, prompt: Prompt) -> Preference:
-        """See `_PairsOfPrompts.pair`; ValueError when the prompt has none."""
+        """See `PreferenceSource.pair`; ValueError when the prompt has none."""
         return given_pair(prompt)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from nemo_rl_mcore.config.base import Code, Problem
+from nemo_rl_mcore.strict_json import parse_json
 
 
 @dataclass(frozen=True)
@@ -24,3 +26,22 @@ class SourceError(ValueError):
     def __init__(self, code: Code, key: str, what: str, remedy: str) -> None:
         super().__init__(f"{key}: {what}; {remedy}")
         self.problem = Problem(code, key, what, remedy)
+
+
+def rows_of_lines(path: str, lines: Iterable[bytes]) -> Iterator[Row]:
+    """Yield the rows of JSONL, each with its file:line; what is wrong with a line is in its row."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            yield row_of(place, parse_json(line))
+        except ValueError as error:
+            yield Row(place, {}, f"not JSON: {error}")
+
+
+def row_of(place: str, value: object) -> Row:
+    """Return a value that was read from JSON as a row."""
+    if isinstance(value, dict):
+        return Row(place, cast("dict[str, object]", value))
+    return Row(place, {}, f"not an object but {type(value).__name__}")

@@ -11,7 +11,7 @@ from typing import cast
 from nemo_rl_mcore.config.hf.hub import is_hub_id
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.library_rows import LIBRARY_FORMATS, ranges_of, read_data_set, read_library_file
-from nemo_rl_mcore.data.row import Row, SourceError
+from nemo_rl_mcore.data.row import Row, SourceError, row_of, rows_of_lines
 from nemo_rl_mcore.strict_json import parse_json, read_regular
 
 _OWN_FORMATS = (".json", ".jsonl")
@@ -81,23 +81,12 @@ def read_file(path: str) -> Iterator[Row]:
             "not-readable", "data_path", what, "name files, a folder or a data set of the hub"
         ) from error
     is_list = Path(path).suffix == ".json" and content.lstrip()[:1] == b"["
-    rows = [*(_elements(path, content) if is_list else _lines(path, content))]
+    rows = [*(_elements(path, content) if is_list else rows_of_lines(path, content.splitlines()))]
     if not rows:
         raise SourceError(
             "too-few-rows", "data_path", f"{path!r} holds no row", "name a file with an object a line"
         )
     yield from rows
-
-
-def _lines(path: str, content: bytes) -> Iterator[Row]:
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line.strip():
-            continue
-        place = f"{path}:{number}"
-        try:
-            yield _row(place, parse_json(line))
-        except ValueError as error:
-            yield Row(place, {}, f"not JSON: {error}")
 
 
 def _elements(path: str, content: bytes) -> Iterator[Row]:
@@ -108,10 +97,4 @@ def _elements(path: str, content: bytes) -> Iterator[Row]:
             "not-readable", "data_path", f"{path!r} is not JSON: {error}", "correct it"
         ) from error
     for number, value in enumerate(values, start=1):
-        yield _row(f"{path}, row {number}", value)
-
-
-def _row(place: str, value: object) -> Row:
-    if isinstance(value, dict):
-        return Row(place, cast("dict[str, object]", value))
-    return Row(place, {}, f"not an object but {type(value).__name__}")
+        yield row_of(f"{path}, row {number}", value)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.config.batching import TokenBudgets
+from nemo_rl_mcore.config.policy import TokenBudgets
 from nemo_rl_mcore.data.batched_data_dict import EPISODE, BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.errors import RefusedError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nemo_rl_mcore.doctor.children import Answer
 from nemo_rl_mcore.doctor.findings import Finding, Status, ok
-from nemo_rl_mcore.doctor.installation import Installation, version_of
+from nemo_rl_mcore.doctor.packages import install, version_of
 
 _RUNS = "runs on GPUs; without, all runs are on CPU with gloo (cluster.gpus_per_node: 0)"
 
@@ -45,14 +45,14 @@ class Accelerators:
         """How many nvidia-smi lists."""
         return len(self.driver.facts.get("listed") or ())
 
-    def findings(self, installation: Installation, *, on_cpu: bool) -> Iterator[Finding]:
+    def findings(self, *, on_cpu: bool) -> Iterator[Finding]:
         """Yield driver, GPUs, torch's build, the collectives and Triton; on_cpu: where the ranks are to be."""
         yield self._driver()
         yield self._gpus()
         if self.torch.facts:
-            yield self._build(installation)
-            yield from self._collectives(installation, on_cpu)
-        yield _triton(installation)
+            yield self._build()
+            yield from self._collectives(on_cpu)
+        yield _triton()
 
     def _driver(self) -> Finding:
         if self.driver.failure:
@@ -91,17 +91,17 @@ class Accelerators:
             return Finding("GPUs", Status.WRONG, what, _RUNS, "install a build of torch for these GPUs")
         return ok("GPUs", kinds)
 
-    def _build(self, installation: Installation) -> Finding:
+    def _build(self) -> Finding:
         cuda = self.torch.facts["cuda"]
         if cuda is not None:
             return ok("torch's build", f" for CUDA {cuda}")
         if not self.listed:
             return ok("torch's build", "for CPU alone")
         what = f"for CPU alone, and nvidia-smi lists {self.listed} GPUs"
-        return Finding("torch's build", Status.WRONG, what, _RUNS, installation.again("torch"))
+        return Finding("torch's build", Status.WRONG, what, _RUNS, install(again="torch"))
 
-    def _collectives(self, installation: Installation, on_cpu: bool) -> Iterator[Finding]:
-        again, nccl = installation.again("torch"), self.torch.facts["nccl"]
+    def _collectives(self, on_cpu: bool) -> Iterator[Finding]:
+        again, nccl = install(again="torch"), self.torch.facts["nccl"]
         if nccl is None:
             yield Finding(
                 "NCCL", Status.MISSING, "not in this build of torch", "ranks on GPUs", again, not on_cpu
@@ -127,11 +127,11 @@ def supported(capability: tuple[int, int], architectures: Sequence[str]) -> bool
     return False
 
 
-def _triton(installation: Installation) -> Finding:
+def _triton() -> Finding:
     version = version_of("triton")
     if version is not None:
         return ok("Triton", version)
-    mend = installation.add("torch")  # which asks for it
+    mend = install()  # which asks for it
     return Finding(
         "Triton", Status.MISSING, "not installed", "kernels of the fused log-probabilities on GPUs", mend
     )

@@ -8,18 +8,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import nemo_rl_mcore
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.doctor import machine, packages, ray_session
 from nemo_rl_mcore.doctor.accelerators import Accelerators
 from nemo_rl_mcore.doctor.children import Answer, ask
 from nemo_rl_mcore.doctor.findings import Diagnosis, section
-from nemo_rl_mcore.doctor.installation import installation
 from nemo_rl_mcore.doctor.recipe import Machines, Recipe, findings, read_recipe
 from nemo_rl_mcore.doctor.render import render
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight.folders import folders_of
 
+_HERE = Path(nemo_rl_mcore.__file__).parent
 EXIT_NEEDED = 1
 """Exit status where something that is needed is missing or wrong."""
 
@@ -38,17 +39,17 @@ def run_doctor(recipe: str | None, overrides: Sequence[str], *, as_json: bool, d
 def diagnose(recipe: Recipe | None, deadline_s: float) -> Diagnosis:
     """Look at everything; what is asked of packages, driver and names takes no longer than the deadline in all."""
     config = recipe.config if recipe is not None else None
-    this, address = installation(), os.environ.get("RAY_ADDRESS", "")
-    questions = {"driver": ("driver",), "host name": ("host_name",), **packages.questions(this)}
+    address = os.environ.get("RAY_ADDRESS", "")
+    questions = {"driver": ("driver",), "host name": ("host_name",), **packages.questions()}
     answers = {**ray_session.unreachable(address)}
     answers |= ask(questions if answers else {**questions, **ray_session.question(address)}, deadline_s)
     gpus = Accelerators(answers["driver"], answers.get("torch", Answer()))
     on_cpu = not gpus.gpus if config is None else config.cluster.on_cpu
-    base = section(f"nemo-rl-mcore {this}", packages.base_findings(this, answers))
-    extras = section("Extras", packages.extra_findings(this, answers, on_cpu=on_cpu))
+    base = section(f"nemo-rl-mcore {nemo_rl_mcore.__version__}, in {_HERE}", packages.base_findings(answers))
+    extras = section("Extras", packages.extra_findings(answers, on_cpu=on_cpu))
     sections = [
         base,
-        section("GPUs", gpus.findings(this, on_cpu=on_cpu)),
+        section("GPUs", gpus.findings(on_cpu=on_cpu)),
         extras,
         section("This machine", machine.findings(_folders(config), answers["host name"])),
         section("Ray", [ray_session.finding(address, answers)]),

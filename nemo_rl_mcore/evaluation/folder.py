@@ -4,6 +4,8 @@ save_path/evaluation.json   the identity: weights, sampling, recipe, and the pro
           NAME.jsonl        the samples of a set, see `evaluation.samples`
           results.json      the metrics, once all sets are answered
           aside.N/          the same of another identity
+
+Two evaluations of one identity may go on with each other's samples.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.base import join_path
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.errors import folder_error
 from nemo_rl_mcore.own_files import next_free, replacing
 from nemo_rl_mcore.strict_json import read_json, shortened
+from nemo_rl_mcore.training.checkpoints import INFO_FILE
+from nemo_rl_mcore.training.checksums import SUMS_FILE, sha256
 
 IDENTITY_FILE = "evaluation.json"
 RESULTS_FILE = "results.json"
@@ -100,3 +106,45 @@ def _changes(was: Tree, now: Tree, prefix: str = "") -> Iterator[str]:
             yield from _changes(cast("Tree", before), cast("Tree", after), path)
         elif before != after:
             yield f"{path}: {shortened(json.dumps(before), 40)} (now {shortened(json.dumps(after), 40)})"
+
+
+_SECTIONS = {"seed", "policy", "env", "eval", "cluster"}
+_OF_THE_PLACE = ("init_checkpoint", "model_name", "tokenizer")
+"""Keys of the policy that say where its weights lie, and not which they are."""
+
+_NOT_ASKED = ("sets", "save_path", "k_values")
+"""Keys of eval that say nothing of a prompt or an answer; of the sets, their prompts do."""
+
+
+def identity_of(config: RunConfig, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, object]:
+    """The weights, the prompts of each set, and what of the recipe an answer and its score depend on."""
+    recipe = config.model_dump(mode="json", include=_SECTIONS)
+    recipe["policy"] = {
+        key: value
+        for key, value in recipe["policy"].items()
+        if key not in _OF_THE_PLACE and not key.endswith("_timeout_s")
+    }
+    recipe["eval"] = {key: value for key, value in recipe["eval"].items() if key not in _NOT_ASKED}
+    return {
+        "weights": _weights(config),
+        "sets": {name: digest_of(prompts) for name, prompts in sets.items()},
+        "batch_size": config.loop.val_batch_size,
+        **recipe,
+    }
+
+
+def _weights(config: RunConfig) -> str:
+    """Of a checkpoint the checksum of its checksums; of a Hugging Face folder its files by name, size and time."""
+    policy = config.policy
+    if policy.init_checkpoint is not None:
+        folder = Path(policy.init_checkpoint)
+        sums = folder / SUMS_FILE
+        return f"checkpoint {sha256(sums if sums.is_file() else folder / INFO_FILE)}"
+    if policy.model_name is None:
+        return "drawn at random by the seed"
+    whole = hashlib.sha256()
+    folder = fetched_folder(policy.model_name)
+    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"))):
+        status = path.stat()
+        whole.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    return f"Hugging Face {whole.hexdigest()}"

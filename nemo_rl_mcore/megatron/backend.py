@@ -17,7 +17,7 @@ from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.megatron import checkpoint, generation, notices, parallel_groups
 from nemo_rl_mcore.megatron.hf_weights.export import full_tensors, save_pretrained
-from nemo_rl_mcore.megatron.hf_weights.receive import WholeWeightFilling
+from nemo_rl_mcore.megatron.hf_weights.load import WholeWeightFilling
 from nemo_rl_mcore.megatron.offload import Offload
 from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy, is_kept_on_device
 from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator, activity
-from nemo_rl_mcore.config.batching import TokenBudgets
+from nemo_rl_mcore.config.policy import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Microbatch, in_batch_order
 from nemo_rl_mcore.losses.base import LossFunction

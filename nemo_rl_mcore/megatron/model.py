@@ -1,7 +1,8 @@
-"""The model of a policy: its Megatron config, precision and data-parallel wrapping."""
+"""The model of a policy: its Megatron config, precision, stretched rotary frequencies and data-parallel wrapping."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -14,9 +15,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.config.model import RopeScalingConfig
 from nemo_rl_mcore.megatron.layer_specs import decoder_spec, prediction_spec, use_transformer_engine
 from nemo_rl_mcore.megatron.model_class import LanguageModel
-from nemo_rl_mcore.megatron.rotary import stretched_frequencies
 from nemo_rl_mcore.megatron.value_head import value_head_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -198,3 +199,17 @@ def wrap_data_parallel(
 def _one_or_all(functions: list[Any]) -> Any:
     """The schedules take one function, or a list of them under virtual pipeline parallelism."""
     return functions[0] if len(functions) == 1 else functions
+
+
+def stretched_frequencies(frequencies: torch.Tensor, scaling: RopeScalingConfig) -> torch.Tensor:
+    """The inverse frequencies [D/2] of a model whose rotations were stretched by `scaling`.
+
+    RotaryEmbedding._apply_scaling (models/common/embeddings/rotary_pos_embedding.py) has this formula too, with the
+    original context fixed at 8192 tokens.
+    Fast rotations stay, slow ones are divided by the factor, and those between are a mixture of both.
+    Source: https://github.com/meta-llama/llama-models, `apply_scaling`.
+    """
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    share_kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    share_kept = share_kept.clamp(0.0, 1.0)
+    return (1 - share_kept) * frequencies / scaling.factor + share_kept * frequencies

@@ -18,12 +18,17 @@ from nemo_rl_mcore import activity
 from nemo_rl_mcore.config import LoggerConfig
 from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.errors import FolderError, folder_error
-from nemo_rl_mcore.observability.equal_rewards import EqualRewardsSink
 from nemo_rl_mcore.observability.loggers import Loggers, RunFacts
 from nemo_rl_mcore.observability.progress import ProgressDisplay
 from nemo_rl_mcore.observability.report import REPORT_FILE, HistorySink, print_report, read_history
 from nemo_rl_mcore.observability.rollouts import RolloutSink, Sample
-from nemo_rl_mcore.observability.sinks import METRICS_FILE, JsonlSink, MetricSink, complete_rows
+from nemo_rl_mcore.observability.sinks import (
+    METRICS_FILE,
+    EqualRewardsSink,
+    JsonlSink,
+    MetricSink,
+    complete_rows,
+)
 from nemo_rl_mcore.observability.startup import STARTUP_PREFIX, Startup
 from nemo_rl_mcore.observability.timing import TIMING_PREFIX, PhaseTimer
 from nemo_rl_mcore.output import BestEffortStream, write_line

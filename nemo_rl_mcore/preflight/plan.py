@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem
-from nemo_rl_mcore.config.batching import TokenBudgets
 from nemo_rl_mcore.config.load import hidden
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.policy import PolicyConfig, TokenBudgets
 from nemo_rl_mcore.config.prev_logprobs import source_of_prev_logprobs
 from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrails
 from nemo_rl_mcore.config.rules.packing import fused_guardrail

@@ -1,7 +1,8 @@
-"""What the worker answers of finished train steps."""
+"""What the worker answers of finished train steps, and of rows whose loss is only reported."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -9,8 +10,21 @@ from typing import Any
 import torch
 
 from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.training.policy_backend import PolicyBackend
 from nemo_rl_mcore.training.sums import neutral_value
-from nemo_rl_mcore.training.train_step import StepResult
+from nemo_rl_mcore.training.train_step import OptimizerOutcome, StepResult
+
+
+def evaluate(backend: PolicyBackend, data: BatchedDataDict, loss_fn: LossFunction, mbs: int) -> StepResult:
+    """Evaluate `mbs` rows at once, without gradients; lr and wd are those that the next step would use."""
+    started = time.monotonic()
+    totals = backend.evaluate(data, loss_fn, mbs)
+    lr, wd = backend.learning_rate_and_weight_decay()
+    outcome = OptimizerOutcome(update_successful=False, grad_norm=0.0, lr=lr, wd=wd, skip_reason="eval_mode")
+    return StepResult(totals, outcome, time.monotonic() - started)
+
 
 _GIB = 1 << 30
 

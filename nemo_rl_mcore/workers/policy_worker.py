@@ -34,14 +34,13 @@ from nemo_rl_mcore.ops.sampling import sample_keys
 from nemo_rl_mcore.training.backends import open_backend
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
-from nemo_rl_mcore.training.evaluation import evaluate
 from nemo_rl_mcore.training.policy_backend import (
     BackendFactory,
     BackendOptions,
     GenerationRequest,
     OnDevice,
 )
-from nemo_rl_mcore.training.results import as_result
+from nemo_rl_mcore.training.results import as_result, evaluate
 from nemo_rl_mcore.training.train_step import Phase, StepResult, TrainStep, TrainStepError
 
 

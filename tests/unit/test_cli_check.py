@@ -128,7 +128,7 @@ def test_grpo_launches_nothing_after_a_failed_preflight(launched, capsys, overri
 PROBE = """
 import json, sys
 from nemo_rl_mcore.cli import main
-status = main(["check", "--config", sys.argv[1], "policy.megatron_cfg.optimizer.lr=5e-4"])
+status = main(["check", "--config", sys.argv[1], *sys.argv[3:]])
 loaded = sorted(name for name in json.loads(sys.argv[2]) if name in sys.modules)
 print(json.dumps({"status": status, "loaded": loaded}))
 """
@@ -137,7 +137,7 @@ print(json.dumps({"status": status, "loaded": loaded}))
 def test_check_is_quick_and_imports_no_framework():
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, EXEMPLAR, json.dumps(HEAVY)],
+        [sys.executable, "-c", PROBE, EXEMPLAR, json.dumps(HEAVY), "policy.megatron_cfg.optimizer.lr=5e-4"],
         capture_output=True,
         text=True,
         check=True,
@@ -148,16 +148,19 @@ def test_check_is_quick_and_imports_no_framework():
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
 
 
-def test_a_large_tokenizer_file_keeps_check_quick(tmp_path):
-    vocab = {f"token{index:06}": index for index in range(200_000)}
-    merges = [f"tok{index:06} en" for index in range(400_000)]
-    content = {"added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
+def test_a_large_tokenizer_file_keeps_check_quick_and_imports_no_framework(tmp_path):
+    # 440 letters, and each pair of them is a token that a merge makes.
+    letters = [chr(0x4E00 + index) for index in range(440)]
+    pairs = [(first, second) for first in letters for second in letters]
+    vocab = {text: index for index, text in enumerate((*letters, *map("".join, pairs)))}
+    content = {"model": {"type": "BPE", "vocab": vocab, "merges": [" ".join(pair) for pair in pairs]}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     overrides = [f"policy.tokenizer.name={tmp_path}", "policy.model.vocab_size=200000"]
-    command = [sys.executable, "-m", "nemo_rl_mcore", "check", "--config", EXEMPLAR, *overrides]
-    subprocess.run(command, capture_output=True, check=True)
+    command = [sys.executable, "-c", PROBE, EXEMPLAR, json.dumps(HEAVY), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert json.loads(done.stdout.splitlines()[-1]) == {"status": 0, "loaded": []}
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
 
 

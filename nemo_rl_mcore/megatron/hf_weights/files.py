@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nemo_rl_mcore import activity
-from nemo_rl_mcore.data.weight_files import read_weight_map, weight_file
+from nemo_rl_mcore.data.hub import read_weight_map, weight_file
 from nemo_rl_mcore.errors import RefusedError
 
 ONE_FILE = "model.safetensors"

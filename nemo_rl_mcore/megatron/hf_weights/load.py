@@ -1,4 +1,7 @@
-"""Load the weights of a Hugging Face folder: each rank reads its own part of each tensor, one tensor at a time."""
+"""Load the weights of a Hugging Face folder: each rank reads its own part of each tensor, one tensor at a time.
+
+A process that holds the whole model also receives tensors one by one, in any order.
+"""
 
 from __future__ import annotations
 
@@ -104,3 +107,39 @@ def _check_tied_output(
             f"{OUTPUT.hugging_face[0]} differs from {EMBEDDING.hugging_face[0]}, and config.json says "
             "tie_word_embeddings: true; set it to false there"
         )
+
+
+class WholeWeightFilling:
+    """Implements `training.policy_backend.WeightFilling`: a parameter is set once all its tensors are there."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], model: ModelConfig) -> None:
+        self._model = model
+        self._parameters = dict(local_parameters(chunks, model, this_place()))
+        self._weight_of = {name: weight for weight in self._parameters for name in weight.names}
+        self._missing = set(self._weight_of)
+        self._parts: dict[Weight, dict[str, torch.Tensor]] = {}
+
+    def take(self, name: str, tensor: torch.Tensor) -> None:
+        """See `WeightFilling.take`."""
+        weight = self._weight_of.get(name)
+        if weight is None:
+            raise ValueError(f"the model has no tensor {name}")
+        shape = weight.slot.shapes(self._model)[weight.names.index(name)]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(tensor.shape)}, and the architecture gives it {shape}"
+            )
+        self._missing.discard(name)
+        parts = self._parts.setdefault(weight, {})
+        parts[name] = tensor
+        if len(parts) < len(weight.names):
+            parts[name] = tensor.clone()
+            return
+        del self._parts[weight]
+        packed = weight.slot.layout.pack([parts[each] for each in weight.names], self._model)
+        with torch.no_grad():
+            fill(self._parameters[weight], packed)
+
+    def missing(self) -> Sequence[str]:
+        """See `WeightFilling.missing`."""
+        return sorted(self._missing)

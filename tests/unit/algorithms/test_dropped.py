@@ -5,8 +5,7 @@ import torch
 from algorithm_fakes import TOKENIZER
 from refusals import refused
 
-from nemo_rl_mcore.algorithms.dropped import check_drops
-from nemo_rl_mcore.algorithms.episode_metrics import episode_metrics
+from nemo_rl_mcore.algorithms.episode_metrics import check_drops, episode_metrics
 from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
 from nemo_rl_mcore.algorithms.rollout import RolloutCollector, concatenate_batches
 from nemo_rl_mcore.data import BatchedDataDict

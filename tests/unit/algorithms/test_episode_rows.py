@@ -10,7 +10,7 @@ from test_ppo import FakeCritic
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.algorithms.dpo import best_against_worst
-from nemo_rl_mcore.algorithms.dropped import check_drops
+from nemo_rl_mcore.algorithms.episode_metrics import check_drops
 from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows, as_rows
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.mismatch import check_mismatch, measure_mismatch

@@ -4,7 +4,7 @@ import pytest
 from refusals import refusals_of
 
 from nemo_rl_mcore.config import PolicyConfig, checked, load_config
-from nemo_rl_mcore.config.batching import TokenBudgets
+from nemo_rl_mcore.config.policy import TokenBudgets
 from nemo_rl_mcore.preflight import preflight
 
 SECTIONS = ("sequence_packing", "dynamic_batching")

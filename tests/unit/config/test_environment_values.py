@@ -8,7 +8,7 @@ import yaml
 from nemo_rl_mcore import cli
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.environment_values import SECTION
-from nemo_rl_mcore.evaluation.identity import identity_of
+from nemo_rl_mcore.evaluation.folder import identity_of
 from nemo_rl_mcore.preflight.saved_run import changes_since, read_recipe_of, recipe_text
 from nemo_rl_mcore.run_folders import leave_recipe
 

@@ -6,7 +6,7 @@ from refusals import assert_holds, briefs
 
 from nemo_rl_mcore.config import ConfigError
 from nemo_rl_mcore.config.policy import PolicyConfig
-from nemo_rl_mcore.config.second_model import TeacherConfig
+from nemo_rl_mcore.config.run_models import TeacherConfig
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import load_recipe_of
 from nemo_rl_mcore.preflight.saved_run import changes_since, read_recipe_of, recipe_text

@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.preflight import preflight
-from nemo_rl_mcore.preflight.tokenizer_folder import tokenizer_problems
+from nemo_rl_mcore.preflight.tokenizer_folder import special_tokens_of, tokenizer_problems
 
 EXEMPLAR = Path(__file__).parents[3] / "examples/configs/grpo_copy_cpu.yaml"
 WORDS = {"a": 0, "b": 1, "ab": 2}
@@ -40,8 +40,25 @@ def test_the_rows_are_those_that_the_library_counts(tmp_path, kind, added, rows)
     assert problems_of(tmp_path, rows - 1) == ["policy.model.vocab_size: too-small (name)"]
 
 
+def saved(vocab: dict[str, object], **others: object) -> dict[str, object]:
+    return {"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}, **others}
+
+
+def test_a_token_that_is_given_twice_needs_one_row(tmp_path):
+    """Added tokens that the vocabulary has keep its ids; pieces of a Unigram model that repeat take a row each."""
+    twice = {"id": 1, "content": "b", "special": True, "normalized": False}
+    flags = dict.fromkeys(["single_word", "lstrip", "rstrip"], False)
+    write(tmp_path, saved({"a": 0, "b": 1}, added_tokens=[twice | flags]))
+    assert problems_of(tmp_path, 2) == []
+    assert problems_of(tmp_path, 1) == ["policy.model.vocab_size: too-small (name)"]
+    pieces = [["a", 0.0], ["b", -1.0], ["b", -2.0], ["c", -3.0]]
+    write(tmp_path, {"added_tokens": [], "model": {"type": "Unigram", "unk_id": 0, "vocab": pieces}})
+    assert problems_of(tmp_path, 4) == []
+    assert problems_of(tmp_path, 3) == ["policy.model.vocab_size: too-small (name)"]
+
+
 def test_ids_with_gaps_need_rows_up_to_the_highest(tmp_path):
-    write(tmp_path, {"added_tokens": [], "model": {"vocab": {"a": 0, "b": 50}}})
+    write(tmp_path, saved({"a": 0, "b": 50}))
     assert problems_of(tmp_path, 51) == []
     assert problems_of(tmp_path, 50) == ["policy.model.vocab_size: too-small (name)"]
 
@@ -50,18 +67,35 @@ def test_ids_with_gaps_need_rows_up_to_the_highest(tmp_path):
     "content",
     [
         "",
-        "{",
+        '{"model": {\n',
         [],
         {},
-        {"added_tokens": []},
-        {"added_tokens": [3], "model": {"vocab": {}}},
-        {"added_tokens": [], "model": {}},
-        {"added_tokens": [], "model": {"vocab": {"a": "x"}}},
+        saved({}, added_tokens=[3]),
+        {"model": {}},
+        saved({"a": "x"}),
+        saved({"a": 0}, pre_tokenizer={"type": "Future"}),
+        {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}},
+        # The library panics at this prefix.
+        {
+            "added_tokens": [],
+            "model": {"type": "BPE", "vocab": WORDS, "merges": ["a b"], "continuing_subword_prefix": "##"},
+        },
     ],
 )
-def test_a_file_that_the_library_would_refuse_is_refused(tmp_path, content):
+def test_a_file_that_the_library_refuses_is_refused(tmp_path, content):
     write(tmp_path, content)
     assert problems_of(tmp_path, 32) == ["policy.tokenizer.name: not-readable"]
+
+
+@pytest.mark.parametrize("content", ["{", {}, None])
+def test_special_tokens_are_those_of_the_file_and_none_where_it_cannot_be_read(tmp_path, content):
+    tokenizer = Tokenizer(MODELS["BPE"])
+    tokenizer.add_special_tokens(["<eos>", "b"])
+    tokenizer.add_tokens(["plain"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    if content is not None:
+        write(tmp_path, content)
+    assert special_tokens_of(str(tmp_path)) == ([] if content is not None else ["b", "<eos>"])
 
 
 def test_bytes_that_are_not_text_and_folders_in_place_of_files_are_refused(tmp_path):
@@ -84,7 +118,7 @@ def test_a_folder_without_tokenizer_json_is_left_to_the_libraries(tmp_path):
 
 
 def test_the_preflight_compares_with_the_model_of_the_recipe(load, tmp_path):
-    write(tmp_path, {"added_tokens": [], "model": {"vocab": {"a": 0, "b": 32}}})
+    write(tmp_path, saved({"a": 0, "b": 32}))
     with wrong_key("policy.model.vocab_size: too-small (name)", 32, 33):
         preflight(load(f"policy.tokenizer.name={tmp_path}"))
     assert preflight(load(f"policy.tokenizer.name={tmp_path}", "policy.model.vocab_size=33"))

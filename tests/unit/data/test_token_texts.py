@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from nemo_rl_mcore.data.token_texts import token_texts
-from nemo_rl_mcore.data.tokenizer import CharTokenizer
+from nemo_rl_mcore.data.tokenizer import CharTokenizer, token_texts
 
 BLANK = "\u2581"
 PIECES = ["<unk>", BLANK, f"{BLANK}a", f"{BLANK}the", "a", "b", "1", "2", ".", "東"]

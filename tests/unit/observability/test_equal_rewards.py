@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_rl_mcore.observability.equal_rewards import EqualRewardsSink
+from nemo_rl_mcore.observability.sinks import EqualRewardsSink
 
 
 @pytest.mark.parametrize(
