@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -33,12 +34,23 @@ def ask(questions: Mapping[str, Question], deadline_s: float) -> dict[str, Answe
     ends_at = time.monotonic() + deadline_s
     asked: dict[str, _Child] = {}
     try:
-        for key, question in questions.items():
-            asked[key] = _Child(question, deadline_s)
+        with _signals_held():
+            for key, question in questions.items():
+                asked[key] = _Child(question, deadline_s)
         return {key: child.answer(ends_at, deadline_s) for key, child in asked.items()}
     finally:
         for child in asked.values():
             child.end()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Let Ctrl-C wait: one between the start of a process and its place in a table would leave it behind."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Child:

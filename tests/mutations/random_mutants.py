@@ -38,7 +38,7 @@ TESTS = (
     "training",
 )
 MOST_TESTS = 400
-DEADLINE = 1800
+DEADLINE = 180
 OPERATORS = [
     name
     for name in operator_names()
@@ -127,7 +127,7 @@ def tests_of_lines(tree: Path) -> Mapping[tuple[str, int], list[str]]:
     return {at: sorted(set(tests), key=lambda test: size[test]) for at, tests in lines.items()}
 
 
-def _pytest(tree: Path, arguments: list[str]) -> int:
+def _pytest(tree: Path, arguments: list[str], deadline: float | None = None) -> int:
     """Run tests with the package of the tree; a run that takes too long counts as one that fails."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -163,7 +163,7 @@ def _tried(tree: Path, mutant: Mutant, occurrence: int, tests: list[str]) -> str
     names.write_text("\n".join([test for test in tests if "\n" not in test][:MOST_TESTS]))
     path.write_text(mutate_code(source, get_operator(mutant.operator)(), occurrence), "utf-8")
     try:
-        return "killed" if _pytest(tree, ["-x", "-n", "0", f"@{names}"]) else "survived"
+        return "killed" if _pytest(tree, ["-x", "-n", "0", f"@{names}"], DEADLINE) else "survived"
     finally:
         path.write_text(source, "utf-8")
 

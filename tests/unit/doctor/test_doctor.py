@@ -18,6 +18,7 @@ import pytest
 from hidden_packages import ALL, BASE, EXTRAS, REPOSITORY
 
 from nemo_rl_mcore import cli
+from nemo_rl_mcore.doctor import children
 from nemo_rl_mcore.doctor.packages import COMMANDS
 
 RECIPE = str(REPOSITORY / "examples/configs/grpo_copy_cpu.yaml")
@@ -180,6 +181,20 @@ def test_nothing_is_left_of_one_that_is_stopped(doctor, stop):
     # Nobody is left to kill it after SIGKILL: it has a clock of its own.
     assert psutil.wait_procs([asked], timeout=10)[1] == []
     assert process.returncode == (128 + stop if stop == signal.SIGINT else -stop)
+
+
+def test_nothing_is_left_of_one_that_is_stopped_while_it_starts(monkeypatch):
+    started, start = [], subprocess.Popen
+
+    def stopped_then(*arguments, **options):
+        started.append(start(*arguments, **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(children.subprocess, "Popen", stopped_then)
+    with pytest.raises(KeyboardInterrupt):
+        children.ask({"json": ("imports", "json")}, 60)
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
 
 
 def wait_for_child(process, name):
