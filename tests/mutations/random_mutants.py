@@ -3,8 +3,8 @@
     uv run --with cosmic-ray==8.7.0 --with pytest-cov python tests/mutations/random_mutants.py HEAD [ANOTHER_REVISION]
 
 Draws places that are the same in all revisions, so that their kill rates compare. A mutant is tested by the tests that
-run its line, those first that run the fewest lines; at most `MOST_TESTS`. Writes a JSON file a revision into --folder,
-where a run that was stopped goes on.
+run its line, those first that run the fewest lines: at most `MOST_TESTS`, and for `DEADLINE` seconds. Writes a JSON
+file a revision into --folder, where a run that was stopped goes on.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import sqlite3
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ import parso
 from cosmic_ray.ast import ast_nodes
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
+from coverage.numbits import numbits_to_nums
 
 REPOSITORY = Path(__file__).parents[2]
 ROOMS = ("config", "preflight", "data", "algorithms")
@@ -103,28 +104,40 @@ def drawn(every: list[Mutants], count: int, seed: int) -> list[Mutant]:
     return [Mutant(place, dice.choice(changes[place])) for place in dice.sample(sorted(changes), count)]
 
 
-def tests_of_lines(tree: Path) -> Mapping[tuple[str, int], list[str]]:
-    """Return the tests that run each line, those first that run the fewest."""
+class Tests:
+    """The unit tests that run each line of a tree."""
+
+    def __init__(self, tree: Path) -> None:
+        self._of_line: dict[tuple[str, int], set[str]] = defaultdict(set)
+        self._of_file: dict[str, Counter[str]] = defaultdict(Counter)
+        self._size = Counter[str]()
+        for file, test, numbers in _coverage(tree):
+            self._size[test] += len(numbers)
+            self._of_file[file][test] += len(numbers)
+            for number in numbers:
+                self._of_line[file, number].add(test)
+
+    def of(self, file: str, number: int) -> list[str]:
+        """Return those of a line, those first that run the fewest; of one that an import runs, those of its file."""
+        if found := self._of_line.get((file, number)):
+            return sorted(found, key=lambda test: (self._size[test], test))
+        return [test for test, _ in self._of_file[file].most_common()]
+
+
+def _coverage(tree: Path) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield a file, a test, and the lines of the file that the test runs."""
     data = tree / ".coverage"
     if not data.exists():
         where = [f"tests/unit/{room}" for room in TESTS if (tree / "tests/unit" / room).exists()]
         where += map(str, sorted(tree.glob("tests/unit/test_[acgrw]*.py")))
         _pytest(tree, ["-n", "2", "--cov=nemo_rl_mcore", "--cov-context=test", "--cov-report=", *where])
-    connection = sqlite3.connect(data)
-    from coverage.numbits import numbits_to_nums
-
-    lines: dict[tuple[str, int], list[str]] = defaultdict(list)
-    size = Counter[str]()
-    rows = connection.execute(
+    rows = sqlite3.connect(data).execute(
         "select path, context, numbits from line_bits join file on file.id = file_id "
         "join context on context.id = context_id where context != ''"
     )
     for path, context, numbits in rows:
-        test, numbers = context.partition("|")[0], numbits_to_nums(numbits)
-        size[test] += len(numbers)
-        for number in numbers:
-            lines[str(Path(path).relative_to(tree.resolve())), number].append(test)
-    return {at: sorted(set(tests), key=lambda test: size[test]) for at, tests in lines.items()}
+        file = str(Path(path).relative_to(tree.resolve()))
+        yield file, context.partition("|")[0], numbits_to_nums(numbits)
 
 
 def _pytest(tree: Path, arguments: list[str], deadline: float | None = None) -> int:
@@ -134,7 +147,7 @@ def _pytest(tree: Path, arguments: list[str], deadline: float | None = None) -> 
     with (tree / "pytest.log").open("w") as output:
         try:
             done = subprocess.run(
-                command, cwd=tree, env=environment, stdout=output, stderr=output, timeout=DEADLINE
+                command, cwd=tree, env=environment, stdout=output, stderr=output, timeout=deadline
             )
         except subprocess.TimeoutExpired:
             return 1
@@ -142,14 +155,14 @@ def _pytest(tree: Path, arguments: list[str], deadline: float | None = None) -> 
 
 
 def results(tree: Path, mutants: Mutants, chosen: list[Mutant], file: Path) -> Iterator[tuple[Mutant, str]]:
-    """Yield whether each mutant is killed, survives, or is on a line that no test runs."""
+    """Yield whether each mutant is killed, survives, or is in a file that no test runs."""
     known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
-    tests = tests_of_lines(tree)
+    tests = Tests(tree)
     for mutant in chosen:
         key = json.dumps(mutant)
         if key not in known:
             number, occurrence = mutants[mutant]
-            known[key] = _tried(tree, mutant, occurrence, tests.get((mutant.place.file, number), []))
+            known[key] = _tried(tree, mutant, occurrence, tests.of(mutant.place.file, number))
             file.write_text(json.dumps(known, indent=1))
         yield mutant, known[key]
 
