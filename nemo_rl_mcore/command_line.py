@@ -124,6 +124,11 @@ def _add_check(commands: Any) -> None:
     check = _add_command(commands, "check", purpose)
     _add_recipe(check)
     check.add_argument(
+        "--resolved",
+        action="store_true",
+        help="print every key with its value and where it is set, instead of the plan",
+    )
+    check.add_argument(
         "--full",
         action="store_true",
         help="open the data too: tokenise it, read the reference answers, score one row",

@@ -42,6 +42,8 @@ def run_command(arguments: Sequence[str] | None) -> int:
         write_line(sys.stderr, str(error))
         return EXIT_CONFIG_ERROR
     match options.command:
+        case "check" if options.resolved:
+            return _resolved(config, options, overrides)
         case "check":
             return _check(config, plan, full=options.full)
         case "eval":
@@ -138,6 +140,14 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from nemo_rl_mcore.doctor.command import run_doctor
 
     return run_doctor(options.config, overrides, as_json=options.json, deadline_s=options.timeout)
+
+
+def _resolved(config: RunConfig, options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from nemo_rl_mcore.preflight.resolved import resolved_lines
+
+    for line in resolved_lines(config, options.config, overrides):
+        write_line(sys.stdout, line)
+    return 0
 
 
 def _check(config: RunConfig, plan: Plan, *, full: bool) -> int:

@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The merged tree, and the files it was merged from, the strongest last."""
+    """The merged tree, and the files it was merged from, the strongest last.
+
+    ancestors: of each file, how many of those before it are named by its `defaults:`, at once or by another one.
+    """
 
     tree: DictConfig
     files: tuple[Path, ...]
+    ancestors: tuple[int, ...] = ()
 
 
 def read_recipe(path: str | Path) -> Recipe:
@@ -42,15 +46,16 @@ def _read(path: Path, chain: tuple[Path, ...]) -> Recipe:
     if path.resolve() in [ancestor.resolve() for ancestor in chain[:-1]]:
         raise _refuse(chain, "reference", "the file is its own ancestor", "remove the cycle from `defaults:`")
     tree = OmegaConf.create(anchored(_parse(path, chain), path.parent))
-    merged, files = OmegaConf.create(), ()
+    merged, files, ancestors = OmegaConf.create(), (), ()
     for parent in _parents(tree.pop("defaults", None), chain):
         recipe = _read(recipe_file(path.parent, parent), chain)
         merged, files = _merged(merged, recipe.tree), (*files, *recipe.files)
+        ancestors = (*ancestors, *recipe.ancestors)
         if len(files) >= _MOST_FILES:
             raise _refuse(
                 chain, "too-large", f"`defaults:` leads to {_MOST_FILES} files and more", "name fewer"
             )
-    return Recipe(_merged(merged, tree), (*files, path))
+    return Recipe(_merged(merged, tree), (*files, path), (*ancestors, len(files)))
 
 
 _MOST_FILES = 100
@@ -119,45 +124,74 @@ def _refuse(chain: tuple[Path, ...], code: Code, what: str, remedy: str) -> Conf
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a key is set: the place of the file among those of the recipe, and file and line for a message."""
+    """Where a key is set: the place of the file among those of the recipe, file and line for a message, and the value.
+
+    text: a value as it is written; empty for a list.
+    """
 
     file: int
     where: str
+    text: str
 
 
 def origins(files: Iterable[Path]) -> dict[str, Origin]:
     """Return for each key which of the files sets it; of several, the strongest."""
     found: dict[str, Origin] = {}
+    for key, origin, is_section in _settings(files):
+        if not is_section:  # what files before say of a section that is null now
+            found = {other: origin for other, origin in found.items() if not other.startswith(f"{key}.")}
+        found[key] = origin
+    return found
+
+
+def taken_back(recipe: Recipe) -> dict[str, Origin]:
+    """Return for each key the strongest setting that another file took the place of, and not one that inherits it.
+
+    Of `defaults: [a.yaml, b.yaml]`, b.yaml brings its own parents: what these say comes after a.yaml.
+    """
+    strongest, lost = origins(recipe.files), dict[str, Origin]()
+    for key, origin, is_section in _settings(recipe.files):
+        last = strongest.get(key)
+        if last is None or is_section or origin.text == last.text:
+            continue
+        inherits = last.file - recipe.ancestors[last.file] <= origin.file <= last.file
+        if not inherits:
+            lost[key] = origin
+    return lost
+
+
+def _settings(files: Iterable[Path]) -> Iterator[tuple[str, Origin, bool]]:
+    """Yield each key of each file, where it is set, and whether it is a section."""
     for place, path in enumerate(files):
         node = yaml.SafeLoader(path.read_text(encoding="utf-8")).get_single_node()
-        for key, line, is_section in _lines(node, ""):
-            if not is_section:  # what files before say of a section that is null now
-                found = {other: origin for other, origin in found.items() if not other.startswith(f"{key}.")}
-            found[key] = Origin(place, f"{path}:{line}")
-    return found
+        for key, line, value in _lines(node, ""):
+            text = value.value if isinstance(value, yaml.ScalarNode) else ""
+            yield key, Origin(place, f"{path}:{line}", text), isinstance(value, yaml.MappingNode)
 
 
 def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Iterable[str]) -> list[Problem]:
     """Add where the key was set: file and line, or the command line; an override counts for its sections too."""
     lines = {key: origin.where for key, origin in origins(files).items()}
-    lines |= {section: _ORIGIN for path in overridden for section in accumulate(path.split("."), join_path)}
+    lines |= {
+        section: COMMAND_LINE for path in overridden for section in accumulate(path.split("."), join_path)
+    }
     return [
         Problem(p.code, p.path, p.what, p.remedy, p.related, p.where or lines.get(p.path, ""))
         for p in problems
     ]
 
 
-def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, bool]]:
+def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, yaml.Node]]:
     if isinstance(node, yaml.SequenceNode):
         for place, one in enumerate(cast("list[yaml.Node]", node.value)):
             path = join_path(prefix, str(place))
-            yield path, one.start_mark.line + 1, isinstance(one, yaml.MappingNode)
+            yield path, one.start_mark.line + 1, one
             yield from _lines(one, path)
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
         path = join_path(prefix, str(key.value))
-        yield path, key.start_mark.line + 1, isinstance(value, yaml.MappingNode)
+        yield path, key.start_mark.line + 1, value
         yield from _lines(value, path)
 
 
@@ -187,7 +221,7 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[st
                     text,
                     f"is not an override ({reason})",
                     "write key=value, without spaces around =",
-                    where=_ORIGIN,
+                    where=COMMAND_LINE,
                 )
             )
             continue
@@ -198,7 +232,7 @@ def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[st
     return paths, problems
 
 
-_ORIGIN = "command line"
+COMMAND_LINE = "command line"
 
 
 def _apply(tree: DictConfig, override: "Override", kind: Kind) -> Problem | None:
@@ -210,21 +244,23 @@ def _apply(tree: DictConfig, override: "Override", kind: Kind) -> Problem | None
             path,
             "sweeps and config groups are not supported",
             "give one value",
-            where=_ORIGIN,
+            where=COMMAND_LINE,
         )
     if override.is_delete():
         return _delete(tree, override, exists, kind)
     if override.is_add() and exists:
         return Problem(
-            "already-there", path, "is already set", f"write it without the +, {path}=...", where=_ORIGIN
+            "already-there", path, "is already set", f"write it without the +, {path}=...", where=COMMAND_LINE
         )
     creates = override.is_add() or override.is_force_add()
     if not creates and not exists and not is_known(path, kind):
-        return Problem("unknown-key", path, "unknown key", suggestion(path, kind), where=_ORIGIN)
+        return Problem("unknown-key", path, "unknown key", suggestion(path, kind), where=COMMAND_LINE)
     try:
         OmegaConf.update(tree, path, override.value(), merge=True, force_add=True)
     except OmegaConfBaseException as error:
-        return Problem("not-allowed", path, f"cannot be set: {str(error).splitlines()[0]}", where=_ORIGIN)
+        return Problem(
+            "not-allowed", path, f"cannot be set: {str(error).splitlines()[0]}", where=COMMAND_LINE
+        )
     return None
 
 
@@ -233,7 +269,11 @@ def _delete(tree: DictConfig, override: "Override", exists: bool, kind: Kind) ->
     if not exists:
         remedy = "remove the override" if is_known(path, kind) else suggestion(path, kind)
         return Problem(
-            "not-found", path, "cannot be deleted, because the recipe does not set it", remedy, where=_ORIGIN
+            "not-found",
+            path,
+            "cannot be deleted, because the recipe does not set it",
+            remedy,
+            where=COMMAND_LINE,
         )
     parent, _, key = path.rpartition(".")
     section = OmegaConf.select(tree, parent) if parent else tree
@@ -244,7 +284,7 @@ def _delete(tree: DictConfig, override: "Override", exists: bool, kind: Kind) ->
             path,
             f"cannot be deleted, because its value is {section[key]!r} and not {expected!r}",
             f"write ~{path}",
-            where=_ORIGIN,
+            where=COMMAND_LINE,
         )
     del section[key]
     return None

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ def ask(questions: Mapping[str, Question], deadline_s: float) -> dict[str, Answe
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def _signals_held() -> Generator[None]:
     """Let Ctrl-C wait: one between the start of a process and its place in a table would leave it behind."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
