@@ -19,16 +19,22 @@ from nemo_rl_mcore.preflight.tokenizer_folder import special_tokens_of
 from nemo_rl_mcore.strict_json import read_json
 
 _TOKENIZER = "policy.tokenizer.name"
+FIRST_ROWS = 2
+"""How many rows `check` shows."""
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """How long the files of a data set last; rows that are dropped for their length are still counted."""
+    """How long the files of a data set last; rows that are dropped for their length are still counted.
+
+    first: of the rows to train on, those that `check` shows.
+    """
 
     rows: int
     held_out: int
     rows_per_step: int
     steps: int
+    first: tuple[Example, ...] = ()
 
     @property
     def steps_per_epoch(self) -> float:
@@ -52,7 +58,8 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
         problems += run_token_problems(config, examples, special_tokens_of(config.policy.tokenizer.name))
     per_step, rows = config.prompts_per_step, len(examples.train)
     steps = steps_of_epochs(config, rows)
-    return DataPlan(rows, len(examples.held_out), per_step, steps), problems
+    first = tuple(examples.train[:FIRST_ROWS])
+    return DataPlan(rows, len(examples.held_out), per_step, steps, first), problems
 
 
 def fetched(config: RunConfig) -> list[str]:

@@ -80,7 +80,7 @@ def needed_packages(config: RunConfig) -> Iterator[NeededPackage]:
         ("logger.tensorboard_enabled", config.logger.tensorboard_enabled, "tensorboard", "the package"),
         (
             "policy.megatron_cfg.transformer_impl",
-            transformer_impl(config) == "transformer_engine",
+            transformer_impl(config, elsewhere=False) == "transformer_engine",
             "transformer_engine",
             "the extra te",
         ),
@@ -103,12 +103,14 @@ def missing_packages(config: RunConfig) -> Iterator[Problem]:
             yield Problem("not-installed", one.key, what, f"install {one.source}, or turn it off")
 
 
-def transformer_impl(config: RunConfig) -> str:
-    """The layers that a run has on machines with the packages of this one."""
+def transformer_impl(config: RunConfig, *, elsewhere: bool) -> str:
+    """Return the layers that a run has; elsewhere: on machines that need not have the packages of this one."""
     given = config.policy.megatron_cfg.transformer_impl
     if given != "auto":
         return given
-    return "local" if config.cluster.on_cpu or not installed("transformer_engine") else "transformer_engine"
+    if config.cluster.on_cpu:
+        return "local"
+    return "transformer_engine" if elsewhere or installed("transformer_engine") else "local"
 
 
 def layer_warnings(config: RunConfig) -> Iterator[Problem]:

@@ -101,8 +101,8 @@ def preflight(
 ) -> Plan:
     """Resolve a run on paper; raises ConfigError for files and packages that are missing.
 
-    `elsewhere` says that it is to run on other machines: packages that lack on this one, and folders that it cannot
-    write to, are then the plan's `missing`.
+    `elsewhere` says that it is to run on other machines, which have the packages that the recipe asks for: what is
+    missing on this one, and folders that it cannot write to, are then the plan's `missing`.
     `warnings` are those of loading the recipe, and stand in the plan before its own.
     Without `of_a_run`, which is for a checkpoint, the data set and the classes of the user's own are not looked for.
     """
@@ -113,6 +113,7 @@ def preflight(
         *missing_packages(config),
         *(wandb_key_problems(config, os.environ) if of_a_run else ()),
     )
+    of_layers = tuple(layer_warnings(config))
     problems = (
         *_environment_problems(config, of_a_run),
         *of_data,
@@ -122,8 +123,8 @@ def preflight(
     if problems:
         raise ConfigError(hidden(problem, config.references) for problem in problems)
     return Plan(
-        subject=tuple(subject_of(config)),
-        layout=_layout(config),
+        subject=tuple(subject_of(config, data.first if data else ())),
+        layout=_layout(config, elsewhere=elsewhere),
         batch=_batch(config),
         engines=plan_engines(config),
         asynchronous=plan_asynchronous(config),
@@ -135,8 +136,8 @@ def preflight(
         reference_policy=reference_place(config),
         log_dir=config.logger.log_dir,
         checkpoints=checkpoints_on_disk(config),
-        missing=missing,
-        warnings=(*warnings, *layer_warnings(config)),
+        missing=(*missing, *(of_layers if elsewhere else ())),
+        warnings=(*warnings, *(() if elsewhere else of_layers)),
         fetched=tuple(fetched(config)) if of_a_run else (),
     )
 
@@ -147,7 +148,7 @@ def _guardrails(policy: PolicyConfig) -> Iterator[Guardrail]:
         yield fused_guardrail(policy)
 
 
-def _layout(config: RunConfig) -> Layout:
+def _layout(config: RunConfig, *, elsewhere: bool) -> Layout:
     cluster, megatron = config.cluster, config.policy.megatron_cfg
     return Layout(
         device="CPU (gloo)" if cluster.on_cpu else "GPU (NCCL)",
@@ -160,7 +161,7 @@ def _layout(config: RunConfig) -> Layout:
         expert=megatron.expert_model_parallel_size,
         data=config.data_parallel_size,
         sequence_parallel=megatron.sequence_parallel,
-        transformer_impl=transformer_impl(config),
+        transformer_impl=transformer_impl(config, elsewhere=elsewhere),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel
 
@@ -11,22 +11,35 @@ from nemo_rl_mcore.config.environment_values import without_values
 from nemo_rl_mcore.config.loss import DPOLossConfig
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.source import SourceDefaults
+from nemo_rl_mcore.data.datasets import DigitTaskSource
+from nemo_rl_mcore.data.examples import Example
+from nemo_rl_mcore.data.prompt_texts import read_texts
 from nemo_rl_mcore.output import visible
+from nemo_rl_mcore.preflight.data_files import FIRST_ROWS
+from nemo_rl_mcore.strict_json import shortened
+
+_SHOWN_TEXT = 100
 
 
-def subject_of(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each line, with references in place of what is from the environment."""
-    for name, value in _lines(config):
+def subject_of(config: RunConfig, rows: Sequence[Example] = ()) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each line, with references in place of what is from the environment.
+
+    rows: the first of the data set's files.
+    """
+    for name, value in _lines(config, rows):
         yield name, visible(without_values(value, config.references))
 
 
-def _lines(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _lines(config: RunConfig, rows: Sequence[Example]) -> Iterator[tuple[str, str]]:
     yield "algorithm", f"{config.algorithm}{', asynchronous rollouts' if config.asynchronous else ''}"
     for name, plan in config.models.items():
         first = config.warm_start if name == "policy" else plan.warm_start
         yield name, _model(plan.policy) + (f", trained by {first} first" if first else "")
     yield "tokenizer", config.policy.tokenizer.name
     yield from _data(config)
+    for number, example in enumerate(rows or _first_of_task(config), start=1):
+        yield f"row {number}", _row(example)
     if config.learns_from_samples or config.loop.validates:
         yield from _environments(config)
     if isinstance(config.loop, DPOLossConfig):
@@ -56,6 +69,31 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "data", str(data.dataset_name)
     for path, source in (config.train_sources | config.validation_sources).items():
         yield path, ", ".join(map(str, source.paths))
+
+
+def _first_of_task(config: RunConfig) -> list[Example]:
+    """The first prompts of an embedded task."""
+    data = config.data
+    if data.from_files or data.type is not None:
+        return []
+    prompts = DigitTaskSource(data.dataset_name, data.num_digits, config.seed).train_batch(1, FIRST_ROWS)
+    texts, _ = read_texts(data.default or SourceDefaults())
+    chat = data.apply_chat_template
+    return [Example("", one.index, texts.shown(one.text, chat=chat), one.answer) for one in prompts]
+
+
+def _row(row: Example) -> str:
+    """Spell what the model is shown and what is the answer, on one line."""
+    shown = row.context
+    if not isinstance(shown, str):
+        shown = " ".join(f"[{message.role}] {message.content}" for message in shown)
+    answers = {"answer": row.solution or row.answer, "rejected": row.rejected}
+    named = (f"{name} {_quoted(answer)}" for name, answer in answers.items() if answer)
+    return ", ".join((_quoted(shown), *named))
+
+
+def _quoted(text: str) -> str:
+    return repr(shortened(text, _SHOWN_TEXT))
 
 
 def _environments(config: RunConfig) -> Iterator[tuple[str, str]]:

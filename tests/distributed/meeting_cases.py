@@ -28,14 +28,6 @@ REFUSED = (
     ),
     *(
         Refusal(
-            {"batching": batching, "fused": "fused packed"},
-            (FUSED_PACKED, PACKING_KEY),
-            "there are no packed rows to allow",
-        )
-        for batching in ("fixed", "dynamic")
-    ),
-    *(
-        Refusal(
             {"algorithm": name, "kl": False},
             ("dpo.reference_policy_kl_penalty",),
             "DPO's loss is of nothing without the reference",
@@ -52,14 +44,6 @@ REFUSED = (
         {"algorithm": "sft", "kl": True},
         ("loss_fn.reference_policy_kl_penalty",),
         "the likelihood has no KL term",
-    ),
-    *(
-        Refusal(
-            {"algorithm": name, "kl": True},
-            ("loss_fn.rl", "rl_weight"),
-            "the penalty belongs to the policy gradient, which is off",
-        )
-        for name in ("distillation", "distillation off policy")
     ),
 )
 

@@ -1,3 +1,4 @@
+import json
 from io import StringIO
 
 import pytest
@@ -300,11 +301,33 @@ def test_transformer_engine_must_be_installed(load, monkeypatch):
         "nemo_rl_mcore.preflight.packages.installed", lambda package: package == "tensorboard"
     )
     assert "policy.megatron_cfg.transformer_impl: not-installed" in refused(load(*overrides))[0]
-    assert preflight(load("cluster.gpus_per_node=2")).layout.transformer_impl == "local"
+    here, there = (
+        preflight(load("cluster.gpus_per_node=2"), elsewhere=elsewhere) for elsewhere in (False, True)
+    )
+    assert here.layout.transformer_impl == "local"
+    assert [problem.path for problem in here.warnings] == ["policy.megatron_cfg.transformer_impl"]
+    assert there.layout.transformer_impl == "transformer_engine"
+    assert [problem.path for problem in there.missing] == ["policy.megatron_cfg.transformer_impl"]
+    assert here.missing == there.warnings == ()
     monkeypatch.setattr("nemo_rl_mcore.preflight.packages.installed", lambda package: True)
     assert preflight(load(*overrides)).layout.transformer_impl == "transformer_engine"
     assert preflight(load("cluster.gpus_per_node=2")).layout.transformer_impl == "transformer_engine"
     assert preflight(load()).layout.transformer_impl == "local"
+
+
+def test_the_first_rows_are_shown(load, tmp_path):
+    of_task = dict(preflight(load()).subject)
+    assert of_task["row 1"] == "'127>', answer '127'"
+    row = {"input": [{"role": "user", "content": "two\nlines " + "x" * 200}], "output": "42"}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
+    files = (
+        "data.dataset_name=files",
+        f"data.train.data_path={tmp_path / 'rows.jsonl'}",
+        "policy.tokenizer.name=char",
+    )
+    shown = dict(preflight(load(*files)).subject)
+    assert shown["row 1"] == rf"'[user] two\nlines {'x' * 80}...', answer '42'"
+    assert "row 3" not in shown
 
 
 def test_rendered_plan_shows_the_numbers(load):
