@@ -1,4 +1,3 @@
-import json
 from io import StringIO
 
 import pytest
@@ -315,19 +314,12 @@ def test_transformer_engine_must_be_installed(load, monkeypatch):
     assert preflight(load()).layout.transformer_impl == "local"
 
 
-def test_the_first_rows_are_shown(load, tmp_path):
-    of_task = dict(preflight(load()).subject)
-    assert of_task["row 1"] == "'127>', answer '127'"
-    row = {"input": [{"role": "user", "content": "two\nlines " + "x" * 200}], "output": "42"}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
-    files = (
-        "data.dataset_name=files",
-        f"data.train.data_path={tmp_path / 'rows.jsonl'}",
-        "policy.tokenizer.name=char",
-    )
-    shown = dict(preflight(load(*files)).subject)
-    assert shown["row 1"] == rf"'[user] two\nlines {'x' * 80}...', answer '42'"
-    assert "row 3" not in shown
+def test_the_first_rows_are_shown(load):
+    assert dict(preflight(load()).subject)["row 1"] == "'127>', answer '127'"
+    pairs = dict(preflight(load_config("examples/configs/quickstart/dpo_cpu.yaml")).subject)
+    row = r"'Mia has 4 apples and buys 3 more. How many apples does Mia have now?\nThink step by step, and end ...'"
+    assert pairs["row 1"] == rf"{row}, answer '4 + 3 = 7\n#### 7', rejected '4 + 3 = 9\n#### 9'"
+    assert "row 3" not in pairs
 
 
 def test_rendered_plan_shows_the_numbers(load):
