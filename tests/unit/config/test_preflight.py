@@ -316,7 +316,8 @@ def test_transformer_engine_must_be_installed(load, monkeypatch):
 
 def test_the_first_rows_are_shown(load):
     assert dict(preflight(load()).subject)["row 1"] == "'127>', answer '127'"
-    pairs = dict(preflight(load_config("examples/configs/quickstart/dpo_cpu.yaml")).subject)
+    recipe = load_config("examples/configs/quickstart/dpo_cpu.yaml")
+    pairs = dict(preflight(recipe, elsewhere=True).subject)  # without math-verify, too
     row = r"'Mia has 4 apples and buys 3 more. How many apples does Mia have now?\nThink step by step, and end ...'"
     assert pairs["row 1"] == rf"{row}, answer '4 + 3 = 7\n#### 7', rejected '4 + 3 = 9\n#### 9'"
     assert "row 3" not in pairs
