@@ -8,11 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
+from torch import Tensor
+
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator, warn_of_large_advantages
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, policy_loss
-from nemo_rl_mcore.algorithms.mismatch import check_mismatch, mismatch_of_training, responses
+from nemo_rl_mcore.algorithms.mismatch import (
+    Mismatch,
+    act_on_mismatch,
+    table_of_batch,
+    table_of_training,
+    with_row_numbers,
+)
 from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.sampling import Sampling
@@ -22,7 +30,6 @@ from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
 from nemo_rl_mcore.config.vllm import MismatchConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import LossFunction
-from nemo_rl_mcore.losses.sampler_check import SamplerSums
 
 
 class GRPO(Algorithm[GRPOMasterConfig]):
@@ -32,30 +39,46 @@ class GRPO(Algorithm[GRPOMasterConfig]):
         """Sample, judge, train."""
         with self.observer.phase("generation"):
             rollout, metrics = Sampling(self, self.config.grpo).roll_out(step)
-        metrics |= self._judge(step, rollout)
+        found = self._judge(step, rollout)
         begin_update()
         with self.observer.phase("train"):
-            result = self.policy.train(trained_columns(rollout.batch), self._loss_fn)
+            result = self.policy.train(self._trained(rollout), self._loss_fn)
         self.record(step, rollout)
-        if not self._passes_before:
-            sums = SamplerSums.taken_from(result)
-            metrics |= mismatch_of_training(step, sums, responses(rollout.batch), self._mismatch)
+        if found is None:
+            found = self._compare(step, rollout.batch, table_of_training(result, rollout.batch.size))
+        metrics |= found.metrics(self._mismatch.threshold)
         metrics |= rollout_metrics(rollout) | train_metrics(result)
         return StepOutcome(metrics, result["skip_reasons"], rollout.batch)
 
-    def _judge(self, step: int, rollout: Rollout) -> dict[str, float]:
-        """Add to whole groups what the loss needs besides the answers: log-probabilities and advantages."""
+    def _judge(self, step: int, rollout: Rollout) -> Mismatch | None:
+        """Add to whole groups what the loss needs besides the answers: log-probabilities and advantages.
+
+        Returns the comparison with the engine where a pass before training makes it.
+        """
         loss, batch = self.config.loss_fn, rollout.batch
         with self.observer.phase("logprobs"):
             add_logprobs(batch, self.policy, loss, previous=self._passes_before)
-        metrics = self._check_mismatch(step, batch) if self._passes_before else {}
+        table = table_of_batch(batch, loss.reference_policy_kl_type) if self._passes_before else None
+        found = None if table is None else self._compare(step, batch, table)
         make_advantage_estimator(self.config.grpo.adv_estimator, loss).add_to(batch)
         warn_of_large_advantages(step, rollout)
         require_sampled_ids(batch)
-        return metrics
+        return found
 
-    def _check_mismatch(self, step: int, batch: BatchedDataDict) -> dict[str, float]:
-        return check_mismatch(step, batch, self._mismatch, self.config.loss_fn.reference_policy_kl_type)
+    def _trained(self, rollout: Rollout, first_row: int = 0) -> BatchedDataDict:
+        """What goes to the ranks; first_row: the number of its first row in the step."""
+        columns = trained_columns(rollout.batch)
+        return columns if self._passes_before else with_row_numbers(columns, first_row)
+
+    def _compare(self, step: int, batch: BatchedDataDict, table: Tensor) -> Mismatch:
+        """Return the comparison with the engine, after the action that the recipe asks for."""
+        found = Mismatch.of(batch, table, self._compared(step, batch))
+        act_on_mismatch(step, batch, found, self._mismatch)
+        return found
+
+    def _compared(self, step: int, batch: BatchedDataDict) -> Tensor | None:
+        """The rows that the weights which train have drawn, bool [B]; None for all."""
+        return None
 
     @property
     def _mismatch(self) -> MismatchConfig:

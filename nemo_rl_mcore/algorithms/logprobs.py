@@ -5,7 +5,6 @@ from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.interfaces import PolicyInterface
 from nemo_rl_mcore.losses import ClippedPGLossFn, LossFunction, make_loss
-from nemo_rl_mcore.losses.sampler_check import SamplerCheck
 
 
 def model_inputs(batch: BatchedDataDict) -> BatchedDataDict:
@@ -23,8 +22,7 @@ def policy_loss(config: GRPOMasterConfig | PPOMasterConfig) -> LossFunction:
     fused = config.policy.megatron_cfg.use_fused_linear_logprobs
     if reader_of_prev_logprobs(config) is not None:
         return make_loss(config.loss_fn, fused)
-    check = SamplerCheck(config.policy.generation.mismatch.threshold)
-    return ClippedPGLossFn(config.loss_fn, fused, sampler_check=check)
+    return ClippedPGLossFn(config.loss_fn, fused, own_previous=True)
 
 
 def add_logprobs(

@@ -15,7 +15,13 @@ from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator, warn_o
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
 from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs, policy_loss
-from nemo_rl_mcore.algorithms.mismatch import check_mismatch, mismatch_of_training, responses
+from nemo_rl_mcore.algorithms.mismatch import (
+    Mismatch,
+    act_on_mismatch,
+    table_of_batch,
+    table_of_training,
+    with_row_numbers,
+)
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
@@ -24,7 +30,6 @@ from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.interfaces import ValueInterface
 from nemo_rl_mcore.losses import make_loss
-from nemo_rl_mcore.losses.sampler_check import SamplerSums
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 
@@ -46,8 +51,10 @@ class PPO(Algorithm[PPOMasterConfig]):
         )
         with self.observer.phase("logprobs"):
             add_logprobs(batch, self.policy, loss, previous=passes_before)
+        found = None
         if passes_before:
-            metrics |= check_mismatch(step, batch, mismatch, loss.reference_policy_kl_type)
+            found = Mismatch.of(batch, table_of_batch(batch, loss.reference_policy_kl_type))
+            act_on_mismatch(step, batch, found, mismatch)
         with self.observer.phase("values"):
             batch["values"] = self.critic.get_values(model_inputs(batch))["values"]
         make_advantage_estimator(config.ppo.adv_estimator, loss).add_to(batch)
@@ -61,11 +68,13 @@ class PPO(Algorithm[PPOMasterConfig]):
         metrics["value/explained_variance"] = explained_variance(batch)
         reasons = of_critic["skip_reasons"]
         if of_policy is not None:
-            if not passes_before:
-                sums = SamplerSums.taken_from(of_policy)
-                metrics |= mismatch_of_training(step, sums, responses(batch), mismatch)
+            if found is None:
+                found = Mismatch.of(batch, table_of_training(of_policy, batch.size))
+                act_on_mismatch(step, batch, found, mismatch)
             metrics |= train_metrics(of_policy)
             reasons = skip_reasons_of_both(of_policy["skip_reasons"], reasons)
+        if found is not None:
+            metrics |= found.metrics(mismatch.threshold)
         return StepOutcome(metrics, reasons, batch)
 
     def _train(self, step: int, batch: BatchedDataDict) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
@@ -75,7 +84,7 @@ class PPO(Algorithm[PPOMasterConfig]):
         of_policy: list[Mapping[str, Any]] = []
         of_critic: list[Mapping[str, Any]] = []
         for epoch in range(ppo.ppo_epochs):
-            rows = shuffled(trained_columns(batch), self.config.seed, step, epoch)
+            rows = shuffled(with_row_numbers(trained_columns(batch)), self.config.seed, step, epoch)
             of_critic.append(self.critic.train(rows, value_loss))
             if step > ppo.critic_warmup_steps:
                 of_policy.append(self.policy.train(rows, loss))

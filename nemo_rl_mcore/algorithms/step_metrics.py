@@ -91,7 +91,9 @@ def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         missing = [neutral_value(kinds[name])] * len(result["skip_reasons"]) if name in kinds else []
         return result["all_mb_metrics"].get(name, missing)
 
+    row_tables = [result["row_table"] for result in results if "row_table" in result]
     return {
+        **({"row_table": torch.cat(row_tables)} if row_tables else {}),
         "all_mb_metrics": {
             name: [value for result in results for value in steps_of(name, result)] for name in names
         },

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from nemo_rl_mcore.algorithms.algorithm import StepOutcome
-from nemo_rl_mcore.algorithms.episodes import WEIGHT_VERSIONS, trained_columns
+from nemo_rl_mcore.algorithms.episodes import WEIGHT_VERSIONS
 from nemo_rl_mcore.algorithms.grpo import GRPO
-from nemo_rl_mcore.algorithms.mismatch import measure_mismatch, mismatch_of_training, responses
+from nemo_rl_mcore.algorithms.mismatch import Mismatch, table_of_training
 from nemo_rl_mcore.algorithms.rollout import (
     Rollout,
     concatenate_batches,
@@ -25,13 +26,11 @@ from nemo_rl_mcore.controllers.metrics import (
     Pace,
     age_metrics,
     correction_metrics,
-    correction_of_training,
     pace_metrics,
 )
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.losses.sampler_check import ON_POLICY, SamplerSums
 
 
 class StepGroups(Protocol):
@@ -96,11 +95,7 @@ class AsyncGRPO(GRPO):
                 result = self.policy.finish_train_step()
             pace = self.rollouts.finish()
         self.record(step, whole)
-        if self._passes_before:
-            metrics = chunks[0][1] if len(chunks) == 1 else self._measure_mismatch(step, whole.batch)
-            metrics |= correction_metrics(whole.batch)
-        else:
-            metrics = self._found_in_training(step, whole.batch, SamplerSums.taken_from(result))
+        metrics = self._sampler_metrics(step, whole.batch, [found for _, found in chunks], result)
         metrics |= rollout_metrics(whole) | train_metrics(result)
         metrics |= age_metrics(whole.batch, step - 1, self.config.grpo.async_grpo.max_trajectory_age_steps)
         metrics |= pace_metrics(pace, time.monotonic())
@@ -110,10 +105,8 @@ class AsyncGRPO(GRPO):
     def redo(self, step: int) -> StepOutcome:
         """See `Algorithm.redo`: the same chunks; for the ledger nothing has happened."""
         self.policy.begin_train_step(self._loss_fn, step_id=_id_of(step))
-        chunks = [self._train_chunk(step, positions)[0] for positions in self.rollouts.chunks_of(step)]
+        chunks = [self._train_chunk(step, positions, 0)[0] for positions in self.rollouts.chunks_of(step)]
         result = self.policy.finish_train_step()
-        if not self._passes_before:
-            SamplerSums.taken_from(result)
         whole = Rollout.concatenate(chunks, self.collector.tokenizer.pad_token_id)
         return StepOutcome(train_metrics(result), result["skip_reasons"], whole.batch)
 
@@ -142,20 +135,23 @@ class AsyncGRPO(GRPO):
             # Where the ranks are gone, the error that is told already says so.
             error.add_note(f"the open step was not aborted: {str(also).partition(': ')[0]}")
 
-    def _train_chunks(self, step: int) -> Iterator[tuple[Rollout, dict[str, float]]]:
-        chunks = self.rollouts.chunks(self.config.grpo.min_groups_per_chunk)
+    def _train_chunks(self, step: int) -> Iterator[tuple[Rollout, Mismatch | None]]:
+        chunks, rows = self.rollouts.chunks(self.config.grpo.min_groups_per_chunk), 0
         while (positions := self._wait_for(chunks)) is not None:
-            yield self._train_chunk(step, positions)
+            rollout, found = self._train_chunk(step, positions, rows)
+            rows += rollout.batch.size
+            yield rollout, found
 
-    def _train_chunk(self, step: int, positions: Sequence[int]) -> tuple[Rollout, dict[str, float]]:
+    def _train_chunk(
+        self, step: int, positions: Sequence[int], first_row: int
+    ) -> tuple[Rollout, Mismatch | None]:
         rollout = self._rollout_of(positions)
-        metrics = self._judge(step, rollout)
-        trained = trained_columns(rollout.batch)
-        if not self._passes_before:
-            trained[ON_POLICY] = _drawn_on_policy(step - 1, rollout.batch).to(trained["sample_mask"].dtype)
+        found = self._judge(step, rollout)
         with self.observer.phase("train"):
-            self.policy.train_microbatch(trained, chunk_id=f"groups from {positions[0]}")
-        return rollout, metrics
+            self.policy.train_microbatch(
+                self._trained(rollout, first_row), chunk_id=f"groups from {positions[0]}"
+            )
+        return rollout, found
 
     def _wait_for(self, chunks: Iterator[Sequence[int]]) -> Sequence[int] | None:
         with self.observer.phase("generation"):
@@ -170,34 +166,23 @@ class AsyncGRPO(GRPO):
         Sampling(self, self.config.grpo).shape(rollout)
         return rollout
 
-    def _check_mismatch(self, step: int, batch: BatchedDataDict) -> dict[str, float]:
-        """Of what the weights that train have drawn: what older ones drew differs by its age."""
-        young = _drawn_by(step - 1, batch)
-        return super()._check_mismatch(step, young) if young.size else {}
+    def _compared(self, step: int, batch: BatchedDataDict) -> Tensor:
+        """See `GRPO._compared`: what older weights drew differs by its age."""
+        return _drawn_on_policy(step - 1, batch)
 
-    def _found_in_training(self, step: int, batch: BatchedDataDict, sums: SamplerSums) -> dict[str, float]:
-        """Both comparisons of weights with those that drew, of a step whose pass before training was left out."""
-        young, correction = _drawn_by(step - 1, batch), correction_of_training(sums)
-        if not young.size:
-            return correction
-        return mismatch_of_training(step, sums, responses(young), self._mismatch) | correction
-
-    def _measure_mismatch(self, step: int, batch: BatchedDataDict) -> dict[str, float]:
-        """Of a whole step, whose chunks have been checked."""
-        young = _drawn_by(step - 1, batch)
-        if not young.size:
-            return {}
-        found = measure_mismatch(young, self.config.loss_fn.reference_policy_kl_type)
-        return found.metrics(self._mismatch.threshold)
-
-
-def _drawn_by(version: int, batch: BatchedDataDict) -> BatchedDataDict:
-    """The responses of which no token was drawn by other weights."""
-    young_B = _drawn_on_policy(version, batch)
-    # Not a copy where it is the whole: the mismatch's action may mask rows.
-    return (
-        batch if young_B.all() else batch.select_indices([row for row, young in enumerate(young_B) if young])
-    )
+    def _sampler_metrics(
+        self, step: int, batch: BatchedDataDict, of_chunks: Sequence[Mismatch | None], result: dict[str, Any]
+    ) -> dict[str, float]:
+        """Compare the weights that train with those that drew, over a whole step: the engine's, and older ones."""
+        tables = [found.table for found in of_chunks if found is not None]
+        if tables:  # the action was taken chunk by chunk
+            table = torch.cat(tables)
+            found = Mismatch.of(batch, table, self._compared(step, batch))
+        else:
+            table = table_of_training(result, batch.size)
+            found = self._compare(step, batch, table)
+        of_engine = found.metrics(self._mismatch.threshold) if found.rows.any() else {}
+        return of_engine | correction_metrics(table[batch["sample_mask"] > 0])
 
 
 def _drawn_on_policy(version: int, batch: BatchedDataDict) -> Tensor:

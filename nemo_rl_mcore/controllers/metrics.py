@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
 from nemo_rl_mcore.algorithms.episodes import WEIGHT_VERSIONS
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.losses.sampler_check import SamplerSums
 
 
 def age_metrics(batch: BatchedDataDict, version: int, max_age: int) -> dict[str, float]:
@@ -33,35 +33,20 @@ def age_metrics(batch: BatchedDataDict, version: int, max_age: int) -> dict[str,
     }
 
 
-def correction_metrics(batch: BatchedDataDict) -> dict[str, float]:
-    """How far the weights that train are from those that drew the trained tokens.
+def correction_metrics(table: Tensor) -> dict[str, float]:
+    """How far the weights that train are from those that drew the trained tokens, of the `sampler_table` of their rows.
 
-    async/ess: effective sample size of the importance weights, as a share of the tokens. async/behaviour_kl: the k3
-    estimate (https://joschu.net/blog/kl-approx.html) of the divergence of the weights that train from those that drew.
+    async/ess: effective sample size of the importance weights, as a share of the tokens; NaN where all of them are 0.
+    async/behaviour_kl: the k3 estimate (https://joschu.net/blog/kl-approx.html) of the divergence of the weights that
+    train from those that drew.
     """
-    trained_BS = (batch["token_mask"] * batch["sample_mask"].unsqueeze(1)) > 0
-    if not bool(trained_BS.any()):
-        return {}
-    log_ratios = (batch["prev_logprobs"] - batch["generation_logprobs"])[trained_BS].double()
-    ratios = log_ratios.exp()
-    return {
-        "async/ess": float(ratios.sum() ** 2 / (ratios.square().sum() * len(ratios))),
-        "async/importance_ratio_max": float(ratios.max()),
-        "async/behaviour_kl": float((ratios - 1 - log_ratios).mean()),
-    }
-
-
-def correction_of_training(sums: SamplerSums) -> dict[str, float]:
-    """The same of a step whose training pass gave the log-probabilities."""
-    tokens = sums.trained_tokens
+    tokens, _, _, ratio, ratio_squares, behaviour_kl = (float(total) for total in table[:, :-1].sum(0))
     if not tokens:
         return {}
     return {
-        "async/ess": sums.ratio / sums.ratio_squares * sums.ratio / tokens
-        if sums.ratio_squares
-        else float("nan"),
-        "async/importance_ratio_max": sums.ratio_max,
-        "async/behaviour_kl": sums.behaviour_kl / tokens,
+        "async/ess": ratio / ratio_squares * ratio / tokens if ratio_squares else float("nan"),
+        "async/importance_ratio_max": float(table[:, -1].max()),
+        "async/behaviour_kl": behaviour_kl / tokens,
     }
 
 

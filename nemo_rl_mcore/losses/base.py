@@ -112,10 +112,14 @@ class MetricSum:
 
 @dataclass(frozen=True)
 class LossSums:
-    """A loss before its division (0-d, carries the gradient) and the metrics, `loss` among them."""
+    """A loss before its division (0-d, carries the gradient) and the metrics, `loss` among them.
+
+    row_table: [B, N] of numbers that are told row by row and never added up; None for a loss that has none.
+    """
 
     loss: Tensor
     metrics: dict[str, MetricSum]
+    row_table: Tensor | None = None
 
 
 def require(data: Mapping[str, Tensor], key: str, needed_by: str) -> Tensor:
@@ -276,6 +280,8 @@ class LossFunction(ABC):
     rows_per_sample: int = 1
     """Rows that stand one after the other and belong together, such as the chosen and the rejected answer: no shard,
     cut or filling parts them."""
+    gives_row_table: bool = False
+    """Whether its sums have a `row_table`."""
     custom_name: str | None = None
     """The key and the path of a class of the user's own, for the errors that it raises."""
 

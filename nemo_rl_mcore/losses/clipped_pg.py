@@ -29,10 +29,11 @@ from nemo_rl_mcore.losses.base import (
     TokenLossFunction,
     TokenOutputs,
     gradient_kind,
+    require,
 )
 from nemo_rl_mcore.losses.importance import ImportanceWeights, token_fraction, weight_function
 from nemo_rl_mcore.losses.kl import finite_exp, kl_estimate, log_ratio_estimate
-from nemo_rl_mcore.losses.sampler_check import ON_POLICY, SamplerCheck
+from nemo_rl_mcore.losses.sampler_table import ROW_NUMBER, sampler_table
 
 
 @dataclass(frozen=True)
@@ -175,9 +176,12 @@ class ClippedPGLossFn(TokenLossFunction):
         self,
         cfg: ClippedPGLossConfig | Mapping[str, object],
         use_fused_linear_logprobs: bool = False,
-        sampler_check: SamplerCheck | None = None,
+        own_previous: bool = False,
     ) -> None:
-        """sampler_check: the batch has no prev_logprobs, as no weight has changed since it was drawn or judged."""
+        """own_previous: the pass's own log-probabilities take the place of prev_logprobs: no weight has changed since.
+
+        The batch then has a `row_number`, and the sums a `row_table`: that number, then `sampler_table`.
+        """
         self.cfg = checked(ClippedPGLossConfig, cfg)
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
         self.loss_type = LossType.TOKEN_LEVEL if self.cfg.token_level_loss else LossType.SEQUENCE_LEVEL
@@ -185,10 +189,8 @@ class ClippedPGLossFn(TokenLossFunction):
         self._ratios = ratio_function(self.cfg)
         self._surrogate = surrogate_function(self.cfg)
         self._weights = weight_function(self.cfg)
-        self._check = sampler_check
-        self._columns = tuple(
-            policy_columns(self.cfg, self.kl_penalty, own_previous=sampler_check is not None)
-        )
+        self.gives_row_table = own_previous
+        self._columns = tuple(policy_columns(self.cfg, self.kl_penalty, own_previous=own_previous))
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -222,8 +224,8 @@ class ClippedPGLossFn(TokenLossFunction):
                     **ratio_metrics(ratios, tokens.masks),
                     **mismatch_metrics(tokens, self.cfg.reference_policy_kl_type),
                     **self._sampling_metrics(weights, tokens),
-                    **self._check_sums(tokens, data),
                 },
+                self._row_table(tokens, data) if self.gives_row_table else None,
             )
 
     def _read(self, outputs: TokenOutputs, data: BatchedDataDict) -> PolicyTokens:
@@ -259,11 +261,11 @@ class ClippedPGLossFn(TokenLossFunction):
         )
         return tokens.masks.reduce(kl, self.loss_type)
 
-    def _check_sums(self, tokens: PolicyTokens, data: BatchedDataDict) -> dict[str, MetricSum]:
-        if self._check is None:
-            return {}
-        kl_type, on_policy_B = self.cfg.reference_policy_kl_type, data.get(ON_POLICY)
-        return self._check.sums(tokens.masks, tokens.previous, tokens.generation, kl_type, on_policy_B)
+    def _row_table(self, tokens: PolicyTokens, data: BatchedDataDict) -> Tensor:
+        numbers = require(data, ROW_NUMBER, "a loss without prev_logprobs").double()
+        counted, kl_type = tokens.masks.valid > 0, self.cfg.reference_policy_kl_type
+        table = sampler_table(tokens.generation, tokens.previous, counted, kl_type)
+        return torch.cat([numbers[:, None], table], dim=1)
 
     def _sampling_metrics(self, weights: ImportanceWeights, tokens: PolicyTokens) -> dict[str, MetricSum]:
         masks = tokens.masks

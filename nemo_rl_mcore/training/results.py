@@ -42,7 +42,9 @@ def as_result(steps: Sequence[StepResult]) -> dict[str, Any]:
         "global_valid_seqs": [step.totals.valid_seqs for step in steps],
         "global_valid_toks": [step.totals.valid_toks for step in steps],
     }
+    row_tables = [step.totals.row_table for step in steps if step.totals.row_table is not None]
     return {
+        **({"row_table": torch.cat(row_tables)} if row_tables else {}),
         "global_loss": torch.tensor([step.totals.metrics["loss"] for step in steps]),
         "grad_norm": torch.tensor([step.outcome.grad_norm for step in steps]),
         "all_mb_metrics": metrics,

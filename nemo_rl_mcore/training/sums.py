@@ -30,6 +30,7 @@ class StepTotals:
     """One step's sums over all data-parallel ranks: counts of valid sequences and tokens, metrics already divided.
 
     moe_metrics, mtp_metrics: the losses of the model's own layers, for a model with experts or prediction layers.
+    row_table: of the rows of this data-parallel rank alone, in any order; see `LossSums`.
     """
 
     valid_seqs: float
@@ -38,6 +39,7 @@ class StepTotals:
     kinds: Mapping[str, MetricKind]
     moe_metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     mtp_metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    row_table: torch.Tensor | None = None
 
     def denominator(self, loss_type: LossType) -> float:
         """How many tokens or sequences the loss is a mean over."""
@@ -49,12 +51,13 @@ class LocalSums:
     """The sums of this rank's microbatches so far, on the device; nothing waits for it before `reduce`."""
 
     parts: list[dict[str, MetricSum]] = field(default_factory=list[dict[str, MetricSum]])
+    row_tables: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     @classmethod
     def of(cls, sums: LossSums, microbatch: BatchedDataDict) -> LocalSums:
         """The sums of one microbatch, with its counts."""
         (counts,) = cls.counts(microbatch).parts
-        return cls([sums.metrics | counts])
+        return cls([sums.metrics | counts], [] if sums.row_table is None else [sums.row_table])
 
     @classmethod
     def counts(cls, rows: BatchedDataDict) -> LocalSums:
@@ -72,6 +75,7 @@ class LocalSums:
     def add(self, other: LocalSums) -> None:
         """Take in further microbatches of this rank."""
         self.parts.extend(other.parts)
+        self.row_tables.extend(other.row_tables)
 
     def reduce(self, gather: Gather) -> StepTotals:
         """Sum over ranks; the one place where a step's metrics wait for the device. A step without a chunk is all 0.
@@ -83,7 +87,8 @@ class LocalSums:
         totals = reduce_metrics(combine_metrics(self.parts), gather)
         seqs, toks = (float(totals.pop(name).value) for name in (_VALID_SEQS, _VALID_TOKS))
         kinds = {name: metric.kind for name, metric in totals.items()}
-        return StepTotals(seqs, toks, divide(totals, seqs, toks), kinds)
+        row_table = torch.cat(self.row_tables).cpu() if self.row_tables else None
+        return StepTotals(seqs, toks, divide(totals, seqs, toks), kinds, row_table=row_table)
 
 
 def combine(parts: Sequence[MetricSum]) -> MetricSum:

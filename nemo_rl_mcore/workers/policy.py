@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from nemo_rl_mcore.config import PolicyConfig, Role, RunConfig, checked
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
@@ -101,6 +103,7 @@ class Policy:
             "data_parallel_rank", context="start of the workers"
         )
         self._shards = max(self._shard_of_rank) + 1
+        self._first_of_shard = [self._shard_of_rank.index(shard) for shard in range(self._shards)]
         self.updates = 0
         """See `interfaces.TrainedModel.updates`."""
         self._calls: dict[str, int] = {}
@@ -177,9 +180,16 @@ class Policy:
         sizes.of_shard(self._shards)
         split = [self._split(step, loss_fn) for step in sizes.steps(data)]
         shards = [BatchedDataDict.from_batches(steps) for steps in zip(*split, strict=True)]
-        result = self._run(
-            "train", shards, _FIRST, loss_fn=loss_fn, eval_mode=eval_mode, gbs=sizes.gbs, mbs=sizes.mbs
-        )[0]
+        answers = self._run(
+            "train",
+            shards,
+            self._answering(loss_fn),
+            loss_fn=loss_fn,
+            eval_mode=eval_mode,
+            gbs=sizes.gbs,
+            mbs=sizes.mbs,
+        )
+        result = self._joined(answers, loss_fn)
         self.updates += 0 if eval_mode else len(result["skip_reasons"])
         return result
 
@@ -215,9 +225,23 @@ class Policy:
 
     def finish_train_step(self) -> dict[str, Any]:
         """See `interfaces.PolicyInterface.finish_train_step`; the totals are equal on every rank."""
-        result = self._first_of_all("finish_train_step")
+        answers = self._workers.run_all(
+            "finish_train_step",
+            answering=self._answering(self._open_loss),
+            context=self._next_call("finish_train_step"),
+        )
         self.updates += 1
-        return result
+        return self._joined(answers, self._open_loss)
+
+    def _answering(self, loss_fn: LossFunction | None) -> Collection[int]:
+        """The ranks whose results are read: totals are equal on all of them, a table is of a shard's rows."""
+        return self._first_of_shard if loss_fn is not None and loss_fn.gives_row_table else _FIRST
+
+    def _joined(self, answers: Sequence[Any], loss_fn: LossFunction | None) -> dict[str, Any]:
+        """The first rank's result, with the rows of all shards."""
+        results = [answers[rank] for rank in self._answering(loss_fn)]
+        tables = [result["row_table"] for result in results if "row_table" in result]
+        return results[0] | {"row_table": torch.cat(tables)} if len(tables) > 1 else results[0]
 
     def abort_train_step(self) -> None:
         """See `interfaces.PolicyInterface.abort_train_step`."""
@@ -294,9 +318,10 @@ class Policy:
         data = data.without(EPISODE)  # such an answer is of a row, whatever episode that is of
         missing = -data.size % self._shards
         whole = data.select_indices([*range(data.size), *[data.size - 1] * missing]) if missing else data
-        first_of_shard = [self._shard_of_rank.index(shard) for shard in range(self._shards)]
-        answers = self._run(method, whole.shard_by_batch_size(self._shards), first_of_shard, **kwargs)
-        return BatchedDataDict.from_batches([answers[rank] for rank in first_of_shard]).slice(0, data.size)
+        answers = self._run(method, whole.shard_by_batch_size(self._shards), self._first_of_shard, **kwargs)
+        return BatchedDataDict.from_batches([answers[rank] for rank in self._first_of_shard]).slice(
+            0, data.size
+        )
 
     def _run(
         self, method: str, shards: Sequence[BatchedDataDict], answering: Collection[int], **kwargs: Any

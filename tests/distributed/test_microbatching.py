@@ -192,6 +192,31 @@ def test_a_step_does_not_depend_on_its_microbatches(ranks, reference, layout, wa
         assert_equal(found, wanted)
 
 
+def tables(way, megatron):
+    """The comparison with the engine, by a pass before training and by the training pass."""
+    import tiny
+
+    from nemo_rl_mcore.algorithms.mismatch import table_of_batch, table_of_training, with_row_numbers
+    from nemo_rl_mcore.losses import ClippedPGLossFn
+
+    worker = tiny.worker(config(way, megatron))
+    batch = tiny.shard(uneven_batch())
+    batch["prev_logprobs"] = worker.get_logprobs(data=batch)["logprobs"]
+    given = with_row_numbers(batch.without("prev_logprobs"))
+    result = worker.train(given, ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}, own_previous=True))
+    return table_of_training(result, batch.size).numpy(), table_of_batch(batch).numpy()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("way", ["rows-1", "dynamic-17", "packing-16", "fused-packing-29"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_rows_of_the_training_pass_are_those_of_the_pass_before_it(ranks, layout, way):
+    world_size, megatron = LAYOUTS[layout]
+    for found, wanted in ranks(world_size).run(tables, WAYS[way], megatron):
+        assert wanted[:, 0].any()
+        assert found == pytest.approx(wanted, **METRICS)
+
+
 def shapes(way, megatron):
     """What the model is given of a training batch and of a log-probability batch."""
     import tiny

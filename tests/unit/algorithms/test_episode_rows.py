@@ -13,7 +13,7 @@ from nemo_rl_mcore.algorithms.dpo import best_against_worst
 from nemo_rl_mcore.algorithms.episode_metrics import check_drops
 from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows, as_rows
 from nemo_rl_mcore.algorithms.grpo import GRPO
-from nemo_rl_mcore.algorithms.mismatch import check_mismatch, measure_mismatch
+from nemo_rl_mcore.algorithms.mismatch import Mismatch, act_on_mismatch, table_of_batch
 from nemo_rl_mcore.algorithms.ppo import PPO, shuffled
 from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
 from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
@@ -214,11 +214,13 @@ def test_the_length_that_is_penalised_is_that_of_the_episode():
 
 def test_training_and_generation_are_compared_by_episode():
     whole, parts = whole_and_parts(dropped=(1,))
-    found, wanted = measure_mismatch(parts), measure_mismatch(whole)
+    found, wanted = (Mismatch.of(batch, table_of_batch(batch)) for batch in (parts, whole))
     assert torch.allclose(found.per_sequence, wanted.per_sequence)
     assert len(found.per_sequence) == 5
     config = MismatchConfig(threshold=float(wanted.per_sequence.median()), action="mask")
-    assert check_mismatch(1, parts, config) == pytest.approx(check_mismatch(1, whole, config))
+    assert found.metrics(config.threshold) == pytest.approx(wanted.metrics(config.threshold))
+    act_on_mismatch(1, parts, found, config)
+    act_on_mismatch(1, whole, wanted, config)
     assert torch.equal(parts["sample_mask"], whole["sample_mask"][parts["episode_index"]])
     assert 0 < whole["sample_mask"].sum() < 5
 
@@ -239,7 +241,8 @@ def test_what_was_sampled_is_compared_over_all_rows():
 
 
 def test_nothing_is_compared_where_all_are_dropped():
-    found = measure_mismatch(one_row_each(range(6))).metrics(1.5)
+    batch = one_row_each(range(6))
+    found = Mismatch.of(batch, table_of_batch(batch)).metrics(1.5)
     assert found["mismatch/max_seq_mult_prob_error"] == 1
     assert found["mismatch/seqs_above_threshold"] == 0
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from refusals import assert_holds
 
-from nemo_rl_mcore.algorithms.mismatch import MismatchError, check_mismatch, measure_mismatch
+from nemo_rl_mcore.algorithms.mismatch import Mismatch, MismatchError, act_on_mismatch, table_of_batch
 from nemo_rl_mcore.config.vllm import MismatchConfig
 from nemo_rl_mcore.data import BatchedDataDict
 
@@ -26,14 +26,28 @@ def batch(errors, token_mask=None, sample_mask=None):
     )
 
 
+def measured(batch):
+    return Mismatch.of(batch, table_of_batch(batch))
+
+
+def check(step, batch, config):
+    found = measured(batch)
+    act_on_mismatch(step, batch, found, config)
+    return found.metrics(config.threshold)
+
+
+def means(found):
+    metrics = found.metrics(None)
+    return metrics["mismatch/token_mult_prob_error"], metrics["mismatch/gen_kl_error"]
+
+
 def test_the_measures_of_a_batch_worked_out_by_hand():
     # Tokens 2x too likely, 2x too unlikely, right; and one row that is right throughout.
-    found = measure_mismatch(batch([[9.0, DOUBLE, HALF, 0.0], [9.0, 0.0, 0.0, 0.0]]))
+    found = measured(batch([[9.0, DOUBLE, HALF, 0.0], [9.0, 0.0, 0.0, 0.0]]))
     assert found.per_sequence.tolist() == pytest.approx([5 / 3, 1.0])
-    assert found.token_mult_prob_error == pytest.approx((2 + 2 + 1 + 3) / 6)
     # k3 of q = training - generation: exp(q) - 1 - q.
     expected = (0.5 - 1 + DOUBLE) + (2 - 1 - DOUBLE)
-    assert found.gen_kl_error == pytest.approx(expected / 6)
+    assert means(found) == pytest.approx(((2 + 2 + 1 + 3) / 6, expected / 6))
 
 
 def test_what_is_not_trained_on_does_not_count_even_when_it_is_infinite():
@@ -42,13 +56,13 @@ def test_what_is_not_trained_on_does_not_count_even_when_it_is_infinite():
         token_mask=[[0.0, 1.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0]],
         sample_mask=[1.0, 0.0, 1.0],
     )
-    found = measure_mismatch(left_out)
+    found = measured(left_out)
     assert found.per_sequence.tolist() == pytest.approx([2.0, 1.0, 1.0])
-    assert found.token_mult_prob_error == pytest.approx(2.0)
+    assert means(found)[0] == pytest.approx(2.0)
 
 
 def test_a_batch_without_trained_tokens_agrees():
-    found = measure_mismatch(batch([[0.0, 1.0]], sample_mask=[0.0]))
+    found = measured(batch([[0.0, 1.0]], sample_mask=[0.0]))
     assert found.metrics(1.5) == {
         "mismatch/token_mult_prob_error": 1.0,
         "mismatch/gen_kl_error": 0.0,
@@ -62,7 +76,7 @@ MISMATCHED = [[0.0, 0.0], [0.0, DOUBLE], [0.0, math.nan], [0.0, 0.1]]
 
 def test_without_a_threshold_it_only_reports():
     rollout = batch(MISMATCHED[:2])
-    metrics = check_mismatch(3, rollout, MismatchConfig())
+    metrics = check(3, rollout, MismatchConfig())
     assert metrics["mismatch/max_seq_mult_prob_error"] == pytest.approx(2.0)
     assert "mismatch/seqs_above_threshold" not in metrics
     assert rollout["sample_mask"].tolist() == [1, 1]
@@ -70,21 +84,21 @@ def test_without_a_threshold_it_only_reports():
 
 def test_mask_leaves_out_the_responses_above_the_threshold_and_those_that_are_not_a_number():
     rollout = batch(MISMATCHED, sample_mask=[1.0, 1.0, 1.0, 0.5])
-    metrics = check_mismatch(3, rollout, MismatchConfig(threshold=1.5, action="mask"))
+    metrics = check(3, rollout, MismatchConfig(threshold=1.5, action="mask"))
     assert rollout["sample_mask"].tolist() == [1.0, 0.0, 0.0, 0.5]
     assert metrics["mismatch/seqs_above_threshold"] == 0.5
 
 
 def test_stop_ends_the_run_and_names_step_key_and_samples():
     with pytest.raises(MismatchError) as caught:
-        check_mismatch(7, batch(MISMATCHED), MismatchConfig(threshold=1.5, action="stop"))
+        check(7, batch(MISMATCHED), MismatchConfig(threshold=1.5, action="stop"))
     named = "prompt 11 sample 1: 2", "prompt 12 sample 2: nan"
     assert_holds(str(caught.value), "step 7: ", "2 of 4", "policy.generation.mismatch.threshold: 1.5", *named)
 
 
 def test_warn_says_so_and_trains_on_everything(capsys):
     rollout = batch(MISMATCHED)
-    check_mismatch(7, rollout, MismatchConfig(threshold=1.5, action="warn"))
+    check(7, rollout, MismatchConfig(threshold=1.5, action="warn"))
     assert capsys.readouterr().err.startswith(
         "step 7: training and generation disagree about 2 of 4 responses"
     )
@@ -94,7 +108,7 @@ def test_warn_says_so_and_trains_on_everything(capsys):
 @pytest.mark.parametrize("action", ["warn", "mask", "stop"])
 def test_agreement_below_the_threshold_changes_nothing(action, capsys):
     rollout = batch([[5.0, 0.0], [5.0, 0.1]])
-    check_mismatch(1, rollout, MismatchConfig(threshold=1.2, action=action))
+    check(1, rollout, MismatchConfig(threshold=1.2, action=action))
     assert rollout["sample_mask"].tolist() == [1, 1]
     assert capsys.readouterr().err == ""
 
@@ -106,9 +120,9 @@ def test_many_rows_are_measured_as_each_of_them_alone():
         errors.tolist(), mask.float().tolist(), (torch.rand(150, generator=noise) > 0.1).float().tolist()
     )
     trained = (many["token_mask"] * many["sample_mask"].unsqueeze(1))[:, 1:].sum(1)
-    alone = [measure_mismatch(many.slice(row, row + 1)) for row in range(150)]
-    found = measure_mismatch(many)
+    alone = [measured(many.slice(row, row + 1)) for row in range(150)]
+    found = measured(many)
     assert found.per_sequence.tolist() == [float(one.per_sequence) for one in alone]
-    for mean in ("token_mult_prob_error", "gen_kl_error"):
-        sums = sum(getattr(one, mean) * count for one, count in zip(alone, trained.tolist(), strict=True))
-        assert getattr(found, mean) == pytest.approx(sums / float(trained.sum()))
+    for number in range(2):
+        sums = sum(means(one)[number] * count for one, count in zip(alone, trained.tolist(), strict=True))
+        assert means(found)[number] == pytest.approx(sums / float(trained.sum()))

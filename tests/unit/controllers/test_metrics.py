@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from nemo_rl_mcore.algorithms.mismatch import table_of_batch
 from nemo_rl_mcore.controllers.metrics import Pace, age_metrics, correction_metrics, pace_metrics
 from nemo_rl_mcore.data import BatchedDataDict
 
@@ -32,12 +33,12 @@ def test_importance_weights_are_of_trained_tokens_alone():
         generation_logprobs=torch.full((2, 3), -1.0),
         prev_logprobs=log_ratios - 1.0,
     )
-    found = correction_metrics(batch)
+    found = correction_metrics(table_of_batch(batch))
     assert found["async/ess"] == pytest.approx(9 / (5 * 2))
     assert found["async/importance_ratio_max"] == pytest.approx(2.0)
     assert found["async/behaviour_kl"] == pytest.approx((2 - 1 - math.log(2.0)) / 2, abs=1e-6)
     batch["sample_mask"] = torch.zeros(2)
-    assert correction_metrics(batch) == {}
+    assert correction_metrics(table_of_batch(batch)) == {}
 
 
 def test_shares_are_of_the_steps_time_and_attempts_have_their_reasons():

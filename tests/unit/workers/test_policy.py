@@ -8,9 +8,10 @@ import pytest
 import torch
 from refusals import refused
 
+from nemo_rl_mcore.algorithms.mismatch import with_row_numbers
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
-from nemo_rl_mcore.losses import DPOLossFn, NLLLossFn
+from nemo_rl_mcore.losses import ClippedPGLossFn, DPOLossFn, NLLLossFn
 from nemo_rl_mcore.workers import worker_group
 from nemo_rl_mcore.workers.failures import WorkerError
 from nemo_rl_mcore.workers.placement import RankSlot
@@ -55,7 +56,9 @@ class Ranks:
 
     def answer(self, method: str, rank: int, own: dict[str, Any]) -> Any:
         if method == "train":
-            return {"skip_reasons": [None], "rank": rank}
+            return {"skip_reasons": [None], "rank": rank, "row_table": torch.tensor([[rank]])}
+        if method == "finish_train_step":
+            return {"rank": rank, "row_table": torch.tensor([[rank]])}
         if method != "get_logprobs":
             return f"{method} of rank {rank}"
         return BatchedDataDict(logprobs=own["data"]["row"].float())
@@ -106,7 +109,7 @@ def test_training_sends_whole_pairs_step_by_step_and_sizes_in_rows(overrides):
     policy, ranks = policy_over([0, 1], *overrides)
     lengths = [9, 4, 8, 5, 9, 3, 7, 6, 2, 2, 3, 3, 4, 4, 5, 5]
     said = policy.train(numbered(16, lengths), DPOLossFn({}), gbs=8, mbs=2)
-    assert said == {"skip_reasons": [None], "rank": 0}
+    assert (said["skip_reasons"], said["rank"]) == ([None], 0)
     for shard in rows_of(ranks.calls[0]):
         assert [row // 8 for row in shard] == [0, 0, 0, 0, 1, 1, 1, 1]
         assert all(chosen % 2 == 0 and rejected == chosen + 1 for chosen, rejected in _pairs(shard))
@@ -195,7 +198,23 @@ def test_train_and_chunks_balance_tokens_alike():
 
 def test_totals_of_a_finished_step_are_those_of_the_first_rank():
     policy, _ = policy_over([0, 0, 1, 1])
-    assert policy.finish_train_step() == "finish_train_step of rank 0"
+    assert policy.finish_train_step() == {"rank": 0, "row_table": torch.tensor([[0]])}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_rows_of_a_loss_that_tells_them_are_those_of_every_shard(whole):
+    policy, _ = policy_over([0, 0, 1, 1])
+    loss_fn = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0}, own_previous=True)
+    batch = with_row_numbers(numbered(4))
+    batch["generation_logprobs"] = batch["advantages"] = torch.zeros(4, 9)
+    if whole:
+        result = policy.train(batch, loss_fn, gbs=4, mbs=2)
+    else:
+        policy.begin_train_step(loss_fn)
+        policy.train_microbatch(batch)
+        result = policy.finish_train_step()
+    assert result["rank"] == 0
+    assert result["row_table"].tolist() == [[0], [2]]
 
 
 class Places:
