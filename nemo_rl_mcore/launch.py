@@ -107,7 +107,10 @@ def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | Non
         session.enter_context(_cores_left_to_ranks(config.cluster))
         if outer is None:
             with recorder.startup("ray", "starting Ray"):
-                cluster = session.enter_context(RayCluster(config.cluster, fewer=fewer_machines(config)))
+                opened = RayCluster(
+                    config.cluster, more_cpus=config.env.pool_cpus, fewer=fewer_machines(config)
+                )
+                cluster = session.enter_context(opened)
         else:  # one for all runs of a command: only who has started it knows its servers and its processes
             cluster = outer.shared_with(config.cluster, fewer=fewer_machines(config))
         if config.warm_start is not None and checkpoints.resumed_step is None:

@@ -312,6 +312,11 @@ class EnvConfig(StrictModel):
         return 0 if self.math is None and self.custom is None else 1
 
     @property
+    def pool_cpus(self) -> float:
+        """CPUs that all its processes together keep."""
+        return self.pool_size * self.pool.num_cpus
+
+    @property
     def given(self) -> list[str]:
         """The environments that there are sections of."""
         return [name for name in ENVIRONMENTS if getattr(self, name) is not None]

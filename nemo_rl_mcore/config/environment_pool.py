@@ -1,6 +1,13 @@
 """Configuration of the processes in which environments run."""
 
-from nemo_rl_mcore.config.base import Fraction, NonNegativeInt, Seconds, StrictModel, StrTuple
+from nemo_rl_mcore.config.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Seconds,
+    StrictModel,
+    StrTuple,
+)
 
 
 class EnvPoolConfig(StrictModel):
@@ -10,6 +17,11 @@ class EnvPoolConfig(StrictModel):
     """Processes; 0 asks the environment where the loop runs. Null: 1 for env.math and env.custom, else 0."""
     timeout_s: Seconds = 120.0
     """Deadline of a reply, to up to 8 answers at once; a process that passes it is killed, and another one started."""
+    num_cpus: NonNegativeFloat = 0.0
+    """CPUs that Ray keeps for each process; 0 keeps none, so that processes share those of the ranks."""
+    num_gpus: NonNegativeFloat = 0.0
+    """GPUs that Ray keeps for each process besides those of ranks and engines, such as for a reward model; a share of
+    one, or whole ones. 0 hides all GPUs from it."""
     start_timeout_s: Seconds = 300.0
     """Deadline of a process's start."""
     retries: NonNegativeInt = 2

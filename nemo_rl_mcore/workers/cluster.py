@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,6 +37,7 @@ class RayCluster:
     With RAY_ADDRESS in the environment it joins a cluster that runs; a session that the process already has
     is used and left alone; otherwise it starts a local one, which only this machine can reach, and ends it.
 
+    more_cpus: those that processes beside the ranks ask Ray for, which a local session then has.
     fewer: the machines that the recipe allows out of at most so many, when others stay gone; None where it allows none.
 
     Raises:
@@ -49,11 +51,12 @@ class RayCluster:
         config: ClusterConfig,
         *,
         ready_timeout_s: float = 120,
+        more_cpus: float = 0.0,
         fewer: Callable[[int], ClusterConfig | None] | None = None,
     ) -> None:
         self.config = config
         """The machines that ranks are placed on; fewer than at first, where some stayed gone."""
-        self._fewer = fewer
+        self._fewer, self._more_cpus = fewer, math.ceil(more_cpus)
         self._address = os.environ.get("RAY_ADDRESS")
         self._ready_timeout_s = ready_timeout_s
         self._session: LocalSession | None = None  # if it was started here
@@ -232,7 +235,8 @@ class RayCluster:
 
     def _start_session(self, quiet: Mapping[str, Any]) -> None:
         self._session = LocalSession()
-        self._session.start(cpus=max(2, self.config.world_size), on_cpu=self.config.on_cpu, quiet=quiet)
+        cpus = max(2, self.config.world_size) + self._more_cpus
+        self._session.start(cpus=cpus, on_cpu=self.config.on_cpu, quiet=quiet)
         self.log_dir = self._session.log_dir
 
     def _join(self, address: str, quiet: Mapping[str, Any]) -> None:

@@ -64,23 +64,23 @@ class EnvironmentProcess:
 
 
 class EnvironmentActor:
-    """Its handle, for one caller at a time in an asyncio loop. It takes no CPU from ranks, and starts on any machine.
+    """Its handle, for one caller at a time in an asyncio loop. It starts on any machine that has what it asks for.
 
     number: in messages.
     """
 
-    def __init__(self, number: int, cluster: RayCluster) -> None:
+    def __init__(self, number: int, cluster: RayCluster, pool: EnvPoolConfig) -> None:
         self.number = number
         self._cluster, self._identity = cluster, RankIdentity("unknown", 0, "")
         self._killed = False
         as_actor: Any = ray.remote(EnvironmentProcess)
         self._actor = as_actor.options(
-            num_cpus=0,
-            num_gpus=0,
+            num_cpus=pool.num_cpus,
+            num_gpus=pool.num_gpus,
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy="SPREAD",
-            runtime_env={"env_vars": rank_environment(os.environ, on_cpu=True)},
+            runtime_env={"env_vars": rank_environment(os.environ, on_cpu=not pool.num_gpus)},
         ).remote()
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class EnvironmentActor:
         """Build the environment of a recipe. Raises EnvironmentFailedError, also for a start that takes too long."""
         limit_s = config.pool.start_timeout_s
         deadline = time.monotonic() + limit_s
-        late = f"did not start within {limit_s:g} s (env.pool.start_timeout_s)"
+        late = f"did not start within {limit_s:g} s (env.pool.start_timeout_s){_asking(config.pool)}"
         self._identity = await self._result(self._actor.identify.remote(), limit_s, late)
         # As an argument: what stands in Ray's `runtime_env` is written into Ray's logs.
         built = self._actor.build.remote(config, given_variables(config.pool))
@@ -134,6 +134,13 @@ class EnvironmentActor:
     def _stderr(self) -> str:
         tail = stderr_tail(self._cluster.log_dir, self._identity)
         return tail and f"--- end of its standard error ---\n{tail}"
+
+
+def _asking(pool: EnvPoolConfig) -> str:
+    """What may not have been free, as the end of a sentence."""
+    keys = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
+    asked = [f"env.pool.{key}: {number:g}" for key, number in keys.items() if number]
+    return f"; it asks for {' and '.join(asked)}" if asked else ""
 
 
 def given_variables(config: EnvPoolConfig) -> dict[str, str]:

@@ -165,7 +165,7 @@ class EnvironmentPool:
         tried, retries = 0, self._limits.retries
         while True:
             self._counts[_RESTARTS] += number in self._actors
-            actor = self._actors[number] = EnvironmentActor(number, self._cluster)
+            actor = self._actors[number] = EnvironmentActor(number, self._cluster, self._limits)
             try:
                 await actor.start(self._config)
                 return actor

@@ -363,7 +363,7 @@ def open_place(config: RunConfig, *, engines: bool = False) -> OneProcess | RayC
         return OneProcess(config.cluster)
     from nemo_rl_mcore.workers.cluster import RayCluster  # brings in Ray
 
-    return RayCluster(config.cluster)
+    return RayCluster(config.cluster, more_cpus=config.env.pool_cpus)
 
 
 def start_frozen(config: RunConfig, cluster: OneProcess | RayCluster) -> Policy:

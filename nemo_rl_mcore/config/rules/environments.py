@@ -1,5 +1,6 @@
 """Where an environment runs, and what does not go with it."""
 
+import math
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem, has_no_effect
@@ -85,4 +86,22 @@ def _weights(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-RULES = Rules(of_runs=(_beside_training, _deadlines, _stall, _unread, _weights))
+def _gpus(config: RunConfig) -> Iterator[Problem]:
+    """Yield GPUs of processes where there are none, and a number of them that Ray does not give."""
+    gpus = config.env.pool.num_gpus
+    if not (gpus and config.env.pool_size):
+        return
+    if config.cluster.on_cpu:
+        yield Problem(
+            "requires",
+            "env.pool.num_gpus",
+            f"{gpus:g} needs machines with GPUs, and cluster.gpus_per_node: 0 has none",
+            "set it to 0",
+            ("cluster.gpus_per_node",),
+        )
+    elif gpus > 1 and gpus != int(gpus):
+        what = f"{gpus:g} is neither a share of one GPU nor a number of whole ones"
+        yield Problem("not-allowed", "env.pool.num_gpus", what, f"set it to {math.ceil(gpus)}")
+
+
+RULES = Rules(of_runs=(_beside_training, _deadlines, _stall, _unread, _weights, _gpus))

@@ -50,6 +50,8 @@ def test_what_is_not_ours_to_trust_runs_apart(section, size):
             "grpo.async_grpo.stall_timeout_s: too-small (timeout_s)",
         ),
         (("+env.reward_weights={form: 0.5}",), "env.reward_weights: requires (custom)"),
+        ((*CUSTOM, "+env.pool.num_gpus=1"), "env.pool.num_gpus: requires (gpus_per_node)"),
+        ((*CUSTOM, "cluster.gpus_per_node=2", "+env.pool.num_gpus=1.5"), "env.pool.num_gpus: not-allowed"),
     ],
 )
 def test_what_does_not_go_together_is_named(refusals, overrides, message):

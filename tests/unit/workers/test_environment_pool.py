@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from refusals import refused
+from refusals import assert_holds, refused
 
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.data.datasets import Prompt
@@ -70,6 +70,15 @@ def check_order(pool):
 
 def test_replies_are_in_the_order_of_the_turns_whoever_gives_them_when(pool):
     check_order(pool)
+
+
+def test_a_process_keeps_the_cpus_it_asks_for_and_says_what_it_waits_for(cluster):
+    with pool_of(cluster, "fragile_parts:Reserved", num_cpus=0.5) as pool:
+        assert rewards(pool.replies(turns(3))) == [0.5] * 3
+    with pool_of(cluster, num_cpus=1000, start_timeout_s=0.5, retries=0) as pool:
+        with pytest.raises(RunStoppedError) as caught:
+            pool.replies(turns(1))
+        assert_holds(str(caught.value), "env.pool.start_timeout_s", "env.pool.num_cpus: 1000")
 
 
 @pytest.mark.exhaustive
