@@ -6,8 +6,9 @@ Shapes: B rows (prompts x samples), P longest prompt, T new tokens, S = longest 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from nemo_rl_mcore.algorithms.episodes import (
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.interfaces import Environments, GenerationInterface, Replies
 
@@ -210,9 +212,12 @@ class RolloutCollector(Responder):
         Raises RunStoppedError where more episodes were dropped than may be.
         """
 
+        async def respond(asking: BatchedDataDict) -> BatchedDataDict:
+            return self.generation.generate(asking, step=step, greedy=greedy)
+
         def collect() -> Rollout:
             asked = self.ask(prompts, samples)
-            batch = self._play(prompts, asked, step=step, greedy=greedy)
+            batch = _ended(self.play(prompts, asked, respond, _Waiting(self.environments), apart=_here))
             self.check_drops(step, batch)
             return self.as_rollout(prompts, batch)
 
@@ -222,28 +227,19 @@ class RolloutCollector(Responder):
         """See `dropped.check_drops`."""
         check_drops(step, batch, self.max_drop_rate, self.environments.drop_reasons)
 
-    def _play(
-        self, prompts: Sequence[Prompt], asked: BatchedDataDict, *, step: int, greedy: bool
-    ) -> BatchedDataDict:
-        episodes = self.episodes(prompts, asked)
-        while (asking := episodes.asked()) is not None:
-            episodes.answer(self.generation.generate(asking, step=step, greedy=greedy))
-            turns = episodes.turns()
-            # Whose code may be anybody's: the time counts also where that of a validation does not.
-            with activity.at(f"scoring {len(turns)} responses", timed=True):
-                episodes.hear(self.environments.replies(turns))
-        return episodes.batch()
-
-    async def play_soon(
+    async def play(
         self,
         prompts: Sequence[Prompt],
         asked: BatchedDataDict,
         respond: Callable[[BatchedDataDict], Awaitable[BatchedDataDict]],
         replies: Replies | None = None,
+        *,
+        apart: Callable[..., Awaitable[object]] = asyncio.to_thread,
     ) -> BatchedDataDict:
-        """Play episodes that begin with `asked`, from an asyncio loop; `respond` gives the answers of a turn.
+        """Play episodes that begin with `asked`, turn by turn; `respond` gives the answers of a turn.
 
-        replies: in place of the environments.
+        replies: in place of the environments. apart: where observations are encoded, which may take seconds that an
+        event loop does not have.
         """
         episodes, replies = self.episodes(prompts, asked), replies or self.environments
         while (asking := episodes.asked()) is not None:
@@ -251,6 +247,33 @@ class RolloutCollector(Responder):
             heard = await replies.replies_soon(episodes.turns())
             if self.form.observer is None:
                 episodes.hear(heard)
-            else:  # observations are encoded, which may take seconds that the loop does not have
-                await asyncio.to_thread(episodes.hear, heard)
+            else:
+                await apart(episodes.hear, heard)
         return episodes.batch()
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Implements `interfaces.Replies` for a thread that waits for them."""
+
+    environments: Environments
+
+    async def replies_soon(self, turns: Sequence[Turn]) -> Sequence[Reply]:
+        """See `interfaces.Environments.replies`."""
+        # Whose code may be anybody's: the time counts also where that of a validation does not.
+        with activity.at(f"scoring {len(turns)} responses", timed=True):
+            return self.environments.replies(turns)
+
+
+async def _here(call: Callable[..., None], *args: object) -> None:
+    call(*args)
+
+
+def _ended[Result](coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine whose every wait is over when it returns: in this thread, which hears signals as ever."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise RuntimeError("an episode of a synchronous step waits for an event loop")

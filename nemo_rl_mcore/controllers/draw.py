@@ -60,7 +60,7 @@ class GroupDraw:
         self, group: DrawnGroup, respond: Respond, replies: Replies | None = None
     ) -> BatchedDataDict:
         """See `Draw.play`."""
-        return await self.collector.play_soon([group.prompt], group.asked, respond, replies)
+        return await self.collector.play([group.prompt], group.asked, respond, replies)
 
 
 class DrawnGroups:

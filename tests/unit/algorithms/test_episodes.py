@@ -16,7 +16,7 @@ from nemo_rl_mcore.algorithms.episodes import (
     sampled_versions,
     trained_columns,
 )
-from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
+from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector, _ended
 from nemo_rl_mcore.algorithms.samples import samples_of
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
@@ -205,7 +205,7 @@ def test_a_group_played_from_a_loop_is_the_same():
         await asyncio.sleep(0)
         return again.generation.generate(asked, step=5)
 
-    soon = asyncio.run(again.play_soon(PROMPTS, again.ask(PROMPTS, 2), respond))
+    soon = asyncio.run(again.play(PROMPTS, again.ask(PROMPTS, 2), respond))
     assert whole.keys() == soon.keys()
     assert whole.pop("replies") == soon.pop("replies")
     assert all(torch.equal(whole[name], soon[name]) for name in whole)
@@ -340,9 +340,20 @@ def test_observations_are_encoded_once_and_not_in_the_thread_of_the_loop():
     async def respond(asked):
         return played.generation.generate(asked, step=5)
 
-    batch = asyncio.run(played.play_soon(PROMPTS, played.ask(PROMPTS, 2), respond))
+    batch = asyncio.run(played.play(PROMPTS, played.ask(PROMPTS, 2), respond))
     assert len(watching.threads) == 3
     assert threading.get_ident() not in watching.threads
     assert batch["input_ids"].equal(
         collector(SCRIPT, until("9")).collect(PROMPTS, 2, step=5).batch["input_ids"]
     )
+
+
+def test_a_synchronous_step_has_no_event_loop_to_wait_in():
+    with pytest.raises(RuntimeError):
+        _ended(asyncio.sleep(0))
+
+    async def raising():
+        raise KeyError("it")
+
+    with pytest.raises(KeyError):
+        _ended(raising())
