@@ -70,7 +70,7 @@ def test_the_session_of_a_command_serves_all_its_runs(tmp_path, monkeypatch):
     opened, ran = [], []
 
     class Session:
-        def __init__(self, config, fewer):
+        def __init__(self, config, fewer, more_cpus=0.0):
             self.config = config
 
         def __enter__(self):

@@ -81,6 +81,13 @@ def test_a_prompt_that_is_too_long_is_named_with_the_key():
         collect(["1$"], [Prompt(17, "123456>", "1")], 1)
 
 
+def test_a_prompt_has_a_token_at_least():
+    rollout, _ = collect(["1$"], [Prompt(1, ">", "1")], 1)
+    assert rollout.batch["token_mask"][0].argmax() == 1
+    with refused("prompt-length", "prompt 2 ", 0):
+        collect(["1$"], [Prompt(2, "", "1")], 1)
+
+
 def test_select_and_concatenate_keep_rows_together():
     first, _ = collect(["1$", "2$"], [Prompt(1, "1>", "1"), Prompt(2, "2>", "2")], 1)
     second, _ = collect(["4567$"], [Prompt(3, "4567>", "4567")], 1)

@@ -123,6 +123,14 @@ def test_values_that_cannot_be_computed(tmp_path, exemplar, line, message):
     assert briefs(error_of(recipe).problems)[:1] == [message]
 
 
+def test_every_key_without_a_value_is_named(tmp_path, exemplar):
+    recipe = write(
+        tmp_path, "child.yaml", f"defaults: {exemplar}\ngrpo:\n  seed: ???\n  max_num_epochs: ???\n"
+    )
+    named = sorted(briefs(error_of(recipe).problems))
+    assert named == ["grpo.max_num_epochs: missing", "grpo.seed: missing"]
+
+
 def test_keys_that_are_not_text_are_unknown_keys(tmp_path, exemplar):
     recipe = write(tmp_path, "child.yaml", f"defaults: {exemplar}\n1: x\ngrpo:\n  true: y\n")
     problems = error_of(recipe).problems

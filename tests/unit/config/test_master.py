@@ -262,6 +262,17 @@ def test_microbatches_of_policy_and_critic_need_not_divide_a_step():
     assert preflight(config).batch.microbatches_per_optimizer_step == 2  # 64 samples of a rank: 48 and 16
 
 
+def test_a_validation_may_take_every_held_out_prompt():
+    sizes = [
+        "policy.train_global_batch_size=90",
+        "policy.train_micro_batch_size=45",
+        "data.num_digits=3",
+        "sft.max_val_samples=90",
+    ]
+    config = load_config(EXEMPLAR_OF["sft"], [*sizes, "sft.val_batches=1"])
+    assert config.data.validation_prompts == 90
+
+
 def test_the_pool_is_not_judged_where_no_held_out_pairs_are_taken():
     load_config(EXEMPLAR_OF["dpo"], ["+dpo.val_batches=15"])  # online
     load_config(EXEMPLAR_OF["sft"], ["sft.val_batches=15", "sft.val_period=0", "sft.val_at_end=false"])

@@ -8,7 +8,7 @@ from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.rules.fused_logprobs import fused_guardrails
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.memory import estimate_memory
-from nemo_rl_mcore.preflight.render import render
+from nemo_rl_mcore.preflight.render import _bytes, render
 
 UNFUSED = "policy.megatron_cfg.use_fused_linear_logprobs=false"
 CACHE = "policy.megatron_cfg.fused_linear_logprobs_cache_bytes"
@@ -321,6 +321,13 @@ def test_the_first_rows_are_shown(load):
     row = r"'Mia has 4 apples and buys 3 more. How many apples does Mia have now?\nThink step by step, and end ...'"
     assert pairs["row 1"] == rf"{row}, answer '4 + 3 = 7\n#### 7', rejected '4 + 3 = 9\n#### 9'"
     assert "row 3" not in pairs
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"), [(1023, "1023 B"), (1024, "1 KiB"), (1536 << 10, "1.5 MiB"), (5 << 40, "5120 GiB")]
+)
+def test_bytes_are_shown_in_the_largest_unit_that_holds_one(number, shown):
+    assert _bytes(number) == shown
 
 
 def test_rendered_plan_shows_the_numbers(load):

@@ -164,7 +164,7 @@ def no_cluster(monkeypatch):
     class Started(Exception):
         pass
 
-    def start(cluster, fewer):
+    def start(cluster, fewer, more_cpus):
         raise Started
 
     monkeypatch.setattr(launch, "RayCluster", start)
