@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -77,13 +78,14 @@ class AsyncGRPO(GRPO):
 
     With a maximal age of 0 and whole steps it is GRPO to the bit. Log-probabilities and advantages are computed inside
     the open step, by the weights that train: the ratio of the policy gradient is 1 in the first epoch, and what the
-    engines' older weights drew is corrected by importance sampling.
+    engines' older weights drew is corrected by importance sampling. Several optimizer steps are taken over the whole
+    step, as a synchronous one takes them; one is taken chunk by chunk.
     """
 
     rollouts: StepGroups
 
     def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
-        """Train on the next groups, in order; the optimizer steps once all of the step's are in."""
+        """Train on the next groups, in order; the optimizer first steps once all of the step's are in."""
         with self._open_step(step):
             chunks = [*self._train_chunks(step)]
             parts = [chunk for chunk, _ in chunks]
@@ -92,7 +94,7 @@ class AsyncGRPO(GRPO):
             begin_update()
             self.rollouts.finishing()
             with self.observer.phase("train"):
-                result = self.policy.finish_train_step()
+                result = self._finish(whole)
             pace = self.rollouts.finish()
         self.record(step, whole)
         metrics = self._sampler_metrics(step, whole.batch, [found for _, found in chunks], result)
@@ -104,10 +106,10 @@ class AsyncGRPO(GRPO):
 
     def redo(self, step: int) -> StepOutcome:
         """See `Algorithm.redo`: the same chunks; for the ledger nothing has happened."""
-        self.policy.begin_train_step(self._loss_fn, step_id=_id_of(step))
+        self._begin(step)
         chunks = [self._train_chunk(step, positions, 0)[0] for positions in self.rollouts.chunks_of(step)]
-        result = self.policy.finish_train_step()
         whole = Rollout.concatenate(chunks, self.collector.tokenizer.pad_token_id)
+        result = self._finish(whole)
         return StepOutcome(train_metrics(result), result["skip_reasons"], whole.batch)
 
     def checkpointed(self, step: int) -> None:
@@ -119,7 +121,7 @@ class AsyncGRPO(GRPO):
         """The ledger's and the ranks' step together: both leave no trace when the block fails."""
         self.rollouts.begin()
         try:
-            self.policy.begin_train_step(self._loss_fn, step_id=_id_of(step))
+            self._begin(step)
             yield
         except BaseException as error:
             try:
@@ -128,7 +130,23 @@ class AsyncGRPO(GRPO):
                 self._abort(error)
             raise
 
+    @cached_property
+    def _in_chunks(self) -> bool:
+        """Whether a train step is one optimizer step, to which groups can be added as they come."""
+        return self.config.samples_per_step == self.config.policy.train_global_batch_size
+
+    def _begin(self, step: int) -> None:
+        if self._in_chunks:
+            self.policy.begin_train_step(self._loss_fn, step_id=_id_of(step))
+
+    def _finish(self, whole: Rollout) -> dict[str, Any]:
+        if self._in_chunks:
+            return self.policy.finish_train_step()
+        return self.policy.train(self._trained(whole), self._loss_fn)
+
     def _abort(self, error: BaseException) -> None:
+        if not self._in_chunks:  # `train` has taken back what can be
+            return
         try:
             self.policy.abort_train_step()
         except RunStoppedError as also:
@@ -147,6 +165,8 @@ class AsyncGRPO(GRPO):
     ) -> tuple[Rollout, Mismatch | None]:
         rollout = self._rollout_of(positions)
         found = self._judge(step, rollout)
+        if not self._in_chunks:
+            return rollout, found
         with self.observer.phase("train"):
             self.policy.train_microbatch(
                 self._trained(rollout, first_row), chunk_id=f"groups from {positions[0]}"

@@ -15,7 +15,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 
 
 def age_metrics(batch: BatchedDataDict, version: int, max_age: int) -> dict[str, float]:
-    """How many optimizer steps behind `version` the weights were that drew the tokens of weight_versions [B, S].
+    """How many training steps behind `version` the weights were that drew the tokens of weight_versions [B, S].
 
     async/age_<k> are shares of the tokens; async/mixed_versions is that of the responses which several versions drew.
     """

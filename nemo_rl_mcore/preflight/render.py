@@ -85,7 +85,7 @@ def _async_sections(plan: Plan) -> Iterator[tuple[str, Iterable[Row]]]:
 
 
 def _async_rows(plan: AsyncPlan) -> Iterator[Row]:
-    yield "age", f"{plan.max_age} optimizer step(s) at most"
+    yield "age", f"{plan.max_age} training step(s) at most"
     under_way = f"{plan.max_age + 1} x {plan.groups_per_step} = {plan.max_live_groups}"
     yield "groups under way", f"{under_way}, of which {plan.max_inflight_groups} are being answered at most"
     whole = plan.min_groups_per_chunk == plan.groups_per_step

@@ -59,11 +59,12 @@ def events(run: Run) -> list[dict]:
     ("steps", "ranks", "correction"),
     [
         (5, 1, TIS),
+        (5, 2, (*TIS, "policy.train_global_batch_size=64")),
         pytest.param(20, 1, TIS, marks=pytest.mark.nightly),
         pytest.param(20, 2, (), marks=pytest.mark.nightly),
         pytest.param(5, 2, OVERLAP, marks=pytest.mark.nightly),
     ],
-    ids=["short", "one-rank-tis", "two-ranks", "two-ranks-overlap"],
+    ids=["short", "four-optimizer-steps", "one-rank-tis", "two-ranks", "two-ranks-overlap"],
 )
 def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start: START, steps, ranks, correction) -> None:
     common = (

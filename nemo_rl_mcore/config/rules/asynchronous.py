@@ -17,21 +17,22 @@ _SYNCHRONOUS = f"or {_ENABLED}: false"
 
 def _run(config: RunConfig) -> Iterator[Problem]:
     if isinstance(config, GRPOMasterConfig) and config.asynchronous:
-        for rule in (_one_optimizer_step, _groups, _engines, _estimator, _mismatch, _correction):
+        for rule in (_whole_steps, _groups, _engines, _estimator, _mismatch, _correction):
             yield from rule(config)
 
 
-def _one_optimizer_step(config: GRPOMasterConfig) -> Iterator[Problem]:
+def _whole_steps(config: GRPOMasterConfig) -> Iterator[Problem]:
     batch, samples = config.policy.train_global_batch_size, config.samples_per_step
-    # A batch that does not divide the samples is told in batch_sizes, with the size that serves here too.
-    if batch != samples and samples % batch == 0:
+    # A batch that does not divide the samples is told in batch_sizes.
+    if config.grpo.streams and batch != samples and samples % batch == 0:
         yield Problem(
             "incompatible",
-            "policy.train_global_batch_size",
-            f"{batch} makes {samples // batch} optimizer steps of the {samples} samples of a step, and {_ENABLED}: "
-            "true takes one: weights have a version for each step",
-            f"set it to {samples}, {_SYNCHRONOUS}",
-            (_ENABLED, "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt"),
+            _STREAMING,
+            f"{config.grpo.min_groups_per_chunk} trains on groups before the step is whole, and "
+            f"policy.train_global_batch_size: {batch} makes {samples // batch} optimizer steps "
+            f"of its {samples} samples",
+            f"set it to null, or policy.train_global_batch_size: {samples}",
+            (_ENABLED, "policy.train_global_batch_size", "grpo.num_prompts_per_step"),
         )
 
 

@@ -28,11 +28,12 @@ def _policy_gradient(config: RunConfig) -> tuple[str, ClippedPGLossConfig, Advan
 
 
 def one_step_per_rollout(config: RunConfig) -> bool:
-    """Whether the run takes one optimizer step over a rollout: an asynchronous one does, and so does one whose loss
-    treats the policy as the one that sampled.
+    """Whether the run takes one optimizer step over a rollout: an asynchronous one that trains chunk by chunk does, and
+    so does one whose loss treats the policy as the one that sampled.
     """
     of_loss = _policy_gradient(config)
-    return config.asynchronous or (of_loss is not None and of_loss[1].force_on_policy_ratio)
+    one_step = config.samples_per_step == config.policy.train_global_batch_size
+    return (config.asynchronous and one_step) or (of_loss is not None and of_loss[1].force_on_policy_ratio)
 
 
 def _one_step_per_rollout(config: RunConfig) -> Iterator[Problem]:

@@ -107,7 +107,7 @@ def test_groups_are_kept_until_the_next_checkpoint(load, overrides, kept):
 def test_the_plan_is_shown(load):
     text = shown(preflight(load(*RUN, "checkpointing.enabled=true")))
     for row in (
-        "age                     1 optimizer step(s) at most",
+        "age                     1 training step(s) at most",
         "groups under way        2 x 16 = 32, of which 32 are being answered at most",
         "chunks of a step        the whole step",
         "new weights             in the midst of answers",

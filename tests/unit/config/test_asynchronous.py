@@ -64,8 +64,8 @@ def test_engines_may_start_anew(load, section):
     ("overrides", "message"),
     [
         (
-            ["policy.train_global_batch_size=64"],
-            "policy.train_global_batch_size: incompatible (enabled)",
+            ["policy.train_global_batch_size=64", f"{ASYNC}.min_groups_for_streaming_train=4"],
+            "grpo.async_grpo.min_groups_for_streaming_train: incompatible (enabled)",
         ),
         (
             ["policy.train_global_batch_size=100"],
@@ -140,7 +140,7 @@ def test_all_is_told_at_once(refusals):
         *(f"{ASYNC}.min_groups_for_streaming_train=4", f"{ASYNC}.max_inflight_prompts=1"),
     )
     assert [text.partition(": ")[0] for text in texts] == [
-        "policy.train_global_batch_size",
+        f"{ASYNC}.min_groups_for_streaming_train",
         "grpo.use_dynamic_sampling",
         f"{ASYNC}.max_inflight_prompts",
         f"{GENERATION}.colocated.enabled",
