@@ -248,6 +248,9 @@ def test_dynamic_sampling_tells_tokens_of_what_is_trained_on():
     assert all(sample.tokens["advantages"] for sample in told)
 
 
+ONE_STEP = {"train_global_batch_size": 12, "recompute_prev_logprobs": "always"}
+
+
 class Ranks(FakePolicy):
     def begin_train_step(self, loss_fn, *, step_id=None):
         self.calls.append("begin")
@@ -263,8 +266,8 @@ class Ranks(FakePolicy):
 class Groups(GenerationInterface):
     """Groups that are there already, in chunks of two; a `StepGroups`, and the engine that answered them."""
 
-    def __init__(self, collector, prompts, samples):
-        self.groups, self._prompts = GroupStore(), prompts
+    def __init__(self, collector, prompts, samples, chunks=([0, 1], [2, 3])):
+        self.groups, self._prompts, self._chunks = GroupStore(), prompts, chunks
         for position, prompt in enumerate(prompts):
             group = collector.collect([prompt], samples, step=1).batch
             group["weight_versions"] = torch.where(group["token_mask"] != 0, position % 2, -1)
@@ -274,7 +277,7 @@ class Groups(GenerationInterface):
         return 1
 
     def chunks(self, at_least):
-        yield from ([0, 1], [2, 3])
+        yield from self._chunks
 
     def prompt_of(self, position):
         return self._prompts[position]
@@ -286,7 +289,7 @@ class Groups(GenerationInterface):
 
 
 def test_asynchronous_grpo_tells_of_the_whole_step_once():
-    config, policy, notes = recipe("grpo"), Ranks(), Notes()
+    config, policy, notes = recipe("grpo", ONE_STEP), Ranks(), Notes()
     plain, prompts = collector(config, policy), source(config)
     groups = Groups(plain, prompts.train_batch(1, 4), 3)
     AsyncGRPO(config, policy, plain, prompts, notes, groups).step(1, lambda: None)
@@ -294,6 +297,14 @@ def test_asynchronous_grpo_tells_of_the_whole_step_once():
     assert [sample.tokens is not None for sample in notes.sampled] == [True] * 8 + [False] * 4
     assert columns_of(notes) == ("mask", *NUMBERS)
     assert {sample.weight_version_max for sample in notes.sampled} == {0, 1}
+
+
+def test_several_optimizer_steps_are_taken_over_the_whole_step():
+    config, policy, notes = recipe("grpo", {"train_global_batch_size": 6}), Ranks(), Notes()
+    plain, prompts = collector(config, policy), source(config)
+    groups = Groups(plain, prompts.train_batch(1, 4), 3, chunks=[[0, 1, 2, 3]])
+    AsyncGRPO(config, policy, plain, prompts, notes, groups).step(1, lambda: policy.calls.append("update"))
+    assert policy.calls[-3:] == ["logprobs", "update", "train"]
 
 
 # --- what became of an answer -----------------------------------------------------------------------------
