@@ -59,7 +59,7 @@ def events(run: Run) -> list[dict]:
     ("steps", "ranks", "correction"),
     [
         (5, 1, TIS),
-        (5, 2, (*TIS, "policy.train_global_batch_size=64")),
+        pytest.param(5, 2, (*TIS, "policy.train_global_batch_size=64"), marks=pytest.mark.exhaustive),
         pytest.param(20, 1, TIS, marks=pytest.mark.nightly),
         pytest.param(20, 2, (), marks=pytest.mark.nightly),
         pytest.param(5, 2, OVERLAP, marks=pytest.mark.nightly),
