@@ -66,18 +66,18 @@ class GRPO(Algorithm[GRPOMasterConfig]):
         return found
 
     def _trained(self, rollout: Rollout, first_row: int = 0) -> BatchedDataDict:
-        """What goes to the ranks; first_row: the number of its first row in the step."""
+        """Return the columns that go to the ranks; first_row: the number of the first row in the step."""
         columns = trained_columns(rollout.batch)
         return columns if self._passes_before else with_row_numbers(columns, first_row)
 
     def _compare(self, step: int, batch: BatchedDataDict, table: Tensor) -> Mismatch:
         """Return the comparison with the engine, after the action that the recipe asks for."""
-        found = Mismatch.of(batch, table, self._compared(step, batch))
+        found = Mismatch.of(batch, table, self._on_policy_rows(step, batch))
         act_on_mismatch(step, batch, found, self._mismatch)
         return found
 
-    def _compared(self, step: int, batch: BatchedDataDict) -> Tensor | None:
-        """The rows that the weights which train have drawn, bool [B]; None for all."""
+    def _on_policy_rows(self, step: int, batch: BatchedDataDict) -> Tensor | None:
+        """Return bool [B], the rows that were sampled by the weights that train; None for all."""
         return None
 
     @property

@@ -132,7 +132,7 @@ class AsyncGRPO(GRPO):
 
     @cached_property
     def _in_chunks(self) -> bool:
-        """Whether a train step is one optimizer step, to which groups can be added as they come."""
+        """Say whether a train step is one optimizer step, to which groups can be added as they come."""
         return self.config.samples_per_step == self.config.policy.train_global_batch_size
 
     def _begin(self, step: int) -> None:
@@ -186,8 +186,8 @@ class AsyncGRPO(GRPO):
         Sampling(self, self.config.grpo).shape(rollout)
         return rollout
 
-    def _compared(self, step: int, batch: BatchedDataDict) -> Tensor:
-        """See `GRPO._compared`: what older weights drew differs by its age."""
+    def _on_policy_rows(self, step: int, batch: BatchedDataDict) -> Tensor:
+        """See `GRPO._on_policy_rows`: what older weights drew differs by its age."""
         return _drawn_on_policy(step - 1, batch)
 
     def _sampler_metrics(
@@ -197,7 +197,7 @@ class AsyncGRPO(GRPO):
         tables = [found.table for found in of_chunks if found is not None]
         if tables:  # the action was taken chunk by chunk
             table = torch.cat(tables)
-            found = Mismatch.of(batch, table, self._compared(step, batch))
+            found = Mismatch.of(batch, table, self._on_policy_rows(step, batch))
         else:
             table = table_of_training(result, batch.size)
             found = self._compare(step, batch, table)

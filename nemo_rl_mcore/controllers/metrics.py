@@ -15,7 +15,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 
 
 def age_metrics(batch: BatchedDataDict, version: int, max_age: int) -> dict[str, float]:
-    """How many training steps behind `version` the weights were that drew the tokens of weight_versions [B, S].
+    """Count the training steps by which the weights that sampled each token are behind `version`; weight_versions [B, S].
 
     async/age_<k> are shares of the tokens; async/mixed_versions is that of the responses which several versions drew.
     """
@@ -34,7 +34,7 @@ def age_metrics(batch: BatchedDataDict, version: int, max_age: int) -> dict[str,
 
 
 def correction_metrics(table: Tensor) -> dict[str, float]:
-    """How far the weights that train are from those that drew the trained tokens, of the `sampler_table` of their rows.
+    """Measure how far the weights that train are from those that sampled, from the `sampler_table` of the trained rows.
 
     async/ess: effective sample size of the importance weights, as a share of the tokens; NaN where all of them are 0.
     async/behaviour_kl: the k3 estimate (https://joschu.net/blog/kl-approx.html) of the divergence of the weights that

@@ -114,7 +114,7 @@ class MetricSum:
 class LossSums:
     """A loss before its division (0-d, carries the gradient) and the metrics, `loss` among them.
 
-    row_table: [B, N] of numbers that are told row by row and never added up; None for a loss that has none.
+    row_table: [B, N] of numbers that are reported row by row and never summed; None for a loss that has none.
     """
 
     loss: Tensor

@@ -72,7 +72,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _first_of_task(config: RunConfig) -> list[Example]:
-    """The first prompts of an embedded task."""
+    """Return the first prompts of an embedded task."""
     data = config.data
     if data.from_files or data.type is not None:
         return []

@@ -37,7 +37,7 @@ class RayCluster:
     With RAY_ADDRESS in the environment it joins a cluster that runs; a session that the process already has
     is used and left alone; otherwise it starts a local one, which only this machine can reach, and ends it.
 
-    more_cpus: those that processes beside the ranks ask Ray for, which a local session then has.
+    more_cpus: CPUs that other processes than the ranks ask Ray for; a local session then has them.
     fewer: the machines that the recipe allows out of at most so many, when others stay gone; None where it allows none.
 
     Raises:

@@ -91,7 +91,7 @@ class EnvironmentActor:
         """Build the environment of a recipe. Raises EnvironmentFailedError, also for a start that takes too long."""
         limit_s = config.pool.start_timeout_s
         deadline = time.monotonic() + limit_s
-        late = f"did not start within {limit_s:g} s (env.pool.start_timeout_s){_asking(config.pool)}"
+        late = f"did not start within {limit_s:g} s (env.pool.start_timeout_s){_resources_asked(config.pool)}"
         self._identity = await self._result(self._actor.identify.remote(), limit_s, late)
         # As an argument: what stands in Ray's `runtime_env` is written into Ray's logs.
         built = self._actor.build.remote(config, given_variables(config.pool))
@@ -136,8 +136,8 @@ class EnvironmentActor:
         return tail and f"--- end of its standard error ---\n{tail}"
 
 
-def _asking(pool: EnvPoolConfig) -> str:
-    """What may not have been free, as the end of a sentence."""
+def _resources_asked(pool: EnvPoolConfig) -> str:
+    """Name the resources that may not have been free, as the end of a sentence."""
     keys = {"num_cpus": pool.num_cpus, "num_gpus": pool.num_gpus}
     asked = [f"env.pool.{key}: {number:g}" for key, number in keys.items() if number]
     return f"; it asks for {' and '.join(asked)}" if asked else ""

@@ -234,11 +234,11 @@ class Policy:
         return self._joined(answers, self._open_loss)
 
     def _answering(self, loss_fn: LossFunction | None) -> Collection[int]:
-        """The ranks whose results are read: totals are equal on all of them, a table is of a shard's rows."""
+        """Return the ranks whose results are read: totals are equal on all of them, a table is of a shard's rows."""
         return self._first_of_shard if loss_fn is not None and loss_fn.gives_row_table else _FIRST
 
     def _joined(self, answers: Sequence[Any], loss_fn: LossFunction | None) -> dict[str, Any]:
-        """The first rank's result, with the rows of all shards."""
+        """Return the first rank's result, with the rows of all shards."""
         results = [answers[rank] for rank in self._answering(loss_fn)]
         tables = [result["row_table"] for result in results if "row_table" in result]
         return results[0] | {"row_table": torch.cat(tables)} if len(tables) > 1 else results[0]

@@ -28,8 +28,9 @@ def _policy_gradient(config: RunConfig) -> tuple[str, ClippedPGLossConfig, Advan
 
 
 def one_step_per_rollout(config: RunConfig) -> bool:
-    """Whether the run takes one optimizer step over a rollout: an asynchronous one that trains chunk by chunk does, and
-    so does one whose loss treats the policy as the one that sampled.
+    """Say whether the run takes one optimizer step over a rollout, so that its ratios are 1.
+
+    Of synchronous runs only one whose loss treats the policy as the one that sampled is taken to.
     """
     of_loss = _policy_gradient(config)
     one_step = config.samples_per_step == config.policy.train_global_batch_size
