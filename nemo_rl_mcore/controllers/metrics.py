@@ -15,7 +15,9 @@ from nemo_rl_mcore.data import BatchedDataDict
 
 
 def age_metrics(batch: BatchedDataDict, version: int, max_age: int) -> dict[str, float]:
-    """Count the training steps by which the weights that sampled each token are behind `version`; weight_versions [B, S].
+    """Count the training steps by which the weights that sampled each token are behind `version`.
+
+    The token's own are weight_versions [B, S].
 
     async/age_<k> are shares of the tokens; async/mixed_versions is that of the responses which several versions drew.
     """
