@@ -1,10 +1,11 @@
 """From NeMo RL's other backend of a policy, DTensor, to Megatron."""
 
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import TypeGuard, cast
 
 from nemo_rl_mcore.config.base import Tree
-from nemo_rl_mcore.config.migration.draft import Draft
+from nemo_rl_mcore.config.foreign.judgement import shown
+from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 
 _DTENSOR = "policy.dtensor_cfg"
 _MEGATRON = "policy.megatron_cfg"
@@ -13,7 +14,16 @@ _LAYOUT = {
     "context_parallel_size": "context_parallel_size",
     "sequence_parallel": "sequence_parallel",
     "activation_checkpointing": "activation_checkpointing",
+    "expert_parallel_size": "expert_model_parallel_size",
 }
+_WITHOUT_A_TWIN: dict[str, tuple[tuple[object, ...], str]] = {
+    "cpu_offload": ((None, False), "it costs memory; policy.offload takes what is idle off the GPU"),
+    "dp_replicate_size": ((None, 1), "data-parallel ranks share one set of gradients"),
+    "custom_parallel_plan": ((None,), "Megatron's layers are cut in the one way that they have"),
+}
+"""Keys of a layout: their neutral values, and what holds here for any other one."""
+_TORCH: Mapping[str, object] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+"""What torch.optim.AdamW takes where an argument is left out."""
 _OPTIMIZER: dict[str, Callable[[Mapping[str, object]], object]] = {
     "lr": lambda kwargs: kwargs.get("lr"),
     "min_lr": lambda kwargs: kwargs.get("lr"),  # the schedule says if it is another
@@ -33,7 +43,19 @@ def use_megatron(draft: Draft) -> None:
         _take(draft, f"{_MEGATRON}.{ours}", draft.get(f"{_DTENSOR}.{theirs}"), f"{_DTENSOR}.{theirs}")
     if draft.get(f"{_DTENSOR}.lora_cfg.enabled"):
         draft.refuse(f"{_DTENSOR}.lora_cfg", {"enabled": True}, "remove it; all weights are trained")
+    for key, (neutral, what) in _WITHOUT_A_TWIN.items():
+        value = draft.get(f"{_DTENSOR}.{key}")
+        if value not in neutral:
+            draft.notes.append(
+                Note(Kind.WARNED, f"{_DTENSOR}.{key}", f"{shown(value)} has no effect here; {what}")
+            )
     draft.set(f"{_DTENSOR}.enabled", False)
+    _take(
+        draft,
+        f"{_MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32",
+        True,
+        "DTensor, whose gradients are reduced in fp32,",
+    )
     _use_optimizer(draft)
 
 
@@ -43,16 +65,24 @@ def _use_optimizer(draft: Draft) -> None:
         if given:
             draft.refuse("policy.optimizer", given, f"set {_MEGATRON}.optimizer: adam or sgd")
         return
-    kwargs = draft.section("policy.optimizer.kwargs")
+    kwargs = {**_TORCH, **draft.section("policy.optimizer.kwargs")}
+    if not _is_number(kwargs["lr"]):
+        draft.refuse(
+            "policy.optimizer.kwargs.lr", kwargs["lr"], f"set {_MEGATRON}.optimizer.lr", "is no number"
+        )
+    if kwargs["weight_decay"]:
+        what = "torch decays norms and biases too, and Megatron's optimizer leaves them as they are"
+        draft.notes.append(Note(Kind.CHANGED, f"{_MEGATRON}.optimizer.weight_decay", what))
+        draft.comments[f"{_MEGATRON}.optimizer.weight_decay"] = f"{what[:1].upper()}{what[1:]}."
     for key, of in _OPTIMIZER.items():
         _take(draft, f"{_MEGATRON}.optimizer.{key}", of(kwargs), "policy.optimizer")
     # They are copies of the optimizer's there, which has just got other values.
     draft.dropped += [f"{_MEGATRON}.scheduler.{key}" for key in draft.section(f"{_MEGATRON}.scheduler")]
     draft.set(f"{_MEGATRON}.scheduler", {"lr_decay_style": "constant"})
-    _use_schedule(draft, cast("float", kwargs.get("lr", 0.0)))
+    _use_schedule(draft, kwargs["lr"])
 
 
-def _use_schedule(draft: Draft, lr: float) -> None:
+def _use_schedule(draft: Draft, lr: object) -> None:
     """A linear warm-up and a constant rate is what the exemplars have; another schedule is refused."""
     given = draft.get("policy.scheduler")
     single = draft.section("policy.scheduler")
@@ -63,10 +93,12 @@ def _use_schedule(draft: Draft, lr: float) -> None:
         kwargs = cast("Tree", step.get("kwargs") or {})
         match name:
             case "LinearLR" if kwargs.get("end_factor", 1.0) == 1.0:
-                start = cast("float", kwargs.get("start_factor", 1 / 3))
+                start = kwargs.get("start_factor", 1 / 3)
                 place = f"{_MEGATRON}.scheduler"
                 _take(draft, f"{place}.lr_warmup_iters", kwargs.get("total_iters", 5), "policy.scheduler")
-                _take(draft, f"{place}.lr_warmup_init", float(f"{start * lr:.6g}"), "policy.scheduler")
+                if _is_number(lr) and _is_number(start):
+                    init = float(f"{start * lr:.6g}")
+                    _take(draft, f"{place}.lr_warmup_init", init, "policy.scheduler")
             case "ConstantLR" if kwargs.get("factor", 1 / 3) == 1.0:
                 continue
             case "" if "milestones" in step:
@@ -79,6 +111,10 @@ def _use_schedule(draft: Draft, lr: float) -> None:
 def _take(draft: Draft, target: str, value: object, source: str) -> None:
     if value is not None and value != draft.get(target):
         draft.change(target, value, f"as {source} says, which this recipe reads")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _of_pair(pair: object, place: int) -> object:

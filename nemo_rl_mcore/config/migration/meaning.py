@@ -11,7 +11,7 @@ from nemo_rl_mcore.config.source import TEXT_FILES
 _TOTAL = "policy.max_total_sequence_length"
 _NEW = "policy.generation.max_new_tokens"
 _PROMPT = "data.max_input_seq_length"
-_LONGEST_PROMPT = 1024
+_FIT = "policy.generation.fit_to_sequence"
 _SAMPLED_IN_VALIDATION = 256
 _ALL_BATCHES = 8
 _TASKS = get_args(DataConfig.model_fields["dataset_name"].annotation)
@@ -23,8 +23,13 @@ def use_chat_template(draft: Draft) -> None:
     """NeMo RL always applies a template, and one that shows the text alone where the key is null."""
     template = "policy.tokenizer.chat_template"
     as_text = draft.has(template) and draft.get(template) is None
-    if as_text:
+    given = draft.get(template)
+    if as_text or given == "default":
         draft.pop(template)
+        draft.dropped += [] if as_text else [template]
+    elif isinstance(given, str) and given.endswith(".jinja"):
+        draft.pop(template)
+        draft.refuse(template, given, "write the text of that file")
     why = "chat_template: null shows the text alone" if as_text else "NeMo RL applies the chat template"
     draft.change("data.apply_chat_template", not as_text, why)
     parsed = "NeMo RL parses special tokens in rows and in what environments say"
@@ -32,49 +37,78 @@ def use_chat_template(draft: Draft) -> None:
 
 
 def use_engine(draft: Draft) -> None:
-    """Name an engine, which a validation needs too, though NeMo RL samples nothing in SFT and DPO."""
+    """Name an engine, also of SFT and DPO, which ask for answers only where max_val_samples says so."""
     backend = "policy.generation.backend"
     if not draft.section("policy.generation"):
         total = draft.number(_TOTAL) or _SAMPLED_IN_VALIDATION
         new = min(_SAMPLED_IN_VALIDATION, max(1, total // 4))
-        draft.change(_NEW, new, "a validation answers held-out prompts besides taking their loss")
+        draft.change(_NEW, new, "an engine is named also where no answer is asked for")
     elif draft.get(backend) == "megatron":
         draft.change(backend, "embedded", "the training model itself decodes")
     elif draft.get(backend) not in ("vllm", "embedded"):
         given = draft.get(backend)
         draft.change(backend, "vllm", f"the engine {given} is none of this package")
+        _keep_layout(draft, str(given))
 
 
-def validate_greedily(draft: Draft) -> None:
-    """Say that a validation samples nothing, where it samples in NeMo RL."""
-    path = f"{draft.algorithm}.val_period"
-    if draft.algorithm in _SAMPLING and draft.number(path):
-        why = "a validation takes the likeliest tokens; NeMo RL's samples as training does"
-        draft.notes.append(Note(Kind.CHANGED, path, why))
-        draft.comments[path] = why[:1].upper() + why[1:] + "."
+_LAYOUTS: dict[str, dict[str, str]] = {
+    "sglang": {"tp_size": "tensor_parallel_size"},
+    "trtllm": {
+        key: key
+        for key in ("tensor_parallel_size", "max_model_len", "gpu_memory_utilization", "async_engine")
+    },
+}
+"""Keys of the sections of other engines, and what they are in vllm_cfg."""
+
+
+def _keep_layout(draft: Draft, engine: str) -> None:
+    for theirs, ours in _LAYOUTS.get(engine, {}).items():
+        given, path = (
+            draft.get(f"policy.generation.{engine}_cfg.{theirs}"),
+            f"policy.generation.vllm_cfg.{ours}",
+        )
+        if given is not None and given != draft.get(path):
+            draft.change(path, given, f"as {engine}_cfg.{theirs} says")
+
+
+def validate_as_there(draft: Draft) -> None:
+    """Sample the answers of a validation, which here are the likeliest; of SFT and DPO there are none in NeMo RL."""
+    loop = draft.algorithm
+    if (draft.number(f"{loop}.val_period") or 0) < 0:
+        draft.change(f"{loop}.val_period", 0, "there is no validation")
+    validates = any(draft.get(f"{loop}.val_{key}") for key in ("period", "at_start", "at_end"))
+    if loop not in _SAMPLING:
+        if not draft.has(f"{loop}.max_val_samples"):
+            why = (
+                "NeMo RL takes the loss of held-out rows alone; a number asks for answers to as many prompts"
+            )
+            draft.change(f"{loop}.max_val_samples", 0, why)
+    elif validates:
+        draft.change(f"{loop}.val_greedy", False, "NeMo RL's validation samples as training does")
+        _count_held_out(draft)
+
+
+def _count_held_out(draft: Draft) -> None:
+    """Take the whole batches that NeMo RL takes: max_val_samples // val_batch_size of them."""
+    path = f"{draft.algorithm}.max_val_samples"
+    rows, batch = draft.number(path), draft.number(f"{draft.algorithm}.val_batch_size")
+    if rows and batch and 0 < batch <= rows and rows % batch:
+        draft.change(path, rows // batch * batch, f"NeMo RL takes whole batches of val_batch_size: {batch}")
 
 
 def fit_lengths(draft: Draft) -> None:
-    """Give prompt and response a bound each: together they fill a sequence, and neither is cut to fit.
+    """Let a response have what its prompt leaves, as max_model_len does in NeMo RL; here a whole one is reserved.
 
-    In NeMo RL both may be as long as a sequence, and a response ends where the sequence is full.
+    Without a bound of prompts, theirs may be as long as a sequence.
     """
     total, new, prompt = draft.number(_TOTAL), draft.number(_NEW), draft.number(_PROMPT)
     if total is None or new is None:
         return
     draft.change("data.overlong", "drop", "NeMo RL leaves rows that are too long out of the loss")
-    if draft.algorithm not in _SAMPLING:
-        if prompt is not None and prompt + new > total:
-            why = f"what an answer of a validation leaves; a row to train on has all of {_TOTAL}"
-            draft.change(_PROMPT, total - new, why)
-        return
-    if (prompt or 1) + new <= total:
-        return
-    if prompt is None or prompt >= total:
-        prompt = min(_LONGEST_PROMPT, max(1, total // 2)) if new >= total else total - new
-        draft.change(_PROMPT, prompt, f"prompts and responses share the {total} tokens, each with a bound")
-    if prompt + new > total:
-        draft.change(_NEW, total - prompt, f"what a prompt of {prompt} tokens leaves of {total}")
+    if (total if prompt is None else prompt) + new > total:
+        draft.change(
+            _FIT, True, "a response ends where the sequence is full; here max_new_tokens are reserved"
+        )
 
 
 def name_sources(draft: Draft) -> None:
@@ -98,6 +132,38 @@ def name_sources(draft: Draft) -> None:
                 draft.notes.append(Note(Kind.FILES, path, str(source[key])))
 
 
+_HELD_OUT = ("OpenMathInstruct-2", "tulu3_sft_mixture", "open_assistant")
+"""Data sets of which NeMo RL holds 5 % out where a recipe says nothing; of all others it holds out nothing."""
+
+
+def hold_out_as_there(draft: Draft) -> None:
+    """Hold out no rows where NeMo RL does not; a validation that has none then is none."""
+    if draft.get("data.validation") or draft.get("data.default.split_validation_size") is not None:
+        return
+    train = [(place, source) for place, source in _sources(draft) if place == "data.train"]
+    for place, source in train:
+        if source.get("split_validation_size") is None and source.get("dataset_name") not in _HELD_OUT:
+            source["split_validation_size"] = 0
+            draft.notes.append(
+                Note(Kind.CHANGED, f"{place}.split_validation_size", "0; NeMo RL holds no rows out")
+            )
+    held_out = any(source.get("split_validation_size") != 0 for _, source in train)
+    for key, off in (("val_period", 0), ("val_at_start", False), ("val_at_end", False)):
+        path = f"{draft.algorithm}.{key}"
+        if train and not held_out and draft.get(path):
+            draft.change(path, off, "no rows are held out")
+
+
+def keep_ties(draft: Draft) -> None:
+    """Keep pairs of which neither answer is better, as NeMo RL does: both are the first, and count in the loss."""
+    for place, source in _sources(draft):
+        if draft.algorithm == "dpo" and source.get("dataset_name") == "HelpSteer3" and "ties" not in source:
+            source["ties"] = "keep"
+            draft.notes.append(
+                Note(Kind.CHANGED, f"{place}.ties", "keep; NeMo RL takes ties as pairs of one answer")
+            )
+
+
 def _sources(draft: Draft) -> list[tuple[str, Tree]]:
     found: list[tuple[str, Tree]] = []
     for name in ("default", "train", "validation"):
@@ -118,6 +184,8 @@ def use_environment(draft: Draft) -> None:
             draft.refuse(f"env.{name}", section, "env has math, and custom for a class of your own")
         else:
             draft.dropped.append(f"env.{name}")
+    if draft.has("env.math"):
+        draft.change("env.math.unparsable", "zero", "NeMo RL scores 0 against an answer that nobody can read")
     if draft.get("env.math.math_verify_impl") == "dapo_math_verify":
         draft.pop("env.math.math_verify_impl")
         draft.notes.append(Note(Kind.RENAMED, "env.math.math_verify_impl", "env.math.response"))
@@ -169,14 +237,25 @@ def distill(draft: Draft) -> None:
         draft.change(path, False, "it costs speed; a distillation reads the output weight itself")
 
 
+def update_between_answers(draft: Draft) -> None:
+    """Say that engines take new weights between answers, where NeMo RL's default does and ours does not."""
+    section = f"{draft.algorithm}.async_{draft.algorithm}"
+    key = f"{section}.in_flight_weight_updates"
+    if draft.section(section).get("enabled") and not draft.has(key) and draft.get("async_rl") is None:
+        draft.change(key, False, "NeMo RL waits for the answers in flight unless a recipe says otherwise")
+
+
 STEPS = (
     use_chat_template,
     use_engine,
-    validate_greedily,
     fit_lengths,
     name_sources,
+    hold_out_as_there,
+    keep_ties,
+    validate_as_there,
     use_environment,
     rank_checkpoints,
     count_validation_batches,
     distill,
+    update_between_answers,
 )

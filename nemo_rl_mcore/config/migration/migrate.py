@@ -17,9 +17,13 @@ from nemo_rl_mcore.config.foreign.translated import translate
 from nemo_rl_mcore.config.foreign.unsupported import screen
 from nemo_rl_mcore.config.load import Computed, check, compute
 from nemo_rl_mcore.config.master import RUN_CONFIGS, RunConfig, kind_of
+from nemo_rl_mcore.config.migration import failures, idle, meaning
 from nemo_rl_mcore.config.migration.backend import use_megatron
+from nemo_rl_mcore.config.migration.defaults import write_defaults
 from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
-from nemo_rl_mcore.config.migration.meaning import STEPS
+from nemo_rl_mcore.config.migration.machines import share_out_cluster
+from nemo_rl_mcore.config.migration.memory import offload_beside_engines
+from nemo_rl_mcore.config.migration.schedule import decay_as_scheduled, stretch_schedule
 from nemo_rl_mcore.config.schema import field_at, section_of
 from nemo_rl_mcore.config.sources import read_recipe
 from nemo_rl_mcore.config.validate import with_pretrained_model
@@ -50,6 +54,15 @@ class Migrated:
         return not any(note.kind in (Kind.REFUSED, Kind.OPEN) for note in self.draft.notes)
 
 
+_STEPS = (
+    *(write_defaults, share_out_cluster, stretch_schedule, decay_as_scheduled),
+    *meaning.STEPS,
+    *idle.STEPS,
+    *failures.STEPS,
+    offload_beside_engines,
+)
+
+
 def migrate(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     """Read a recipe of NeMo RL, with what its `defaults:` name, and make one of ours of it.
 
@@ -59,7 +72,7 @@ def migrate(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     _require_a_recipe(path, read.tree)
     draft = Draft(kind_of(read.tree).algorithm, copy.deepcopy(read.tree))
     use_megatron(draft)
-    for step in STEPS:
+    for step in _STEPS:
         step(draft)
     _sort_out(draft)
     _leave_out_unknown(draft, draft.tree, "")

@@ -1,4 +1,4 @@
-"""What `check` says of engines and of sampling beside training."""
+"""What `check` says of engines and of asynchronous rollouts."""
 
 from io import StringIO
 
@@ -77,7 +77,7 @@ def test_memory_of_an_engine_is_shown_where_there_is_one(load):
 def test_a_run_that_takes_turns_has_nothing_under_way(exemplar, recipe):
     plan = preflight(load_config(exemplar.with_name(f"{recipe}.yaml")))
     assert plan.asynchronous is None
-    assert "Sampling beside training" not in shown(plan)
+    assert "Asynchronous rollouts" not in shown(plan)
 
 
 def test_what_is_under_way_and_kept(load):
@@ -104,14 +104,30 @@ def test_groups_are_kept_until_the_next_checkpoint(load, overrides, kept):
     assert preflight(load(*RUN, *overrides)).asynchronous.kept_groups == kept
 
 
+@pytest.mark.parametrize(
+    ("overrides", "disk_bytes"),
+    [
+        ([], 240 * 16 * 16 * 8 * 40),
+        (["keep_groups=false"], 0),
+        (["keep_groups=true", "keep_groups_gb=0.001"], 20 * 16 * 16 * 8 * 40),
+    ],
+)
+def test_kept_groups_have_their_disk_and_those_since_a_checkpoint(load, overrides, disk_bytes):
+    saving = ("checkpointing.enabled=true", "checkpointing.save_period=20")
+    keys = [f"grpo.async_grpo.{key}" for key in overrides]
+    plan = preflight(load(*RUN, *saving, "grpo.max_num_steps=240", *keys)).asynchronous
+    assert plan.disk_bytes == disk_bytes
+
+
 def test_the_plan_is_shown(load):
-    text = shown(preflight(load(*RUN, "checkpointing.enabled=true")))
+    text = shown(preflight(load(*RUN, "checkpointing.enabled=true", "grpo.max_num_steps=240")))
     for row in (
         "age                     1 training step(s) at most",
         "groups under way        2 x 16 = 32, of which 32 are being answered at most",
         "chunks of a step        the whole step",
         "new weights             in the midst of answers",
         "groups in the driver    160 since a checkpoint + 32 under way, 960 KiB at most",
+        "groups on disk          for a replay: 80 KiB a step, 18.75 MiB at most",
     ):
         assert f"  {row}\n" in text
     assert "  note  " not in text

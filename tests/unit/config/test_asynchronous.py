@@ -1,9 +1,9 @@
-"""Sampling beside training: what it refuses when the recipe loads, and what it goes with."""
+"""Asynchronous rollouts: what it refuses when the recipe loads, and what it goes with."""
 
 import pytest
-from refusals import wrong_key
+from refusals import brief, wrong_key
 
-from nemo_rl_mcore.config import AsyncGRPOConfig, ConfigError, checked, load_config
+from nemo_rl_mcore.config import AsyncRolloutsConfig, ConfigError, checked, load_config
 from nemo_rl_mcore.config.migration.migrate import migrate
 from nemo_rl_mcore.config.rules.asynchronous import remarks
 from nemo_rl_mcore.preflight.saved_run import recipe_text
@@ -28,14 +28,14 @@ def test_it_is_off_unless_a_recipe_asks_for_it(load):
     config = load()
     assert not config.asynchronous
     assert not config.grpo.async_grpo.off_policy
-    assert not config.grpo.streams
+    assert not config.streams
 
 
 def test_defaults_are_one_step_of_age_and_whole_steps(load):
-    loop = load(*RUN).grpo
-    assert loop.async_grpo == AsyncGRPOConfig(enabled=True)
-    assert loop.async_grpo.in_flight_weight_updates
-    assert (loop.max_live_groups, loop.max_inflight_groups, loop.min_groups_per_chunk) == (32, 32, 16)
+    config = load(*RUN)
+    assert config.grpo.async_grpo == config.asynchrony == AsyncRolloutsConfig(enabled=True)
+    assert config.asynchrony.in_flight_weight_updates
+    assert (config.max_live_groups, config.max_inflight_groups, config.min_groups_per_chunk) == (32, 32, 16)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_defaults_are_one_step_of_age_and_whole_steps(load):
     ],
 )
 def test_what_is_under_way(load, overrides, live, inflight, chunk, streams):
-    loop = load(*RUN, *(f"{ASYNC}.{override}" for override in overrides)).grpo
-    assert (loop.max_live_groups, loop.max_inflight_groups) == (live, inflight)
-    assert (loop.min_groups_per_chunk, loop.streams) == (chunk, streams)
+    config = load(*RUN, *(f"{ASYNC}.{override}" for override in overrides))
+    assert (config.max_live_groups, config.max_inflight_groups) == (live, inflight)
+    assert (config.min_groups_per_chunk, config.streams) == (chunk, streams)
 
 
 @pytest.mark.parametrize("section", ["embedded_cfg", "vllm_cfg"])
@@ -70,10 +70,6 @@ def test_engines_may_start_anew(load, section):
         (
             ["policy.train_global_batch_size=100"],
             "policy.train_global_batch_size: not-divisible (num_prompts_per_step)",
-        ),
-        (
-            ["grpo.use_dynamic_sampling=true"],
-            "grpo.use_dynamic_sampling: incompatible (enabled)",
         ),
         (
             [f"{ASYNC}.min_groups_for_streaming_train=17"],
@@ -136,12 +132,11 @@ def test_engines_beside_the_ranks_gpus_are_not(load, remedy):
 
 def test_all_is_told_at_once(refusals):
     texts = refusals(
-        *(ON, "policy.train_global_batch_size=128", "grpo.use_dynamic_sampling=true", WHITENED),
+        *(ON, "policy.train_global_batch_size=128", WHITENED),
         *(f"{ASYNC}.min_groups_for_streaming_train=4", f"{ASYNC}.max_inflight_prompts=1"),
     )
     assert [text.partition(": ")[0] for text in texts] == [
         f"{ASYNC}.min_groups_for_streaming_train",
-        "grpo.use_dynamic_sampling",
         f"{ASYNC}.max_inflight_prompts",
         f"{GENERATION}.colocated.enabled",
         f"{ASYNC}.min_groups_for_streaming_train",
@@ -210,13 +205,14 @@ class TestCorrection:
         [f"{GENERATION}.mismatch={{threshold: 1.1, action: stop}}", f"{ASYNC}.max_trajectory_age_steps=0"],
         [f"{ASYNC}.rollout_timeout_s=30", f"{ASYNC}.stall_timeout_s=31"],
         ["cluster.gpus_per_node=2"],
+        ["grpo.use_dynamic_sampling=true"],
     ],
 )
 def test_what_goes_with_it(load, overrides):
     streamed = f"{ASYNC}.min_groups_for_streaming_train=4"
     assert load(*RUN, *overrides).asynchronous
     if WHITENED not in overrides:
-        assert load(*RUN, streamed, *overrides).grpo.streams
+        assert load(*RUN, streamed, *overrides).streams
 
 
 def test_a_saved_recipe_is_the_same(load, tmp_path):
@@ -226,19 +222,74 @@ def test_a_saved_recipe_is_the_same(load, tmp_path):
     assert load_config(saved) == config
 
 
+def test_several_optimizer_steps_train_on_a_rollout(load):
+    assert load(*RUN, "policy.train_global_batch_size=64").samples_per_step == 4 * 64
+
+
+@pytest.fixture
+def ask(exemplar):
+    """Load the CPU recipe of another algorithm, with asynchronous rollouts on."""
+
+    def load_other(algorithm: str, *overrides: str):
+        path = exemplar.with_name(f"{algorithm}_cpu.yaml")
+        on = (f"{algorithm}.async_{algorithm}.enabled=true", APART)
+        return load_config(path, [*on, *(TIS if algorithm == "ppo" else ()), *overrides])
+
+    return load_other
+
+
+OTHERS = ("ppo", "dpo", "distillation")
+
+
+@pytest.mark.parametrize("algorithm", OTHERS)
+def test_every_algorithm_that_samples_has_it(ask, algorithm):
+    config = ask(algorithm, f"{algorithm}.async_{algorithm}.max_trajectory_age_steps=2")
+    assert config.asynchronous
+    assert config.asynchrony_key == f"{algorithm}.async_{algorithm}"
+    assert (config.max_age, config.prompts_per_step, config.max_live_groups) == (2, 64, 3 * 64)
+    assert not config.streams
+    assert not any(remarks(config))
+
+
+@pytest.mark.parametrize("algorithm", OTHERS)
 @pytest.mark.parametrize(
-    ("recipe", "section"),
-    [("ppo_cpu", "ppo"), ("dpo_cpu", "dpo"), ("sft_cpu", "sft"), ("distillation_cpu", "distillation")],
+    ("override", "key", "told"),
+    [
+        ("min_groups_for_streaming_train=4", "min_groups_for_streaming_train", "incompatible (enabled)"),
+        ("min_groups_for_streaming_train=65", "min_groups_for_streaming_train", "too-large"),
+        ("max_inflight_prompts=63", "max_inflight_prompts", "too-small"),
+    ],
 )
-def test_grpo_alone_has_it(exemplar, recipe, section):
-    other, asks = exemplar.with_name(f"{recipe}.yaml"), f"+{section}.async_grpo.enabled=true"
+def test_refusals_name_the_section_of_the_algorithm(ask, algorithm, override, key, told):
+    of_groups = "train_global_batch_size" if algorithm == "dpo" else "num_prompts_per_step"
+    expected = told if "(" in told else f"{told} ({of_groups})"
+    with wrong_key(f"{algorithm}.async_{algorithm}.{key}: {expected}"):
+        ask(algorithm, f"{algorithm}.async_{algorithm}.{override}")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key"), [("dpo", "dpo.online"), ("distillation", "distillation.on_policy")]
+)
+def test_answers_that_are_given_are_not_sampled_ahead(ask, algorithm, key):
     with pytest.raises(ConfigError) as caught:
+        ask(algorithm, f"{key}=false")
+    told = [brief(problem) for problem in caught.value.problems]
+    short = key.rpartition(".")[2]
+    assert f"{algorithm}.async_{algorithm}.enabled: requires ({short})" in told
+
+
+def test_a_critic_takes_a_choice_about_the_correction_too(exemplar):
+    with wrong_key("loss_fn.use_importance_sampling_correction: missing (enabled)"):
+        load_config(exemplar.with_name("ppo_cpu.yaml"), ["ppo.async_ppo.enabled=true", APART])
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dpo", "sft", "distillation"])
+def test_the_section_of_another_algorithm_is_none(exemplar, algorithm):
+    other, asks = exemplar.with_name(f"{algorithm}_cpu.yaml"), f"+{algorithm}.async_grpo.enabled=true"
+    with wrong_key(f"{algorithm}.async_grpo.enabled: foreign-recipe (enabled)"):
         load_config(other, [asks])
-    (problem,) = caught.value.problems
-    assert problem.path == f"{section}.async_grpo.enabled"
     (problem,) = [one for one in migrate(other, [asks]).problems if "async_grpo" in one.path]
-    assert (problem.path, problem.what) == (f"{section}.async_grpo", "enabled: true is not supported")
-    assert problem.remedy.startswith(f"set {section}.async_grpo.enabled: false; ")
+    assert (problem.path, problem.code) == (f"{algorithm}.async_grpo", "not-supported")
 
 
 @pytest.mark.parametrize(
@@ -268,6 +319,8 @@ def test_what_is_worth_a_word(load, overrides, told):
 
 
 def test_the_section_can_be_built_alone():
-    AsyncGRPOConfig(rollout_timeout_s=9.0, stall_timeout_s=5.0)  # which nothing reads
+    AsyncRolloutsConfig(rollout_timeout_s=9.0, stall_timeout_s=5.0)  # which nothing reads
     with wrong_key("stall_timeout_s: too-small (rollout_timeout_s)"):
-        checked(AsyncGRPOConfig, AsyncGRPOConfig(enabled=True, rollout_timeout_s=9.0, stall_timeout_s=5.0))
+        checked(
+            AsyncRolloutsConfig, AsyncRolloutsConfig(enabled=True, rollout_timeout_s=9.0, stall_timeout_s=5.0)
+        )

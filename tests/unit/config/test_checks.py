@@ -73,15 +73,6 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
             "data.max_input_seq_length: too-small (num_digits)",
         ),
         (
-            [
-                "data.num_digits=2",
-                "grpo.use_dynamic_sampling=true",
-                "grpo.val_period=0",
-                "grpo.val_at_end=false",
-            ],
-            "grpo.num_prompts_per_step: too-large (dataset_name)",
-        ),
-        (
             ["data.num_digits=1"],
             "grpo.num_prompts_per_step: too-large (dataset_name)",
         ),

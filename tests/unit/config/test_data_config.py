@@ -113,8 +113,8 @@ def test_an_embedded_task_does_not_end(exemplar):
 def test_too_few_rows_for_a_step(plan):
     (problem,) = problems(plan, rows(12))
     assert problem.startswith("grpo.num_prompts_per_step: too-few-rows")
-    (problem,) = problems(plan, rows(100), grpo={"use_dynamic_sampling": True})
-    assert "grpo.num_prompts_per_step: too-few-rows" in problem
+    # What dynamic sampling replaces is taken from the next pass, where this one is over.
+    assert plan(rows(100), grpo={"use_dynamic_sampling": True}).data.rows >= 16
 
 
 def test_too_few_held_out_rows(plan):

@@ -79,6 +79,6 @@ def test_nemo_rl_s_number_of_workers_is_the_size(tmp_path, exemplar):
     recipe.write_text(f"defaults: {exemplar}\nenv: {{arithmetic: null, math: {{num_workers: 8}}}}\n")
     assert value_at(migrate(recipe).draft.tree, "env") == {
         "pool": {"size": 8},
-        "math": {},
+        "math": {"unparsable": "zero"},
         "arithmetic": None,
     }

@@ -15,6 +15,18 @@ UNFUSED = f"{MEGATRON}.use_fused_linear_logprobs=false"
     ("overrides", "expected"),
     [
         (["grpo.batch_multiplier=1.5"], "grpo.batch_multiplier: has-no-effect (use_dynamic_sampling)"),
+        (
+            [
+                *(
+                    "grpo.use_dynamic_sampling=true",
+                    "grpo.batch_multiplier=2",
+                    "grpo.async_grpo.enabled=true",
+                ),
+                "policy.generation.colocated.enabled=false",
+                "loss_fn.use_importance_sampling_correction=false",
+            ],
+            "grpo.batch_multiplier: has-no-effect (enabled)",
+        ),
         (["grpo.max_rollout_turns=2"], "grpo.max_rollout_turns: has-no-effect (arithmetic)"),
         (["+env.pool.max_drop_rate=0.1"], "env.pool.max_drop_rate: has-no-effect (size)"),
         (["+loss_fn.args={scale: 1}"], "loss_fn.args: has-no-effect (type)"),

@@ -19,18 +19,21 @@ FOLDER = Path(__file__).parents[2] / "fixtures/nemo_rl"
 SIX = {
     "dpo-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs": 0,
     "grpo-llama3.2-1b-instruct-1n8g-megatron": 0,
-    "grpo-qwen3-30ba3b-2n8g-megatron_fused_linear_logprobs": 2,
+    "grpo-qwen3-30ba3b-2n8g-megatron_fused_linear_logprobs": 0,
     "grpo_math_1B_megatron": 0,
     "ppo_math_1B_megatron": 0,
-    "sft-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs": 2,
+    "sft-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs": 0,
 }
 """The exit status of each: 2 where something of theirs is refused."""
 OTHERS = {
     "grpo_math_1B": 0,
-    "grpo_math_1B_megatron_single_controller": 2,
+    "grpo_math_1B_megatron_single_controller": 0,
     "grpo_multiple_datasets": 2,
     "distillation_math_megatron": 2,
 }
+
+
+FITS = "true; a response ends where the sequence is full; here max_new_tokens are reserved"
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -90,14 +93,9 @@ def test_the_file_is_ours_with_their_interpolations(tmp_path):
         "    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}\n"
         in text
     )
-    # What was computed of a value that is another one now is a number.
-    assert (
-        "  # NeMo RL: 4096. What a prompt of 1024 tokens leaves of 4096.\n    max_new_tokens: 3072\n" in text
-    )
-    assert (
-        "    # Refused, policy.megatron_cfg.freeze_moe_router: set it to false; routers are trained\n"
-        "    # freeze_moe_router: true\n" in text
-    )
+    # What was computed of a value that is the same one now stays so.
+    assert "    max_new_tokens: ${policy.max_total_sequence_length}\n" in text
+    assert "    freeze_moe_router: true\n" in text
     sections = [line.rstrip(":") for line in text.splitlines() if line[:1].isalpha()]
     assert sections == ["grpo", "loss_fn", "policy", "data", "env", "checkpointing", "logger", "cluster"]
 
@@ -112,11 +110,11 @@ def test_the_report_has_a_group_for_each_fate(tmp_path, capsys):
         "  ppo.policy_training_start_step: ppo.critic_warmup_steps",
         "  value.megatron_cfg.optimizer: value.optimizer",
         "  env.math.num_workers: env.pool.size",
-        f"{Kind.CHANGED.value}: 7",
-        "  ppo.val_period: a validation takes the likeliest tokens; NeMo RL's samples as training does",
+        f"{Kind.CHANGED.value}: 8",
+        "  ppo.val_greedy: false; NeMo RL's validation samples as training does",
         "  data.apply_chat_template: true; NeMo RL applies the chat template",
-        "  policy.generation.max_new_tokens: 16384 -> 14336; what a prompt of 2048 tokens leaves of 16384",
-        f"{Kind.WARNED.value}: 5",
+        f"  policy.generation.fit_to_sequence: {FITS}",
+        f"{Kind.WARNED.value}: 6",
         f"next: nemo-rl-mcore check --config {ours}",
     ):
         assert line in lines
@@ -137,15 +135,15 @@ def theirs(tmp_path: Path, changes: str, base: str = "grpo_math_1B_megatron") ->
         ("policy: {tokenizer: {chat_template: default}}", "data.apply_chat_template", True),
         ("", "data.special_tokens_in_content", "parse"),
         ("", "data.overlong", "drop"),
-        ("", "data.max_input_seq_length", 256),
-        ("policy: {max_total_sequence_length: 8192}", "data.max_input_seq_length", 1024),
-        ("policy: {max_total_sequence_length: 8192}", "policy.generation.max_new_tokens", 7168),
-        ("data: {max_input_seq_length: 100}", "policy.generation.max_new_tokens", 412),
-        ("policy: {generation: {max_new_tokens: 400}}", "data.max_input_seq_length", 112),
+        ("", "policy.generation.fit_to_sequence", True),
+        ("", "data.max_input_seq_length", 512),
+        ("", "policy.generation.max_new_tokens", 512),
+        ("data: {max_input_seq_length: null}", "policy.generation.fit_to_sequence", True),
+        ("data: {max_input_seq_length: 100}", "policy.generation.max_new_tokens", 512),
         (
             "policy: {generation: {max_new_tokens: 400}}\ndata: {max_input_seq_length: 112}",
-            "policy.generation.max_new_tokens",
-            400,
+            "policy.generation.fit_to_sequence",
+            None,
         ),
         ("policy: {generation: {backend: megatron}}", "policy.generation.backend", "embedded"),
         ("policy: {generation: {backend: sglang}}", "policy.generation.backend", "vllm"),
@@ -166,7 +164,7 @@ def theirs(tmp_path: Path, changes: str, base: str = "grpo_math_1B_megatron") ->
         (
             "data: {train: [{dataset_name: DAPOMath17K}, {dataset_name: gsm8k, seed: 3}]}",
             "data.train",
-            [{"dataset_name": "DAPOMath17K"}, {"dataset_name": "gsm8k"}],
+            [{"dataset_name": name, "split_validation_size": 0} for name in ("DAPOMath17K", "gsm8k")],
         ),
         (
             "grpo: {async_grpo: null}\nasync_rl: {sampler: {max_lookahead_versions: 2}}",
@@ -209,9 +207,9 @@ def test_the_optimizer_of_dtensor_becomes_that_of_megatron():
     ("changes", "path", "told"),
     [
         (
-            "policy: {tokenizer: {chat_template: '{{ x }}'}}",
+            "policy: {tokenizer: {chat_template: own.jinja}}",
             "policy.tokenizer.chat_template",
-            "remove it; the tokenizer's own",
+            "write the text of that file",
         ),
         (
             "policy: {megatron_cfg: {peft: {enabled: true}}}",

@@ -235,7 +235,10 @@ def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
             {"megatron_cfg__expert_model_parallel_size": 2},
             "megatron_cfg.expert_model_parallel_size: requires (num_moe_experts)",
         ),
-        ({"megatron_cfg__context_parallel_size": 2}, "megatron_cfg.context_parallel_size: not-supported"),
+        (
+            {"megatron_cfg__context_parallel_size": 2, "model__mtp_num_layers": 1},
+            "megatron_cfg.context_parallel_size: incompatible (mtp_num_layers)",
+        ),
         (
             {"model_name": "Qwen/Qwen3-0.6B"},
             "model.hidden_size: contradicts (model_name)",

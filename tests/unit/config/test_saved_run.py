@@ -2,9 +2,9 @@ import json
 
 import pytest
 import yaml
-from refusals import assert_holds, briefs
+from refusals import assert_holds, briefs, wrong_key
 
-from nemo_rl_mcore.config import ConfigError
+from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.run_models import TeacherConfig
 from nemo_rl_mcore.preflight import preflight
@@ -120,3 +120,15 @@ def test_a_folder_that_was_saved_as_it_was_written_is_no_change(load, here):
     (folder / "tokenizer").mkdir()
     assert changes_since(read_recipe_of(folder), config) == []
     assert load_recipe_of(folder).policy.tokenizer.name == str(folder / "tokenizer")
+
+
+def test_a_recipe_of_an_earlier_version_has_a_key_that_is_gone_and_goes_on(load, tmp_path):
+    config = load()
+    recipe = yaml.safe_load(recipe_text(config))
+    recipe["policy"]["generation"]["journal"] = False
+    recipe["grpo"]["async_grpo"].pop("keep_groups_gb")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(recipe))
+    assert load_config(tmp_path / "config.yaml") == config
+    assert changes_since(recipe, config) == []
+    with wrong_key("policy.generation.journal: unknown-key"):
+        load("+policy.generation.journal=true")

@@ -1,4 +1,4 @@
-"""The section async_rl of NeMo RL's recipes."""
+"""Asynchronous rollouts in NeMo RL's recipes: the section async_rl, and those of the algorithms."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def migrated(exemplar) -> Callable[..., Migrated]:
 
 @pytest.fixture
 def load(migrated):
-    return lambda *overrides: migrated(*overrides).config
+    return lambda *overrides, **recipe: migrated(*overrides, **recipe).config
 
 
 @pytest.fixture
@@ -65,6 +65,19 @@ def test_its_keys_are_read(load):
     )
 
 
+@pytest.mark.parametrize(
+    ("sampler", "bound", "order"),
+    [
+        ("in_order", "max_lookahead_versions", "in_order"),
+        ("weight_fifo", "max_staleness_versions", "in_order"),
+        ("ready_first", "max_staleness_versions", "as_completed"),
+    ],
+)
+def test_its_samplers_are_orders(load, sampler, bound, order):
+    section = load(f"+async_rl={{sampler: {{name: {sampler}, {bound}: 3}}}}", APART, CHOSEN).grpo.async_grpo
+    assert (section.order, section.max_trajectory_age_steps) == (order, 3)
+
+
 def test_a_section_that_is_null_asks_for_nothing(load):
     assert not load("+async_rl=null", f"+{ASYNC}=null").asynchronous
 
@@ -77,11 +90,7 @@ def test_a_section_that_is_null_asks_for_nothing(load):
                 f"+async_rl.sampler.name={name}",
                 "async_rl.sampler.name: not-supported",
             )
-            for name in ("windowed", "weight_fifo", "ready_first", "custom")
-        ),
-        (
-            "+async_rl.sampler.max_staleness_versions=1",
-            "async_rl.sampler.max_staleness_versions: not-supported",
+            for name in ("windowed", "custom")
         ),
         (
             "+async_rl.max_weight_staleness_versions=1",
@@ -151,9 +160,65 @@ def test_two_sections_may_agree_and_not_contradict(load, refusals):
     assert text == ("async_rl: not-supported")
 
 
-def test_it_is_of_grpo_alone(refusals):
-    (text,) = refusals("+async_rl.sampler.name=in_order", recipe="sft_cpu.yaml")
+@pytest.mark.parametrize("algorithm", ["ppo", "dpo", "sft", "distillation"])
+def test_it_is_of_grpo_alone(refusals, algorithm):
+    (text,) = refusals("+async_rl.sampler.name=in_order", recipe=f"{algorithm}_cpu.yaml")
     assert text == ("async_rl: not-supported")
+
+
+def test_several_optimizer_steps_and_dynamic_sampling_go_with_it(load):
+    config = load("+async_rl={}", APART, CHOSEN, "policy.train_global_batch_size=64")
+    assert (config.asynchronous, config.samples_per_step) == (True, 4 * 64)
+    config = load("+async_rl={}", APART, CHOSEN, "grpo.use_dynamic_sampling=true")
+    assert config.asynchronous
+    assert config.grpo.use_dynamic_sampling
+
+
+PPO = {"recipe": "ppo_cpu.yaml"}
+
+
+def test_the_section_of_ppo_is_read(load):
+    config = load(
+        "+ppo.async_ppo={enabled: true, max_trajectory_age_steps: 2, in_flight_weight_updates: true, "
+        "recompute_kv_cache_after_weight_updates: true, drop_incomplete_targets_on_restore: false, "
+        "warmup_generation_lead_steps: null}",
+        *(APART, CHOSEN),
+        **PPO,
+    )
+    assert (config.asynchronous, config.max_age, config.max_live_groups) == (True, 2, 3 * 64)
+    assert config.asynchrony.in_flight_weight_updates
+    assert config.asynchrony.recompute_kv_cache_after_weight_updates
+    assert config.ppo.ppo_epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "in_flight"),
+    [
+        ("ppo", "{enabled: true}", False),
+        ("ppo", "{enabled: true, in_flight_weight_updates: true}", True),
+        ("grpo", "{enabled: true}", False),
+    ],
+)
+def test_updates_wait_for_answers_where_a_recipe_does_not_say_otherwise(load, algorithm, given, in_flight):
+    """As NeMo RL has it."""
+    recipe = {"recipe": "ppo_cpu.yaml"} if algorithm == "ppo" else {}
+    config = load(f"++{algorithm}.async_{algorithm}={given}", APART, CHOSEN, **recipe)
+    assert config.asynchrony.in_flight_weight_updates is in_flight
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("warmup_generation_lead_steps", "4", True),
+        ("warmup_generation_lead_steps", "2", False),  # as many as max_trajectory_age_steps
+        ("drop_incomplete_targets_on_restore", "true", True),
+        ("drop_incomplete_targets_on_restore", "false", False),
+    ],
+)
+def test_keys_of_ppo_that_nothing_reads_here(migrated, key, value, told):
+    section = "+ppo.async_ppo={enabled: true, max_trajectory_age_steps: 2}"
+    made = migrated(section, f"+ppo.async_ppo.{key}={value}", APART, CHOSEN, **PPO)
+    assert briefs(made.problems) == ([f"ppo.async_ppo.{key}: not-supported"] if told else [])
 
 
 def test_a_broken_section_is_told_as_such(refusals):

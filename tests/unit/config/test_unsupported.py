@@ -107,15 +107,16 @@ def test_validation_sampling_must_repeat_the_training_sampling(value, accepted):
 @pytest.mark.parametrize(
     ("model", "value", "accepted"),
     [
-        (None, True, True),
-        ({"num_moe_experts": None}, True, True),
-        ({"num_moe_experts": 4}, True, False),
-        ({"num_moe_experts": 4}, False, True),
+        (None, True, False),  # it is not known, and may have experts
+        (None, False, True),
+        ({"num_layers": 2, "num_moe_experts": None}, True, True),
+        ({"num_layers": 2, "num_moe_experts": 4}, True, False),
+        ({"num_layers": 2, "num_moe_experts": 4}, False, True),
     ],
 )
 def test_keys_of_experts_are_read_where_the_model_has_some(model, value, accepted):
-    tree = {"policy": {"model": model, "megatron_cfg": {"freeze_moe_router": value}}}
-    assert (not screen(tree).problems) == accepted
+    tree = {"policy": {"model": model, "megatron_cfg": {"moe_shared_expert_overlap": value}}}
+    assert (not screen(tree).warnings) == accepted
 
 
 def test_everything_else_is_left_for_the_models(tree):

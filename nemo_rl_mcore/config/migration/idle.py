@@ -1,0 +1,101 @@
+"""Keys of NeMo RL that are read there under another name, or only where something is on that is off."""
+
+from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
+from nemo_rl_mcore.config.policy import PACKING_ALGORITHMS
+from nemo_rl_mcore.config.vllm_kwargs import is_passed_on
+
+_DDP = "policy.megatron_cfg.distributed_data_parallel_config"
+_KWARGS = "policy.generation.vllm_kwargs"
+_OWN_NAMES = ("max_num_seqs", "kv_cache_memory_bytes")
+"""Arguments of vLLM that are keys of vllm_cfg here."""
+_SHORTHANDS = ("normalize_rewards", "use_leave_one_out_baseline")
+
+
+def leave_out_idle(draft: Draft) -> None:
+    """Drop what nothing reads there: how packing that is off packs, the deadline of checkpoints that are not saved."""
+    packing = "policy.sequence_packing"
+    if not draft.get(f"{packing}.enabled") and draft.get(f"{packing}.algorithm") not in PACKING_ALGORITHMS:
+        _drop(draft, f"{packing}.algorithm")
+    if (
+        not draft.get("checkpointing.enabled")
+        and draft.get("checkpointing.checkpoint_must_save_by") is not None
+    ):
+        _drop(draft, "checkpointing.checkpoint_must_save_by")
+    for name in ("policy", "value"):
+        tensor_parallel = draft.number(f"{name}.megatron_cfg.tensor_model_parallel_size") or 1
+        if tensor_parallel == 1 and draft.get(f"{name}.megatron_cfg.sequence_parallel") is True:
+            path = f"{name}.megatron_cfg.sequence_parallel"
+            draft.change(path, False, "one tensor-parallel rank has no sequence to share")
+
+
+def read_estimator(draft: Draft) -> None:
+    """Take the estimator's word for what GRPO's section repeats: NeMo RL computes advantages by it alone."""
+    for key in _SHORTHANDS:
+        path, own = f"grpo.{key}", draft.get(f"grpo.adv_estimator.{key}")
+        own = True if own is None else own  # the default of both
+        if not draft.has(path) or draft.get(path) == own:
+            continue
+        draft.set(f"grpo.adv_estimator.{key}", own)
+        draft.change(
+            path, own, "NeMo RL computes advantages by adv_estimator, and reads no other key for them"
+        )
+
+
+def mask_mismatch(draft: Draft) -> None:
+    """Move the threshold of a response's log-probabilities to the key that measures the same here."""
+    path, own = f"{draft.algorithm}.seq_logprob_error_threshold", "policy.generation.mismatch"
+    threshold = draft.get(path)
+    if threshold is None or draft.get(f"{own}.threshold") is not None:
+        return
+    draft.pop(path)
+    draft.set(own, {"threshold": threshold, "action": "mask"})
+    draft.origins[f"{own}.threshold"] = path
+    draft.notes.append(Note(Kind.RENAMED, path, f"{own}: the same measure, and the same mask"))
+
+
+def overlap_as_can_be(draft: Draft) -> None:
+    """Gather weights when they are needed where gradients are not reduced beside the backward pass: speed alone."""
+    path = f"{_DDP}.overlap_param_gather"
+    fused = draft.get("policy.megatron_cfg.use_fused_linear_logprobs")
+    if draft.get(path) is True and not draft.get(f"{_DDP}.overlap_grad_reduce") and not fused:
+        draft.change(path, False, "it costs speed; here it needs overlap_grad_reduce: true")
+
+
+def answer_one_by_one(draft: Draft) -> None:
+    """Let vLLM answer group by group where another engine of an asynchronous run does."""
+    loop, path = draft.algorithm, "policy.generation.vllm_cfg.async_engine"
+    asked = draft.section(f"{loop}.async_{loop}").get("enabled") or draft.section("async_rl")
+    if asked and draft.get("policy.generation.backend") == "vllm" and not draft.get(path):
+        draft.change(path, True, "asynchronous rollouts are asked group by group")
+
+
+def pass_on_vllm_kwargs(draft: Draft) -> None:
+    """Split vLLM's arguments: those with a key of their own here, those that are passed on, and the rest, refused."""
+    for name, value in [*draft.section(_KWARGS).items()]:
+        path = f"{_KWARGS}.{name}"
+        if name in _OWN_NAMES:
+            draft.pop(path)
+            draft.set(f"policy.generation.vllm_cfg.{name}", value)
+            draft.origins[f"policy.generation.vllm_cfg.{name}"] = path
+            draft.notes.append(Note(Kind.RENAMED, path, f"policy.generation.vllm_cfg.{name}"))
+        elif not is_passed_on(name):
+            draft.pop(path)
+            draft.refuse(path, value, "remove it; it gives other answers, or is set elsewhere")
+    if draft.has(_KWARGS) and not draft.section(_KWARGS):
+        draft.pop(_KWARGS)
+
+
+def _drop(draft: Draft, path: str) -> None:
+    if draft.has(path):
+        draft.pop(path)
+        draft.dropped.append(path)
+
+
+STEPS = (
+    leave_out_idle,
+    read_estimator,
+    mask_mismatch,
+    overlap_as_can_be,
+    answer_one_by_one,
+    pass_on_vllm_kwargs,
+)
