@@ -47,7 +47,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 
 from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.microbatch import Microbatch
 from nemo_rl_mcore.losses.base import LossFunction, LossType, valid_counts
 from nemo_rl_mcore.megatron import parallel_groups
@@ -117,15 +116,17 @@ class AuxiliaryLosses:
         predicted = float(tokens_to_train(microbatch.rows, loss_fn.rows_per_sample).sum())
         self._microbatches += 1
         self._trained_microbatches += predicted > 0
-        model_rows = microbatch.model_rows
+        real = ~microbatch.whole.padding
         # Over no real token at all the load-balancing loss would be 0/0; there its scale is 0 anyway.
-        shows_padding = self._balances and bool(model_rows["input_lengths"].any())
-        routed = self._routed_tokens(model_rows, real_only=shows_padding) * self._sequence_ranks
+        shows_padding = self._balances and bool(real.any())
+        routed = self._routed_tokens(microbatch, real_only=shows_padding) * dist.get_world_size(
+            _sequence_ranks()
+        )
         self._balanced_microbatches += shows_padding
         recorded = float(shows_padding)
         if shows_padding and config.moe_router_load_balancing_type == "seq_aux_loss":
             # A row without a token counts in the number of sequences that TopKRouter takes the mean over.
-            recorded = float((model_rows["input_lengths"] > 0).double().mean())
+            recorded = float(real.any(1).double().mean())
             part *= recorded
         return AuxiliaryTerms(
             router=part / routed if routed else 0.0,
@@ -148,7 +149,7 @@ class AuxiliaryLosses:
             # both on for each further layer.
             inputs["labels"] = microbatch.to_model(next_tokens(microbatch.rows))
             inputs["loss_mask"] = next_token_mask_BS.float()
-        padding_BS = _padding(microbatch.model_rows)
+        padding_BS = microbatch.padding
         if terms.shows_padding:
             # The first chunk cuts the mask along with the sequence; the others take it as it comes.
             first = get_attr_wrapped_model(model, "pre_process")
@@ -209,7 +210,7 @@ class AuxiliaryLosses:
             total = entry.values.sum().double().reshape(1)
             dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
             # Each rank of a sequence has its part of the loss.
-            dist.all_reduce(total, group=parallel_groups.tensor_parallel_group())
+            dist.all_reduce(total, group=_sequence_ranks())
             (mean,) = self._mean_over_data_parallel(total, self._balanced_microbatches)
             found[name] = mean / self._config.num_layers
         return found
@@ -228,29 +229,24 @@ class AuxiliaryLosses:
 
     def _mean_over_data_parallel(self, total: torch.Tensor, microbatches: int) -> list[float]:
         packed = torch.cat([total, total.new_tensor([microbatches])])
-        dist.all_reduce(packed, group=parallel_groups.data_parallel_group())
+        packed = parallel_groups.gather_over_data_parallel_ranks(packed).sum(0)
         *sums, count = packed.tolist()
         return [value / max(count, 1.0) for value in sums]
 
-    @property
-    def _sequence_ranks(self) -> int:
-        """The ranks that share the tokens of one sequence."""
-        return self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
-
     def _own_columns(self, mask_BS: torch.Tensor) -> torch.Tensor:
-        """The columns of this rank's part of the sequence."""
-        return mask_BS.chunk(self._sequence_ranks, dim=1)[self._sequence_rank()]
+        """The columns of this rank's part, under sequence parallelism, of what the model is given."""
+        if not self._config.sequence_parallel:
+            return mask_BS
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        return mask_BS.chunk(self._config.tensor_model_parallel_size, dim=1)[rank]
 
-    def _routed_tokens(self, model_rows: BatchedDataDict, *, real_only: bool) -> int:
+    def _routed_tokens(self, microbatch: Microbatch, *, real_only: bool) -> int:
         """The tokens by whose number Megatron multiplies this rank's part of a load-balancing loss."""
-        rows, length = model_rows["input_ids"].shape
-        columns = length // self._sequence_ranks
         if not real_only:
-            return rows * columns
+            return self._own_columns(microbatch.padding).numel()
         if self._counts_all_ranks:
-            return int(model_rows["input_lengths"].sum())
-        lengths = model_rows["input_lengths"] - self._sequence_rank() * columns
-        return int(lengths.clamp(0, columns).sum())
+            return int((~microbatch.whole.padding).sum())
+        return int((~self._own_columns(microbatch.padding)).sum())
 
     @cached_property
     def _counts_all_ranks(self) -> bool:
@@ -259,20 +255,16 @@ class AuxiliaryLosses:
         Some versions do: get_tokens_per_expert_and_token_count (transformer/moe/moe_utils.py) sums over the ranks in
         place, before it reads the local number.
         """
-        ranks: Any = parallel_state.get_tensor_and_context_parallel_group()
         one_token = torch.ones(1, 1, dtype=torch.bool, device=accelerator.device())
-        _, local, _ = get_tokens_per_expert_and_token_count(one_token, ranks, topk=1, with_padding_mask=True)
+        _, local, _ = get_tokens_per_expert_and_token_count(
+            one_token, _sequence_ranks(), topk=1, with_padding_mask=True
+        )
         return float(local) > 1
 
-    def _sequence_rank(self) -> int:
-        return parallel_state.get_tensor_model_parallel_rank() if self._config.sequence_parallel else 0
 
-
-def _padding(model_rows: BatchedDataDict) -> torch.Tensor:
-    """True [B, S] where there is no token."""
-    length = model_rows["input_ids"].shape[1]
-    positions = torch.arange(length, device=model_rows["input_ids"].device)
-    return positions >= model_rows["input_lengths"].unsqueeze(1)
+def _sequence_ranks() -> Any:
+    """The ranks that share the tokens of one sequence: of tensor and context parallelism."""
+    return parallel_state.get_tensor_and_context_parallel_group()
 
 
 @contextmanager

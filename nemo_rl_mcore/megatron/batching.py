@@ -19,13 +19,15 @@ from nemo_rl_mcore.data.microbatch import BatchingStrategy, FixedRows, Microbatc
 from nemo_rl_mcore.data.sequence_packing import PackedRows
 from nemo_rl_mcore.data.token_budget import TokenBudget
 from nemo_rl_mcore.megatron import parallel_groups
+from nemo_rl_mcore.megatron.context_parallel import ContextParallelMicrobatch, slices_of_a_sample
 
 
 @dataclass(frozen=True)
 class Batching:
     """How this rank's rows become microbatches, on the CPU.
 
-    column_multiple: padded lengths are multiples of this.
+    column_multiple: padded lengths are multiples of this; of each sample in a packed row too, as far as context
+        parallelism asks for it.
     budgets: what microbatches are sized by; None for a fixed number of rows.
     """
 
@@ -55,12 +57,16 @@ class Batching:
         if not budgets.packed:
             return DynamicRows(budget, rows_per_sample)
         stages = self.config.pipeline_model_parallel_size
-        return PackedRows(budget, equal_columns=stages > 1, rows_per_sample=rows_per_sample)
+        slices = slices_of_a_sample(self.config.context_parallel_size)
+        return PackedRows(budget, stages > 1, rows_per_sample, row_multiple=slices)
 
     def _split(self, data: BatchedDataDict, strategy: BatchingStrategy) -> list[Microbatch]:
         groups = strategy.groups(data)
         empty = self._calls(len(groups)) - len(groups)
-        return strategy.build(data, groups + [[]] * empty)
+        built = strategy.build(data, groups + [[]] * empty)
+        if self.config.context_parallel_size == 1:
+            return built
+        return [ContextParallelMicrobatch.of(microbatch) for microbatch in built]
 
     def _calls(self, microbatches: int) -> int:
         """How often this rank runs the model: once at least, however few rows it has."""
@@ -81,13 +87,13 @@ def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[
     borders = microbatch.borders
     if not borders:
         return {"attention_mask": None}
-    if config.transformer_impl == "transformer_engine":
+    if config.transformer_impl == "transformer_engine" or config.context_parallel_size > 1:
         return {"attention_mask": None, "packed_seq_params": _packed_seq_params(borders)}
     return {"attention_mask": _hidden_keys(borders)}
 
 
 def _packed_seq_params(borders: tuple[int, ...]) -> PackedSeqParams:
-    """The borders for Transformer Engine's kernels, which run each sample by itself."""
+    """The borders for kernels that run each sample by itself, and for rotary positions cut sample by sample."""
     cumulative = torch.tensor(borders, dtype=torch.int32, device=accelerator.device())
     longest = max(end - start for start, end in pairwise(borders))
     return PackedSeqParams(

@@ -138,7 +138,7 @@ class ForwardBackward:
         """
         terms = [None if trained_by is None else self.auxiliary.terms(part, trained_by) for part in on_cpu]
         microbatches = [microbatch.to(accelerator.device()) for microbatch in on_cpu]
-        rows, columns = microbatches[0].model_rows["input_ids"].shape
+        rows, columns = microbatches[0].input_ids.shape
         guard = Guard(self.config)
         iterators: list[Any] = [iter(zip(microbatches, terms, strict=True)) for _ in self.chunks]
         try:
@@ -147,7 +147,8 @@ class ForwardBackward:
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=[*self.chunks] if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(microbatches),
-                seq_length=columns,
+                seq_length=columns
+                * self.config.context_parallel_size,  # of the whole rows, which Megatron cuts
                 micro_batch_size=rows,
                 forward_only=trained_by is None,
             )
@@ -179,7 +180,7 @@ class ForwardBackward:
                 self.auxiliary.follow(terms, output)
             return output, collect
 
-        return guard.forward_step(model, microbatch.model_rows["input_ids"], run)
+        return guard.forward_step(model, microbatch.input_ids, run)
 
     def _model_inputs(
         self,
@@ -188,12 +189,11 @@ class ForwardBackward:
         kind: ModelPass,
         model: torch.nn.Module,
     ) -> dict[str, Any]:
-        model_rows = microbatch.model_rows
         mask_BS = microbatch.to_model(kind.wanted(microbatch.rows))
-        input_ids, position_ids, _ = causal_inputs(model_rows["input_ids"])
+        _, position_ids, _ = causal_inputs(microbatch.rows["input_ids"])
         inputs = {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
+            "input_ids": microbatch.input_ids,
+            "position_ids": microbatch.to_model(position_ids),
             "output_processor": kind.processor,
             "output_processor_context": kind.context(microbatch, mask_BS),
         }

@@ -91,7 +91,7 @@ class DecodingSession:
 
     def _next_batch(self) -> _Batch | None:
         waiting = self._waiting.popleft() if self._waiting else None
-        steps = self._largest(0 if waiting is None else waiting.request.max_new_tokens)
+        steps = self._largest(0 if waiting is None else waiting.bound)
         return _Batch.of(self.model, waiting or _NOTHING, steps) if steps else None
 
     def _largest(self, number: int) -> int:
@@ -117,6 +117,11 @@ class _Waiting:
     request: GenerationRequest
     places: dict[int, int]
 
+    @property
+    def bound(self) -> int:
+        """Tokens of each response at most: the prompts have one length."""
+        return self.request.bound(next(iter(self.places.values()), 0))
+
 
 # What a rank without rows runs to keep the others company: one token, of which nothing is used.
 _NOTHING = _Waiting(
@@ -132,10 +137,12 @@ class _Batch:
     """Rows that run together. A row that is complete runs on, unseen, until all are.
 
     open: row of the session -> place in the batch, of those that are not complete.
-    steps: tokens that are drawn at most; stops: what ends each place; new_tokens: what was drawn for it.
+    bound: tokens of a response at most; steps: tokens that are drawn at most, for other ranks' rows too.
+    stops: what ends each place; new_tokens: what was drawn for it.
     """
 
     request: GenerationRequest
+    bound: int
     steps: int
     open: dict[int, int]
     sequences_BL: torch.Tensor
@@ -153,6 +160,7 @@ class _Batch:
         rows, length = prompts_BP.shape
         return cls(
             request,
+            waiting.bound,
             steps,
             {row: place for place, row in enumerate(waiting.places)},
             prompts_BP.to(device),
@@ -182,7 +190,7 @@ class _Batch:
             new_tokens.append(token)
         running = self.open
         stopped = [self.stops[place].met_by(self.new_tokens[place]) for place in running.values()]
-        at_limit = drawn + 1 == self.request.max_new_tokens
+        at_limit = drawn + 1 == self.bound
         self.open = {
             row: place
             for (row, place), ends in zip(running.items(), stopped, strict=True)

@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.distributed import DistributedDataParallelConfig as MegatronDDPConfig
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator
@@ -63,6 +64,7 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         overlap_p2p_comm=config.virtual_pipeline_model_parallel_size is not None,
         batch_p2p_comm=config.virtual_pipeline_model_parallel_size is None,
         context_parallel_size=config.context_parallel_size,
+        cp_comm_type=config.cp_comm_type,
         use_cpu_initialization=not accelerator.has_cuda(),
         # What is loaded in full need not be drawn before.
         perform_initialization=policy.model_name is None,
@@ -164,6 +166,17 @@ def in_precision(config: TransformerConfig, chunks: list[LanguageModel]) -> list
         if (head := value_head_of(module)) is not None:
             head.float()
     return modules
+
+
+def freeze_routers(modules: list[MegatronModule]) -> None:
+    """Take the routers' weights out of training: they get neither a buffer for gradients nor optimizer state.
+
+    What is trained below them still has gradients through them.
+    """
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, TopKRouter):
+                part.weight.requires_grad = False
 
 
 def freeze(modules: list[MegatronModule]) -> list[MegatronModule]:

@@ -10,11 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from nemo_rl_mcore.agreement import together
 from nemo_rl_mcore.megatron import parallel_groups
+from nemo_rl_mcore.megatron.context_parallel import (
+    context_parallel_group,
+    context_parallel_size,
+    own_positions,
+    owner_of,
+)
 from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, causal_inputs
 from nemo_rl_mcore.megatron.guard import Collect, Guard
 from nemo_rl_mcore.megatron.passes import no_tokens
@@ -25,7 +32,8 @@ NextLogits = Callable[[torch.Tensor], torch.Tensor]
 
 def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogits:
     """Cached decoding where the layout lets a single token through the model, else a whole pass for each token."""
-    if parallel_groups.pipeline_stages() > 1 or model.config.sequence_parallel:
+    config = model.config
+    if parallel_groups.pipeline_stages() > 1 or config.sequence_parallel or config.context_parallel_size > 1:
         return RecomputedLogits(model)
     return CachedLogits(model, StaticInferenceContext(rows, max_length))
 
@@ -77,7 +85,7 @@ class CachedLogits:
 
 @dataclass(frozen=True)
 class RecomputedLogits:
-    """Runs all tokens through the schedule, so that pipeline stages and sequence parallelism work as in training."""
+    """Runs all tokens through the schedule: pipeline stages and shared sequences work as in training."""
 
     model: ForwardBackward
 
@@ -85,19 +93,22 @@ class RecomputedLogits:
         """See `NextLogits`."""
         rows, length = sequences_BL.shape
         padded = torch.nn.functional.pad(sequences_BL, (0, -length % self.model.sequence_multiple))
-
+        input_ids, positions, mask = causal_inputs(padded)
+        own = own_positions(padded.shape[1]).to(padded.device)
+        input_ids, positions = input_ids.index_select(1, own), positions.index_select(1, own)
+        owner, place = owner_of(length - 1, padded.shape[1])
         guard = Guard(self.model.config)
 
         def forward_step(_data: object, chunk: Any) -> Any:
             def run() -> tuple[torch.Tensor, Collect]:
                 logits_BV = chunk(
-                    *causal_inputs(padded),
+                    *(input_ids, positions, mask),
                     output_processor=_logits_at,
-                    output_processor_context=_Place(length - 1),
+                    output_processor_context=_Place(place),
                 )
                 return logits_BV, lambda output: (output.sum(), no_tokens(output), output)
 
-            return guard.forward_step(chunk, padded, run)
+            return guard.forward_step(chunk, input_ids, run)
 
         chunks = self.model.chunks
         interleaved = len(chunks) > 1
@@ -113,7 +124,10 @@ class RecomputedLogits:
         )
         with together("the next token", parallel_groups.pipeline_group()):
             guard.raise_error()
-        return parallel_groups.broadcast_tensor_from_last_stage(parts[0] if parts else None)
+        logits_BV = parts[0] if parts else None
+        if logits_BV is not None and context_parallel_size() > 1:
+            dist.broadcast(logits_BV, group=context_parallel_group(), group_src=owner)
+        return parallel_groups.broadcast_tensor_from_last_stage(logits_BV)
 
 
 def _logits_at(

@@ -107,7 +107,7 @@ def tensor_parallel_group() -> dist.ProcessGroup:
 
 
 def data_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold different tokens, those of context parallelism included."""
+    """The ranks that hold different tokens, those of context parallelism included: weights' gradients are their sum."""
     return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
@@ -129,8 +129,9 @@ def is_last_stage() -> bool:
 
 
 def gather_over_data_parallel_ranks(numbers: torch.Tensor) -> torch.Tensor:
-    """From [N] on each rank to [ranks, N], on the CPU."""
-    return all_gather_rows(numbers[None].to(accelerator.device()), data_parallel_group()).cpu()
+    """From [N] on each rank to [ranks, N], on the CPU; of ranks that share their sequences, one counts."""
+    ranks = cast(dist.ProcessGroup, parallel_state.get_data_parallel_group())
+    return all_gather_rows(numbers[None].to(accelerator.device()), ranks).cpu()
 
 
 def broadcast_from_last_stage(value: Any) -> Any:

@@ -20,11 +20,12 @@ from nemo_rl_mcore.config.logits_cache import LogitsCache
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.megatron import parallel_groups
+from nemo_rl_mcore.megatron.context_parallel import slices_of_a_sample
 from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_mode
 from nemo_rl_mcore.megatron.grad_sync import deferred_grad_sync, drop_reductions, finalize_gradients
 from nemo_rl_mcore.megatron.hf_weights.load import load_pretrained
 from nemo_rl_mcore.megatron.hook_check import require_hook
-from nemo_rl_mcore.megatron.model import build_model, freeze, in_precision, wrap_data_parallel
+from nemo_rl_mcore.megatron.model import build_model, freeze, freeze_routers, in_precision, wrap_data_parallel
 from nemo_rl_mcore.megatron.optimizer import build_optimizer, build_scheduler
 from nemo_rl_mcore.megatron.output_processor import fused_processor, unfused_processor
 from nemo_rl_mcore.megatron.overlapped_grad_sync import OverlappedGradSync
@@ -65,6 +66,8 @@ class MegatronTrainBackend:
             for model in models:
                 give_value_head(model)
         modules = in_precision(self.config, models)
+        if options.trained and policy.megatron_cfg.freeze_moe_router:
+            freeze_routers(modules)
         self._wrapped = wrap_data_parallel(policy, self.config, modules) if options.trained else []
         self.chunks: list[MegatronModule] = [*self._wrapped] or freeze(modules)
         if options.trained:
@@ -225,5 +228,7 @@ def _head_adds_to_main_grad(policy: PolicyConfig) -> bool:
 
 
 def _sequence_multiple(policy: PolicyConfig) -> int:
-    """What batches are padded to: sequence parallelism gives each tensor-parallel rank an equal part."""
-    return policy.megatron_cfg.tensor_model_parallel_size if policy.megatron_cfg.sequence_parallel else 1
+    """What batches are padded to: each rank that shares a sequence has an equal part of it."""
+    megatron = policy.megatron_cfg
+    parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
+    return parts * slices_of_a_sample(megatron.context_parallel_size)

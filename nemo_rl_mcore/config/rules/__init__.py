@@ -14,6 +14,7 @@ from nemo_rl_mcore.config.rules import (
     asynchronous,
     batch_sizes,
     checkpointing,
+    context_parallelism,
     copies,
     environments,
     episodes,
@@ -35,6 +36,7 @@ from nemo_rl_mcore.config.run_models import ModelPlan
 FEATURES: tuple[Rules, ...] = (
     fused_logprobs.RULES,
     parallelism.RULES,
+    context_parallelism.RULES,
     weights.RULES,
     batch_sizes.RULES,
     packing.RULES,

@@ -1,5 +1,6 @@
 """How the samples of a step divide into optimizer steps, ranks and microbatches."""
 
+import math
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
@@ -104,8 +105,18 @@ def _budget_of_a_pair(config: RunConfig) -> Iterator[Problem]:
 
 def _divisor_near(wanted: int, number: int, ranks: int) -> int:
     """The largest divisor of a number, and multiple of its divisor `ranks`, that is not above the wanted one if any."""
-    fitting = [size for size in range(ranks, number + 1, ranks) if number % size == 0]
+    shares = number // ranks
+    pairs = (
+        (share, shares // share)
+        for share in range(1, min(math.isqrt(shares), _TRIED) + 1)
+        if not shares % share
+    )
+    fitting = [share * ranks for pair in pairs for share in pair]
     return max((size for size in fitting if size <= wanted), default=ranks)
+
+
+_TRIED = 1_000_000
+"""Divisors that are looked for; of a number above its square the remedy names one that is near enough."""
 
 
 RULES = Rules(

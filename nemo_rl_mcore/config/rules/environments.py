@@ -3,10 +3,11 @@
 import math
 from collections.abc import Iterator
 
-from nemo_rl_mcore.config.base import Problem, has_no_effect
+from nemo_rl_mcore.config.base import Problem, has_no_effect, join_path
 from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
-from nemo_rl_mcore.config.master import GRPOMasterConfig, RunConfig
+from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.source import SourceConfig, each
 
 _SIZE = "env.pool.size"
 _TIMEOUT = "env.pool.timeout_s"
@@ -23,10 +24,10 @@ def _beside_training(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 "incompatible",
                 _SIZE,
-                f"0 does not go with grpo.async_grpo.enabled: true and env.{name}, which would hold up the thread that "
-                "asks the engines",
+                f"0 does not go with {config.asynchrony_key}.enabled: true and env.{name}, which would hold up the "
+                "thread that asks the engines",
                 "set it to 1 or more",
-                ("grpo.async_grpo.enabled", f"env.{name}"),
+                (f"{config.asynchrony_key}.enabled", f"env.{name}"),
             )
 
 
@@ -47,16 +48,31 @@ def _deadlines(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _dropped_answers(config: RunConfig) -> Iterator[Problem]:
+    """Yield rows to drop of a source that does not end, of which nobody knows them all before they train."""
+    if config.env.math is None or config.env.math.unparsable != "drop":
+        return
+    for place, source in each(config.data.train).items():
+        if isinstance(source, SourceConfig) and source.streaming:
+            yield Problem(
+                "incompatible",
+                "env.math.unparsable",
+                f"drop does not go with {join_path('data.train', place)}.streaming: true",
+                "set it to zero",
+                (f"{join_path('data.train', place)}.streaming",),
+            )
+
+
 def _stall(config: RunConfig) -> Iterator[Problem]:
     """Yield a stall that is told before a reply that does not come is given up."""
-    if not (isinstance(config, GRPOMasterConfig) and config.asynchronous and config.env.pool_size):
+    if not (config.asynchronous and config.env.pool_size):
         return
-    pool, stall = config.env.pool, config.grpo.async_grpo.stall_timeout_s
+    pool, stall = config.env.pool, config.asynchrony.stall_timeout_s
     longest = pool.timeout_s * (pool.retries + 1)
     if stall is not None and stall <= longest:
         yield Problem(
             "too-small",
-            "grpo.async_grpo.stall_timeout_s",
+            f"{config.asynchrony_key}.stall_timeout_s",
             f"{stall:g} is over before a reply is given up, after {longest:g} (env.pool.timeout_s: "
             f"{pool.timeout_s:g}, asked once and env.pool.retries: {pool.retries} times more)",
             f"set it above {longest:g}, or lower the other two",
@@ -104,4 +120,4 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
         yield Problem("not-allowed", "env.pool.num_gpus", what, f"set it to {math.ceil(gpus)}")
 
 
-RULES = Rules(of_runs=(_beside_training, _deadlines, _stall, _unread, _weights, _gpus))
+RULES = Rules(of_runs=(_beside_training, _deadlines, _dropped_answers, _stall, _unread, _weights, _gpus))

@@ -1,4 +1,4 @@
-"""What the fused log-probabilities cannot honour; packing has a file of its own."""
+"""What the fused log-probabilities cannot honour; packing and context parallelism have their own files."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,12 +46,6 @@ def fused_guardrails(policy: PolicyConfig) -> Iterator[Guardrail]:
     all_logits = "filtering needs all logits of a token at once"
     rules: tuple[tuple[str, object, object, str], ...] = (
         ("megatron_cfg.enabled", megatron.enabled, True, "only Megatron has the hook"),
-        (
-            "megatron_cfg.context_parallel_size",
-            megatron.context_parallel_size,
-            1,
-            "the fused path reads whole sequences",
-        ),
         ("generation.top_k", generation.top_k, None, all_logits),
         ("generation.top_p", generation.top_p, 1.0, all_logits),
         (

@@ -110,7 +110,7 @@ def _embedded_engines(config: RunConfig) -> Iterator[Problem]:
     # Of weights that are named, the key that names them is told.
     if policy.model_name is None and (reason := missing_family(policy.model)):
         # An asynchronous run would send whoever sets it to true back to false.
-        on_ranks = "grpo.async_grpo.enabled: false and colocated.enabled: true"
+        on_ranks = f"{config.asynchrony_key}.enabled: false and colocated.enabled: true"
         remedy = f"set {on_ranks if config.asynchronous else 'it to true'}"
         yield Problem(
             "not-supported",

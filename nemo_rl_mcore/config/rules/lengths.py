@@ -8,8 +8,10 @@ from nemo_rl_mcore.config.rules.feature import Rules
 
 
 def _room(config: RunConfig) -> Iterator[Problem]:
-    prompt, response = config.data.max_prompt_length or 1, config.policy.generation.max_new_tokens
+    prompt, response = config.data.max_prompt_length or 1, config.policy.reserved_tokens
     longest = config.policy.max_total_sequence_length
+    if config.policy.generation.fit_to_sequence and config.data.max_input_seq_length:
+        return  # rows that leave no token for an answer are too long, see data.overlong
     if prompt + response > longest:
         remedy = f"set it to {prompt + response}, or lower the other two"
         # NeMo RL's recipes compute the other two from it, and then they would grow with it; positions do not.
@@ -17,11 +19,13 @@ def _room(config: RunConfig) -> Iterator[Problem]:
         positions = config.policy.model.max_position_embeddings
         if computed or prompt + response > positions:
             remedy = f"lower the other two, which together may be {min(longest, positions)}"
+        fits = config.policy.generation.fit_to_sequence
+        needed = "one token of a response" if fits else f"policy.generation.max_new_tokens: {response}"
         yield Problem(
             "too-small",
             "policy.max_total_sequence_length",
             f"{longest} has no room for the longest prompt ({prompt}: data.max_input_seq_length, or what "
-            f"the task needs) and policy.generation.max_new_tokens: {response}",
+            f"the task needs) and {needed}",
             remedy,
             (
                 *(() if config.data.max_input_seq_length else ("data.dataset_name",)),
@@ -37,13 +41,13 @@ def _second_answer(config: RunConfig) -> Iterator[Problem]:
     policy = config.policy
     if config.max_rollout_turns == 1:
         return
-    shortest = 1 + 2 * policy.generation.max_new_tokens
+    shortest = 1 + 2 * policy.reserved_tokens
     if shortest > (longest := policy.max_total_sequence_length):
         yield Problem(
             "too-small",
             "policy.max_total_sequence_length",
             f"{longest} has no room for two answers of policy.generation.max_new_tokens: "
-            f"{policy.generation.max_new_tokens}, so that no episode has a second turn",
+            f"{policy.reserved_tokens}, so that no episode has a second turn",
             f"set it to {shortest} and what prompts and observations take, or "
             f"{config.algorithm}.max_rollout_turns: 1",
             ("policy.generation.max_new_tokens", f"{config.algorithm}.max_rollout_turns"),

@@ -14,8 +14,8 @@ from nemo_rl_mcore.config.master import (
 from nemo_rl_mcore.config.rules.feature import Rules
 
 
-def _policy_gradient(config: RunConfig) -> tuple[str, ClippedPGLossConfig, AdvantageEstimatorConfig] | None:
-    """The policy-gradient loss of a run that has one: its section, itself, and what makes its advantages."""
+def policy_gradient(config: RunConfig) -> tuple[str, ClippedPGLossConfig, AdvantageEstimatorConfig] | None:
+    """Return the policy-gradient loss of a run that has one: its section, itself, and what makes its advantages."""
     match config:
         case GRPOMasterConfig():
             return "loss_fn", config.loss_fn, config.grpo.adv_estimator
@@ -28,17 +28,15 @@ def _policy_gradient(config: RunConfig) -> tuple[str, ClippedPGLossConfig, Advan
 
 
 def one_step_per_rollout(config: RunConfig) -> bool:
-    """Say whether the run takes one optimizer step over a rollout, so that its ratios are 1.
-
-    Of synchronous runs only one whose loss treats the policy as the one that sampled is taken to.
+    """Say whether the run must take one optimizer step over a rollout: it trains on parts of it as they come, or its
+    loss treats the policy as the one that sampled.
     """
-    of_loss = _policy_gradient(config)
-    one_step = config.samples_per_step == config.policy.train_global_batch_size
-    return (config.asynchronous and one_step) or (of_loss is not None and of_loss[1].force_on_policy_ratio)
+    of_loss = policy_gradient(config)
+    return config.streams or (of_loss is not None and of_loss[1].force_on_policy_ratio)
 
 
 def _one_step_per_rollout(config: RunConfig) -> Iterator[Problem]:
-    if (of_loss := _policy_gradient(config)) is None:
+    if (of_loss := policy_gradient(config)) is None:
         return
     section, loss, _ = of_loss
     batch, samples = config.policy.train_global_batch_size, config.samples_per_step
@@ -67,7 +65,7 @@ def _one_step_per_rollout(config: RunConfig) -> Iterator[Problem]:
 
 
 def _bounds_of_nothing(config: RunConfig) -> Iterator[Problem]:
-    if (of_loss := _policy_gradient(config)) is None:
+    if (of_loss := policy_gradient(config)) is None:
         return
     section, loss, _ = of_loss
     bounded = (
@@ -91,7 +89,7 @@ def _bounds_of_nothing(config: RunConfig) -> Iterator[Problem]:
 
 
 def _lost_penalty(config: RunConfig) -> Iterator[Problem]:
-    if (of_loss := _policy_gradient(config)) is None or isinstance(config, PPOMasterConfig):
+    if (of_loss := policy_gradient(config)) is None or isinstance(config, PPOMasterConfig):
         return
     section, loss, estimator = of_loss
     name = f"{config.algorithm}.adv_estimator.name"
@@ -139,7 +137,7 @@ def _distillation(config: RunConfig) -> Iterator[Problem]:
 
 
 def _prev_logprobs(config: RunConfig) -> Iterator[Problem]:
-    if config.policy.recompute_prev_logprobs == "always" and _policy_gradient(config) is None:
+    if config.policy.recompute_prev_logprobs == "always" and policy_gradient(config) is None:
         without = " without loss_fn.rl_weight" if isinstance(config, DistillationMasterConfig) else ""
         because = f"with {config.algorithm}{without}, which has no ratio to earlier weights"
         yield has_no_effect("policy.recompute_prev_logprobs", "always", because)

@@ -20,10 +20,10 @@ def _nobody_needs_it(config: RunConfig) -> Iterator[Problem]:
     if config.asynchronous:
         yield _refused(
             config,
-            "does not go with grpo.async_grpo.enabled: true: its engines have devices of their own, and its ranks read "
-            "log-probabilities between the chunks of a step, whose gradients must stay",
+            f"does not go with {config.asynchrony_key}.enabled: true: its engines have devices of their own, and its "
+            "ranks read log-probabilities between the chunks of a step, whose gradients must stay",
             "set it to none",
-            "grpo.async_grpo.enabled",
+            f"{config.asynchrony_key}.enabled",
         )
     elif isinstance(config, SFTMasterConfig) and not config.policy.generation.takes_turns:
         reason = "gives nobody anything: supervised fine-tuning reads no log-probabilities before it trains"

@@ -33,16 +33,6 @@ def _even_cuts(policy: PolicyConfig) -> Iterator[Problem]:
         yield from cut(policy.model, policy.megatron_cfg, policy.weights)
 
 
-def _context(policy: PolicyConfig) -> Iterator[Problem]:
-    if policy.megatron_cfg.context_parallel_size > 1:
-        yield Problem(
-            "not-supported",
-            "megatron_cfg.context_parallel_size",
-            f"{policy.megatron_cfg.context_parallel_size}: context parallelism is not supported yet",
-            "set context_parallel_size: 1",
-        )
-
-
 def _training(policy: PolicyConfig) -> Iterator[Problem]:
     """Yield layouts under which a model is not trained, or that say nothing of it."""
     model, megatron = policy.model, policy.megatron_cfg
@@ -247,7 +237,7 @@ def _layers_on_cpu(config: RunConfig) -> Iterator[Problem]:
 
 
 RULES = Rules(
-    of_models=(_even_cuts, _context),
+    of_models=(_even_cuts,),
     of_policies=(_training,),
     of_runs=(_layout, _overlap_in_fp32, _layers_on_cpu),
 )

@@ -14,7 +14,7 @@ def _drawn_prompts(config: RunConfig) -> Iterator[Problem]:
     name, data, loop = config.algorithm, config.data, config.loop
     if not isinstance(loop, RolloutConfig):
         return
-    drawn = loop.drawn_prompts
+    drawn = loop.prompts_per_round
     if drawn != int(drawn):
         yield Problem(
             "not-divisible",
@@ -23,23 +23,14 @@ def _drawn_prompts(config: RunConfig) -> Iterator[Problem]:
             "give a multiple that is",
             (f"{name}.num_prompts_per_step",),
         )
-    rounds = loop.dynamic_sampling_max_gen_batches if loop.use_dynamic_sampling else 1
-    if data.embedded and drawn * rounds > data.train_prompts:
-        factors = (
-            "batch_multiplier and dynamic_sampling_max_gen_batches" if rounds > 1 else "batch_multiplier"
-        )
+    if data.embedded and loop.num_prompts_per_step > data.train_prompts:
         yield Problem(
             "too-large",
             f"{name}.num_prompts_per_step",
-            f"{loop.num_prompts_per_step} (times {factors}) is above the {data.train_prompts} "
-            f"different training prompts of data.num_digits: {data.num_digits}",
+            f"{loop.num_prompts_per_step} is above the {data.train_prompts} different training prompts of "
+            f"data.num_digits: {data.num_digits}",
             "lower it, or raise data.num_digits",
-            (
-                "data.dataset_name",
-                "data.num_digits",
-                f"{name}.batch_multiplier",
-                f"{name}.dynamic_sampling_max_gen_batches",
-            ),
+            ("data.dataset_name", "data.num_digits"),
         )
 
 
@@ -163,7 +154,9 @@ def _streams(config: RunConfig) -> Iterator[Problem]:
         )
     if config.asynchronous:
         what = f"true draws prompts of several steps at a time, and {key}: true reads them step after step"
-        yield Problem("incompatible", "grpo.async_grpo.enabled", what, "set one of the two to false", (key,))
+        yield Problem(
+            "incompatible", f"{config.asynchrony_key}.enabled", what, "set one of the two to false", (key,)
+        )
 
 
 RULES = Rules(of_runs=(_drawn_prompts, _given_rows, _held_out_prompts, _named_sets, _gold_answers, _streams))

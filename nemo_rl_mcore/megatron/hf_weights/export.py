@@ -18,7 +18,7 @@ from nemo_rl_mcore.config import ModelConfig, PolicyConfig
 from nemo_rl_mcore.config.hf.hf_config import family_of, hf_config_of
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.config.hf.pretrained import read_hf_config
-from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.data.tokenizer import ChatTemplate, load_tokenizer
 from nemo_rl_mcore.megatron.hf_weights.files import ShardWriter
 from nemo_rl_mcore.megatron.hf_weights.names import Weight, all_weights
 from nemo_rl_mcore.megatron.hf_weights.placement import Place, local_parameters, this_place
@@ -93,7 +93,7 @@ def _make_room(folder: Path, partial: Path) -> None:
 
 def _write_surroundings(policy: PolicyConfig, folder: Path, origin: str | None) -> None:
     """config.json, the tokenizer and, where the weights came with one, generation_config.json."""
-    tokenizer = load_tokenizer(policy.tokenizer.name)
+    tokenizer = load_tokenizer(policy.tokenizer.name, template=ChatTemplate(policy.tokenizer.chat_template))
     tokenizer.save_as_hugging_face(folder)
     origin_config = read_hf_config(origin) if origin else None
     config = hf_config_of(policy.model, dtype=policy.precision, origin=origin_config)

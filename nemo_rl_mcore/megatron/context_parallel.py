@@ -1,0 +1,141 @@
+"""Context parallelism: the ranks of a group share the tokens of each sequence.
+
+A sequence is cut into 2 CP slices of equal length, and rank r has slices r and 2 CP - 1 - r (zigzag): the work of
+causal attention, which grows along the sequence, is then the same on each. That is the layout that Megatron's rotary
+embedding and Transformer Engine's attention expect; samples of a packed row are cut one by one.
+
+Losses read whole sequences: `ContextParallelMicrobatch` gives the model a rank's tokens, and gathers what it says of
+them. Each rank computes the loss of the whole rows, and takes back the gradient of its own tokens alone. The ranks'
+gradients of a weight add up over the data-parallel group, which has the context ranks in it.
+
+Shapes: B rows, L columns of a row of the model, CP ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Self, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from nemo_rl_mcore.data.microbatch import Microbatch
+
+
+@dataclass(frozen=True)
+class ContextParallelMicrobatch(Microbatch):
+    """A microbatch of which this rank's model sees a part of each sequence.
+
+    shared: the microbatch of whole sequences. positions: int64 [L / CP], the columns of its rows that are this rank's.
+    """
+
+    shared: Microbatch
+    positions: Tensor
+
+    @classmethod
+    def of(cls, whole: Microbatch) -> Self:
+        """Take this rank's part; raises ValueError where a sample is no multiple of 2 CP tokens."""
+        columns = whole.input_ids.shape[1]
+        positions = zigzag(whole.borders or (0, columns), context_parallel_size())[context_parallel_rank()]
+        return cls(whole.rows, whole.places, whole, positions)
+
+    @property
+    def whole(self) -> Microbatch:
+        """See `Microbatch.whole`."""
+        return self.shared
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Return those of the whole row."""
+        return self.whole.borders
+
+    def to_model(self, values_BS: Tensor) -> Tensor:
+        """[B, S, ...] to this rank's [B, L / CP, ...]."""
+        return self.whole.to_model(values_BS).index_select(1, self.positions)
+
+    def from_model(self, values: Tensor) -> Tensor:
+        """[B, L / CP, ...] of each rank to [B, S, ...]; the gradient of a rank's own tokens flows back."""
+        # The loss is computed on every rank: what comes back is whole already, and is not summed over the ranks.
+        gathered = gather_in_order(
+            values.transpose(0, 1), self.whole.borders, grad_of_every_rank_is_whole=True
+        )
+        return self.whole.from_model(gathered.transpose(0, 1))
+
+    def to(self, device: torch.device) -> Self:
+        """Return the microbatch on a device."""
+        whole = self.whole.to(device)
+        return replace(
+            self, rows=whole.rows, places=whole.places, shared=whole, positions=self.positions.to(device)
+        )
+
+
+def gather_in_order(local: Tensor, borders: Sequence[int], *, grad_of_every_rank_is_whole: bool) -> Tensor:
+    """Gather the ranks' parts [L / CP, ...] of a sequence to [L, ...] in its order.
+
+    borders: where the samples of a packed row begin and end; empty for one sample.
+    grad_of_every_rank_is_whole: each rank has the gradient of all that is made of the result, and keeps its own part;
+        else each has that of its own uses alone, and they are summed.
+    """
+    ranks = context_parallel_size()
+    gathered: Tensor = gather_from_sequence_parallel_region(
+        local.contiguous(),
+        tensor_parallel_output_grad=not grad_of_every_rank_is_whole,
+        group=context_parallel_group(),
+    )
+    order = zigzag(tuple(borders) or (0, len(gathered)), ranks).flatten()
+    return gathered.index_select(0, order.argsort().to(local.device))
+
+
+@lru_cache(maxsize=64)
+def zigzag(borders: tuple[int, ...], ranks: int) -> Tensor:
+    """Return the positions that each rank has of a row, int64 [CP, L / CP], slice by slice of each sample.
+
+    Raises ValueError where a sample cannot be cut evenly.
+    """
+    if ranks == 1:
+        return torch.arange(borders[-1]).unsqueeze(0)
+    parts: list[Tensor] = []
+    for start, end in pairwise(borders):
+        if (end - start) % (2 * ranks):
+            raise ValueError(f"a sample of {end - start} tokens is not cut evenly into {2 * ranks} slices")
+        slices = torch.arange(start, end).view(2 * ranks, -1)
+        parts.append(torch.cat([slices[:ranks], slices.flip(0)[:ranks]], dim=1))
+    return torch.cat(parts, dim=1)
+
+
+def slices_of_a_sample(ranks: int) -> int:
+    """Return into how many slices of equal length a sample is cut for so many ranks; 1 for one of them."""
+    return 2 * ranks if ranks > 1 else 1
+
+
+def own_positions(columns: int) -> Tensor:
+    """Return the positions that this rank has of rows of so many columns, int64 [columns / CP]."""
+    return zigzag((0, columns), context_parallel_size())[context_parallel_rank()]
+
+
+def owner_of(position: int, columns: int) -> tuple[int, int]:
+    """Return which rank has a position of rows of so many columns, and at which of its columns."""
+    rank, column = (zigzag((0, columns), context_parallel_size()) == position).nonzero()[0].tolist()
+    return rank, column
+
+
+def context_parallel_size() -> int:
+    """Return how many ranks share each sequence."""
+    return cast(int, parallel_state.get_context_parallel_world_size())
+
+
+def context_parallel_rank() -> int:
+    """Return the place of this rank among them."""
+    return cast(int, parallel_state.get_context_parallel_rank())
+
+
+def context_parallel_group() -> dist.ProcessGroup:
+    """Return the ranks that share each sequence."""
+    group: Any = parallel_state.get_context_parallel_group()
+    return cast(dist.ProcessGroup, group)

@@ -1,0 +1,127 @@
+"""Make the mistakes of context parallelism, one at a time, and show which check of the test suite catches each.
+
+    .venv/bin/python tests/mutations/context_parallel_mutations.py
+
+Prints a table as `train_step_mutations.py` does.
+"""
+
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mutations.harness import Check, Mutation, run_table
+
+
+def _equal(answers: list[Any]) -> bool:
+    return all(difference < 1e-5 for difference in answers)
+
+
+ROWS, PACKED, EXPERTS = (
+    Check("test_context_parallel", "against_data_parallel", (way, experts), _equal, ranks=2)
+    for way, experts in (("rows-8", False), ("packing-29", False), ("rows-2", True))
+)
+
+
+def gradients_of_keys_and_values_twice() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.megatron import attention, context_parallel
+
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        gathered = context_parallel.gather_in_order(*args, **kwargs)
+        if gathered.requires_grad:
+            gathered.register_hook(lambda gradient: 2 * gradient)
+        return gathered
+
+    return patch.object(attention, "gather_in_order", twice)
+
+
+def gradients_of_whole_losses_summed() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.megatron import context_parallel
+
+    plain = context_parallel.gather_in_order
+    return patch.object(
+        context_parallel,
+        "gather_in_order",
+        lambda local, borders, **_: plain(local, borders, grad_of_every_rank_is_whole=False),
+    )
+
+
+def context_ranks_counted_as_data_parallel() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.megatron import parallel_groups
+    from nemo_rl_mcore.ops._groups import all_gather_rows
+
+    return patch.object(
+        parallel_groups,
+        "gather_over_data_parallel_ranks",
+        lambda numbers: all_gather_rows(numbers[None], parallel_groups.data_parallel_group()),
+    )
+
+
+def contiguous_slices() -> AbstractContextManager[Any]:
+    import torch
+
+    from nemo_rl_mcore.megatron import attention, context_parallel
+
+    def contiguous(borders: tuple[int, ...], ranks: int) -> torch.Tensor:
+        return torch.arange(borders[-1]).view(ranks, -1)
+
+    return _both(
+        patch.object(context_parallel, "zigzag", contiguous), patch.object(attention, "zigzag", contiguous)
+    )
+
+
+def borders_of_packed_samples_forgotten() -> AbstractContextManager[Any]:
+    import torch
+
+    from nemo_rl_mcore.megatron import attention, context_parallel
+
+    def visible(borders: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
+        return context_parallel.zigzag(borders, ranks)[rank].unsqueeze(1) >= torch.arange(borders[-1])
+
+    return patch.object(attention, "_visible_keys", visible)
+
+
+def balance_counted_for_each_context_rank() -> AbstractContextManager[Any]:
+    from nemo_rl_mcore.megatron import auxiliary_losses, parallel_groups
+
+    return patch.object(auxiliary_losses, "_sequence_ranks", parallel_groups.tensor_parallel_group)
+
+
+def rotary_positions_of_the_other_rank() -> AbstractContextManager[Any]:
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+
+    from nemo_rl_mcore.megatron import context_parallel
+
+    def of_the_other(positions: Any, _dimension: int, _group: Any) -> Any:
+        ranks = context_parallel.context_parallel_size()
+        other = (context_parallel.context_parallel_rank() + 1) % ranks
+        return positions[context_parallel.zigzag((0, len(positions)), ranks)[other]]
+
+    return patch.object(rotary_pos_embedding, "get_pos_emb_on_this_cp_rank", of_the_other)
+
+
+def _both(*patches: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    from contextlib import ExitStack
+
+    stack = ExitStack()
+    for one in patches:
+        stack.enter_context(one)
+    return stack
+
+
+MUTATIONS = (
+    Mutation(gradients_of_keys_and_values_twice, (ROWS,)),
+    Mutation(gradients_of_whole_losses_summed, (ROWS,)),
+    Mutation(context_ranks_counted_as_data_parallel, (ROWS,)),
+    Mutation(contiguous_slices, (ROWS,)),
+    Mutation(borders_of_packed_samples_forgotten, (PACKED,)),
+    Mutation(balance_counted_for_each_context_rank, (EXPERTS,)),
+    Mutation(rotary_positions_of_the_other_rank, (ROWS,)),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(run_table(MUTATIONS))
