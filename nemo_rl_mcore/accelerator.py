@@ -168,6 +168,7 @@ def _with_cpu_device_keyword(function: Callable[..., Any]) -> Callable[..., Any]
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is not None:
             kwargs["device"] = _as_cpu(kwargs["device"])
+        kwargs.pop("pin_memory", None)  # for copies to a GPU; torch refuses it without a driver
         return function(*args, **kwargs)
 
     return wrapped

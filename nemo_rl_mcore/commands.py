@@ -4,6 +4,7 @@ Nothing heavy is imported here: a mistake in a recipe is reported before torch, 
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ def run_command(arguments: Sequence[str] | None) -> int:
     options, overrides = parse(arguments)
     try:
         if options.command in _WITHOUT_A_RUN:
+            gc.enable()
             return _WITHOUT_A_RUN[options.command](options, overrides)
         config, warnings = _load(options, overrides)
         of_a_run = options.command not in _OVER_WEIGHTS
@@ -41,6 +43,7 @@ def run_command(arguments: Sequence[str] | None) -> int:
     except (ConfigError, NotACheckpointError) as error:
         write_line(sys.stderr, str(error))
         return EXIT_CONFIG_ERROR
+    gc.enable()
     match options.command:
         case "check" if options.resolved:
             return _resolved(config, options, overrides)

@@ -9,7 +9,6 @@ from functools import cache
 from pathlib import Path
 
 from nemo_rl_mcore.algorithms.engine_comparison import rows_to_compare
-from nemo_rl_mcore.algorithms.rollout import Responder
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.console import open_console
@@ -27,6 +26,7 @@ from nemo_rl_mcore.observability.ending import exit_status
 from nemo_rl_mcore.observability.startup import Startup
 from nemo_rl_mcore.output import count_of, say_aside, write_line
 from nemo_rl_mcore.parts import stop_ids_of, tokenizer_of
+from nemo_rl_mcore.rollouts.player import Responder
 from nemo_rl_mcore.run_folders import held_folders
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.workers.one_process import OneProcess

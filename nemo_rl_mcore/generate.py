@@ -11,7 +11,6 @@ from itertools import batched
 from pathlib import Path
 from typing import TextIO
 
-from nemo_rl_mcore.algorithms.rollout import Responder, Rollout
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.data import RowKind
@@ -27,6 +26,7 @@ from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.observability.ending import exit_status
 from nemo_rl_mcore.output import say_aside, write_line
 from nemo_rl_mcore.parts import stop_ids_of, tokenizer_of
+from nemo_rl_mcore.rollouts.player import Responder, Rollout
 from nemo_rl_mcore.strict_json import shortened
 from nemo_rl_mcore.workers.policy import open_place, start_frozen
 

@@ -155,7 +155,8 @@ class GenerationInterface(Protocol):
 class RolloutEngines(GenerationInterface, Protocol):
     """Engines apart from the ranks, which answer group by group while the ranks train and weights change.
 
-    `respond` is called from one asyncio loop, beside the other methods, which are called from elsewhere.
+    `respond` is called from one asyncio loop, the other methods from other threads meanwhile. Both ways to ask are
+    needed: `generate` spreads many rows of one version over all engines, `respond` asks one for a group of any version.
     """
 
     @property
@@ -249,19 +250,18 @@ class ScoresAnswers(Protocol):
 type Environment = EnvironmentInterface | ScoresAnswers
 
 
-class Replies(Protocol):
-    """What replies to turns, from an asyncio loop."""
+class Environments(Protocol):
+    """The environments of a run, wherever they run: each turn has a reply, or is dropped, whatever becomes of them.
+
+    Two ways to ask: a thread that trains must hear signals and say what it waits for, an asyncio loop must not block.
+    """
 
     async def replies_soon(self, turns: Sequence[Turn]) -> Sequence[Reply]:
-        """The reply to each turn, in their order; the loop is never blocked. Raises what ends the run."""
+        """Return the reply to each turn, in their order, without blocking the loop. Raises what ends the run."""
         ...
 
-
-class Environments(Replies, Protocol):
-    """The environments of a run, wherever they run: each turn has a reply, or is dropped, whatever becomes of them."""
-
     def replies(self, turns: Sequence[Turn]) -> Sequence[Reply]:
-        """As `replies_soon`, for the thread that trains, which waits."""
+        """Do as `replies_soon`, for the thread that trains, which waits."""
         ...
 
     def take_counts(self) -> Mapping[str, float]:

@@ -20,7 +20,6 @@ from nemo_rl_mcore.algorithms.engine_comparison import compare_at_start, prompts
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.algorithms.ppo import PPO
-from nemo_rl_mcore.algorithms.rollout import KeptRollouts, RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
 from nemo_rl_mcore.algorithms.sft import SFT
 from nemo_rl_mcore.config import (
@@ -36,10 +35,6 @@ from nemo_rl_mcore.config import (
 )
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.rules import shrunk
-from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
-from nemo_rl_mcore.controllers.rollouts import Rollouts
-from nemo_rl_mcore.controllers.saved_rollouts import SavedRollouts
-from nemo_rl_mcore.controllers.start import open_rollouts, read_saved
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs
 from nemo_rl_mcore.data.tokenizer import Tokenizer
@@ -48,7 +43,6 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded.kind import embedded_kind
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.engine import EngineKind
-from nemo_rl_mcore.generation.journal import JOURNAL_FOLDER
 from nemo_rl_mcore.generation.vllm.kind import vllm_kind
 from nemo_rl_mcore.interfaces import Environment, Environments, GenerationInterface
 from nemo_rl_mcore.observability import RunFacts, RunRecorder, finish_report
@@ -58,6 +52,11 @@ from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
 from nemo_rl_mcore.preflight.saved_run import changes_since, read_recipe_of
 from nemo_rl_mcore.preflight.warm_start import warm_start_recipe
 from nemo_rl_mcore.report_page.command import page_of_run
+from nemo_rl_mcore.rollouts.player import RolloutCollector
+from nemo_rl_mcore.rollouts.saved_rollouts import SavedRollouts
+from nemo_rl_mcore.rollouts.scheduler import Scheduler
+from nemo_rl_mcore.rollouts.start import open_rollouts, read_saved
+from nemo_rl_mcore.rollouts.steps import StepSource
 from nemo_rl_mcore.run_folders import leave_recipe, run_folders
 from nemo_rl_mcore.signals import current_stop_signals
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
@@ -177,7 +176,7 @@ def _train(
 ) -> None:
     """Start ranks, engine and recorder, which end with the stack, and train; saved: the rollouts of the checkpoint."""
     config, tokenizer = parts.config, parts.tokenizer
-    of_policy, *others = [_with_weights(plan, config, cluster) for plan in config.models.values()]
+    of_policy, *others = [with_weights(plan, config, cluster) for plan in config.models.values()]
     policy = _start(of_policy, config, cluster, recorder, stack)
     stack.enter_context(recorder)
     first_step = (checkpoints.resumed_step or 0) + 1
@@ -191,61 +190,58 @@ def _train(
             recorder.startup,
         )
     )
-    kept = KeptRollouts(until_checkpoint=config.redoes_steps)
     environments = stack.enter_context(open_environments(config, cluster, parts.environment))
     collector = RolloutCollector(
         generation,
         tokenizer,
         config.max_prompt_length,
         environments,
-        kept,
         form=parts.form,
         max_drop_rate=config.env.pool.max_drop_rate,
     )
-    rollouts: Rollouts | None = None
-    if isinstance(config, GRPOMasterConfig) and config.asynchronous:
-        assert isinstance(generation, EngineGeneration)
-        rollouts = stack.enter_context(
-            open_rollouts(config, generation, parts.prompts, collector, checkpoints, saved)
+    scheduler: Scheduler[Any] | None = None
+    if config.generations_per_prompt:
+        opened = open_rollouts(
+            config, generation, parts.prompts, collector, first_step - 1, saved, checkpoints.extra_parts
         )
-        generation, collector = rollouts, replace(collector, generation=rollouts)
+        generation = scheduler = stack.enter_context(opened)
+        collector = replace(collector, generation=scheduler)
     models = {of_policy.name: policy} | {
         plan.name: _start(plan, config, cluster, recorder, stack, colocated_with=policy) for plan in others
     }
-    algorithm = _algorithm(parts, models, collector, recorder, rollouts)
+    algorithm = algorithm_of(parts, models, collector, recorder, scheduler)
     trained = {name: model for name, model in models.items() if config.models[name].trained}
     frozen = {name: model for name, model in models.items() if name not in trained}
     TrainingLoop(config, trained, generation, recorder, checkpoints, frozen).run(algorithm)
 
 
-def _algorithm(
+def algorithm_of(
     parts: Parts,
     models: Mapping[str, Policy],
     collector: RolloutCollector,
     observer: StepObserver,
-    rollouts: Rollouts | None,
+    rollouts: StepSource | None,
 ) -> Algorithm[Any]:
-    """The algorithm that the recipe asks for, over its parts; an asynchronous one has rollouts."""
-    config, policy, prompts = parts.config, models["policy"], parts.prompts
+    """Return the algorithm that the recipe asks for, over its parts; one that samples has rollouts."""
+    config, prompts = parts.config, parts.prompts
+    common = models["policy"], collector, prompts, observer
     match config:
-        case GRPOMasterConfig() if rollouts is not None:
-            return AsyncGRPO(config, policy, collector, prompts, observer, rollouts)
         case GRPOMasterConfig():
-            return GRPO(config, policy, collector, prompts, observer)
+            return GRPO(config, *common, rollouts=rollouts)
         case PPOMasterConfig():
-            return PPO(config, policy, collector, prompts, observer, critic=models["value"])
+            return PPO(config, *common, critic=models["value"], rollouts=rollouts)
         case DPOMasterConfig():
             pairs = None if config.dpo.online else open_pairs(config, prompts, parts.tokenizer)
-            return DPO(config, policy, collector, prompts, observer, pairs=pairs)
+            return DPO(config, *common, pairs=pairs, rollouts=rollouts)
         case SFTMasterConfig():
-            return SFT(config, policy, collector, prompts, observer)
+            return SFT(config, *common)
         case DistillationMasterConfig():
-            return Distillation(config, policy, collector, prompts, observer, teacher=models["teacher"])
+            return Distillation(config, *common, teacher=models["teacher"], rollouts=rollouts)
         case _:
             raise NotImplementedError(config.algorithm)
 
 
-def _with_weights(plan: ModelPlan, config: RunConfig, cluster: RayCluster) -> ModelPlan:
+def with_weights(plan: ModelPlan, config: RunConfig, cluster: RayCluster) -> ModelPlan:
     """A model of the run, whose start weights then are on this machine."""
     if plan.policy.model_name is not None:
         try:
@@ -291,7 +287,6 @@ def start_model(
         trained=plan.trained,
         colocated_with=colocated_with,
         verify_checksums=config.checkpointing.verify_checksums,
-        journal=_journal_folder(config),
     )
 
 
@@ -361,18 +356,8 @@ def engine_kind(config: RunConfig) -> EngineKind:
             os.environ,
             on_cpu=config.cluster.on_cpu,
             reads_texts=config.max_rollout_turns > 1,
-            journal=_journal_folder(config),
         )
-    asynchronous = isinstance(config, GRPOMasterConfig) and config.grpo.async_grpo
     return embedded_kind(
         config.policy,
-        reread_after_refit=asynchronous and asynchronous.recompute_kv_cache_after_weight_updates,
-        journal=_journal_folder(config),
+        reread_after_refit=config.asynchrony.recompute_kv_cache_after_weight_updates,
     )
-
-
-def _journal_folder(config: RunConfig) -> str | None:
-    """Where those that draw responses keep their journals, which run in other folders than the driver."""
-    if not config.policy.generation.journal:
-        return None
-    return str(Path(config.logger.log_dir).absolute() / JOURNAL_FOLDER)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_rl_mcore.algorithms.episodes import ONE_ANSWER, EpisodeForm
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
-from nemo_rl_mcore.data.hub import fetched_folder
+from nemo_rl_mcore.data.hub import fetch_tokenizer, fetched_folder
 from nemo_rl_mcore.data.observations import make_observer, require_append_only
 from nemo_rl_mcore.data.sources import open_prompts
-from nemo_rl_mcore.data.tokenizer import Tokenizer, load_tokenizer
-from nemo_rl_mcore.environments import make_environment, require_golds, require_golds_run_first
+from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, ChatTemplate, Tokenizer, load_tokenizer
+from nemo_rl_mcore.environments import hold_to_golds, make_environment, require_golds_run_first
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import Environment
 from nemo_rl_mcore.losses import check_losses
 from nemo_rl_mcore.preflight.data_files import steps_of_epochs
+from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,7 @@ def open_parts(config: RunConfig) -> Parts:
         form = _form(config, tokenizer)
         environment = make_environment(config.env)
         _require_turns(config, environment)
-        prompts = open_prompts(config, tokenizer)
-        require_golds(config, prompts)
+        prompts = hold_to_golds(config, open_prompts(config, tokenizer))
         require_golds_run_first(config)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error
@@ -74,7 +73,7 @@ def _form(config: RunConfig, tokenizer: Tokenizer) -> EpisodeForm:
     return EpisodeForm(
         config.max_rollout_turns,
         policy.max_total_sequence_length,
-        policy.generation.max_new_tokens,
+        policy.reserved_tokens,
         make_observer(tokenizer, chat=chat),
     )
 
@@ -88,7 +87,11 @@ def tokenizer_of(policy: PolicyConfig, *, parse_content: bool = False) -> Tokeni
     try:
         if policy.model_name is not None:
             fetched_folder(policy.model_name)
-        tokenizer = load_tokenizer(policy.tokenizer.name, parse_content=parse_content)
+        if policy.tokenizer.name not in (policy.model_name, CHAR_TOKENIZER_NAME):
+            fetch_tokenizer(policy.tokenizer.name)
+        given = policy.tokenizer
+        template = ChatTemplate(given.chat_template, given.chat_template_kwargs or {})
+        tokenizer = load_tokenizer(given.name, parse_content=parse_content, template=template)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error
     if tokenizer.vocab_size > policy.model.vocab_size:

@@ -1,171 +1,203 @@
-"""Training an asynchronous run once more from its log: the same groups, by the same weights, to the same bits."""
+"""Training an asynchronous run once more: from the groups that it kept, in the order and the chunks of its log."""
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
-from nemo_rl_mcore.algorithms.algorithm import QuietObserver
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.algorithm import Algorithm, QuietObserver
+from nemo_rl_mcore.algorithms.engine_comparison import bounds_of
+from nemo_rl_mcore.algorithms.rescoring import Rescoring
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
-from nemo_rl_mcore.config import GRPOMasterConfig, RunConfig
-from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
-from nemo_rl_mcore.controllers.draw import GroupDraw
-from nemo_rl_mcore.controllers.event_log import EVENTS_FILE, read_events
-from nemo_rl_mcore.controllers.group_store import GroupStore
-from nemo_rl_mcore.controllers.replayed_rollouts import (
-    ReplayedRollouts,
-    missing_groups,
-    require_replies,
-    require_steps,
-    ticket_of,
-)
-from nemo_rl_mcore.controllers.saved_groups import load_groups
-from nemo_rl_mcore.controllers.saved_rollouts import READY_FOLDER
-from nemo_rl_mcore.controllers.start import KEPT_GROUPS
-from nemo_rl_mcore.controllers.timeline import Timeline
+from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.environments.replies import LocalEnvironments
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
-from nemo_rl_mcore.generation.embedded.scheduled import ScheduledEngine, ScheduledSettings
-from nemo_rl_mcore.interfaces import GenerationInterface
-from nemo_rl_mcore.launch import engine_kind, start_model
+from nemo_rl_mcore.launch import algorithm_of, start_model, with_weights
 from nemo_rl_mcore.observability.ending import exit_status
+from nemo_rl_mcore.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.output import say_aside, write_line
 from nemo_rl_mcore.parts import Parts, open_parts, stop_ids_of
-from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER, ROLLOUTS_FOLDER
+from nemo_rl_mcore.rollouts.event_log import log_in, read_events
+from nemo_rl_mcore.rollouts.player import RolloutCollector
+from nemo_rl_mcore.rollouts.replayed import ReplayedSteps, require_kept, require_steps
+from nemo_rl_mcore.rollouts.start import KEPT_GROUPS, draw_of
+from nemo_rl_mcore.rollouts.timeline import Timeline
+from nemo_rl_mcore.strict_json import parse_json, read_regular
 from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.engine_generation import EngineGeneration
 from nemo_rl_mcore.workers.policy import Policy
+
+_OF_THE_MACHINE = "performance/"
+"""Begins the names of metrics that no two runs have equal: time, memory."""
+
+_DECODING = 1e-4
+"""Between what the embedded engine decodes and a pass of training, both in float32, nats."""
 
 
 def run_replay(config: RunConfig, run: Path, after: int, last: int | None) -> int:
     """Train the steps after `after` up to `last` (None: all) as the log in the folder `run` says; see `exit_status`.
 
-    Each step is told when its weights, and the tokens of its groups, are those of the log; the first one that differs
-    ends the replay with status 1.
+    Each step is told when its weights, its metrics, and its groups are those of the run, and each kept token has the
+    log-probability that the weights give which it names; the first step of which that is not so ends the replay with
+    status 1.
     """
     return exit_status(lambda: _replay(config, run, after, last), lambda: "nothing was written")
 
 
 def _replay(config: RunConfig, run: Path, after: int, last: int | None) -> None:
-    if not (isinstance(config, GRPOMasterConfig) and config.asynchronous):
-        raise RunStoppedError(f"{run} is of a run that was not asynchronous: it has no log to replay")
+    if not config.asynchronous:
+        raise RunStoppedError(
+            f"{run} is of a run that was not asynchronous: it has no log to replay", code="not-asynchronous"
+        )
     timeline = _timeline(run)
     steps = range(after + 1, (max(timeline.chunks, default=0) if last is None else last) + 1)
-    kept = _kept_groups(run, config, steps)
-    require_steps(timeline, steps, kept, str(run / EVENTS_FILE))
-    lacking = missing_groups(timeline, steps, kept)
-    embedded = config.policy.generation.backend == "embedded"
-    if lacking or (not embedded and any(p not in kept for p in timeline.positions(steps))):
-        raise RunStoppedError(_what_is_missing(after, lacking, embedded=embedded))
-    require_replies(timeline, timeline.positions(steps), kept)
-    at_once, samples = config.policy.generation_batch_size, config.grpo.num_generations_per_prompt
-    if at_once is not None and at_once < samples and any(p not in kept for p in timeline.positions(steps)):
-        raise RunStoppedError(
-            f"policy.generation_batch_size: {at_once} had the {samples} answers to a prompt drawn one after the other, "
-            "and the log does not tell their versions apart; such a run can be replayed if it keeps its groups "
-            "(grpo.async_grpo.keep_groups: true)"
-        )
+    require_steps(timeline, steps, str(log_in(run)))
+    require_kept(run / KEPT_GROUPS, steps, config.asynchrony_key)
     start = _start_of(config, after)
     with RayCluster(config.cluster) as cluster, ExitStack() as stack:
-        policy = stack.enter_context(start_model(config.models["policy"], config, cluster))
-        if start is not None:
-            policy.load_checkpoint(str((start / POLICY_FOLDER).absolute()))
-        _train(open_parts(config), config, policy, cluster, timeline, steps, kept, stack)
+        models = _models(config, cluster, stack, start)
+        _Replay(open_parts(config), models, timeline, steps, run).train()
 
 
-def _train(
-    parts: Parts,
-    config: GRPOMasterConfig,
-    policy: Policy,
-    cluster: RayCluster,
-    timeline: Timeline,
-    steps: range,
-    kept: GroupStore,
-    stack: ExitStack,
-) -> None:
-    engines = None
-    if any(position not in kept for position in timeline.positions(steps)):
-        engines = stack.enter_context(_engine(config, parts, policy, cluster, timeline))
-    # Where all groups are read, nobody is asked.
-    generation: GenerationInterface = engines or EmbeddedGeneration(
-        policy, stop_ids_of(config, parts.tokenizer)
-    )
-    collector = RolloutCollector(
-        generation,
-        parts.tokenizer,
-        config.max_prompt_length,
-        LocalEnvironments(parts.environment),
-        form=parts.form,
-        max_drop_rate=1.0,  # the run has borne what it dropped
-    )
-    groups, samples = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
-    draw = GroupDraw(parts.prompts, collector, groups, samples)
-    rollouts = stack.enter_context(ReplayedRollouts(timeline, steps, draw, groups, engines, kept))
-    algorithm = AsyncGRPO(config, policy, collector, parts.prompts, QuietObserver(), rollouts)
-    rollouts.update_weights(steps.start - 1)
-    for step in steps:
-        algorithm.step(step, lambda: None)
-        _compare(step, timeline, rollouts, policy.weights_digest(_held_as(config)))
-        rollouts.update_weights(step)
+def _models(
+    config: RunConfig, cluster: RayCluster, stack: ExitStack, start: Path | None
+) -> dict[str, Policy]:
+    """Start the models of the run, as they were at the checkpoint, or at the start of the run."""
+    found: dict[str, Policy] = {}
+    for plan in config.models.values():
+        started = start_model(with_weights(plan, config, cluster), config, cluster, found.get("policy"))
+        found[plan.name] = stack.enter_context(started)
+        if start is not None and plan.trained:
+            found[plan.name].load_checkpoint(str((start / plan.name).absolute()))
+    return found
 
 
-def _compare(step: int, timeline: Timeline, rollouts: ReplayedRollouts, digest: str) -> None:
-    """Tell how a step went; raises RunStoppedError where it is not that of the log."""
-    logged, groups = timeline.weights.get(step, ""), len(timeline.positions(range(step, step + 1)))
-    if rollouts.unequal:
-        raise RunStoppedError(f"step {step}: groups {rollouts.unequal} are not those of the log")
-    if logged and logged != digest:
-        raise RunStoppedError(f"step {step}: the weights are {digest} now, and {logged} in the log")
-    weights = f"weights {digest} equal" if logged else "weights not compared (the log has no digest of them)"
-    write_line(sys.stdout, f"step {step}: {weights}, {groups} groups equal")
+@dataclass(frozen=True)
+class _Replay:
+    """The steps of a log over the parts of their run; run: its folder."""
+
+    parts: Parts
+    models: Mapping[str, Policy]
+    timeline: Timeline
+    steps: range
+    run: Path
+
+    def train(self) -> None:
+        """Train and compare every step; raises RunStoppedError for the first that is not that of the run."""
+        collector, logged = self._collector(), _logged_metrics(self.run)
+        rollouts = self._rollouts(collector)
+        algorithm: Algorithm[Any] = algorithm_of(
+            self.parts, self.models, collector, QuietObserver(), rollouts
+        )
+        rescoring = self._rescoring()
+        for step in self.steps:
+            rescoring.rescore(step - 1, rollouts.drawn_by(step - 1))
+            metrics = algorithm.step(step, lambda: None).metrics
+            told = self._compared_weights(step)
+            compared = _compared_metrics(step, metrics, logged.get(step, {}))
+            groups = len(self.timeline.positions(range(step, step + 1)))
+            write_line(
+                sys.stdout,
+                f"step {step}: {told}, {groups} groups equal, {compared} metrics equal, {rescoring.take(step)}",
+            )
+
+    def _collector(self) -> RolloutCollector:
+        """Return what reads kept groups; nobody is asked for answers or replies."""
+        parts, config = self.parts, self.parts.config
+        return RolloutCollector(
+            EmbeddedGeneration(self.models["policy"], stop_ids_of(config, parts.tokenizer)),
+            parts.tokenizer,
+            config.max_prompt_length,
+            LocalEnvironments(parts.environment),
+            form=parts.form,
+        )
+
+    def _rollouts(self, collector: RolloutCollector) -> ReplayedSteps:
+        config = self.parts.config
+        return ReplayedSteps(
+            self.timeline,
+            self.steps,
+            self.run / KEPT_GROUPS,
+            draw_of(config, self.parts.prompts, collector),
+            config.prompts_per_step,
+        )
+
+    def _rescoring(self) -> Rescoring:
+        config = self.parts.config
+        vllm = config.policy.generation.backend == "vllm"
+        return Rescoring(
+            self.models["policy"],
+            _allowed(config),
+            rereads=vllm or config.asynchrony.recompute_kv_cache_after_weight_updates,
+            pad_token_id=self.parts.tokenizer.pad_token_id,
+            first_version=self.steps.start - 1,
+        )
+
+    def _compared_weights(self, step: int) -> str:
+        """Say that the weights behind a step are those of the log; raises RunStoppedError where they are not."""
+        logged = self.timeline.weights.get(step, "")
+        digest = self.models["policy"].weights_digest(_held_as(self.parts.config))
+        if logged and logged != digest:
+            raise RunStoppedError(
+                f"step {step}: the weights are {digest} now, and {logged} in the log", code="unequal-weights"
+            )
+        return f"weights {digest} equal" if logged else "weights not compared (the log has no digest of them)"
+
+
+def _allowed(config: RunConfig) -> float:
+    """Return by how much a log-probability may differ from that of an engine, nats; see docs/numerics.md."""
+    allowed = bounds_of(config.policy).difference
+    exact = config.policy.generation.backend == "embedded" and config.policy.precision == "float32"
+    return min(allowed, _DECODING) if exact else allowed
+
+
+def _compared_metrics(step: int, found: Mapping[str, float], logged: Mapping[str, Any]) -> int:
+    """Count the metrics of a step that are those which the run has logged; raises RunStoppedError for others."""
+    common = [name for name in found if not name.startswith(_OF_THE_MACHINE) and name in logged]
+    for name in common:
+        # What is not finite is null there.
+        if found[name] != logged[name] and (logged[name] is not None or math.isfinite(found[name])):
+            raise RunStoppedError(
+                f"step {step}: {name} is {found[name]!r} now, and {logged[name]!r} in {METRICS_FILE}",
+                code="unequal-metrics",
+            )
+    return len(common)
+
+
+def _logged_metrics(run: Path) -> dict[int, Mapping[str, Any]]:
+    """Return the rows of the run's metrics by step; raises RunStoppedError for a file that cannot be read."""
+    path = run / METRICS_FILE
+    if not path.exists():
+        return {}
+    try:
+        lines = read_regular(path).split(b"\n")[:-1]
+        rows = [cast("dict[str, Any]", parse_json(line.decode())) for line in lines]
+        return {row["step"]: row for row in rows}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RunStoppedError(f"{path} cannot be read: {error}", code="unreadable-file") from error
 
 
 def _timeline(run: Path) -> Timeline:
     try:
-        return Timeline.of(read_events(run / EVENTS_FILE))
+        return Timeline.of(read_events(log_in(run)))
     except (OSError, ValueError) as error:
-        raise RunStoppedError(f"the log of the run cannot be read: {error}") from error
+        raise RunStoppedError(f"the log of the run cannot be read: {error}", code=code_of(error)) from error
 
 
-def _kept_groups(run: Path, config: RunConfig, steps: range) -> GroupStore:
-    """What the run has kept of these steps, and what was ready when the checkpoint before them was written."""
-    kept = GroupStore()
-    checkpoint = Path(config.checkpointing.checkpoint_dir) / f"step_{steps.start - 1}"
-    folders = [run / KEPT_GROUPS / f"step_{step}" for step in steps]
-    for folder in (*folders, checkpoint / ROLLOUTS_FOLDER / READY_FOLDER):
-        if not folder.is_dir():
-            continue
-        try:
-            found = load_groups(folder)
-        except ValueError as error:
-            raise RunStoppedError(f"{folder}: {error}") from error
-        for position in found.keys() - {*kept.positions}:
-            kept.put(position, found[position])
-    return kept
-
-
-def _what_is_missing(after: int, lacking: list[int], *, embedded: bool) -> str:
-    key = "grpo.async_grpo.keep_groups"
-    if not embedded:
-        return f"vLLM's responses cannot be drawn again, and the run did not keep them ({key}: true does)"
-    return (
-        f"groups {lacking} were begun by weights from before step {after}, and the run did not keep them ({key}: true "
-        "does); begin at 0, or at an earlier checkpoint"
-    )
-
-
-def _start_of(config: GRPOMasterConfig, after: int) -> Path | None:
-    """The checkpoint to begin with; None for the start of the run."""
+def _start_of(config: RunConfig, after: int) -> Path | None:
+    """Return the checkpoint to begin with; None for the start of the run."""
     if after:
         folder = Path(config.checkpointing.checkpoint_dir) / f"step_{after}"
         return require_whole(str(folder), "--steps", config.checkpointing, say_aside).folder
     if config.warm_start is not None:
         raise RunStoppedError(
-            "--steps: the run began with warm_start; begin with one of its checkpoints, as A:"
+            "--steps: the run began with warm_start; begin with one of its checkpoints, as A:",
+            code="warm-start",
         )
     return None
 
@@ -176,23 +208,3 @@ def _held_as(config: RunConfig) -> str | None:
     if generation.backend != "vllm":
         return None
     return generation.vllm_cfg.precision or config.policy.precision
-
-
-def _engine(
-    config: RunConfig, parts: Parts, policy: Policy, cluster: RayCluster, timeline: Timeline
-) -> EngineGeneration:
-    kind = engine_kind(config)
-    schedules = {
-        ticket_of(position, turn): [(segment.first, segment.version) for segment in logged.segments]
-        for position, group in timeline.groups.items()
-        for turn, logged in enumerate(group.turns)
-    }
-    settings = ScheduledSettings(config.policy, kind.settings.reread_after_refit, schedules=schedules)
-    return EngineGeneration(
-        replace(kind, engine=ScheduledEngine, settings=settings, engines=1),
-        config.policy,
-        cluster,
-        policy,
-        stop_ids=stop_ids_of(config, parts.tokenizer),
-        seed=config.seed,
-    )

@@ -96,7 +96,7 @@ def engine_of(engines, number):
 def kill(engines, number, how=signal.SIGKILL):
     """Kill or stop the process of an engine; returns the engine."""
     engine = engine_of(engines, number)
-    os.kill(engine.identity.pid, how)
+    os.kill(engine.process.identity.pid, how)
     return engine
 
 

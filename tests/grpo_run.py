@@ -68,3 +68,11 @@ class Run:
 
     def ranks(self) -> list[int]:
         return [pid for pid, title in self.watch.alive().items() if "MegatronPolicyWorker" in title]
+
+
+def compared(run: Run) -> list[dict[str, float]]:
+    """Return the rows of a run without what a synchronous and an asynchronous one do not share."""
+    left_out = ("timing/", "performance/", "async/", "train/dynamic_sampling_rounds")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(left_out)} for row in run.steps()
+    ]

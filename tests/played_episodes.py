@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_mcore.algorithms.episodes import EpisodeForm
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.observations import make_observer
 from nemo_rl_mcore.data.turns import Reply
 from nemo_rl_mcore.ops.sampling import sample_keys
+from nemo_rl_mcore.rollouts.episodes import EpisodeForm
+from nemo_rl_mcore.rollouts.player import RolloutCollector
 
 SEED, STEP, TURNS, NEW_TOKENS = 7, 4, 4, 6
 TEMPERATURE = 0.7
@@ -71,6 +71,27 @@ def play(ask, tokenizer, *, chat=False, tokens=96, prompts=PROMPTS, samples=SAMP
     texts = TEXTS if type(tokenizer).__name__ == "CharTokenizer" else f"{TEXTS} é東\n<|im_end|>"
     collector = RolloutCollector(Asking(ask), tokenizer, tokens, AnyReply(texts), form=form)
     return collector.collect(asked, samples, step=STEP)
+
+
+class Drawn(dict):
+    """The ids that were drawn, by the key of their noise; each is noted once."""
+
+    def note(self, key, ids):
+        assert key not in self, "a key for each response"
+        self[key] = [*ids]
+
+    def noting(self, ask, seed=SEED):
+        """As `ask`, and what it answers is noted."""
+
+        def asked(data, step):
+            found = ask(data, step)
+            keys = sample_keys(seed, step, data["prompt_index"], data["sample_index"], data.get("turn_index"))
+            rows = zip(keys.tolist(), found["tokens"].tolist(), found["lengths"].tolist(), strict=True)
+            for key, ids, length in rows:
+                self.note(key, ids[:length])
+            return found
+
+        return asked
 
 
 def trained_by_key(batch, seed=SEED):

@@ -15,9 +15,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
-from nemo_rl_mcore.algorithms.rewards import group_statistics
-from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
 from nemo_rl_mcore.data import BatchedDataDict
@@ -25,13 +22,16 @@ from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import require
 from nemo_rl_mcore.losses.kl import kl_estimate
 from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.rollouts.episode_rows import EpisodeRows
+from nemo_rl_mcore.rollouts.player import Rollout
+from nemo_rl_mcore.rollouts.rewards import group_statistics
 
 VARIANCE_FLOOR = 1e-8
 STD_EPSILON = 1e-6
 
 
 class AdvantageEstimator(Protocol):
-    """What judges the tokens of a rollout; `compute_advantage` of each class does, on tensors, what `add_to` does."""
+    """Judges the tokens of a rollout; `compute_advantage` of each class does, on tensors, what `add_to` does."""
 
     def add_to(self, batch: BatchedDataDict) -> None:
         """Add advantages [B,S], and returns [B,S] where a critic learns them, by what the batch has.
@@ -41,6 +41,12 @@ class AdvantageEstimator(Protocol):
         is nothing to the others. Raises ValueError for what is needed and not there.
         """
         ...
+
+
+def clip_advantages(batch: BatchedDataDict, low: float | None, high: float | None) -> None:
+    """Hold the advantages [B,S] of a batch between two bounds, null for none."""
+    if low is not None or high is not None:
+        batch["advantages"] = batch["advantages"].clamp(low, high)
 
 
 class _WithoutCritic(ABC):

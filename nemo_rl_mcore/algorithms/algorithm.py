@@ -1,27 +1,32 @@
-"""What every algorithm is: a step, and a validation, over the parts that a run gives it."""
+"""Define what every algorithm is: a step, and a validation, over the parts that a run gives it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Protocol
 
+import torch
+
 from nemo_rl_mcore import activity
-from nemo_rl_mcore.algorithms.episode_rows import dropped_rows, first_rows
-from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
-from nemo_rl_mcore.algorithms.samples import samples_of
+from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.interfaces import PolicyInterface
 from nemo_rl_mcore.observability import Sample
+from nemo_rl_mcore.rollouts.episode_rows import dropped_rows, first_rows
+from nemo_rl_mcore.rollouts.player import Rollout, RolloutCollector
+from nemo_rl_mcore.rollouts.samples import samples_of
+from nemo_rl_mcore.rollouts.steps import StepGroups, StepSource
 
 
 class StepObserver(Protocol):
-    """What watches the run: timed phases, metrics, samples."""
+    """Watches the run: timed phases, metrics, samples."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase of the step."""
@@ -68,7 +73,7 @@ class QuietObserver:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step was.
+    """Says what a step was.
 
     metrics: its numbers. skip_reasons: of its optimizer steps in order, None for one that was applied.
     batch: what it trained on.
@@ -83,8 +88,8 @@ class StepOutcome:
 class Algorithm[Config: RunConfig](ABC):
     """An algorithm over its parts; `TrainingLoop` runs it.
 
-    A subclass writes `step`, and extends `validate` where there is more to judge than the policy's answers. A further
-    model is a field of its own.
+    A subclass writes `train`, and extends `validate` where there is more to judge than the policy's answers. A further
+    model is a separate field. rollouts: where the groups of a step come from; None where the data set gives answers.
     """
 
     config: Config
@@ -92,22 +97,64 @@ class Algorithm[Config: RunConfig](ABC):
     collector: RolloutCollector
     prompts: PromptSource
     observer: StepObserver
+    rollouts: StepSource | None = field(default=None, kw_only=True)
 
     @abstractmethod
+    def train(self, step: int, groups: StepGroups | None, begin_update: Callable[[], None]) -> StepOutcome:
+        """Train the models on the groups of a step; None where the data set gives the rows.
+
+        `begin_update` is called before the first change of a weight, `groups.finish` after the last.
+        """
+
     def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
         """Train the models one step further.
 
         `begin_update` is called before the first change of a weight: until then the step may be dropped, and from
-        then on a stop waits until it is finished and recorded. The engine sleeps when its answers are there.
+        then on a stop waits until it is finished and recorded. An engine that shares the ranks' memory sleeps when its
+        answers are there.
         """
+        if self.rollouts is None:
+            return self.train(step, None, begin_update)
+        with self.rollouts.open_step(step) as groups:
+
+            def begin() -> None:
+                begin_update()
+                groups.finishing()
+
+            outcome = self.train(step, groups, begin)
+            for rollout in groups.unused():
+                rollout.batch["sample_mask"] = torch.zeros(rollout.batch.size)
+                self.record(step, rollout, trained=False)
+            return outcome
 
     def redo(self, step: int) -> StepOutcome:
         """Train a finished step again, from the same answers, on models that are as they were before it."""
-        return self.step(step, lambda: None)
+        groups = None if self.rollouts is None else self.rollouts.known_step(step)
+        return self.train(step, groups, lambda: None)
 
     def checkpointed(self, step: int) -> None:
         """Hear that the checkpoint of a finished step is whole: none up to it will be trained again."""
-        self.collector.kept.forget(step)
+        if self.rollouts is not None:
+            self.rollouts.checkpointed(step)
+
+    @contextmanager
+    def training(self, step: int, rollout: Rollout | None) -> Generator[dict[str, float]]:
+        """Time a block as the phase `train`, and meanwhile record the answers that it trains on, where it has some.
+
+        Gives a dict that has the metrics of the answers once the block has ended. A second thread does that while the
+        block waits for the ranks; neither of the two changes the batch.
+        """
+        metrics = dict[str, float]()
+        with self.observer.phase("train"):
+            if rollout is None:
+                yield metrics
+                return
+            with ThreadPoolExecutor(1, "records of a step") as second:
+                recorded = second.submit(self.record, step, rollout)
+                counted = second.submit(rollout_metrics, rollout)
+                yield metrics
+        recorded.result()
+        metrics |= counted.result()
 
     def record(self, step: int, rollout: Rollout, *, trained: bool = True) -> None:
         """Have answers of a step written down, the first of those that are trained on token by token."""
@@ -115,19 +162,21 @@ class Algorithm[Config: RunConfig](ABC):
         self.observer.add_samples(samples_of(rollout, step, self.collector.tokenizer, tables=tables))
 
     def validate(self, step: int) -> dict[str, float]:
-        """The greedy answers to the held-out prompts: mean reward and share of full marks; the engine then sleeps.
+        """Answer the held-out prompts: mean reward and share of full marks; the engine then sleeps.
 
+        The likeliest ones, unless the recipe says otherwise; of several to a prompt also pass_k.
         Where the prompts have several sources, the same of each of them besides. Dropped episodes do not count.
         """
         loop = self.config.loop
-        prompts = self.prompts.validation(loop.max_val_samples)
+        answers, greedy = loop.validation_answers
+        prompts = self.prompts.validation(loop.max_val_samples) if loop.max_val_samples else []
         samples: list[Sample] = []
         judged: list[Sample] = []
         kept: list[bool] = []
         for start in range(0, len(prompts), loop.val_batch_size):
             asked = prompts[start : start + loop.val_batch_size]
             with activity.at(f"prompt {start} of {len(prompts)} of a validation", timed=False):
-                rollout = self.collector.collect(asked, 1, step=step, greedy=True)
+                rollout = self.collector.collect(asked, answers, step=step, greedy=greedy)
             tables = self.config.logger.rollouts.token_tables - len(samples)
             of_rows = samples_of(rollout, step, self.collector.tokenizer, tables=tables, of_validation=True)
             first = first_rows(rollout.batch)
@@ -137,16 +186,25 @@ class Algorithm[Config: RunConfig](ABC):
         self.collector.generation.offload()
         self.observer.add_samples(samples)  # of a validation that is whole
         by_source: dict[str, list[float]] = {"validation": []}
-        for prompt, sample in compress(zip(prompts, judged, strict=True), kept):
+        answered = [prompt for prompt in prompts for _ in range(answers)]
+        for prompt, sample in compress(zip(answered, judged, strict=True), kept):
             by_source["validation"].append(sample.reward)
             if prompt.source:
                 by_source.setdefault(f"validation/{prompt.source}", []).append(sample.reward)
-        return {
+        means = {
             f"{name}/{metric}": value
             for name, some in by_source.items()
             if some
             for metric, value in _means(some).items()
         }
+        return means | (_pass_k([one.reward for one in judged], kept, answers) if answers > 1 else {})
+
+
+def _pass_k(rewards: Sequence[float], kept: Sequence[bool], answers: int) -> dict[str, float]:
+    """The share of prompts of which at least one answer has a reward, as NeMo RL counts it; dropped ones have none."""
+    given = [reward > 0 and counts for reward, counts in zip(rewards, kept, strict=True)]
+    prompts = [any(given[first : first + answers]) for first in range(0, len(given), answers)]
+    return {"validation/pass_k": sum(prompts) / len(prompts)} if prompts else {}
 
 
 def _means(rewards: Sequence[float]) -> dict[str, float]:

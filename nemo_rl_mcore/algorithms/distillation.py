@@ -10,16 +10,17 @@ from dataclasses import dataclass
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator, warn_of_large_advantages
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
-from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, trained_inputs
-from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
-from nemo_rl_mcore.algorithms.sampling import Sampling
-from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
+from nemo_rl_mcore.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.config import DistillationMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.interfaces import PolicyInterface
 from nemo_rl_mcore.losses import make_loss
+from nemo_rl_mcore.rollouts.episodes import trained_columns
+from nemo_rl_mcore.rollouts.player import Rollout
+from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
+from nemo_rl_mcore.rollouts.steps import StepGroups
 
 
 @dataclass(frozen=True)
@@ -28,32 +29,32 @@ class Distillation(Algorithm[DistillationMasterConfig]):
 
     teacher: PolicyInterface
 
-    def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
+    def train(self, step: int, groups: StepGroups | None, begin_update: Callable[[], None]) -> StepOutcome:
         """Take answers, ask the teacher, train."""
-        batch, metrics = (
-            self._sampled(step) if self.config.distillation.on_policy else (self._given(step), {})
-        )
+        rollout = None if groups is None else self._sampled(step, groups)
+        batch = self._given(step) if rollout is None else rollout.batch
         with self.observer.phase("teacher"):
             self._add_teacher(batch)
         require_sampled_ids(batch)
         begin_update()
-        with self.observer.phase("train"):
+        with self.training(step, rollout) as metrics:
             result = self.policy.train(trained_columns(batch), make_loss(self.config.loss_fn))
+        if groups is not None:
+            metrics |= groups.finish()
         metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
         return StepOutcome(metrics | train_metrics(result), result["skip_reasons"], batch)
 
-    def _sampled(self, step: int) -> tuple[BatchedDataDict, dict[str, float]]:
+    def _sampled(self, step: int, groups: StepGroups) -> Rollout:
         """The student's answers; with what the policy gradient needs, where there is one."""
         with self.observer.phase("generation"):
-            rollout, metrics = Sampling(self, self.config.distillation).roll_out(step)
+            rollout = groups.whole()
         if self.config.loss_fn.rl_weight:
             with self.observer.phase("logprobs"):
                 add_logprobs(rollout.batch, self.policy, self.config.loss_fn.rl)
             distillation, loss = self.config.distillation, self.config.loss_fn
             make_advantage_estimator(distillation.adv_estimator, loss.rl).add_to(rollout.batch)
             warn_of_large_advantages(step, rollout)
-        self.record(step, rollout)
-        return rollout.batch, metrics | rollout_metrics(rollout)
+        return rollout
 
     def _given(self, step: int) -> BatchedDataDict:
         prompts = self.prompts.train_batch(step, self.config.distillation.num_prompts_per_step)

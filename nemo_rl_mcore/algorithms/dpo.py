@@ -14,19 +14,20 @@ from typing import Any
 import torch
 
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
-from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
-from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.logprobs import trained_inputs
 from nemo_rl_mcore.algorithms.reference_blocks import ReferenceBlocks
-from nemo_rl_mcore.algorithms.rollout import Rollout
-from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
-from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics, train_metrics
+from nemo_rl_mcore.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.config import DPOMasterConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.preference import PreferenceSource
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses import DPOLossFn
+from nemo_rl_mcore.rollouts.episode_rows import dropped_rows
+from nemo_rl_mcore.rollouts.episodes import trained_columns
+from nemo_rl_mcore.rollouts.player import Rollout
+from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
+from nemo_rl_mcore.rollouts.steps import StepGroups
 
 _ROWS_PER_PAIR = DPOLossFn.rows_per_sample
 
@@ -37,28 +38,34 @@ class DPO(Algorithm[DPOMasterConfig]):
 
     pairs: PreferenceSource | None
 
-    def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
-        """Take or make the step's pairs, and train on them."""
-        count, metrics = self.config.policy.train_global_batch_size, dict[str, float]()
-        if self.pairs is None:
+    def train(self, step: int, groups: StepGroups | None, begin_update: Callable[[], None]) -> StepOutcome:
+        """Make pairs of the groups, or take those of the data set, and train on them."""
+        rollout, paired = None, dict[str, float]()
+        if groups is not None:
             with self.observer.phase("generation"):
-                batch, metrics = self._sample_pairs(step, count)
+                rollout = groups.whole()
+            batch, with_signal = best_against_worst(rollout, self.config.dpo.num_generations_per_prompt or 0)
+            paired["train/pairs_with_signal"] = with_signal
         else:
-            batch = self.pairs.train_batch(step, count)
+            assert self.pairs is not None
+            batch = self.pairs.train_batch(step, self.config.policy.train_global_batch_size)
         with self.observer.phase("reference"):
             known = self._reference
             _add_reference(batch, known.of_step(step, batch) if known else self._ask_reference(batch))
         require_sampled_ids(batch)
         begin_update()
-        with self.observer.phase("train"):
+        with self.training(step, rollout) as metrics:
             result = self._train(batch)
+        metrics |= paired
+        if groups is not None:
+            metrics |= groups.finish()
         metrics["train/total_num_tokens"] = float(batch["input_lengths"].sum())
         trained = train_metrics(result)
         trained |= preference_metrics(trained, "train")
         return StepOutcome(trained | metrics, result["skip_reasons"], batch)
 
     def validate(self, step: int) -> dict[str, float]:
-        """The loss of held-out pairs, where pairs are given, and how good the policy's own answers are."""
+        """Return the loss of held-out pairs, where pairs are given, and how good the policy's answers are."""
         judged = super().validate(step)
         if self.pairs is None or self._reference is None:
             return judged
@@ -91,15 +98,6 @@ class DPO(Algorithm[DPOMasterConfig]):
             "reference_logprobs"
         ]
 
-    def _sample_pairs(self, step: int, count: int) -> tuple[BatchedDataDict, dict[str, float]]:
-        answers = self.config.dpo.num_generations_per_prompt or 0
-        rollout = self.collector.collect(self.prompts.train_batch(step, count), answers, step=step)
-        self.collector.generation.offload()
-        batch, with_signal = best_against_worst(rollout, answers)
-        self.record(step, rollout)
-        metrics = rollout_metrics(rollout) | dict(self.collector.environments.take_counts())
-        return batch, metrics | {"train/pairs_with_signal": with_signal}
-
 
 def _add_reference(batch: BatchedDataDict, logprobs: torch.Tensor) -> None:
     # DPO's convention: column i is log p of token i + 1.
@@ -107,7 +105,7 @@ def _add_reference(batch: BatchedDataDict, logprobs: torch.Tensor) -> None:
 
 
 def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """What pairs tell, under names that say so: `accuracy` elsewhere is that of answers.
+    """Measure what pairs show, under names that say so: `accuracy` elsewhere is that of answers.
 
     preference_accuracy: the share of pairs whose chosen answer has the higher reward. rewards_chosen_mean,
     rewards_rejected_mean, and rewards_margin_mean, their difference: log-probability less the reference's.
@@ -122,9 +120,9 @@ def preference_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, f
 
 
 def best_against_worst(rollout: Rollout, answers: int) -> tuple[BatchedDataDict, float]:
-    """A pair of each prompt's best and worst answer, and the share of the pairs whose rewards differ.
+    """Return a pair of each prompt's best and worst answer, and the share of the pairs whose rewards differ.
 
-    A pair of equal rewards has no preference: its sample_mask is 0. The rollout's own mask is then 1 on the answers
+    A pair of equal rewards has no preference: its sample_mask is 0. The rollout's mask is then 1 on the answers
     that are in a pair which counts. An answer that was dropped is neither best nor worst.
     Raises ValueError for answers of several rows.
     """

@@ -1,4 +1,4 @@
-"""Whether engines compute the function that training does: log-probabilities of the next token, over all tokens.
+"""Check whether engines compute the function that training does: log-probabilities of the next token, over all tokens.
 
 A refit proves that an engine holds the weights of training. What it makes of them (rotary embedding, norms, heads,
 temperature, number format) is compared here, after a few prompts.
@@ -27,7 +27,7 @@ from nemo_rl_mcore.interfaces import PolicyInterface
 
 @dataclass(frozen=True)
 class Bounds:
-    """What number formats explain: a difference of a log-probability, and a divergence after a prompt, nats."""
+    """Bounds that number formats explain: a difference of a log-probability, and a divergence after a prompt, nats."""
 
     difference: float
     kl: float
@@ -54,12 +54,12 @@ class EnginesDifferError(RunStoppedError):
 
 
 class ComparedEngines(Protocol):
-    """What `compare` asks of engines."""
+    """Answers what `compare` asks of engines."""
 
     def next_logprobs(
         self, prompts: Sequence[Sequence[int]], temperature: float
     ) -> Sequence[Sequence[NDArray[np.float32]]]:
-        """Of each engine, after each prompt: the log-probabilities [V] of all tokens at the temperature."""
+        """Return of each engine, after each prompt, the log-probabilities [V] of all tokens at the temperature."""
         ...
 
 
@@ -84,7 +84,7 @@ class Comparison:
 
     @property
     def agreement(self) -> str:
-        """What is said of a comparison that `require` let pass."""
+        """Return what is said of a comparison that `require` let pass."""
         return (
             f"engine and training agree on {self.rows} rows x {self.vocabulary} tokens: largest difference of "
             f"log-probability {self.largest:.3g}, KL {self.kl:.3g}"
@@ -131,7 +131,7 @@ def compare_at_start(
     engines: ComparedEngines,
     prompts: Sequence[Sequence[int]],
 ) -> Comparison:
-    """`compare` as a run does; raises EnginesDifferError for more than its number formats allow."""
+    """Do `compare` as a run does; raises EnginesDifferError for more than its number formats allow."""
     found = compare(
         policy,
         engines,
@@ -144,7 +144,7 @@ def compare_at_start(
 
 
 def bounds_of(policy: PolicyConfig) -> Bounds:
-    """Those of the coarser number format, of training or of its engines."""
+    """Return the bounds of the coarser number format, of training or of its engines."""
     generation = policy.generation
     own = generation.vllm_cfg.precision if generation.backend == "vllm" else None
     both = BOUNDS[policy.precision], BOUNDS[own or policy.precision]
@@ -154,12 +154,12 @@ def bounds_of(policy: PolicyConfig) -> Bounds:
 def prompts_to_compare(
     config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer, step: int
 ) -> list[list[int]]:
-    """The first few prompts of a step; see `rows_to_compare`."""
+    """Return the first few prompts of a step; see `rows_to_compare`."""
     return rows_to_compare(config, prompts.train_batch(step, config.prompts_per_step), tokenizer)
 
 
 def rows_to_compare(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
-    """The first few prompts, each with as many of its tokens as both sides take."""
+    """Return the first few prompts, each with as many of its tokens as both sides take."""
     longest = min(
         config.policy.max_total_sequence_length - 1, max(1, _LOGITS // config.policy.model.vocab_size)
     )
@@ -168,14 +168,14 @@ def rows_to_compare(config: RunConfig, prompts: Sequence[Prompt], tokenizer: Tok
 
 
 def _training_logprobs(policy: PolicyInterface, prompt: Sequence[int], vocabulary: int) -> Tensor:
-    """Float64 [V]. Training tells only of what a real token follows: here any does, for none sees what is to come."""
+    """Float64 [V]. Training has logits only where a real token follows: here any does, for none sees the next."""
     ids = torch.tensor([[*prompt, prompt[-1]]])
     batch = BatchedDataDict(input_ids=ids, input_lengths=torch.tensor([ids.shape[1]]))
-    told = policy.get_topk_logits(batch, vocabulary)
+    given = policy.get_topk_logits(batch, vocabulary)
     last = len(prompt) - 1
     logprobs_V = torch.full((vocabulary,), torch.nan, dtype=torch.float64)
-    logprobs_V[told["topk_indices"][0, last]] = (
-        told["topk_logits"][0, last].double() - told["logsumexp"][0, last].double()
+    logprobs_V[given["topk_indices"][0, last]] = (
+        given["topk_logits"][0, last].double() - given["logsumexp"][0, last].double()
     )
     return logprobs_V
 

@@ -1,4 +1,4 @@
-"""What models say of a rollout before it is trained on."""
+"""Ask models about a rollout before it is trained on."""
 
 from nemo_rl_mcore.config import ClippedPGLossConfig, GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
@@ -8,17 +8,17 @@ from nemo_rl_mcore.losses import ClippedPGLossFn, LossFunction, make_loss
 
 
 def model_inputs(batch: BatchedDataDict) -> BatchedDataDict:
-    """What a pass without a loss needs of a batch."""
+    """Return what a pass without a loss needs of a batch."""
     return BatchedDataDict({key: batch[key] for key in ("input_ids", "input_lengths")})
 
 
 def trained_inputs(batch: BatchedDataDict) -> BatchedDataDict:
-    """What one needs that is asked about the trained tokens alone."""
+    """Return what a pass needs that is asked about the trained tokens alone."""
     return BatchedDataDict(model_inputs(batch) | {"token_mask": batch["token_mask"]})
 
 
 def policy_loss(config: GRPOMasterConfig | PPOMasterConfig) -> LossFunction:
-    """The loss of the policy; where no pass before training is to give prev_logprobs, one that asks for none."""
+    """Return the policy's loss; one without prev_logprobs where no pass before training gives them."""
     fused = config.policy.megatron_cfg.use_fused_linear_logprobs
     if reader_of_prev_logprobs(config) is not None:
         return make_loss(config.loss_fn, fused)

@@ -94,7 +94,7 @@ class TrainingLoop:
         )
 
     def _startup(self, part: str, *, needed: bool) -> AbstractContextManager[None]:
-        """A part of the start, which is no time of the first step."""
+        """Time a part of the start, apart from the first step."""
         return self.observer.phase(f"{STARTUP_PREFIX}{part}") if needed else nullcontext()
 
     def _save_if_due(self, algorithm: Algorithm[Any], step: int, limit: TimeLimit) -> None:
@@ -165,7 +165,7 @@ class TrainingLoop:
                     self.observer.log(step, row)
 
     def _save_at_the_end(self, stop: BaseException) -> RunStoppedError | None:
-        """Save the last finished step, unless that was done or tried; why it cannot be, the checkpoints tell.
+        """Save the last finished step, unless that was done or tried; the checkpoints report why it cannot be.
 
         Returns what the attempt failed with.
         """

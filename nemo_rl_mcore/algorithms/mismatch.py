@@ -1,4 +1,4 @@
-"""How far the generation engine's log-probabilities are from those that training computes, and what follows from it.
+"""Measure how far the engine's log-probabilities are from those that training computes, and what follows from it.
 
 Every step is checked: so is the first one of a run, and the first one after a resume, when weights that reached the
 engine wrong would show. What `mask` and `stop` act on is computed before the step trains; else the training pass may be
@@ -15,13 +15,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
 from nemo_rl_mcore.config.loss import KLType
 from nemo_rl_mcore.config.vllm import MismatchConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.losses.sampler_table import COLUMNS, ROW_NUMBER, sampler_table
 from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.rollouts.episode_rows import EpisodeRows
+from nemo_rl_mcore.rollouts.episodes import WEIGHT_VERSIONS
+from nemo_rl_mcore.rollouts.metrics import correction_metrics
 
 _NAMED_SAMPLES = 4
 _ROWS_AT_A_TIME = 64
@@ -95,7 +97,7 @@ class Mismatch:
 
     @property
     def compared(self) -> Tensor:
-        """Bool [E], the responses that are compared."""
+        """Return bool [E], the responses that are compared."""
         return self.episodes.one_each(self.rows)
 
     def metrics(self, threshold: float | None) -> dict[str, float]:
@@ -115,6 +117,40 @@ class Mismatch:
     def above(self, threshold: float) -> Tensor:
         """Return bool [E], which of the compared responses disagree by more; one that is not a number does."""
         return ~(self.per_sequence <= threshold) & self.compared
+
+
+def drawn_by(version: int, batch: BatchedDataDict) -> Tensor:
+    """Return bool [B]: no token of the response, in none of its rows, was drawn by weights of another version.
+
+    Without weight_versions the ranks that train have drawn all.
+    """
+    if WEIGHT_VERSIONS not in batch:
+        return torch.ones(batch.size, dtype=torch.bool)
+    versions_BS = batch[WEIGHT_VERSIONS]
+    drawn_B = ~((versions_BS >= 0) & (versions_BS != version)).any(1)
+    for rows in batch.samples():
+        drawn_B[rows.start : rows.stop] = drawn_B[rows.start : rows.stop].all()
+    return drawn_B
+
+
+def compare_with_engine(step: int, batch: BatchedDataDict, table: Tensor, config: MismatchConfig) -> Mismatch:
+    """Compare the responses of a step that its own weights drew, and do what `action` says; see `act_on_mismatch`.
+
+    What older weights drew differs by its age.
+    """
+    found = Mismatch.of(batch, table, drawn_by(step - 1, batch))
+    act_on_mismatch(step, batch, found, config)
+    return found
+
+
+def comparison_metrics(
+    found: Mismatch, batch: BatchedDataDict, threshold: float | None, *, asynchronous: bool
+) -> dict[str, float]:
+    """Return what a step reports of the engine's log-probabilities and, in asynchronous runs, of older weights'."""
+    if not asynchronous:
+        return found.metrics(threshold)
+    of_engine = found.metrics(threshold) if found.rows.any() else {}
+    return of_engine | correction_metrics(found.table[batch["sample_mask"] > 0])
 
 
 def act_on_mismatch(step: int, batch: BatchedDataDict, found: Mismatch, config: MismatchConfig) -> None:

@@ -13,23 +13,25 @@ import torch
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator, warn_of_large_advantages
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
-from nemo_rl_mcore.algorithms.episodes import trained_columns
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs, policy_loss
 from nemo_rl_mcore.algorithms.mismatch import (
     Mismatch,
-    act_on_mismatch,
+    compare_with_engine,
+    comparison_metrics,
     table_of_batch,
     table_of_training,
     with_row_numbers,
 )
-from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
-from nemo_rl_mcore.algorithms.sampling import Sampling
-from nemo_rl_mcore.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
+from nemo_rl_mcore.algorithms.step_metrics import join_results, train_metrics
 from nemo_rl_mcore.config import PPOMasterConfig
 from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.interfaces import ValueInterface
 from nemo_rl_mcore.losses import make_loss
+from nemo_rl_mcore.rollouts.episodes import trained_columns
+from nemo_rl_mcore.rollouts.player import Rollout
+from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
+from nemo_rl_mcore.rollouts.steps import StepGroups
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 
@@ -39,43 +41,45 @@ class PPO(Algorithm[PPOMasterConfig]):
 
     critic: ValueInterface
 
-    def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
-        """Sample, judge, and train on the rollout `ppo_epochs` times."""
-        config, loss = self.config, self.config.loss_fn
+    def train(self, step: int, groups: StepGroups | None, begin_update: Callable[[], None]) -> StepOutcome:
+        """Judge the groups, train on them `ppo_epochs` times."""
+        assert groups is not None
         with self.observer.phase("generation"):
-            rollout, metrics = Sampling(self, config.ppo).roll_out(step)
-        batch = rollout.batch
-        mismatch, passes_before = (
-            config.policy.generation.mismatch,
-            reader_of_prev_logprobs(config) is not None,
-        )
+            rollout = groups.whole()
+        found = self._judge(step, rollout)
+        batch, config = rollout.batch, self.config
+        begin_update()
+        with self.training(step, rollout) as metrics:
+            of_policy, of_critic = self._train(step, batch)
+        metrics |= groups.finish() | train_metrics(of_critic, "value")
+        metrics["value/explained_variance"] = explained_variance(batch)
+        reasons, mismatch = of_critic["skip_reasons"], config.policy.generation.mismatch
+        if of_policy is not None:
+            if found is None:
+                table = table_of_training(of_policy, batch.size)
+                found = compare_with_engine(step, batch, table, mismatch)
+            metrics |= train_metrics(of_policy)
+            reasons = skip_reasons_of_both(of_policy["skip_reasons"], reasons)
+        if found is not None:
+            metrics |= comparison_metrics(found, batch, mismatch.threshold, asynchronous=config.asynchronous)
+        return StepOutcome(metrics, reasons, batch)
+
+    def _judge(self, step: int, rollout: Rollout) -> Mismatch | None:
+        """Add log-probabilities, values and advantages; see `GRPO._judge`."""
+        config, loss, batch = self.config, self.config.loss_fn, rollout.batch
+        passes_before = reader_of_prev_logprobs(config) is not None
         with self.observer.phase("logprobs"):
             add_logprobs(batch, self.policy, loss, previous=passes_before)
         found = None
         if passes_before:
-            found = Mismatch.of(batch, table_of_batch(batch, loss.reference_policy_kl_type))
-            act_on_mismatch(step, batch, found, mismatch)
+            table = table_of_batch(batch, loss.reference_policy_kl_type)
+            found = compare_with_engine(step, batch, table, config.policy.generation.mismatch)
         with self.observer.phase("values"):
             batch["values"] = self.critic.get_values(model_inputs(batch))["values"]
         make_advantage_estimator(config.ppo.adv_estimator, loss).add_to(batch)
         warn_of_large_advantages(step, rollout)
         require_sampled_ids(batch)
-        begin_update()
-        with self.observer.phase("train"):
-            of_policy, of_critic = self._train(step, batch)
-        self.record(step, rollout)
-        metrics |= rollout_metrics(rollout) | train_metrics(of_critic, "value")
-        metrics["value/explained_variance"] = explained_variance(batch)
-        reasons = of_critic["skip_reasons"]
-        if of_policy is not None:
-            if found is None:
-                found = Mismatch.of(batch, table_of_training(of_policy, batch.size))
-                act_on_mismatch(step, batch, found, mismatch)
-            metrics |= train_metrics(of_policy)
-            reasons = skip_reasons_of_both(of_policy["skip_reasons"], reasons)
-        if found is not None:
-            metrics |= found.metrics(mismatch.threshold)
-        return StepOutcome(metrics, reasons, batch)
+        return found
 
     def _train(self, step: int, batch: BatchedDataDict) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
         """Results of the policy, None while only the critic warms up, and of the critic, over all epochs."""
@@ -92,7 +96,7 @@ class PPO(Algorithm[PPOMasterConfig]):
 
 
 def shuffled(batch: BatchedDataDict, seed: int, step: int, epoch: int) -> BatchedDataDict:
-    """The episodes in the order of an epoch: other minibatches each time, the same in every run."""
+    """Return the episodes in the order of an epoch: other minibatches each time, the same in every run."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1_009 + epoch)
     samples = batch.samples()
     order: list[int] = torch.randperm(len(samples), generator=generator).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -102,7 +106,7 @@ def shuffled(batch: BatchedDataDict, seed: int, step: int, epoch: int) -> Batche
 def skip_reasons_of_both(
     of_policy: Sequence[str | None], of_critic: Sequence[str | None]
 ) -> list[str | None]:
-    """Why a minibatch was skipped by either model: a run in which one of them is stuck must end, too."""
+    """Say why a minibatch was skipped by either model: a run in which one of them is stuck must end, too."""
     reasons: list[str | None] = []
     for pair in zip(of_policy, of_critic, strict=True):
         nothing_failed = None if None in pair else EMPTY_STEP
@@ -111,7 +115,7 @@ def skip_reasons_of_both(
 
 
 def explained_variance(batch: BatchedDataDict) -> float:
-    """Share of the variance of the returns that the critic knew of: 1 - Var(returns - values) / Var(returns).
+    """Return the share of the returns' variance that the critic explains: 1 - Var(returns - values) / Var(returns).
 
     0 where the returns do not vary.
     """

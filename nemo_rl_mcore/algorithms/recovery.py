@@ -1,4 +1,4 @@
-"""What a run does when ranks fail: it tries again, or brings new ranks to where the old ones were, and goes on."""
+"""Survive failures of ranks: try again, or bring new ranks to where the old ones were, and go on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Recovery:
     )
 
     def surviving[Result](self, algorithm: Algorithm[Any], part: Callable[[], Result]) -> Result:
-        """What a part of a step gives, tried again after each failure that the run survives."""
+        """Return what a part of a step gives, tried again after each failure that the run survives."""
         raised = 0
         while True:
             try:
@@ -82,7 +82,7 @@ class Recovery:
         return {**self.models, **self.frozen}
 
     def metrics(self) -> dict[str, float]:
-        """What has happened since the start; nothing where nothing has."""
+        """Count what has happened since the start; empty where nothing has."""
         counted = {"retries": self.retries, "restarts": self.restarts, "redone_steps": self.redone}
         return (
             {f"recovery/{name}": number for name, number in counted.items()} if any(counted.values()) else {}
@@ -111,7 +111,7 @@ class Recovery:
             return False
         self.checkpoints.updating = False
         self.retries += 1
-        _tell(error, f"it is tried again ({raised + 1} of {_RETRIES})")
+        _log(error, f"it is tried again ({raised + 1} of {_RETRIES})")
         return True
 
     def _go_back(self, algorithm: Algorithm[Any], error: RanksFailedError) -> None:
@@ -123,7 +123,7 @@ class Recovery:
                 raise error
             self.restarts_left -= 1
             self.restarts += 1
-            _tell(error, f"the run goes back to {self._saved_as}, {self.restarts_left} left ({RESTARTS_KEY})")
+            _log(error, f"the run goes back to {self._saved_as}, {self.restarts_left} left ({RESTARTS_KEY})")
             try:
                 with activity.at("going back to the last checkpoint", timed=False), self.observer.redoing():
                     self._bring_back(algorithm)
@@ -151,7 +151,7 @@ class Recovery:
         self.checkpoints.going_back = False
         self._count_updates()
         self.redone += len(steps)
-        _tell_redone(steps, unequal)
+        _log_redone(steps, unequal)
 
     def _replace_lost(self) -> None:
         """New ranks for models that lack some or are stuck; for all that train where no checkpoint holds them."""
@@ -184,11 +184,11 @@ def _asked_to_stop() -> bool:
     return signals.asked or signals.time_is_up
 
 
-def _tell(error: RanksFailedError, what: str) -> None:
+def _log(error: RanksFailedError, what: str) -> None:
     write_line(sys.stderr, f"{str(error).splitlines()[0]}; {what}")
 
 
-def _tell_redone(steps: Sequence[int], unequal: Sequence[int]) -> None:
+def _log_redone(steps: Sequence[int], unequal: Sequence[int]) -> None:
     if not steps:
         return
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"

@@ -44,7 +44,7 @@ class ReferenceBlocks:
     _held_out: torch.Tensor | None = field(default=None, init=False, repr=False)
 
     def of_step(self, step: int, batch: BatchedDataDict) -> torch.Tensor:
-        """[B, S], of the pairs that a step takes: those of `batch`."""
+        """Return [B, S], of the pairs that a step takes: those of `batch`."""
         first = self.pairs.first_steps(step, self.count)
         if first is None:
             return self.ask(batch)
@@ -58,7 +58,7 @@ class ReferenceBlocks:
         return found
 
     def of_validation(self, batch: BatchedDataDict) -> torch.Tensor:
-        """[B, S], of the held-out pairs, which are the same at every validation."""
+        """Return [B, S], of the held-out pairs, which are the same at every validation."""
         if self._held_out is not None:
             return self._held_out
         found = self.ask(batch)

@@ -1,4 +1,4 @@
-"""Where a run begins, and what it leaves behind to begin from, as the section `checkpointing` asks."""
+"""Find where a run begins, and leave behind what to begin from, as the section `checkpointing` asks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from nemo_rl_mcore.preflight.saved_run import (
 )
 from nemo_rl_mcore.training.checkpoints import (
     INFO_FILE,
-    ROLLOUTS_FOLDER,
     Checkpoint,
     CheckpointStore,
     NotACheckpointError,
@@ -70,7 +69,7 @@ class RunCheckpoints:
     """The checkpoints of a run; without a store the run starts at its first step and leaves none.
 
     recipe: what is saved as config.yaml. start: the checkpoint to go on from. resume: the key of that name.
-    tokenizer: what is saved with each checkpoint; None for the one that is built in. beside: what else is, by the
+    tokenizer: what is saved with each checkpoint; None for the one that is built in. extra_parts: what else is, by the
     name of its folder: called with the folder, which it makes.
     """
 
@@ -81,7 +80,7 @@ class RunCheckpoints:
     start: Checkpoint | None = None
     resume: str = "auto"
     tokenizer: Tokenizer | None = None
-    beside: dict[str, Callable[[Path], None]] = field(default_factory=dict[str, Callable[[Path], None]])
+    extra_parts: dict[str, Callable[[Path], None]] = field(default_factory=dict[str, Callable[[Path], None]])
     _finished: FinishedStep | None = field(default=None, init=False)
     _saved: int | None = field(default=None, init=False)
     _tried: int | None = field(default=None, init=False)
@@ -93,27 +92,27 @@ class RunCheckpoints:
 
     @property
     def resumed_step(self) -> int | None:
-        """The last step that is behind the run, if it goes on from a checkpoint."""
+        """Return the last step that is behind the run, if it goes on from a checkpoint."""
         return self.start.step if self.start is not None else None
 
     @property
     def nothing_left(self) -> bool:
-        """Whether the run goes on from a checkpoint of its last step, or of a later one."""
+        """Say whether the run goes on from a checkpoint of its last step, or of a later one."""
         return self.start is not None and self.start.step >= self.last_step
 
     @property
     def unsaved(self) -> bool:
-        """Whether there is a finished step whose save was not tried yet, and a place for it."""
+        """Say whether there is a finished step whose save was not tried yet, and a place for it."""
         return self.store is not None and self._finished is not None and self._finished.step != self._tried
 
     @property
     def saved_step(self) -> int | None:
-        """The step of the checkpoint that `restore` goes back to: the last one of this run, else where it began."""
+        """Return the step of the checkpoint that `restore` goes back to: the run's last one, else where it began."""
         return self._saved if self._saved is not None else self.resumed_step
 
     @property
     def finished_step(self) -> int:
-        """The last step whose update is done, be it before the run began."""
+        """Return the last step whose update is done, be it before the run began."""
         return self._finished.step if self._finished is not None else self.resumed_step or 0
 
     def restore(self, models: Mapping[str, TrainedModel]) -> Mapping[str, Any]:
@@ -130,7 +129,7 @@ class RunCheckpoints:
         return self.start.folder if self.start is not None else None
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to follow this step."""
+        """Say whether a checkpoint is to follow this step."""
         return self.store is not None and (step % self.save_period == 0 or step == self.last_step)
 
     def begin_update(self) -> None:
@@ -168,7 +167,7 @@ class RunCheckpoints:
                 (folder / RECIPE_FILE).write_text(self.recipe, encoding="utf-8")
                 if self.tokenizer is not None:
                     self.tokenizer.save_as_hugging_face(folder / TOKENIZER_FOLDER)
-                for name, write in self.beside.items():
+                for name, write in self.extra_parts.items():
                     write(folder / name)
                 for name, model in models.items():
                     (folder / name).mkdir()
@@ -177,13 +176,13 @@ class RunCheckpoints:
             reason = error_of_the_folder(error, self.store.root)
             if reason is None:
                 raise
-            told = folder_error(
+            failure = folder_error(
                 "checkpointing.checkpoint_dir", self.store.root, reason, "make room, or name another"
             )
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             raise RunStoppedError(
-                f"{told}; the checkpoint of step {step} is not there", code="checkpoint-not-written"
+                f"{failure}; the checkpoint of step {step} is not there", code="checkpoint-not-written"
             ) from error
         self._saved = step
 
@@ -192,7 +191,7 @@ class RunCheckpoints:
         self._failure = why
 
     def standing(self) -> str:
-        """What is kept of the weights, what is lost, and how the run goes on: for how it ended."""
+        """Return what is kept of the weights, what is lost, and how the run goes on: for how it ended."""
         saved = self.saved_step
         parts: list[str] = []
         if self._finished is None:
@@ -211,7 +210,7 @@ class RunCheckpoints:
 
 
 def error_of_the_folder(error: BaseException, folder: Path) -> OSError | None:
-    """The OSError behind an error, also one that a rank raised: a disk that is full, a folder that is not there.
+    """Return the OSError behind an error, also one that a rank raised: a disk that is full, a folder that is missing.
 
     A rank that died, or did not return, has raised none; what it has written to its standard error is not asked.
     """
@@ -233,7 +232,7 @@ def open_checkpoints(config: RunConfig, notify: Notify, tokenizer: Tokenizer | N
     """Find where the run begins and prepare the folder for what it leaves; `notify` is called in whole lines.
 
     tokenizer: what a checkpoint is to hold if the recipe names a folder or a model of the hub.
-    Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is none or of another model.
+    Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is missing or of another model.
     """
     section = config.checkpointing
     for plan in config.models.values():
@@ -277,12 +276,12 @@ def _why_aside(folder: Path, section: CheckpointingConfig) -> str:
 
 
 def require_whole(folder: str, key: str, section: CheckpointingConfig, notify: Notify) -> Checkpoint:
-    """The checkpoint that a key names; `notify` is called when it has no checksums. Raises RunStoppedError."""
+    """Return the checkpoint that a key names; `notify` is called when it has no checksums. Raises RunStoppedError."""
     try:
         found = require_checkpoint(Path(folder), key, verify_checksums=section.verify_checksums)
     except NotACheckpointError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
-    _tell_without_checksums(found, section, notify)
+    _report_without_checksums(found, section, notify)
     return found
 
 
@@ -299,17 +298,17 @@ def _find_start(section: CheckpointingConfig, store: CheckpointStore, notify: No
         return found
     latest = next((one for one in store.newest_first() if SkipGuard.accepts(one.counters)), None)
     if latest is not None:
-        _tell_without_checksums(latest, section, notify)
+        _report_without_checksums(latest, section, notify)
     return latest
 
 
-def _tell_without_checksums(checkpoint: Checkpoint, section: CheckpointingConfig, notify: Notify) -> None:
+def _report_without_checksums(checkpoint: Checkpoint, section: CheckpointingConfig, notify: Notify) -> None:
     if section.verify_checksums and not checkpoint.has_checksums:
         notify(f"{checkpoint.folder} was saved without checksums: its files are not verified")
 
 
 def _compare(start: Checkpoint, config: RunConfig, notify: Notify) -> None:
-    """Refuse a checkpoint of another algorithm, or whose state has no place in the models; tell what has changed."""
+    """Refuse a checkpoint of another algorithm, or whose state has no place in the models; report what has changed."""
     try:
         saved = read_recipe_of(start.folder)
     except ValueError as error:
@@ -325,7 +324,3 @@ def _compare(start: Checkpoint, config: RunConfig, notify: Notify) -> None:
         f"resuming after step {start.step} from {start.folder}"
         + (f", with changes: {', '.join(changes)}" if changes else "")
     )
-    if (start.folder / ROLLOUTS_FOLDER).is_dir() and not config.asynchronous:
-        notify(
-            f"what {start.folder / ROLLOUTS_FOLDER} holds is left: step {start.step + 1} answers its own prompts"
-        )

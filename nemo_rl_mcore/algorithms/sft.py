@@ -10,12 +10,13 @@ from nemo_rl_mcore.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.config import SFTMasterConfig
 from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.losses import LossFunction, make_loss
+from nemo_rl_mcore.rollouts.steps import StepGroups
 
 
 class SFT(Algorithm[SFTMasterConfig]):
     """The likelihood of given answers."""
 
-    def step(self, step: int, begin_update: Callable[[], None]) -> StepOutcome:
+    def train(self, step: int, groups: StepGroups | None, begin_update: Callable[[], None]) -> StepOutcome:
         """Train on the step's answers."""
         prompts = self.prompts.train_batch(step, self.config.policy.train_global_batch_size)
         batch = given_answers(prompts, self.collector.tokenizer)
@@ -26,7 +27,7 @@ class SFT(Algorithm[SFTMasterConfig]):
         return StepOutcome(train_metrics(result) | tokens, result["skip_reasons"], batch)
 
     def validate(self, step: int) -> dict[str, float]:
-        """How good the policy's own answers to held-out prompts are, and the loss of their given ones."""
+        """Measure how good the policy's answers to held-out prompts are, and the loss of their given ones."""
         judged = super().validate(step)
         size = self.config.policy.train_global_batch_size
         held_out = self.prompts.validation(self.config.sft.val_batches * size)

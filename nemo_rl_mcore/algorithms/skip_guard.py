@@ -36,7 +36,7 @@ class SkipGuard:
 
     @classmethod
     def accepts(cls, counters: Mapping[str, object]) -> bool:
-        """Whether the constructor takes these counters, which were read from a file."""
+        """Say whether the constructor takes these counters, which were read from a file."""
         kinds = {name: type(value) for name, value in cls(limit=1).counters().items()}
         return all(
             type(value) is kinds.get(name) and (not isinstance(value, int) or value >= 0)
@@ -44,7 +44,7 @@ class SkipGuard:
         )
 
     def counters(self) -> dict[str, int | str]:
-        """What a run that goes on later gives the constructor besides `limit`."""
+        """Return what a run that goes on later gives the constructor besides `limit`."""
         counted = asdict(self)
         del counted["limit"]
         return counted

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from nemo_rl_mcore.algorithms.episode_metrics import episode_metrics
-from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows
-from nemo_rl_mcore.algorithms.rewards import group_statistics, rows_with_signal
-from nemo_rl_mcore.algorithms.rollout import Rollout, prompt_lengths
+from nemo_rl_mcore.rollouts.episode_metrics import episode_metrics
+from nemo_rl_mcore.rollouts.episode_rows import EpisodeRows
+from nemo_rl_mcore.rollouts.player import Rollout, prompt_lengths
+from nemo_rl_mcore.rollouts.rewards import group_statistics, rows_with_signal
 from nemo_rl_mcore.training.sums import EXTREMA, combine_steps, neutral_value
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Rewards, lengths and advantages of the answers, where the batch has advantages.
+    """Measure rewards, lengths and advantages of the answers, where the batch has advantages.
 
     An answer is an episode, whose prompt is that of its first row. Of those that were dropped only the tokens count
     that ran through the model, and how many they are; where nothing else is left, there is no other metric.
@@ -58,7 +58,7 @@ def _spread(rewards: torch.Tensor, prompt_index: torch.Tensor) -> dict[str, floa
 
 
 def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str, float]:
-    """One number a metric for all optimizer steps of a rollout; the extrema of nothing are left out."""
+    """Return one number a metric for all optimizer steps of a rollout; the extrema of nothing are left out."""
     per_step: Mapping[str, list[float]] = result["all_mb_metrics"]
     counts = per_step["global_valid_seqs"], per_step["global_valid_toks"]
     combined = {
@@ -82,7 +82,7 @@ def train_metrics(result: Mapping[str, Any], prefix: str = "train") -> dict[str,
 
 
 def join_results(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What one `train` would have returned for the optimizer steps of several, for `train_metrics`."""
+    """Return what one `train` would have returned for the optimizer steps of several, for `train_metrics`."""
     names = dict.fromkeys(name for result in results for name in result["all_mb_metrics"])
     kinds = {name: kind for result in results for name, kind in result["metric_kinds"].items()}
 

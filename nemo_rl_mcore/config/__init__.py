@@ -10,7 +10,7 @@ from nemo_rl_mcore.config.algorithm import (
     RewardShapingConfig,
     RolloutConfig,
 )
-from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
+from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
@@ -58,7 +58,7 @@ from nemo_rl_mcore.config.run_models import ModelPlan, Role, TeacherConfig, Valu
 __all__ = [
     "AdvantageEstimatorConfig",
     "ArithmeticEnvConfig",
-    "AsyncGRPOConfig",
+    "AsyncRolloutsConfig",
     "CheckpointingConfig",
     "ClippedPGLossConfig",
     "ClusterConfig",

@@ -1,11 +1,11 @@
 """Configurations of the loops that sample, and of the advantage estimators."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, cast
+from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import BeforeValidator, model_validator
 
-from nemo_rl_mcore.config.asynchronous import AsyncGRPOConfig
+from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
 from nemo_rl_mcore.config.base import (
     Float,
     Fraction,
@@ -100,6 +100,10 @@ class RewardShapingConfig(StrictModel):
             )
 
 
+AsyncSection = Annotated[AsyncRolloutsConfig, BeforeValidator(lambda given: {} if given is None else given)]
+"""A null section is one that is left out, as in NeMo RL."""
+
+
 class LoopConfig(StrictModel):
     """The loop of every algorithm: for how long it runs, and when it validates."""
 
@@ -113,22 +117,32 @@ class LoopConfig(StrictModel):
     """Validate before the first step."""
     val_at_end: bool = False
     """Validate after the last step."""
-    max_val_samples: PositiveInt = 64
-    """Held-out prompts that a validation answers."""
+    max_val_samples: NonNegativeInt = 64
+    """Held-out prompts that a validation answers; 0, of SFT and DPO alone, leaves their answers out."""
     val_batch_size: PositiveInt = 64
     """Prompts generated at a time in a validation."""
     seed: Seed | None = None
     """NeMo RL's other spelling of the top-level `seed`, which it gives where that is left out."""
+
+    async_key: ClassVar[str] = ""
+    """The key of asynchronous rollouts, where the algorithm can have them."""
 
     @property
     def validates(self) -> bool:
         """Whether there is any validation."""
         return bool(self.val_period) or self.val_at_start or self.val_at_end
 
+    @property
+    def validation_answers(self) -> tuple[int, bool]:
+        """Answers of a validation to each prompt, and whether they are the likeliest."""
+        return 1, True
+
 
 class RolloutConfig(LoopConfig):
     """The loop of algorithms that learn from the policy's own answers."""
 
+    max_val_samples: PositiveInt = 64
+    """Held-out prompts that a validation answers."""
     num_prompts_per_step: PositiveInt
     """Prompts drawn per step."""
     num_generations_per_prompt: PositiveInt
@@ -141,14 +155,23 @@ class RolloutConfig(LoopConfig):
     """Generation rounds after which a step of dynamic sampling gives up."""
     batch_multiplier: PositiveFloat = 1.0
     """Prompts per generation round of dynamic sampling, in units of num_prompts_per_step."""
+    val_greedy: bool = True
+    """A validation takes the likeliest tokens; false samples as training does, at policy.generation (ours)."""
+    val_num_generations_per_prompt: PositiveInt = 1
+    """Answers of a validation to each prompt; more than one also give pass_k, the share of prompts with a reward."""
     reward_shaping: RewardShapingConfig = RewardShapingConfig()
     """The penalty for long responses."""
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     """The linear map of the reward."""
 
     @property
-    def drawn_prompts(self) -> float:
-        """Prompts drawn at a time, which the rules ask to be whole."""
+    def validation_answers(self) -> tuple[int, bool]:
+        """Answers of a validation to each prompt, and whether they are the likeliest."""
+        return self.val_num_generations_per_prompt, self.val_greedy
+
+    @property
+    def prompts_per_round(self) -> float:
+        """Prompts that a synchronous step asks for at a time, which the rules ask to be whole."""
         return self.num_prompts_per_step * (self.batch_multiplier if self.use_dynamic_sampling else 1)
 
     @property
@@ -159,7 +182,15 @@ class RolloutConfig(LoopConfig):
     read_unless = (("batch_multiplier", "use_dynamic_sampling", False),)
 
     def problems(self) -> Iterator[Problem]:
-        """Yield contradictions of dynamic sampling."""
+        """Yield contradictions of dynamic sampling, and validations that answer the same several times."""
+        if self.val_greedy and self.val_num_generations_per_prompt > 1:
+            yield Problem(
+                "incompatible",
+                "val_num_generations_per_prompt",
+                f"{self.val_num_generations_per_prompt} with val_greedy: true gives the same answer as often",
+                "set val_greedy: false, or val_num_generations_per_prompt: 1",
+                ("val_greedy",),
+            )
         if self.use_dynamic_sampling and self.num_generations_per_prompt == 1:
             yield Problem(
                 "no-signal",
@@ -188,31 +219,14 @@ class GRPOConfig(EpisodesConfig):
     """Shorthand for adv_estimator.use_leave_one_out_baseline, which is the value that is read."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     """How rewards become advantages."""
-    async_grpo: Annotated[AsyncGRPOConfig, BeforeValidator(lambda given: {} if given is None else given)] = (
-        AsyncGRPOConfig()
-    )
-    """Sampling beside training."""
+    advantage_clip_low: Float | None = None
+    """Advantages below this become it; null leaves them."""
+    advantage_clip_high: Float | None = None
+    """Advantages above this become it; null leaves them."""
+    async_grpo: AsyncSection = AsyncRolloutsConfig()
+    """Asynchronous rollouts: later steps are sampled while one trains."""
 
-    @property
-    def max_live_groups(self) -> int:
-        """Of an asynchronous run: groups that are being answered, wait, or are trained on, all together."""
-        return (self.async_grpo.max_trajectory_age_steps + 1) * self.num_prompts_per_step
-
-    @property
-    def max_inflight_groups(self) -> int:
-        """Of an asynchronous run: groups that are being answered at most."""
-        return min(self.async_grpo.max_inflight_prompts or self.max_live_groups, self.max_live_groups)
-
-    @property
-    def min_groups_per_chunk(self) -> int:
-        """Of an asynchronous run: groups for which a step waits before it trains on them; its last may be fewer."""
-        groups = self.num_prompts_per_step
-        return min(self.async_grpo.min_groups_for_streaming_train or groups, groups)
-
-    @property
-    def streams(self) -> bool:
-        """Whether a step trains on some of its groups before the others are there."""
-        return self.async_grpo.enabled and self.min_groups_per_chunk < self.num_prompts_per_step
+    async_key = "async_grpo"
 
     @model_validator(mode="before")
     @classmethod
@@ -240,6 +254,15 @@ class GRPOConfig(EpisodesConfig):
                     "give both the same value, or remove one",
                     (f"adv_estimator.{key}",),
                 )
+        low, high = self.advantage_clip_low, self.advantage_clip_high
+        if low is not None and high is not None and low >= high:
+            yield Problem(
+                "too-large",
+                "advantage_clip_low",
+                f"{low:g} is not below advantage_clip_high: {high:g}, so that all advantages are one",
+                "lower it",
+                ("advantage_clip_high",),
+            )
         if self.adv_estimator.name == "gae":
             yield Problem(
                 "incompatible",
@@ -262,6 +285,10 @@ class PPOConfig(EpisodesConfig):
     """First steps that train the critic alone."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig(name="gae")
     """How rewards and values become advantages."""
+    async_ppo: AsyncSection = AsyncRolloutsConfig()
+    """Asynchronous rollouts: later steps are sampled while one trains."""
+
+    async_key = "async_ppo"
 
     def problems(self) -> Iterator[Problem]:
         """Yield an estimator without a critic, and what holds of every rollout."""
@@ -284,6 +311,10 @@ class DistillationConfig(RolloutConfig):
     """Most probable tokens that the teacher names at each position; null is the whole vocabulary."""
     adv_estimator: AdvantageEstimatorConfig = AdvantageEstimatorConfig()
     """How rewards become advantages, where loss_fn.rl_weight is above 0."""
+    async_distillation: AsyncSection = AsyncRolloutsConfig()
+    """Asynchronous rollouts (ours): answers of later steps are sampled while one trains; on policy only."""
+
+    async_key = "async_distillation"
 
     def problems(self) -> Iterator[Problem]:
         """Yield an estimator that needs a critic, and answers that nobody samples."""

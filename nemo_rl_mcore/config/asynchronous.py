@@ -1,17 +1,27 @@
 """Configuration of training that does not wait for a step's answers."""
 
 from collections.abc import Iterator
+from typing import Literal
 
-from nemo_rl_mcore.config.base import NonNegativeInt, PositiveInt, Problem, Seconds, StrictModel
+from nemo_rl_mcore.config.base import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problem,
+    Seconds,
+    StrictModel,
+)
 
 
-class AsyncGRPOConfig(StrictModel):
+class AsyncRolloutsConfig(StrictModel):
     """Engines answer the prompts of later steps while the ranks train; a group is the answers to one prompt."""
 
     enabled: bool = False
     """Whether sampling and training go on side by side."""
     max_trajectory_age_steps: NonNegativeInt = 1
-    """Optimizer steps that a group may be older than the weights it trains; 0 keeps the synchronous pace (ours)."""
+    """Training steps that a group may be older than the weights it trains; 0 keeps the synchronous pace (ours)."""
+    order: Literal["in_order", "as_completed"] = "in_order"
+    """In which order groups train (ours): that of their draw, or as they are answered, none older than allowed."""
     max_generation_failures: NonNegativeInt = 0
     """Failures in a row, over all groups, that are answered by trying again; the next one ends the run."""
     in_flight_weight_updates: bool = True
@@ -27,9 +37,11 @@ class AsyncGRPOConfig(StrictModel):
     stall_timeout_s: Seconds | None = None
     """Time without an answered group or a finished step that ends the run; saves and validations do not count."""
     keep_groups: bool | None = None
-    """Write the groups of each step into the folder of the log, for `replay` (ours).
+    """Write the groups of each step into the folder of the log, which `replay` trains on (ours); null: yes."""
+    keep_groups_gb: PositiveFloat = 10.0
+    """Disk for kept groups, 1e9 bytes each (ours): the oldest are removed, none that is newer than the last checkpoint.
 
-    null: with vLLM, whose answers cannot be drawn again; the embedded engine draws them again from the log alone.
+    Without checkpoints the first steps are kept, and no more than that: a replay begins with them.
     """
 
     @property

@@ -272,6 +272,9 @@ class MathEnvConfig(StrictModel):
     """Where a response states its answer; null has math-verify look for it, a box before all else (ours)."""
     timeout_s: PositiveInt = 5
     """Seconds to read an expression, and to compare two, after which the response is wrong (ours)."""
+    unparsable: Literal["refuse", "drop", "zero"] = "refuse"
+    """An answer of the data that nothing can equal: end the run before it starts, leave the row out, or give each
+    response to it 0, as NeMo RL does and `eval` of dropped rows too (ours)."""
 
 
 class CustomEnvConfig(StrictModel):

@@ -1,9 +1,9 @@
 """Configuration of generation: the engine and how it samples."""
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nemo_rl_mcore.config.base import (
     Float,
@@ -15,7 +15,9 @@ from nemo_rl_mcore.config.base import (
     StrictModel,
     StrTuple,
 )
+from nemo_rl_mcore.config.imports import Arguments
 from nemo_rl_mcore.config.vllm import ColocatedConfig, MismatchConfig, VllmConfig
+from nemo_rl_mcore.config.vllm_kwargs import kwargs_problems
 
 
 class EmbeddedConfig(StrictModel):
@@ -44,6 +46,9 @@ class GenerationConfig(StrictModel):
     """The engine: `embedded` decodes on the training model itself, or on a copy (see colocated); `vllm` on a copy."""
     max_new_tokens: PositiveInt
     """Tokens of a response at most, end-of-sequence included."""
+    fit_to_sequence: bool = False
+    """A response has what its prompt leaves of policy.max_total_sequence_length, and no more; false reserves
+    max_new_tokens for each, and prompts get the rest (ours)."""
     temperature: Annotated[Float, Field(ge=0.01)] = 1.0
     """Divides the logits, in sampling and in every log-probability of answers that were sampled so.
 
@@ -59,6 +64,8 @@ class GenerationConfig(StrictModel):
     """Texts that end a response and belong to it."""
     vllm_cfg: VllmConfig = VllmConfig()
     """The vLLM engines."""
+    vllm_kwargs: Arguments | None = None
+    """Further arguments of vLLM's engines, such as compilation_config; none that gives other answers."""
     embedded_cfg: EmbeddedConfig = EmbeddedConfig()
     """The embedded engines of their own."""
     colocated: ColocatedConfig = ColocatedConfig()
@@ -77,10 +84,17 @@ class GenerationConfig(StrictModel):
 
     After a few of its prompts; a difference that the number format does not explain ends the run.
     """
-    journal: bool = False
-    """Have engines write the token ids of every response into log_dir/journal, with the key of its noise (ours)."""
     mismatch: MismatchConfig = MismatchConfig()
     """When the engine and training disagree."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_earlier_versions(cls, given: object) -> object:
+        """Leave out journal: false, which stands in the recipes of all runs of earlier versions."""
+        if not isinstance(given, Mapping):
+            return given
+        section = cast("Mapping[str, object]", given)
+        return {key: value for key, value in section.items() if key != "journal" or value is not False}
 
     @property
     def decodes_on_ranks(self) -> bool:
@@ -93,7 +107,8 @@ class GenerationConfig(StrictModel):
         return self.colocated.enabled and not self.decodes_on_ranks
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a text that every response contains."""
+        """Yield a text that every response contains, and arguments that vLLM may not get."""
+        yield from kwargs_problems(self.vllm_kwargs)
         if "" in (self.stop_strings or ()):
             yield Problem(
                 "not-allowed",

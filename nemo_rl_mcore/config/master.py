@@ -13,6 +13,7 @@ from nemo_rl_mcore.config.algorithm import (
     PPOConfig,
     RolloutConfig,
 )
+from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
 from nemo_rl_mcore.config.base import PositiveInt, Seed, join_path, with_other_spellings
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
@@ -81,11 +82,25 @@ class RunConfig(WithReferences):
 
     @property
     def prompts_per_step(self) -> int:
-        """Rows of the data set that a step takes; dynamic sampling may draw others beside them."""
+        """Rows of the data set that a step takes; of dynamic sampling those that it trains on."""
         loop = self.loop
-        if not isinstance(loop, RolloutConfig):
-            return self.policy.train_global_batch_size
-        return max(1, round(loop.drawn_prompts))
+        return (
+            loop.num_prompts_per_step
+            if isinstance(loop, RolloutConfig)
+            else self.policy.train_global_batch_size
+        )
+
+    @property
+    def prompts_key(self) -> str:
+        """The path of the key that says how many these are."""
+        sampling = isinstance(self.loop, RolloutConfig)
+        return f"{self.algorithm}.num_prompts_per_step" if sampling else "policy.train_global_batch_size"
+
+    @property
+    def generations_per_prompt(self) -> int:
+        """Responses to a prompt, which are its group; 0 where the data set gives the answers."""
+        loop = self.loop
+        return loop.num_generations_per_prompt if isinstance(loop, RolloutConfig) else 0
 
     @property
     def max_rollout_turns(self) -> int:
@@ -109,9 +124,9 @@ class RunConfig(WithReferences):
     @property
     def max_prompt_length(self) -> int:
         """Tokens of a prompt at most."""
-        policy = self.policy
-        left = policy.max_total_sequence_length - policy.generation.max_new_tokens
-        return self.data.max_prompt_length or left
+        left = self.policy.max_total_sequence_length - self.policy.reserved_tokens
+        given = self.data.max_prompt_length or left
+        return min(given, left) if self.policy.generation.fit_to_sequence else given
 
     @property
     def row_kind(self) -> RowKind:
@@ -134,9 +149,55 @@ class RunConfig(WithReferences):
         return {name: loss for name, loss in sections.items() if isinstance(loss, CustomLossConfig)}
 
     @property
+    def asynchrony(self) -> AsyncRolloutsConfig:
+        """The section of asynchronous rollouts; of an algorithm that has none, one that is off."""
+        return getattr(self.loop, self.loop.async_key) if self.loop.async_key else AsyncRolloutsConfig()
+
+    @property
+    def asynchrony_key(self) -> str:
+        """The path of that section."""
+        return join_path(self.algorithm, self.loop.async_key)
+
+    @property
+    def age_key(self) -> str:
+        """The path of the key of the largest staleness."""
+        return f"{self.asynchrony_key}.max_trajectory_age_steps"
+
+    @property
     def asynchronous(self) -> bool:
         """Whether later steps are sampled while one trains."""
-        return False
+        return self.asynchrony.enabled
+
+    @property
+    def max_age(self) -> int:
+        """Training steps that a group may be older than the weights it trains."""
+        return self.asynchrony.max_trajectory_age_steps if self.asynchronous else 0
+
+    @property
+    def max_live_groups(self) -> int:
+        """Groups that are being answered, wait, or are trained on, all together."""
+        return (self.max_age + 1) * self.prompts_per_step
+
+    @property
+    def max_inflight_groups(self) -> int:
+        """Groups that are being answered at most."""
+        return min(self.asynchrony.max_inflight_prompts or self.max_live_groups, self.max_live_groups)
+
+    @property
+    def min_groups_per_chunk(self) -> int:
+        """Groups for which a step waits before it trains on them; its last chunk may be fewer."""
+        groups, asked = self.prompts_per_step, self.asynchrony.min_groups_for_streaming_train
+        return min(asked or groups, groups) if self.asynchronous else groups
+
+    @property
+    def streams(self) -> bool:
+        """Whether a step trains on some of its groups before the others are there."""
+        return self.min_groups_per_chunk < self.prompts_per_step
+
+    @property
+    def keeps_groups(self) -> bool:
+        """Whether the groups of finished steps are written down."""
+        return self.asynchronous and self.asynchrony.keep_groups is not False
 
     @property
     def redoes_steps(self) -> bool:
@@ -227,17 +288,6 @@ class GRPOMasterConfig(RunConfig):
     """The loss."""
 
     @property
-    def asynchronous(self) -> bool:
-        """As grpo.async_grpo says."""
-        return self.grpo.async_grpo.enabled
-
-    @property
-    def keeps_groups(self) -> bool:
-        """Whether an asynchronous run writes its groups down."""
-        asked = self.grpo.async_grpo.keep_groups
-        return self.policy.generation.backend == "vllm" if asked is None else asked
-
-    @property
     def needs_reference(self) -> bool:
         """Whether there is a KL penalty."""
         return self.loss_fn.reference_policy_kl_penalty != 0
@@ -284,6 +334,11 @@ class DistillationMasterConfig(RunConfig):
     def learns_from_samples(self) -> bool:
         """Off policy the answers are those of the data set."""
         return self.distillation.on_policy
+
+    @property
+    def generations_per_prompt(self) -> int:
+        """Off policy each prompt has the answer of the data set."""
+        return super().generations_per_prompt if self.distillation.on_policy else 0
 
     @property
     def models(self) -> dict[str, ModelPlan]:
@@ -339,6 +394,11 @@ class DPOMasterConfig(RunConfig):
     def learns_from_samples(self) -> bool:
         """Offline the pairs are those of the data set."""
         return self.dpo.online
+
+    @property
+    def generations_per_prompt(self) -> int:
+        """Online a pair is picked from a group."""
+        return self.dpo.num_generations_per_prompt or 0 if self.dpo.online else 0
 
     @property
     def val_batches(self) -> int:

@@ -149,10 +149,14 @@ class MegatronConfig(StrictModel):
     """Model chunks per pipeline stage (interleaved schedule); null is one."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence."""
+    cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
+    """How ranks that share a sequence exchange keys and values on GPUs; a local attention gathers them."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks that share the experts."""
     expert_tensor_parallel_size: PositiveInt = 1
     """Ranks that share the weights of one expert."""
+    freeze_moe_router: bool = False
+    """Leave the routers of experts as they are; nothing in a model without experts."""
     overlap_moe_expert_parallel_comm: bool = False
     """Send tokens to experts while another microbatch computes; needs expert parallelism and bfloat16."""
     pipeline_dtype: PrecisionName | None = None
@@ -171,6 +175,8 @@ class MegatronConfig(StrictModel):
     """Bytes of logits that the forward pass may keep for the backward pass; auto: 1 for each logit, at most 1 GiB."""
     fused_linear_logprobs_packed: bool = False
     """Allow policy.sequence_packing with use_fused_linear_logprobs, which is refused otherwise."""
+    fused_linear_logprobs_context_parallel: bool = False
+    """Allow context_parallel_size above 1 with use_fused_linear_logprobs, which is refused otherwise."""
     process_group_timeout_s: Seconds = 600.0
     """Seconds that ranks at work wait for one that is slower, or hangs; late starts, files and engines do not count."""
     optimizer: OptimizerConfig

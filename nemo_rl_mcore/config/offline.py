@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_mcore.config.algorithm import LoopConfig
+from nemo_rl_mcore.config.algorithm import AsyncSection, LoopConfig
+from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
 from nemo_rl_mcore.config.base import PositiveInt, Problem
 from nemo_rl_mcore.config.loss import DPOLossConfig
 
@@ -23,6 +24,10 @@ class DPOConfig(LoopConfig, DPOLossConfig):
     """Make the pairs: the best against the worst of several answers of the policy; false takes the data set's."""
     num_generations_per_prompt: PositiveInt | None = None
     """Answers that a pair is picked from; read when online."""
+    async_dpo: AsyncSection = AsyncRolloutsConfig()
+    """Asynchronous rollouts (ours): the answers of later steps are sampled while one trains; online only."""
+
+    async_key = "async_dpo"
 
     read_unless = (*DPOLossConfig.read_unless, ("num_generations_per_prompt", "online", False))
 
@@ -35,6 +40,14 @@ class DPOConfig(LoopConfig, DPOLossConfig):
                 "num_generations_per_prompt",
                 f"{self.num_generations_per_prompt or 'null'} with online: true makes no pair",
                 "set it to 2 or more, or online: false",
+                ("online",),
+            )
+        if self.online and self.validates and not self.max_val_samples:
+            yield Problem(
+                "too-small",
+                "max_val_samples",
+                "0 with online: true leaves a validation nothing to do",
+                "set it to 1 or more, or turn validation off (val_period: 0)",
                 ("online",),
             )
 

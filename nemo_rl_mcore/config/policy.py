@@ -1,6 +1,6 @@
 """Configuration of the policy: model, tokenizer, batch sizes, microbatches sized by tokens, Megatron, generation."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, cast
 
@@ -12,6 +12,7 @@ from nemo_rl_mcore.config.base import (
     FolderPath,
     NonNegativeFloat,
     PositiveInt,
+    Problem,
     Seconds,
     StrictModel,
     Tree,
@@ -20,6 +21,7 @@ from nemo_rl_mcore.config.base import (
 )
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
+from nemo_rl_mcore.config.imports import Arguments
 from nemo_rl_mcore.config.megatron import MegatronConfig
 from nemo_rl_mcore.config.model import ModelConfig
 
@@ -37,12 +39,13 @@ class TokenBudgetConfig(StrictModel):
     """A microbatch's padded length is rounded up to a multiple of this where the budget has room."""
 
 
+PACKING_ALGORITHMS = ("modified_first_fit_decreasing", "first_fit_decreasing")
+
+
 class SequencePackingConfig(TokenBudgetConfig):
     """Several samples in one row without padding; a sample sees no token of another one."""
 
-    algorithm: Literal["modified_first_fit_decreasing", "first_fit_decreasing"] = (
-        "modified_first_fit_decreasing"
-    )
+    algorithm: Literal["modified_first_fit_decreasing", "first_fit_decreasing"] = PACKING_ALGORITHMS[0]
     """How samples are assigned to rows; both names mean first-fit decreasing."""
 
 
@@ -90,6 +93,18 @@ class TokenizerConfig(StrictModel):
 
     name: FolderOrName
     """`char` for the embedded character tokenizer, or a Hugging Face folder; left out, it is policy.model_name."""
+    chat_template: str | None = None
+    """Jinja text of a chat template in place of the tokenizer's own, see data.apply_chat_template; null keeps that."""
+    chat_template_kwargs: Arguments | None = None
+    """Variables of the chat template, such as enable_thinking."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a template of a tokenizer that shows no conversations."""
+        for key in ("chat_template", "chat_template_kwargs"):
+            if self.name == "char" and getattr(self, key):
+                yield Problem(
+                    "incompatible", key, "the tokenizer char has no chat template", "remove it", ("name",)
+                )
 
 
 class PolicyConfig(StrictModel):
@@ -135,6 +150,16 @@ class PolicyConfig(StrictModel):
     """Seconds without progress after which the start of the ranks is an error (ours)."""
     call_timeout_s: Seconds = 600.0
     """Seconds without progress (a microbatch, a token, a file) after which a call to the ranks is an error (ours)."""
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens of a sequence that a prompt leaves: a whole response, or one where responses fit what is left."""
+        return 1 if self.generation.fit_to_sequence else self.generation.max_new_tokens
+
+    @property
+    def longest_of_prompt(self) -> int | None:
+        """Tokens of prompt and response together where the prompt bounds the response; None where nothing does."""
+        return self.max_total_sequence_length if self.generation.fit_to_sequence else None
 
     @property
     def token_budgets(self) -> TokenBudgets | None:

@@ -46,7 +46,7 @@ What [`migrate` and `--migrate`](../migrating.md) make of them; a recipe that is
 
 ## Keys that have another name here
 
-They become the key next to them, and `async_rl` makes the run asynchronous.
+They become the key next to them, and `async_rl`, which NeMo RL has for GRPO alone, makes the run asynchronous.
 """
 
 _PAGES_OF_THEIR_OWN = ("policy.model", "policy.megatron_cfg", "policy.generation")

@@ -1,7 +1,7 @@
 """A source of rows: where it lies, its columns, and how its prompts are shown."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -87,6 +87,8 @@ class SourceConfig(SourceDefaults):
     """Of pairs: key of the better answer."""
     rejected_key: str = "rejected"
     """Of pairs: key of the worse answer."""
+    ties: Literal["drop", "keep"] = "drop"
+    """Of pairs whose rows say that neither answer is better: leave them out, or take the first as both (ours)."""
     split_validation_size: Annotated[Float, Field(ge=0, lt=1)] = 0.1
     """Share held out, by a hash of the prompt; read in data.train where data.validation is null."""
     weight: PositiveFloat | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
@@ -32,10 +32,7 @@ class EpochSource(PromptSource):
     weights: Mapping[str, float] | None = None
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
-        """Give the step's rows; beyond `per_step`, rows of any pass that are drawn for this step, none of them twice.
-
-        Raises ValueError when the data set has fewer rows than `count`, or a source fewer than its share of them.
-        """
+        """Give the first `count` of the step's rows; raises ValueError where the data set, or a step, has fewer."""
         return [self.train[row] for _source, row in self._rows(step, count)]
 
     def first_steps(self, step: int, count: int) -> Sequence[int] | None:
@@ -47,21 +44,15 @@ class EpochSource(PromptSource):
 
     def _rows(self, step: int, count: int) -> list[tuple[int, int]]:
         """The source and the row of each prompt of a step."""
-        if count > len(self.train):
+        if count > min(self.per_step, len(self.train)):
             raise RefusedError(
-                f"{count} rows of a step are more than the {len(self.train)} of data.train",
+                f"{count} rows of a step are more than its {self.per_step} or the {len(self.train)} of data.train",
                 code="too-few-rows",
             )
-        first, among = (step - 1) * self.per_step, min(count, self.per_step)
-        taken = [self._rows_of(source, first, first + among) for source in range(len(self._parts))]
-        drawn = [
-            self._more(source, step, taken[source], first, count) if count > among else iter(())
-            for source in range(len(self._parts))
-        ]
-        rows = [iter([*regular]) for regular in taken]
+        first = (step - 1) * self.per_step
+        rows = [iter(self._rows_of(source, first, first + count)) for source in range(len(self._parts))]
         turns = [self._shares.turn(position) for position in range(first, first + count)]
-        order = [next(rows[turn]) for turn in turns[:among]] + [next(drawn[turn]) for turn in turns[among:]]
-        return [*zip(turns, order, strict=True)]
+        return [(turn, next(rows[turn])) for turn in turns]
 
     def validation(self, count: int) -> list[Prompt]:
         """Give the first held-out prompts."""
@@ -106,17 +97,6 @@ class EpochSource(PromptSource):
         part = self._parts[source]
         return [part.row(position) for position in range(before(source, first), before(source, end))]
 
-    def _more(self, source: int, step: int, taken: Sequence[int], first: int, count: int) -> Iterator[int]:
-        part, held = self._parts[source], set(taken)
-        wanted = self._shares.before(source, first + count) - self._shares.before(source, first)
-        if wanted > len(part.rows):
-            name = self._shares.names[source]
-            raise RefusedError(
-                f"{wanted} rows of a step are more than the {len(part.rows)} of the source {name!r}",
-                code="too-few-rows",
-            )
-        return (row for row in part.any_order(step) if row not in held)
-
 
 @dataclass(frozen=True)
 class _Passes:
@@ -148,11 +128,6 @@ class _Passes:
             for position, place in enumerate(self._orders[0]):
                 self._first[place] = position
         return self._first[bisect_left(self.rows, row)]
-
-    def any_order(self, step: int) -> Iterator[int]:
-        """All rows in an order of the step's own."""
-        places = shuffled(len(self.rows), f"more:{self.seed}:{step}{self.key}")
-        return (self.rows[place] for place in places)
 
     def _order(self, epoch: int) -> array[int]:
         rows = len(self.rows)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import cast
 
-from nemo_rl_mcore.config.hf.hub import local_folder
+from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.strict_json import read_json, shortened
 
@@ -60,6 +60,14 @@ def weight_file(folder: Path, name: str) -> Path:
     return path
 
 
+_OF_TOKENIZERS = (
+    "tokenizer*",
+    "*.jinja",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "added_tokens.json",
+)
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
 # Copies of the weights in other formats.
 _UNWANTED = ("consolidated*", "original/*")
@@ -84,6 +92,27 @@ def fetched_folder(name: str) -> Path:
     if not _is_complete(folder):  # offline the library is content with what there is
         raise _not_here(name, "offline, or a model without safetensors files")
     return folder
+
+
+def fetch_tokenizer(name: str) -> None:
+    """Have the tokenizer of a hub id in the local cache, without weights; of a folder there is nothing to do.
+
+    Raises ValueError when it is not here and cannot be fetched.
+    """
+    folder = local_folder(name)
+    if not is_hub_id(name) or (folder is not None and any(folder.glob("tokenizer*"))):
+        return
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=[*_OF_TOKENIZERS]))
+    except Exception as error:  # see above
+        reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
+        raise RefusedError(
+            f"policy.tokenizer.name: {name!r} is not in the local Hugging Face cache and cannot be fetched ({reason}); "
+            "fetch it where there is a network, or name a local folder",
+            code="no-tokenizer",
+        ) from error
 
 
 def _not_here(name: str, reason: str) -> RefusedError:

@@ -31,9 +31,20 @@ class Microbatch:
     places: Tensor
 
     @property
-    def model_rows(self) -> BatchedDataDict:
-        """The rows as the model takes them: input_ids and, where the batch has them, input_lengths."""
-        return self.rows
+    def input_ids(self) -> Tensor:
+        """The tokens as the model takes them."""
+        return self.to_model(self.rows["input_ids"])
+
+    @property
+    def padding(self) -> Tensor:
+        """Bool, of the shape of `input_ids`: true where there is no token."""
+        columns = torch.arange(self.rows["input_ids"].shape[1], device=self.rows["input_ids"].device)
+        return ~self.to_model(columns < self.rows["input_lengths"].unsqueeze(1))
+
+    @property
+    def whole(self) -> Microbatch:
+        """What the ranks share of which each sees a part: itself, where each sees all of it."""
+        return self
 
     @property
     def borders(self) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.shares import Shares
@@ -32,12 +31,12 @@ def require_enough_left(config: RunConfig, train: Rows, held_out: Rows) -> None:
 
 def count_problems(config: RunConfig, train: Rows, held_out: Rows) -> Iterator[Problem]:
     """Yield steps and validations that take more rows than there are, of all sources or of one with its weight."""
-    key, needed, how = _rows_of_a_step(config)
+    key, needed = config.prompts_key, config.prompts_per_step
     if needed > len(train):
         yield Problem(
             "too-few-rows",
             key,
-            f"the {needed} {how} are more than the {len(train)} of data.train "
+            f"the {needed} rows of a step are more than the {len(train)} of data.train "
             f"({len(held_out)} are for validation)",
             "lower it, or add rows",
         )
@@ -50,21 +49,10 @@ def count_problems(config: RunConfig, train: Rows, held_out: Rows) -> Iterator[P
                 yield Problem(
                     "too-few-rows",
                     f"{path}.weight",
-                    f"its share of the {needed} {how} is {share}, more than the {rows[name]} rows of {name!r}",
+                    f"its share of the {needed} rows of a step is {share}, more than the {rows[name]} rows of {name!r}",
                     f"lower it, lower {key}, or add rows",
                 )
     yield from held_out_problems(config, held_out)
-
-
-def _rows_of_a_step(config: RunConfig) -> tuple[str, int, str]:
-    """The key that says how many rows a step takes, that number, and what they are."""
-    if not isinstance(loop := config.loop, RolloutConfig):
-        return "policy.train_global_batch_size", config.prompts_per_step, "rows of a step"
-    key = f"{config.algorithm}.num_prompts_per_step"
-    if not loop.use_dynamic_sampling:
-        return key, config.prompts_per_step, "rows of a step"
-    rounds = loop.dynamic_sampling_max_gen_batches
-    return key, config.prompts_per_step * rounds, "rows that dynamic sampling may take in a step"
 
 
 def held_out_problems(config: RunConfig, held_out: Rows) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from nemo_rl_mcore.strict_json import shortened
 
 @dataclass(frozen=True)
 class RankedAnswers:
-    """A prompt with a better and a worse answer; `tied` says that neither is better."""
+    """A prompt with a better and a worse answer; `tied` says that neither is better, and both may be the first."""
 
     context: object
     chosen: object
@@ -34,8 +34,9 @@ def ranked_answers(row: Mapping[str, object]) -> RankedAnswers | None:
         first, second, preference = (row[key] for key in ("response1", "response2", "overall_preference"))
         if not isinstance(preference, int | float):
             raise ValueError(f"overall_preference is {preference!r:.40}, and must be a number")
-        better, worse = (second, first) if preference > 0 else (first, second)
-        return RankedAnswers(row["context"], better, worse, tied=preference == 0)
+        tied = preference == 0
+        better, worse = (second, first) if preference > 0 else (first, first if tied else second)
+        return RankedAnswers(row["context"], better, worse, tied)
     if {"context", "completions"} <= row.keys():
         return _by_rank(row)
     return None
@@ -158,7 +159,7 @@ class RowReader:
         return Read(better[:-1], better[-1].content, worse[-1].content)
 
     def _ranked(self, ranked: RankedAnswers) -> Read | None:
-        if ranked.tied and self._kind is RowKind.PAIRS:
+        if ranked.tied and self._kind is RowKind.PAIRS and self._source.ties == "drop":
             return None
         context, chosen = (
             self._context(ranked.context, "context"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
-from nemo_rl_mcore.data.microbatch import Groups, Microbatch, take_rows
+from nemo_rl_mcore.data.microbatch import Groups, Microbatch, round_up, take_rows
 from nemo_rl_mcore.data.token_budget import TokenBudget
 from nemo_rl_mcore.errors import RefusedError
 
@@ -47,22 +47,13 @@ class PackedMicrobatch(Microbatch):
     """Rows that pass through the model as one.
 
     sources: int64, where each token of the packed row stands in the flattened [B, S] rows; padding follows them.
-    lengths: the tokens of each row of `rows`.
+    lengths: the tokens of each row of `rows`, with the padding behind them.
     columns: L, the length of the packed row.
     """
 
     sources: Tensor
     lengths: tuple[int, ...]
     columns: int
-
-    @property
-    def model_rows(self) -> BatchedDataDict:
-        """The packed row: input_ids [1, L], input_lengths [1]."""
-        input_ids = self.to_model(self.rows["input_ids"])
-        return BatchedDataDict(
-            input_ids=input_ids,
-            input_lengths=torch.tensor([len(self.sources)], device=input_ids.device),
-        )
 
     @property
     def borders(self) -> tuple[int, ...]:
@@ -96,15 +87,17 @@ class PackedRows:
 
     A sample of several rows that is above the budget by itself raises the budget of its batch.
     equal_columns: pad all packed rows of a batch to the longest of them, as pipeline stages need it.
+    row_multiple: pad each row in them to a multiple of so many tokens, as context parallelism needs it.
     """
 
     budget: TokenBudget
     equal_columns: bool = False
     rows_per_sample: int = 1
+    row_multiple: int = 1
 
     def groups(self, data: BatchedDataDict) -> Groups:
         """See `BatchingStrategy.groups`."""
-        lengths: list[int] = data["input_lengths"].tolist()
+        lengths = self._padded(data["input_lengths"].tolist())
         samples = data.samples(self.rows_per_sample)
         tokens = [sum(lengths[row] for row in sample) for sample in samples]
         bins = first_fit_decreasing(tokens, max(self.budget.tokens, *tokens, 0))
@@ -114,11 +107,14 @@ class PackedRows:
         """See `BatchingStrategy.build`."""
         # An empty group is a sample of filling, for losses to have something to read.
         filling = (0,) * self.rows_per_sample
-        lengths = [tuple(data["input_lengths"][group].tolist()) or filling for group in groups]
+        lengths = [tuple(self._padded(data["input_lengths"][group].tolist())) or filling for group in groups]
         columns = [self.budget.padded(sum(of_group)) for of_group in lengths]
         if self.equal_columns:
             columns = [max(columns)] * len(columns)
         return [_packed(data, *microbatch) for microbatch in zip(groups, lengths, columns, strict=True)]
+
+    def _padded(self, lengths: list[int]) -> list[int]:
+        return [round_up(length, self.row_multiple) for length in lengths]
 
 
 def _packed(data: BatchedDataDict, group: list[int], lengths: tuple[int, ...], columns: int) -> Microbatch:

@@ -8,10 +8,11 @@ Importing this module is cheap; `tokenizers` and `transformers` are imported whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.data.literal_encoder import LiteralEncoder
@@ -80,14 +81,24 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(name: str, *, parse_content: bool = False) -> Tokenizer:
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The Jinja text of a template in place of the tokenizer's own, None for that one, and variables of either."""
+
+    text: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def load_tokenizer(
+    name: str, *, parse_content: bool = False, template: ChatTemplate | None = None
+) -> Tokenizer:
     """Load the tokenizer that `policy.tokenizer.name` asks for: `char`, or a local Hugging Face directory.
 
     parse_content: special tokens that rows and environments spell are those tokens.
     """
     if name == CHAR_TOKENIZER_NAME:
         return CharTokenizer()
-    return HuggingFaceTokenizer(name, parse_content=parse_content)
+    return HuggingFaceTokenizer(name, parse_content=parse_content, template=template or ChatTemplate())
 
 
 def strip_response(ids: Sequence[int], pad_token_id: int, eos_token_id: int) -> list[int]:
@@ -162,8 +173,13 @@ class CharTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer directory as `save_pretrained` writes it; never fetched, and its code never executed."""
 
-    def __init__(self, directory: str, *, parse_content: bool = False) -> None:
+    def __init__(
+        self, directory: str, *, parse_content: bool = False, template: ChatTemplate | None = None
+    ) -> None:
         self._tokenizer = _load_pretrained(directory)
+        self._variables: Mapping[str, Any] = {} if template is None else template.variables
+        if template is not None and template.text is not None:
+            self._tokenizer.chat_template = template.text
         self._literal = LiteralEncoder(self._tokenizer)
         self.special_tokens: Sequence[str] = () if parse_content else self._literal.tokens
         eos_token_id = self._tokenizer.eos_token_id
@@ -205,7 +221,10 @@ class HuggingFaceTokenizer:
             )
         try:
             text = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+                conversation,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
             )
         except TemplateError as error:
             raise RefusedError(

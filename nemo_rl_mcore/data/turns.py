@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any
 
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
@@ -73,15 +73,6 @@ class Reply:
         }
         said = {name: value for name, value in given.items() if value}
         return {"reward": self.reward, "terminated": self.terminated, **said}
-
-    @classmethod
-    def from_json(cls, recorded: Mapping[str, Any]) -> Self:
-        """What `to_json` gave; raises TypeError for keys that are no field."""
-        given: dict[str, Any] = {**recorded}
-        messages = recorded.get("observation", ())
-        given["observation"] = tuple(Message(role, content) for role, content in messages)
-        given["stop_strings"] = tuple(recorded.get("stop_strings", ()))
-        return cls(**given)
 
 
 class Ending(IntEnum):

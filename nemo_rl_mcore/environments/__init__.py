@@ -2,7 +2,7 @@
 
 from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment
 from nemo_rl_mcore.environments.calculator import CalculatorEnvironment
-from nemo_rl_mcore.environments.golds import require_answers, require_golds, require_golds_run_first
+from nemo_rl_mcore.environments.golds import hold_to_golds, require_answers, require_golds_run_first
 from nemo_rl_mcore.environments.guess_number import GuessNumberEnvironment
 from nemo_rl_mcore.environments.mathematics import MathEnvironment
 from nemo_rl_mcore.environments.registry import make_environment
@@ -12,8 +12,8 @@ __all__ = [
     "CalculatorEnvironment",
     "GuessNumberEnvironment",
     "MathEnvironment",
+    "hold_to_golds",
     "make_environment",
     "require_answers",
-    "require_golds",
     "require_golds_run_first",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nemo_rl_mcore.config.answers import AnswerConfig, last_boxed, stated_answer
 from nemo_rl_mcore.config.base import ConfigError
@@ -25,6 +25,8 @@ from nemo_rl_mcore.preflight.answer_kinds import (
     is_plain_number,
     wrong_answer,
 )
+
+type Unparsable = Literal["refuse", "drop", "zero"]
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,14 @@ class MathEnvironment:
     Words are compared by their letters, all else as expressions. Without `response` math-verify looks for the
     expression in the whole response, where one in a box counts before any other.
     timeout_s: seconds to read an expression, and to compare two, after which the response is wrong. It is kept by a
-    signal, so that scores are computed in the main thread.
+    signal, so that scores are computed in the main thread. unparsable: what becomes of answers of the data that nothing
+    can equal; unless they are refused, each response to one scores 0.
     """
 
     timeout_s: int
     gold: AnswerConfig | None = None
     response: AnswerConfig | None = None
+    unparsable: Unparsable = "refuse"
 
     def __post_init__(self) -> None:
         _library()
@@ -73,12 +77,12 @@ class MathEnvironment:
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
-        """1 or 0 for each response, in their order; RunStoppedError for an answer that nothing can equal."""
+        """1 or 0 for each response, in their order; RunStoppedError for an answer that is refused."""
         golds: dict[str, _Answer] = {}
         for prompt in prompts:
             if prompt.answer not in golds:
                 golds[prompt.answer], why = self._gold(prompt.answer)
-                if why is not None:
+                if why is not None and self.unparsable == "refuse":
                     raise RunStoppedError(
                         f"env.math.gold: {wrong_answer(_place(prompt), prompt.answer, why)}"
                     )
@@ -100,14 +104,19 @@ class MathEnvironment:
 
     def require_answers(self, prompts: Sequence[Prompt]) -> None:
         """Raise ConfigError for answers that cannot be scored against, naming where the data has them."""
-        why = {answer: self._why_unequal(answer) for answer in {prompt.answer for prompt in prompts}}
+        why = self.wrong_answers(prompts)
         wrong = [
-            wrong_answer(_place(prompt), prompt.answer, reason)
+            wrong_answer(_place(prompt), prompt.answer, why[prompt.answer])
             for prompt in prompts
-            if (reason := why[prompt.answer]) is not None
+            if prompt.answer in why
         ]
         if wrong:
             raise ConfigError(gold_problems(wrong))
+
+    def wrong_answers(self, prompts: Sequence[Prompt]) -> dict[str, str]:
+        """Why nothing can equal them, of those answers of which that is so; each is read once, in some milliseconds."""
+        why = {answer: self._why_unequal(answer) for answer in dict.fromkeys(p.answer for p in prompts)}
+        return {answer: reason for answer, reason in why.items() if reason is not None}
 
     def _gold(self, given: str) -> tuple[_Answer, str | None]:
         """What an answer of the data means, and why nothing can be compared with it, if so."""

@@ -43,7 +43,7 @@ def make_environment(config: EnvConfig) -> Environment:
 
 def math_environment(config: MathEnvConfig) -> MathEnvironment:
     """The environment of a section `env.math`; ValueError when the package is not there."""
-    return MathEnvironment(config.timeout_s, config.gold, config.response)
+    return MathEnvironment(config.timeout_s, config.gold, config.response, config.unparsable)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from itertools import batched
 from pathlib import Path
 
-from nemo_rl_mcore.algorithms.rollout import Responder, Rollout
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.turns import first_turn
 from nemo_rl_mcore.environments.replies import replies_of
@@ -17,6 +16,7 @@ from nemo_rl_mcore.evaluation.folder import RESULTS_FILE, write_json, writing_to
 from nemo_rl_mcore.evaluation.metrics import Estimate, set_metrics
 from nemo_rl_mcore.evaluation.samples import SampleFile, SampleRow
 from nemo_rl_mcore.interfaces import Environment
+from nemo_rl_mcore.rollouts.player import Responder, Rollout
 
 _NOISE_STEP = 0
 """The step in the key of the sampling noise, which then is one of prompt and sample alone."""

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nemo_rl_mcore.config.generation import GenerationConfig
+from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.token_digests import digest_of_ids
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.refit.verification import Digests
+from nemo_rl_mcore.training.policy_backend import bound_of
 
 type Eventually[Result] = Result | Awaitable[Result]
 type NextLogprobs = NDArray[np.float32]
@@ -46,6 +47,7 @@ class Sampling:
 
     stop_ids end a response and belong to it; stop_strings need a tokenizer. greedy takes the likeliest token, whose
     log-probability is then that of temperature 1. top_k and top_p keep only the likeliest tokens, None and 1 all.
+    longest: tokens of prompt and response together at most, None for no such bound.
     """
 
     max_new_tokens: int
@@ -55,10 +57,12 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     greedy: bool = False
+    longest: int | None = None
 
     @classmethod
-    def of(cls, generation: GenerationConfig, stop_ids: Sequence[int], *, greedy: bool) -> Self:
+    def of(cls, policy: PolicyConfig, stop_ids: Sequence[int], *, greedy: bool) -> Self:
         """As the config says; stop_ids end a response besides its texts."""
+        generation = policy.generation
         return cls(
             max_new_tokens=generation.max_new_tokens,
             temperature=generation.temperature,
@@ -67,7 +71,12 @@ class Sampling:
             stop_ids=tuple(stop_ids),
             stop_strings=generation.stop_strings or (),
             greedy=greedy,
+            longest=policy.longest_of_prompt,
         )
+
+    def bound(self, prompt: Sequence[int]) -> int:
+        """Tokens of the response to a prompt at most; `generation.lengths` has refused one that leaves none."""
+        return bound_of(self.max_new_tokens, self.longest, len(prompt))
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ def check_lengths(input_lengths: Tensor, policy: PolicyConfig) -> None:
     input_lengths: tokens of each prompt [B].
     Raises ValueError, naming row, lengths and keys.
     """
-    new, longest = policy.generation.max_new_tokens, policy.max_total_sequence_length
+    new, longest = policy.reserved_tokens, policy.max_total_sequence_length
     for row, length in enumerate(input_lengths.tolist()):  # pyright: ignore[reportUnknownMemberType]
         if length + new > longest:
             raise RefusedError(
-                f"row {row} has a prompt of {length} tokens, which policy.generation.max_new_tokens: {new} takes to "
-                f"{length + new}, past policy.max_total_sequence_length: {longest}; shorten the prompt or change "
+                f"row {row} has a prompt of {length} tokens, which {new} of policy.generation.max_new_tokens take "
+                f"to {length + new}, past policy.max_total_sequence_length: {longest}; shorten the prompt or change "
                 "one of the two",
                 code="prompt-length",
             )

@@ -72,7 +72,7 @@ PANELS = (
         ("truncated responses", ("train/truncation_rate",), ""),
     ),
     *_group(
-        "Sampling beside training",
+        "Asynchronous rollouts",
         ("age of the tokens", ("async/age_mean", "async/age_max"), "Optimizer steps behind the weights."),
         ("groups under way", ("async/buffer_ready", "async/inflight"), ""),
         ("idle, share of a step", ("async/trainer_idle", "async/engine_idle"), ""),

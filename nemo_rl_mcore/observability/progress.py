@@ -45,7 +45,7 @@ _PANEL_METRICS = (
     ("memory, GiB", "performance/peak_memory_gib"),
 )
 """What is shown in the panel besides: a plain line has no room for it."""
-# Label, metrics and text of what a run whose groups are answered beside training shows besides.
+# Label, metrics and text of what a run with asynchronous rollouts shows besides.
 _SIDE_BY_SIDE: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("buffer", ("async/buffer_ready", "async/inflight"), "{:.0f} ready, {:.0f} in flight"),
     ("age", ("async/age_mean", "async/age_max"), "{:.2f}, at most {:.0f}"),

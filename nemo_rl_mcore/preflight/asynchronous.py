@@ -2,18 +2,19 @@
 
 from dataclasses import dataclass
 
-from nemo_rl_mcore.config.master import GRPOMasterConfig, RunConfig
+from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.asynchronous import remarks
 
 _BYTES_PER_TOKEN = 40
-"""Of a sample in the driver: ids, masks, log-probabilities, versions, as tensors."""
+"""Of a sample in the driver, and where it is kept: ids, masks, log-probabilities, versions, as tensors."""
 
 
 @dataclass(frozen=True)
 class AsyncPlan:
     """Groups, each the answers to one prompt, and the bytes of all that the driver may hold at a time.
 
-    kept_groups: those that were trained on since the last checkpoint, where there are some.
+    kept_groups: those that were trained on since the last checkpoint, where there are some. step_bytes, disk_bytes: on
+    disk, for a replay: of a step, and of all at most; 0 where the run keeps none.
     """
 
     max_age: int
@@ -24,25 +25,31 @@ class AsyncPlan:
     in_flight_weight_updates: bool
     kept_groups: int
     driver_bytes: int
+    step_bytes: int
+    disk_bytes: int
     remarks: tuple[str, ...]
 
 
 def plan_asynchronous(config: RunConfig) -> AsyncPlan | None:
     """The plan of an asynchronous run; None for one that takes turns."""
-    if not isinstance(config, GRPOMasterConfig) or not config.asynchronous:
+    if not config.asynchronous:
         return None
-    loop, saving = config.grpo, config.checkpointing
-    steps = min(saving.save_period, loop.max_num_steps) if saving.enabled else 0
-    kept = steps * loop.num_prompts_per_step
-    tokens = loop.num_generations_per_prompt * config.policy.max_total_sequence_length
+    saving = config.checkpointing
+    steps = min(saving.save_period, config.loop.max_num_steps) if saving.enabled else 0
+    kept = steps * config.prompts_per_step
+    tokens = config.generations_per_prompt * config.policy.max_total_sequence_length
+    step_bytes = config.prompts_per_step * tokens * _BYTES_PER_TOKEN if config.keeps_groups else 0
+    most = max(int(config.asynchrony.keep_groups_gb * 1e9), steps * step_bytes)
     return AsyncPlan(
-        max_age=loop.async_grpo.max_trajectory_age_steps,
-        groups_per_step=loop.num_prompts_per_step,
-        min_groups_per_chunk=loop.min_groups_per_chunk,
-        max_inflight_groups=loop.max_inflight_groups,
-        max_live_groups=loop.max_live_groups,
-        in_flight_weight_updates=loop.async_grpo.in_flight_weight_updates,
+        max_age=config.max_age,
+        groups_per_step=config.prompts_per_step,
+        min_groups_per_chunk=config.min_groups_per_chunk,
+        max_inflight_groups=config.max_inflight_groups,
+        max_live_groups=config.max_live_groups,
+        in_flight_weight_updates=config.asynchrony.in_flight_weight_updates,
         kept_groups=kept,
-        driver_bytes=(kept + loop.max_live_groups) * tokens * _BYTES_PER_TOKEN,
+        driver_bytes=(kept + config.max_live_groups) * tokens * _BYTES_PER_TOKEN,
+        step_bytes=step_bytes,
+        disk_bytes=min(most, config.loop.max_num_steps * step_bytes),
         remarks=tuple(remarks(config)),
     )

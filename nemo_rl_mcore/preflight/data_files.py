@@ -103,7 +103,7 @@ def scored_examples(config: RunConfig) -> list[Example]:
 
 def answer_problems(config: RunConfig, examples: Sequence[Example]) -> Iterator[Problem]:
     """Yield answers that env.math cannot score against, as far as their text tells."""
-    if config.env.math is None:
+    if config.env.math is None or config.env.math.unparsable != "refuse":
         return
     wrong: list[str] = []
     for example in examples:
@@ -121,7 +121,7 @@ def _scored(config: RunConfig, examples: Examples) -> list[Example]:
 
 def template_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a tokenizer without a chat template where one is to be applied."""
-    if not config.data.apply_chat_template:
+    if not config.data.apply_chat_template or config.policy.tokenizer.chat_template is not None:
         return
     name = config.policy.tokenizer.name
     folder = local_folder(name)

@@ -33,7 +33,8 @@ def as_evaluated(config: RunConfig) -> RunConfig:
         "top_k": section.top_k,
     }
     generation = policy.generation.model_copy(update=sampling)
-    longest = policy.max_total_sequence_length - new_tokens
+    reserved = 1 if policy.generation.fit_to_sequence else new_tokens
+    longest = policy.max_total_sequence_length - reserved
     folder = section.save_path or str(Path(config.logger.log_dir) / "eval")
     changed = {
         "policy": policy.model_copy(update={"generation": generation}),
@@ -62,7 +63,7 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
             "name the weights: --checkpoint DIR, or --hf DIR",
         )
     longest = config.policy.max_total_sequence_length
-    if _max_new_tokens(config) >= longest:
+    if _max_new_tokens(config) >= longest and not config.policy.generation.fit_to_sequence:
         yield Problem(
             "too-large",
             "eval.max_new_tokens",

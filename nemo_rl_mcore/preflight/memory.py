@@ -84,6 +84,7 @@ def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
     policy = plan.policy
     shared, experts = _rank_parameters(policy)
     parameters = shared + experts
+    frozen = _frozen(policy)
     weights = parameters * WEIGHT_BYTES[policy.precision]
     ddp = policy.megatron_cfg.distributed_data_parallel_config
     in_fp32 = policy.precision == "float32" or ddp.grad_reduce_in_fp32
@@ -91,8 +92,8 @@ def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
         parameters=policy.model.parameters,
         rank_parameters=parameters,
         weights=weights,
-        gradients=parameters * (_FP32 if in_fp32 else 2) if plan.trained else 0,
-        optimizer=_optimizer(config, policy, shared, experts) if plan.trained else 0,
+        gradients=(parameters - frozen) * (_FP32 if in_fp32 else 2) if plan.trained else 0,
+        optimizer=_optimizer(config, policy, shared - frozen, experts) if plan.trained else 0,
         reference=weights if plan.reference and may_be_on_device(config) else 0,
         logits=_logits(plan, config.rows_per_sample) if plan.role is Role.POLICY else 0,
     )
@@ -104,7 +105,7 @@ def _optimizer(config: RunConfig, policy: PolicyConfig, shared: int, experts: in
     shards, expert_shards = (1, 1)
     if megatron.optimizer.use_distributed_optimizer:
         stages = megatron.pipeline_model_parallel_size
-        shards = config.data_parallel_size
+        shards = config.data_parallel_size * megatron.context_parallel_size
         expert_shards = config.cluster.world_size // (stages * megatron.expert_model_parallel_size)
     return -(-shared * states // shards) - (-experts * states // expert_shards)
 
@@ -131,6 +132,16 @@ def _rank_parameters(policy: PolicyConfig) -> tuple[int, int]:
     return -(-(split + embeddings) // megatron.tensor_model_parallel_size) + model.hidden_size, experts
 
 
+def _frozen(policy: PolicyConfig) -> int:
+    """Weights of the fullest rank that are not trained: those of frozen routers."""
+    model, megatron = policy.model, policy.megatron_cfg
+    if not megatron.freeze_moe_router:
+        return 0
+    routers = (model.num_moe_experts or 0) * model.hidden_size
+    layers = model.num_layers // megatron.pipeline_model_parallel_size
+    return layers * routers // megatron.tensor_model_parallel_size
+
+
 def _logits(plan: ModelPlan, rows_per_sample: int) -> int:
     policy, megatron = plan.policy, plan.policy.megatron_cfg
     vocab = -(-policy.model.vocab_size // megatron.tensor_model_parallel_size)
@@ -145,11 +156,16 @@ def _logits(plan: ModelPlan, rows_per_sample: int) -> int:
 
 
 def _tokens(policy: PolicyConfig, rows_per_sample: int) -> tuple[int, int]:
-    """Tokens of the largest microbatch of training, and of log-probabilities."""
+    """Tokens of a rank of the largest microbatch of training, and of log-probabilities."""
+    shared, longest = policy.megatron_cfg.context_parallel_size, policy.max_total_sequence_length
     if (budgets := policy.token_budgets) is not None:
-        return budgets.of_training(rows_per_sample), budgets.logprob
-    longest = policy.max_total_sequence_length
-    return policy.train_micro_batch_size * rows_per_sample * longest, policy.logprob_batch_size * longest
+        trained, scored = budgets.of_training(rows_per_sample), budgets.logprob
+    else:
+        trained, scored = (
+            policy.train_micro_batch_size * rows_per_sample * longest,
+            policy.logprob_batch_size * longest,
+        )
+    return -(-trained // shared), -(-scored // shared)
 
 
 def _cached(megatron: MegatronConfig, logits: int) -> int:

@@ -10,8 +10,8 @@ from nemo_rl_mcore.config.load import hidden
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig, TokenBudgets
 from nemo_rl_mcore.config.prev_logprobs import source_of_prev_logprobs
+from nemo_rl_mcore.config.rules import context_parallelism, packing
 from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrails
-from nemo_rl_mcore.config.rules.packing import fused_guardrail
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
 from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
@@ -145,7 +145,8 @@ def preflight(
 def _guardrails(policy: PolicyConfig) -> Iterator[Guardrail]:
     if policy.megatron_cfg.use_fused_linear_logprobs:
         yield from fused_guardrails(policy)
-        yield fused_guardrail(policy)
+        yield packing.fused_guardrail(policy)
+        yield context_parallelism.fused_guardrail(policy)
 
 
 def _layout(config: RunConfig, *, elsewhere: bool) -> Layout:

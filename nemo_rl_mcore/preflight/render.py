@@ -53,7 +53,8 @@ def _layout_rows(plan: Plan) -> Iterator[Row]:
     sequence = " with sequence parallelism" if layout.sequence_parallel else ""
     yield "tensor parallel", f"{layout.tensor}{sequence}"
     yield "pipeline parallel", str(layout.pipeline)
-    yield "context parallel", str(layout.context)
+    slices = f", rows padded to multiples of {2 * layout.context} tokens" if layout.context > 1 else ""
+    yield "context parallel", f"{layout.context}{slices}"
     yield "expert parallel", str(layout.expert)
     model_ranks = layout.tensor * layout.pipeline * layout.context
     yield "data parallel", f"{layout.world_size} / {model_ranks} = {layout.data}"
@@ -75,13 +76,19 @@ def _batch_rows(plan: Plan) -> Iterator[Row]:
         yield "log-probability passes", f"up to {budgets.logprob} tokens, samples {kind}"
     if batch.prev_logprobs is not None:
         yield "prev_logprobs", batch.prev_logprobs
-    used = f"{batch.longest_prompt} prompt + {batch.max_new_tokens} new"
-    yield "tokens", f"{used} <= {batch.max_sequence}"
+    if batch.longest_prompt + batch.max_new_tokens <= batch.max_sequence:
+        yield (
+            "tokens",
+            f"{batch.longest_prompt} prompt + {batch.max_new_tokens} new <= {batch.max_sequence}",
+        )
+    else:
+        left = f"{batch.max_new_tokens} new, as the prompt leaves them of {batch.max_sequence}"
+        yield "tokens", f"up to {batch.longest_prompt} prompt, and up to {left}"
 
 
 def _async_sections(plan: Plan) -> Iterator[tuple[str, Iterable[Row]]]:
     if plan.asynchronous is not None:
-        yield "Sampling beside training, in groups of answers to one prompt", _async_rows(plan.asynchronous)
+        yield "Asynchronous rollouts, in groups of answers to one prompt", _async_rows(plan.asynchronous)
 
 
 def _async_rows(plan: AsyncPlan) -> Iterator[Row]:
@@ -101,6 +108,8 @@ def _async_rows(plan: AsyncPlan) -> Iterator[Row]:
         "groups in the driver",
         f"{kept}{plan.max_live_groups} under way, {_bytes(plan.driver_bytes)} at most",
     )
+    sizes = f"{_bytes(plan.step_bytes)} a step, {_bytes(plan.disk_bytes)} at most"
+    yield "groups on disk", f"for a replay: {sizes}" if plan.step_bytes else "none"
     for remark in plan.remarks:
         yield "note", remark
 

@@ -24,23 +24,26 @@ Tree = Mapping[str, object]
 
 _WITHOUT_EFFECT = (
     *("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name"),
+    "policy.generation.journal",  # a key of earlier versions
     SECTION,
 )
 """What a run leaves behind, where answers are scored, and the weights that the checkpoint has replaced."""
-_DEADLINE = "_timeout_s"
-"""How long the driver, ranks and engines wait for each other."""
+_ENDINGS_WITHOUT_EFFECT = ("_timeout_s", ".keep_groups", ".keep_groups_gb")
+"""How long the driver, ranks and engines wait for each other, and what is left for a replay."""
 _OF_THE_STATE = ("policy.precision", "policy.megatron_cfg.optimizer.optimizer")
 """What decides which tensors the checkpoint of a model holds, besides the architecture."""
 _OF_THE_ANSWERS = (
     *(
         f"policy.generation.{key}"
-        for key in ("temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids", "stop_strings")
+        for key in (
+            *("temperature", "top_p", "top_k", "max_new_tokens", "fit_to_sequence"),
+            *("stop_token_ids", "stop_strings"),
+        )
     ),
     "policy.max_total_sequence_length",
-    "grpo.max_rollout_turns",
     "env",
 )
-_MAX_AGE = "grpo.async_grpo.max_trajectory_age_steps"
+_MAX_TURNS, _MAX_AGE, _ORDER = "max_rollout_turns", "max_trajectory_age_steps", "order"
 _NOT_IN_WEIGHTS = OF_TRAINING | {"max_position_embeddings"}
 
 
@@ -114,9 +117,11 @@ def _same(path: str, was: object, now: object) -> bool:
 def changes_of_answers(saved: Tree, config: RunConfig) -> list[Change]:
     """Those by which saved answers are none of the run: how they are drawn and scored, and how old they may be."""
     changes = changes_since(saved, config)
-    drawn = [change for change in changes if _below(change.path, _OF_THE_ANSWERS)]
-    older = [one for one in changes if one.path == _MAX_AGE and not _at_least(one.now, one.was)]
-    return drawn + older
+    turns = f"{config.algorithm}.{_MAX_TURNS}"
+    drawn = [change for change in changes if _below(change.path, (*_OF_THE_ANSWERS, turns))]
+    max_age, order = (f"{config.asynchrony_key}.{key}" for key in (_MAX_AGE, _ORDER))
+    older = [one for one in changes if one.path == max_age and not _at_least(one.now, one.was)]
+    return drawn + older + [one for one in changes if one.path == order]
 
 
 def _at_least(now: object, was: object) -> bool:
@@ -124,7 +129,7 @@ def _at_least(now: object, was: object) -> bool:
 
 
 def _has_no_effect(path: str) -> bool:
-    return _below(path, _WITHOUT_EFFECT) or path.endswith(_DEADLINE)
+    return _below(path, _WITHOUT_EFFECT) or path.endswith(_ENDINGS_WITHOUT_EFFECT)
 
 
 def does_not_fit(saved: Tree, plan: ModelPlan) -> list[str]:

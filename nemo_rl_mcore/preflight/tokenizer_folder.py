@@ -22,8 +22,8 @@ def tokenizer_problems(policy: PolicyConfig) -> Iterator[Problem]:
     """Yield what stops `policy.tokenizer.name` from being loaded, or from fitting policy.model.vocab_size."""
     name = policy.tokenizer.name
     folder = local_folder(name)
-    if name == "char" or (folder is None and name == policy.model_name and is_hub_id(name)):
-        return  # the latter is fetched with the weights
+    if name == "char" or (folder is None and is_hub_id(name)):
+        return  # the latter is fetched, see `parts.tokenizer_of`
     if folder is None:
         yield Problem("not-found", KEY, f"no folder {name!r} in {Path.cwd()}", _REMEDY)
     elif not any(folder.glob("tokenizer*")):
@@ -80,7 +80,11 @@ def _too_large(folder: str, vocabulary: int, policy: PolicyConfig) -> Problem:
 
 def _rows_of_tokens(path: Path) -> int:
     """Return the rows of the embedding that the ids need; ids with gaps need more rows than there are tokens."""
-    return 1 + max(_tokenizer(path).get_vocab().values(), default=-1)
+    tokenizer = _tokenizer(path)
+    tokens = tokenizer.get_vocab_size()
+    if all(tokenizer.id_to_token(token) is not None for token in range(tokens)):
+        return tokens  # the vocabulary itself, a dict of all of them, takes twice as long to get and to free
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _rows_of_settings(path: Path) -> int:

@@ -35,7 +35,7 @@ _PHASES = {
 }
 """The phases in the order of a step, and what a reader calls them."""
 _BESIDE = "async/trainer_idle"
-"""A metric of runs whose answers are drawn beside training: of their generation a step has what it waits for."""
+"""A metric of runs with asynchronous rollouts: of their generation a step has what it waits for."""
 _WAITING = "waiting for answers"
 _REST = "the rest"
 _SHOWN_SHARE = 0.002

@@ -210,7 +210,7 @@ def _stale(rows: Sequence[Row]) -> Finding | None:
     return Finding(
         "warning",
         f"The importance weights leave an effective sample of {min(values):.0%} of the tokens at worst: answers are "
-        "old, or the weights move fast (grpo.async_grpo.max_trajectory_age_steps, the learning rate).",
+        "old, or the weights move fast (max_trajectory_age_steps, the learning rate).",
         "async/ess",
     )
 

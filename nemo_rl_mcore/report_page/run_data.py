@@ -15,13 +15,13 @@ from typing import Any
 import yaml
 
 from nemo_rl_mcore.config.master import RUN_CONFIGS
-from nemo_rl_mcore.controllers.event_log import EVENTS_FILE, read_events
-from nemo_rl_mcore.controllers.events import Event
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.evaluation.folder import RESULTS_FILE
 from nemo_rl_mcore.observability.report import read_history
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, Tree, leaves, read_recipe_of
+from nemo_rl_mcore.rollouts.event_log import log_in, read_events
+from nemo_rl_mcore.rollouts.events import Event
 from nemo_rl_mcore.strict_json import read_json
 
 WINDOW = 10
@@ -116,7 +116,8 @@ def read_run(folder: Path) -> RunData:
         more = f" (and {len(damaged) - 1} more lines)" if len(damaged) > 1 else ""
         unread.append(f"{damaged[0]}{more}")
     recipe = tried(read_recipe_of, folder, default=None) if (folder / RECIPE_FILE).is_file() else None
-    events = tried(_events, folder / EVENTS_FILE, default=[]) if (folder / EVENTS_FILE).is_file() else []
+    log = log_in(folder)
+    events = tried(_events, log, default=[]) if log.is_file() else []
     return RunData(folder, rows, recipe, events, evaluations, unread)
 
 

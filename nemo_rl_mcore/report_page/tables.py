@@ -8,11 +8,11 @@ from datetime import timedelta
 from functools import partial, reduce
 from typing import Any
 
-from nemo_rl_mcore.controllers.events import Aborted, Cancelled, Failed, Lost, Started
 from nemo_rl_mcore.observability.curves import finite_points, finite_values
 from nemo_rl_mcore.observability.series import Best, best_of
 from nemo_rl_mcore.preflight.saved_run import shown_value
 from nemo_rl_mcore.report_page.run_data import WINDOW, RunData, mean
+from nemo_rl_mcore.rollouts.events import Aborted, Cancelled, Failed, Lost, Started
 
 _COUNTED = {
     "recovery/retries": "parts of a step were tried again",

@@ -69,7 +69,8 @@ class GenerationRequest:
     """What to generate: ragged prompts, each with the key of its noise.
 
     prompts: token ids of each row; keys_B: int64 [B], see `ops.sampling.sample_keys`; stops: what ends each row;
-    batch_size: rows that are decoded together at most, None for all.
+    batch_size: rows that are decoded together at most, None for all. longest: tokens of prompt and response together
+    at most, None for no such bound.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -78,6 +79,7 @@ class GenerationRequest:
     stops: Sequence[StopConditions]
     sampling: SamplingParams
     batch_size: int | None = None
+    longest: int | None = None
 
     @classmethod
     def of(
@@ -100,7 +102,17 @@ class GenerationRequest:
             stops=stops,
             sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, greedy),
             batch_size=policy.generation_batch_size,
+            longest=policy.longest_of_prompt,
         )
+
+    def bound(self, place: int) -> int:
+        """Tokens of the response to a prompt at most."""
+        return bound_of(self.max_new_tokens, self.longest, len(self.prompts[place]))
+
+
+def bound_of(new_tokens: int, longest: int | None, prompt_tokens: int) -> int:
+    """Tokens of a response at most: so many new ones, and no more than the prompt leaves of the longest sequence."""
+    return new_tokens if longest is None else min(new_tokens, longest - prompt_tokens)
 
 
 @dataclass(frozen=True)

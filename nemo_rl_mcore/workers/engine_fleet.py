@@ -1,60 +1,65 @@
-"""The engines of a run, each in a worker group of its own, so that one which is lost starts anew alone."""
+"""The engines of a run, each a gang of one, in a pool that starts those anew that are lost.
+
+Runs in the driver. Who restarts an engine: `lose`, called by whoever has found it dead, hung or without weights, ends
+it, and a thread of `pool.Pool` starts another one, as long as the kind's `max_restarts` lasts. The thread that trains
+makes the calls that reach all engines (`run`), that of asynchronous rollouts asks single ones (`engine_requests`).
+"""
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.engine import EngineKind
-from nemo_rl_mcore.generation.journal import ENGINE_NUMBER
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.signals import current_stop_signals, deferred_stop_signals
+from nemo_rl_mcore.workers.actor import Actor, HealthWatch
 from nemo_rl_mcore.workers.cluster import RayCluster
-from nemo_rl_mcore.workers.failures import RankIdentity, WorkerError
-from nemo_rl_mcore.workers.placement import Placement, RankSlot
-from nemo_rl_mcore.workers.rank_calls import HealthWatch
-from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
+from nemo_rl_mcore.workers.failures import WorkerError
+from nemo_rl_mcore.workers.gang import RayWorkerGroup
+from nemo_rl_mcore.workers.placement import Placement
+from nemo_rl_mcore.workers.pool import Budget, Pool
 
 HEALTH_S = 10.0
 """Within which an engine that is well says so."""
 _LONGEST_BACKOFF_S = 60.0
-_STARTS_END_WITHIN_S = 15.0
 
 
 @dataclass(eq=False)
 class StartedEngine:
-    """An engine that runs; one that starts anew in its place is another one.
+    """An engine that runs; one that starts anew in its place is another one. A `Member` of a pool.
 
-    actor, identity: of its process, also once it is lost. watch: of its health, for those who wait for single answers.
-    version: of the weights that it holds, None before the first and while a refit is under way or has broken off.
-    joined: whether it has ever held some, and may be asked to answer. asleep: whether training has its memory.
+    watch: of its health, for those who wait for single answers. version: of the weights that it holds, None before the
+    first and while a refit is under way or has broken off. joined: whether it has ever held some, and may be asked to
+    answer. asleep: whether training has its memory.
     """
 
-    number: int
     group: RayWorkerGroup
-    actor: Any
-    identity: RankIdentity
+    process: Actor
     watch: HealthWatch
     version: int | None = None
     joined: bool = False
     asleep: bool = False
 
+    @property
+    def number(self) -> int:
+        """See `Member.number`."""
+        return self.process.number
 
-class EngineFleet:
-    """Starts engines, calls them, and starts those anew that are lost, while the kind's budget lasts.
+    def end(self) -> None:
+        """See `Member.end`."""
+        self.group.shutdown()
 
-    A lost engine is killed at once. The one in its place starts in a thread of its own after a back-off, which doubles
-    with every restart of the run up to a minute, and is then `live`, without weights; nobody waits for it unless asked
-    to. Engines that share the ranks' memory start while it is theirs: in `wait`. A start that fails is tried again from
-    the same budget, but the first one of a run is not. Any thread may call any method, but each engine takes one call
-    at a time.
 
-    place: gives a slot for each engine, which `shutdown` gives back. changed: called from any thread, with nothing
-    locked, when an engine has started, is lost, or the fleet has failed.
+class EngineFleet(Pool[StartedEngine]):
+    """Pool of the engines: starts them, and calls those that live.
+
+    Engines that share the ranks' memory are replaced while it is theirs: in `wait`. Any thread may call any method, but
+    each engine takes one call at a time.
+
+    place: gives a slot for each engine, which `shutdown` gives back. changed: see `Pool`.
     """
 
     def __init__(
@@ -64,57 +69,32 @@ class EngineFleet:
         place: Callable[[], Placement],
         changed: Callable[[], None],
     ) -> None:
-        self.failure: Exception | None = None
-        """Why the run ends: an engine was lost, and no restart was left."""
-        self.restarts = 0
-        """Begun since the run started."""
         self._kind, self._cluster, self._place = kind, cluster, place
         self._placement: Placement | None = None
-        self._live: dict[int, StartedEngine] = {}
-        self._put_off: list[tuple[RankSlot, float]] = []
-        self._changed, self._tell = threading.Condition(), changed
-        self._closed = threading.Event()
-        self._threads: list[threading.Thread] = []
-
-    @property
-    def live(self) -> list[StartedEngine]:
-        """The engines that run, as far as is known."""
-        return sorted([*self._live.values()], key=lambda engine: engine.number)
-
-    @property
-    def restarts_left(self) -> int:
-        """Of the run, over all engines."""
-        return self._kind.max_restarts - self.restarts
+        budget = Budget(
+            kind.max_restarts,
+            kind.restart_backoff_s,
+            _LONGEST_BACKOFF_S,
+            lambda _: current_stop_signals().asked,
+            self._report_restart,
+            spent=f"{kind.section}.max_restarts: {kind.max_restarts} in a run, of which none is left",
+        )
+        waits = kind.sleeps
+        super().__init__(
+            kind.noun, self._start_engine, budget, lost=cluster.lost, changed=changed, in_wait=waits
+        )
 
     @property
     def started(self) -> bool:
-        """Whether `start` has been called."""
+        """Say whether `start_all` has been called."""
         return self._placement is not None
 
-    def start(self) -> None:
+    def start_all(self) -> None:
         """Start all engines; raises what the first one that failed has raised."""
         self._placement = self._place()
-        for slot in self._placement.slots:
-            self._begin_start(slot, None)
-        self.wait(len(self._placement.slots))
-
-    def wait(self, at_least: int = 1) -> list[StartedEngine]:
-        """Those that live, once so many do; raises `failure`. Each start has its own deadline, and a last failure."""
-        with self._changed:
-            put_off, self._put_off = self._put_off, []
-        for slot, delay_s in put_off:
-            self._begin_start(slot, delay_s)
-        if put_off:
-            at_least = len(self._live) + len(put_off)
-        with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None or len(self._live) >= at_least)
-        self.raise_failure()
-        return self.live
-
-    def raise_failure(self) -> None:
-        """Raise `failure`, if there is one."""
-        if self.failure is not None:
-            raise self.failure
+        numbers = [slot.rank for slot in self._placement.slots]
+        self.start(numbers)
+        self.wait(len(numbers))
 
     def run(
         self,
@@ -153,118 +133,41 @@ class EngineFleet:
         return answers
 
     def illness(self, engine: StartedEngine, after: str) -> WorkerError | None:
-        """What an engine says, or does not say, that is asked for its health after a failure; None if it is well."""
+        """Ask an engine for its health after a failure, and return what is wrong with it; None if it is well."""
         try:
             engine.group.run_all("health", context=f"after a failure of {after}", timeout_s=HEALTH_S, key="")
         except WorkerError as error:
             return error
         return None
 
-    def lose(self, engine: StartedEngine, error: WorkerError) -> None:
-        """Give up an engine that died, hangs or holds no weights, and start another one in its place; idempotent."""
-        with self._changed:
-            if self._live.get(engine.number) is not engine:
-                return
-            del self._live[engine.number]
-            delay_s = self._next_delay_s(engine.number, error)
-        engine.group.shutdown()
-        [slot] = engine.group.placement.slots
-        if delay_s is not None and self._kind.sleeps:
-            self._put_off.append((slot, delay_s))
-        elif delay_s is not None:
-            self._begin_start(slot, delay_s)
-        self._notify()
-
     def shutdown(self) -> None:
-        """End all engines, also those that are starting; idempotent.
-
-        Raises RunStoppedError when a start does not end.
-        """
-        self._closed.set()
-        with self._changed:
-            engines, self._live = self.live, {}
-        for engine in engines:
-            engine.group.shutdown()
-        for thread in self._threads:
-            thread.join(_STARTS_END_WITHIN_S)
-            if thread.is_alive():
-                raise RunStoppedError(f"the {thread.name} did not end within {_STARTS_END_WITHIN_S:g} s")
-        self._threads.clear()
+        """See `Pool.shutdown`; gives the engines' places back."""
+        super().shutdown()
         if self._placement is not None and self._cluster.lost() is None:
             self._placement.release()
 
-    def _next_delay_s(self, number: int, error: Exception) -> float | None:
-        """Take one restart out of the budget and say when it is due; None, and the fleet has failed, if it must not."""
-        if self.failure is not None or self._closed.is_set():
-            return None
+    def _start_engine(self, number: int) -> StartedEngine:
         kind = self._kind
-        if not self.restarts_left:
-            error.add_note(
-                f"{kind.section}.max_restarts: {kind.max_restarts} in a run, of which none is left"
-            )
-        if not self.restarts_left or self._cluster.lost() is not None or current_stop_signals().asked:
-            self.failure = error
-            return None
-        delay_s = min(_LONGEST_BACKOFF_S, kind.restart_backoff_s * 2.0**self.restarts)
-        self.restarts += 1
-        write_line(
-            sys.stderr,
-            f"{kind.noun} {number} starts anew in {delay_s:g} s, {self.restarts_left} restarts left "
-            f"({kind.section}.max_restarts): {str(error).splitlines()[0]}",
-        )
-        return delay_s
-
-    def _begin_start(self, slot: RankSlot, delay_s: float | None) -> None:
-        name = f"start of {self._kind.noun} {slot.rank}"
-        thread = threading.Thread(target=self._start, args=(slot, delay_s), name=name, daemon=True)
-        with self._changed:
-            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-            thread.start()
-
-    def _start(self, slot: RankSlot, delay_s: float | None) -> None:
-        """Start an engine, again as long as that fails and a restart is left; without a delay it is the run's first."""
-        while not self._closed.wait(delay_s or 0.0):
-            try:
-                group = self._build(slot)
-            except Exception as error:  # noqa: BLE001  # raised by whoever waits, once no restart is left
-                with self._changed:
-                    if delay_s is None:
-                        self.failure = self.failure or error
-                    else:
-                        delay_s = self._next_delay_s(slot.rank, error)
-                if self.failure is not None:
-                    break
-            else:
-                self._join(slot.rank, group)
-                break
-        self._notify()
-
-    def _join(self, number: int, group: RayWorkerGroup) -> None:
-        with self._changed:
-            if not self._closed.is_set():
-                self._live[number] = StartedEngine(
-                    number, group, group.actors[0], group.identities[0], HealthWatch(group.actors)
-                )
-                return
-        group.shutdown()
-
-    def _build(self, slot: RankSlot) -> RayWorkerGroup:
-        kind = self._kind
-        environment = {**slot.environment, ENGINE_NUMBER: str(slot.rank)}
-        return RayWorkerGroup(
+        assert self._placement is not None  # `start_all` has made it
+        [slot] = [slot for slot in self._placement.slots if slot.rank == number]
+        group = RayWorkerGroup(
             kind.engine,
             self._cluster,
             (kind.settings,),
             start_timeout_s=kind.start_timeout_s,
             call_timeout_s=kind.call_timeout_s,
             deadline_keys=kind.section,
-            placement=Placement((replace(slot, environment=environment),)),
+            placement=Placement((slot,)),
             name=kind.name,
             noun="engine",
-            lost=lambda: "the run" if self._closed.is_set() else self._cluster.lost(),
+            lost=lambda: "the run" if self.closed else self._cluster.lost(),
         )
+        [process] = group.members
+        return StartedEngine(group, process, HealthWatch([process.handle]))
 
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-        self._tell()
+    def _report_restart(self, number: int, delay_s: float, error: Exception) -> None:
+        write_line(
+            sys.stderr,
+            f"{self._kind.noun} {number} starts anew in {delay_s:g} s, {self.budget.left()} restarts left "
+            f"({self._kind.section}.max_restarts): {str(error).splitlines()[0]}",
+        )

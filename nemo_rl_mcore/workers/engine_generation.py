@@ -33,7 +33,7 @@ class EngineGeneration:
     """Implements `interfaces.RolloutEngines` over engines that hold a copy of a policy's weights.
 
     Engines start when they are first given weights. One that dies, hangs or does not hold what it was sent starts anew
-    beside the others, as often as the kind's restarts allow; then the run ends with a WorkerError. It gets the weights
+    next to the others, as often as the kind's restarts allow; then the run ends with a WorkerError. It gets the weights
     with the next update, or in `rejoin`. The noise of a row does not depend on who answers it, nor on when.
 
     Args:
@@ -72,14 +72,14 @@ class EngineGeneration:
             lambda: self._changed(),
         )
         self._refits = EngineRefits(self._fleet, kind, config, cluster, source)
-        self._requests = EngineRequests(self._fleet, kind, cluster.lost)
+        self._requests = EngineRequests(self._fleet, kind)
         self._version: int | None = None
         self._starting, self._check = starting, check
         self._changed: Callable[[], None] = lambda: None
 
     @property
     def weights_digest(self) -> str:
-        """Of the weights that were given last, where refits are verified; see `refit.verification.of_all`."""
+        """Return the digest of the weights given last, where refits are verified; see `refit.verification.of_all`."""
         return self._refits.digest
 
     def update_weights(self, version: int) -> None:
@@ -97,10 +97,10 @@ class EngineGeneration:
         an engine that is lost is asked again, of those that live then.
         """
         asked = self._keyed(data, step)
-        sampling = Sampling.of(self._config.generation, self._stop_ids, greedy=greedy)
+        sampling = Sampling.of(self._config, self._stop_ids, greedy=greedy)
         answered: dict[int, Response] = {}
         while missing := [row for row in range(asked.size) if row not in answered]:
-            rows = _dealt(missing, self._ready())
+            rows = _shares(missing, self._ready())
             answers = self._fleet.run(
                 rows,
                 "generate",
@@ -119,7 +119,7 @@ class EngineGeneration:
     def next_logprobs(
         self, prompts: Sequence[Sequence[int]], temperature: float
     ) -> list[Sequence[NextLogprobs]]:
-        """Of each engine that lives; see `Engine.next_logprobs`."""
+        """Ask each engine that lives; see `Engine.next_logprobs`."""
         answers: dict[StartedEngine, Sequence[NextLogprobs]] = {}
         while not answers:
             engines = self._ready()
@@ -128,7 +128,7 @@ class EngineGeneration:
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
         """See `interfaces.RolloutEngines.respond`; raises EngineFailedError, or what ends the run."""
-        sampling = Sampling.of(self._config.generation, self._stop_ids, greedy=False)
+        sampling = Sampling.of(self._config, self._stop_ids, greedy=False)
         responses = await self._requests.respond(as_requests(self._keyed(data, step)), sampling, ticket)
         return as_batch(responses, sampling.max_new_tokens)
 
@@ -211,14 +211,14 @@ class EngineGeneration:
             self._refits.make_room()  # before the first one starts, too, which asks how much is free
         if not self._fleet.started:
             with self._starting():
-                self._fleet.start()
+                self._fleet.start_all()
         while behind := self._behind(engines := self._fleet.wait()):
             self._refits.send(behind, version)
         return engines
 
 
-def _dealt(rows: Sequence[int], engines: Sequence[StartedEngine]) -> dict[StartedEngine, Sequence[int]]:
-    """A share of the rows, in order, for each engine that gets any."""
+def _shares(rows: Sequence[int], engines: Sequence[StartedEngine]) -> dict[StartedEngine, Sequence[int]]:
+    """Give a share of the rows, in order, to each engine that gets any."""
     bounds = [len(rows) * place // len(engines) for place in range(len(engines) + 1)]
     shares = (rows[first:end] for first, end in pairwise(bounds))
     return {engine: share for engine, share in zip(engines, shares, strict=True) if share}

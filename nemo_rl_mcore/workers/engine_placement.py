@@ -1,4 +1,4 @@
-"""Where the engines of a run are: processes of their own on CPU, on the ranks' GPUs, or on GPUs of their own."""
+"""Place the engines of a run: separate processes on CPU, on the ranks' GPUs, or on separate GPUs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def place_engines(
     ranks: Placement,
     rank_gpus: Sequence[str],
 ) -> Placement:
-    """A slot for each engine; `rank_gpus` are the GPUs of the training ranks, by rank, and empty on CPU."""
+    """Return a slot for each engine; `rank_gpus` are the GPUs of the training ranks, by rank, and empty on CPU."""
     on_cpu = cluster.config.on_cpu
     environment = {**rank_environment(os.environ, on_cpu=on_cpu), **kind.environment}
     if on_cpu:
         return _on_cpu(cluster, environment | cluster.local_network(), kind.engines)
     if colocated.enabled:
-        return _beside_ranks(cluster.config, environment, kind.gpus, ranks, rank_gpus)
+        return _next_to_ranks(cluster.config, environment, kind.gpus, ranks, rank_gpus)
     return _apart(cluster, environment, kind, colocated)
 
 
 def transport_of(cluster: RayCluster, generation: GenerationConfig) -> str:
-    """The transport that is asked for, or the fastest one there is."""
+    """Return the transport that is asked for, or the fastest one there is."""
     if generation.refit_transport is not None:
         return generation.refit_transport
     if cluster.config.on_cpu:
@@ -52,7 +52,7 @@ def _on_cpu(cluster: RayCluster, environment: Mapping[str, str], engines: int) -
     return Placement(tuple(RankSlot(engine, environment, options) for engine in range(engines)))
 
 
-def _beside_ranks(
+def _next_to_ranks(
     cluster: ClusterConfig,
     environment: Mapping[str, str],
     size: int,

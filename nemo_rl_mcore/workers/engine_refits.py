@@ -18,20 +18,20 @@ from nemo_rl_mcore.workers.ray_engines import RayEngines
 
 
 class WeightSource(Protocol):
-    """Who has the weights; `workers.policy.Policy` does."""
+    """Has the weights; `workers.policy.Policy` does."""
 
     @property
     def placement(self) -> Placement:
-        """Where its ranks run."""
+        """Return where its ranks run."""
         ...
 
     @property
     def incarnation(self) -> int:
-        """How often its ranks have started anew; new ones are connected to no engines."""
+        """Say how often its ranks have started anew; new ones are connected to no engines."""
         ...
 
     def gpus(self) -> Sequence[str]:
-        """The GPU of each rank; empty on CPU."""
+        """Return the GPU of each rank; empty on CPU."""
         ...
 
     def connect_engines(self, engines: Engines, settings: RefitSettings) -> BroadcastRendezvous | None:
@@ -39,7 +39,7 @@ class WeightSource(Protocol):
         ...
 
     def prepare_for_lp_inference(self) -> None:
-        """Take from the devices what policy.offload names beside the weights."""
+        """Take from the devices what policy.offload names besides the weights."""
         ...
 
     def send_weights(self) -> Digests:
@@ -97,7 +97,7 @@ class EngineRefits:
                 raise
             return
         # What fails in the first refit of a run would fail in another process, too.
-        again = self._succeeded and self._fleet.restarts_left > 0
+        again = self._succeeded and self._fleet.budget.left() > 0
         finished = self._fleet.run(ready, "finish_refit", version, sent, or_lose=again, context=context)
         for engine in self._wake(finished, "kv_cache", context):
             engine.version, engine.joined, engine.asleep = version, True, False
@@ -121,7 +121,7 @@ class EngineRefits:
         for engine in engines:
             ill = self._fleet.illness(engine, "send_weights")
             if ill is None and isinstance(cause, EngineLostError) and cause.engine == engine.number:
-                ill = Call("load_bucket", context, group=self._kind.name).error(str(cause))
+                ill = WorkerError(str(cause), Call("load_bucket", context, group=self._kind.name))
             if ill is not None:
                 self._fleet.lose(engine, ill)
                 lost = True
@@ -143,7 +143,7 @@ class EngineRefits:
             held_as=kind.precision,
         )
         numbers = [engine.number for engine in engines]
-        reached = RayEngines([engine.actor for engine in engines], kind.noun, key, numbers)
+        reached = RayEngines([engine.process.handle for engine in engines], kind.noun, key, numbers)
         rendezvous = self._source.connect_engines(reached, settings)
         if rendezvous is not None:
             joined = self._fleet.run(

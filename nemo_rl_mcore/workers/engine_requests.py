@@ -1,9 +1,12 @@
-"""Groups of requests to one engine each, asked from an asyncio loop beside the calls that reach all engines."""
+"""Groups of requests to one engine each, asked from an asyncio loop while other calls reach all engines.
+
+Runs in the driver, in the thread of asynchronous rollouts.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ray.exceptions import RayError
@@ -16,23 +19,20 @@ from nemo_rl_mcore.generation.engine import (
     Response,
     Sampling,
 )
+from nemo_rl_mcore.workers.actor import LOOK_EVERY_S, GivenUpError, settled
 from nemo_rl_mcore.workers.engine_fleet import HEALTH_S, EngineFleet, StartedEngine
-from nemo_rl_mcore.workers.failures import Call, RankFailure
-from nemo_rl_mcore.workers.rank_calls import failure_of
-
-_LOOK_EVERY_S = 1.0
+from nemo_rl_mcore.workers.failures import Call, RankFailure, WorkerError
 
 
 class EngineRequests:
-    """Each group goes to the engine that answers the fewest; one loop at a time asks.
+    """Sends each group to the engine that answers the fewest; one loop at a time asks.
 
     An engine that dies, or makes no progress for `call_timeout_s` of its kind, is lost to the fleet. A task that is
     cancelled gives its group up.
-    lost: says what of Ray itself has died.
     """
 
-    def __init__(self, fleet: EngineFleet, kind: EngineKind, lost: Callable[[], str | None]) -> None:
-        self._fleet, self._kind, self._lost = fleet, kind, lost
+    def __init__(self, fleet: EngineFleet, kind: EngineKind) -> None:
+        self._fleet, self._kind = fleet, kind
         self._asked: dict[str, StartedEngine] = {}
 
     async def respond(self, requests: Sequence[Request], sampling: Sampling, ticket: str) -> list[Response]:
@@ -44,24 +44,23 @@ class EngineRequests:
         engine = self._least_busy()
         self._asked[ticket] = engine
         try:
-            answer = engine.actor.generate.remote(requests, sampling, None, ticket)
+            answer = engine.process.handle.generate.remote(requests, sampling, None, ticket)
             return await self._answered(engine, answer)
         except asyncio.CancelledError:
-            engine.actor.cancel.remote(ticket)
+            engine.process.handle.cancel.remote(ticket)
             raise
         except RayError as error:
-            failure = failure_of(engine.number, engine.identity, error)
-            raise await self._failed(engine, failure) from None
+            raise await self._failed(engine, engine.process.failure(error)) from None
         finally:
             del self._asked[ticket]
 
     def whereabouts(self, ticket: str) -> str:
-        """The engine that a group was sent to, and what it said last; empty where it is with none."""
+        """Return the engine that a group was sent to, and what it said last; empty where it is with none."""
         engine = self._asked.get(ticket)
         if engine is None:
             return ""
         doing = engine.watch.doing(0) or "nothing"
-        return f"{self._kind.noun} {engine.number} ({engine.identity}), at {doing!r}"
+        return f"{engine.process}, at {doing!r}"
 
     def _least_busy(self) -> StartedEngine:
         """Of the engines that have weights."""
@@ -75,43 +74,46 @@ class EngineRequests:
     async def _answered(self, engine: StartedEngine, answer: Any) -> list[Response]:
         """What the engine gives, as long as it gets on."""
         watch, limit_s = engine.watch, self._kind.call_timeout_s
-        future = asyncio.wrap_future(answer.future())
         watch.tick()
         watch.moved()
-        while not (await asyncio.wait([future], timeout=_LOOK_EVERY_S))[0]:
-            if engine.version is not None:  # else it waits for the end of a refit, which is not its own doing
+
+        def over() -> str | None:
+            if engine.version is not None:  # else it waits for the end of a refit, which it cannot help
                 watch.tick()
-            if watch.due(_LOOK_EVERY_S / 2):
+            if watch.due(LOOK_EVERY_S / 2):
                 watch.look([0])
-                if (lost := self._lost()) is not None:
-                    raise self._gone(engine, lost)
-            if watch.stalled([0], limit_s):
-                key = f"{self._kind.section}.call_timeout_s"
-                doing = watch.doing(0) or "nothing"
-                raise self._gone(engine, f"made no progress for {limit_s:g} s ({key}), at {doing!r}")
-        return future.result()
+                if (lost := engine.process.lost()) is not None:
+                    return lost
+            if not watch.stalled([0], limit_s):
+                return None
+            key = f"{self._kind.section}.call_timeout_s"
+            return f"made no progress for {limit_s:g} s ({key}), at {watch.doing(0) or 'nothing'!r}"
+
+        try:
+            return (await settled(answer, over)).result()
+        except GivenUpError as why:
+            raise self._gone(engine, str(why)) from None
 
     async def _failed(self, engine: StartedEngine, failure: RankFailure) -> Exception:
         """What a failed answer means: an engine that is gone, or one that has raised."""
         if failure.died or not await _is_well(engine):
             died = "died: " if failure.died else ""
             return self._gone(engine, f"{died}{failure.headline()}", failure.details())
-        return EngineFailedError(self._told(engine, failure.headline(), failure.details()))
+        return EngineFailedError(self._message(engine, failure.headline(), failure.details()))
 
     def _gone(self, engine: StartedEngine, what: str, details: str = "") -> Exception:
-        message = self._told(engine, what, details)
-        self._fleet.lose(engine, Call("generate", group=self._kind.name).error(message))
+        message = self._message(engine, what, details)
+        self._fleet.lose(engine, WorkerError(message, Call("generate", group=self._kind.name)))
         return self._fleet.failure or EngineDiedError(message)
 
-    def _told(self, engine: StartedEngine, what: str, details: str) -> str:
-        head = f"{self._kind.noun} {engine.number} ({engine.identity}): {what}"
-        return "\n".join(filter(None, [head, details]))
+    def _message(self, engine: StartedEngine, what: str, details: str) -> str:
+        return "\n".join(filter(None, [f"{engine.process}: {what}", details]))
 
 
 async def _is_well(engine: StartedEngine) -> bool:
     try:
         async with asyncio.timeout(HEALTH_S):
-            await asyncio.wrap_future(engine.actor.health.remote().future())
+            await asyncio.wrap_future(engine.process.handle.health.remote().future())
     except (RayError, TimeoutError):
         return False
     return True

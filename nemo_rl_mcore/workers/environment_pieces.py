@@ -43,7 +43,7 @@ class Pieces:
         self._failure: BaseException | None = None
 
     async def replies(self, turns: Sequence[Turn], avoided: int | None) -> list[Reply]:
-        """What an actor gives for turns, or raises what it has failed with; see `fail`."""
+        """Return what an actor gives for turns, or raise what it has failed with; see `fail`."""
         if self._failure is not None:
             raise self._failure
         piece = Piece(turns, avoided, asyncio.get_running_loop().create_future())
@@ -59,7 +59,7 @@ class Pieces:
                 self._waiting.remove(piece)
 
     async def next(self, actor: int) -> Piece:
-        """The piece that this actor is to answer next, as soon as there is one."""
+        """Return the piece that this actor is to answer next, as soon as there is one."""
         async with self._changed:
             while (piece := self._for(actor)) is None:
                 await self._changed.wait()

@@ -1,4 +1,8 @@
-"""The environments of a run in Ray actors: whatever becomes of one of these costs its turns at most, and no numbers."""
+"""The environments of a run in Ray actors: whatever becomes of one of these costs its turns at most, and no numbers.
+
+Runs in the driver, in three kinds of threads: callers wait in theirs; one thread, "environments", has the asyncio loop
+that gives pieces to actors and takes their replies; each start of an actor has a thread of `pool.Pool`.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +22,20 @@ from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError
 from nemo_rl_mcore.loop_thread import LoopThread
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.signals import deferred_stop_signals
+from nemo_rl_mcore.workers.actor import LOOK_EVERY_S
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.environment_actor import EnvironmentActor, EnvironmentFailedError, given_variables
 from nemo_rl_mcore.workers.environment_pieces import Pieces
 from nemo_rl_mcore.workers.failures import Call
+from nemo_rl_mcore.workers.pool import Budget, Pool
 
 _LONGEST_PIECE = 8
 _PIECES_AN_ACTOR = 4
 """Of a call, at least: so that a slow one does not keep the others waiting."""
 # Python hears of signals between two waits.
 _WAKE_EVERY_S = 0.2
-_LOOK_EVERY_S = 1.0
-_LONGEST_PAUSE_S = 30.0
-_REASONS_TOLD = 20
+_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
+_MOST_REASONS = 20
 _DROPPED, _RETRIED, _RESTARTS = "env/dropped", "env/retried", "env/restarts"
 
 
@@ -39,23 +44,36 @@ class EnvironmentPool:
 
     The turns of a call are split into pieces, which any actor answers; which one does, and when, changes no reply. A
     piece whose actor raises, dies or passes `env.pool.timeout_s` is tried again turn by turn, and a turn without a
-    reply after `env.pool.retries` is dropped. An actor that died or hangs is replaced. A RunStoppedError that no code
-    of the user's own has raised ends the run, as do actors that do not start.
+    reply after `env.pool.retries` is dropped. An actor that died or hangs is replaced. A RunStoppedError that no
+    code of the user has raised ends the run, as do actors that do not start.
 
-    All state belongs to an asyncio loop in a thread of its own; any thread may ask. A context manager, whose end kills
-    the actors. They start with `start`, or with the first turns, and nobody waits for them before.
-    Raises RunStoppedError for an environment variable that is to be handed on, and is not set.
+    Any thread may ask. A context manager, whose end kills the actors. They start with `start`, or with the first turns,
+    and nobody waits for them before. Raises RunStoppedError for an environment variable that is to be handed on, and is
+    not set.
     """
 
     def __init__(self, config: EnvConfig, cluster: RayCluster) -> None:
-        given_variables(config.pool)  # one that is missing is told before ranks start to work
+        given_variables(config.pool)  # one that is missing is reported before ranks start to work
         self._config, self._cluster = config, cluster
         self._size, self._limits = config.pool_size, config.pool
         self._pieces = Pieces(self._size)
         self._thread = LoopThread("environments", self._fail)
-        self._actors: dict[int, EnvironmentActor] = {}
+        self._pool = Pool(
+            "environment actor",
+            self._build,
+            Budget(
+                self._limits.retries,
+                _PAUSE_S,
+                _LONGEST_PAUSE_S,
+                lambda error: not isinstance(error, EnvironmentFailedError),
+                self._report_restart,
+                in_a_row=True,
+            ),
+            lost=cluster.lost,
+            changed=self._pool_changed,
+        )
         self._counts, self._taken = Counter[str](), Counter[str]()  # they only grow: one thread writes each
-        self._reasons, self._told = Counter[str](), set[str]()
+        self._reasons, self._reported = Counter[str](), set[str]()
         self._started = False
 
     def start(self) -> None:
@@ -66,11 +84,10 @@ class EnvironmentPool:
         """See `interfaces.Environments.replies`; a signal is heard meanwhile."""
         asked = self._thread.call(self._replies(turns))
         try:
-            # Each of the environments' calls has a deadline of its own.
+            # Each of the environments' calls has its deadline, and `_watch` ends them all when Ray is gone.
             with activity.at(f"waiting for replies to {len(turns)} answers", timed=False):
                 while not wait([asked], timeout=_WAKE_EVERY_S).done:
-                    if (lost := self._session_lost()) is not None:
-                        raise lost
+                    pass
             return asked.result()
         finally:
             asked.cancel()
@@ -81,7 +98,7 @@ class EnvironmentPool:
 
     def take_counts(self) -> dict[str, float]:
         """See `interfaces.Environments.take_counts`."""
-        now = Counter(self._counts)
+        now = Counter({**self._counts, _RESTARTS: self._pool.restarts})
         new, self._taken = now - self._taken, now
         return {name: float(new[name]) for name in (_DROPPED, _RETRIED, _RESTARTS)}
 
@@ -94,10 +111,10 @@ class EnvironmentPool:
         """End all actors; idempotent. Who still waits for replies is cancelled."""
         with deferred_stop_signals():
             try:
+                self._pool.stop_starts()
                 self._thread.close()
             finally:
-                for actor in self._actors.values():
-                    actor.kill()
+                self._pool.shutdown()
 
     def __enter__(self) -> Self:
         """Return the pool."""
@@ -115,8 +132,7 @@ class EnvironmentPool:
         if not self._started:
             self._started = True
             self._thread.begin(self._watch())
-            for number in range(self._size):
-                self._thread.begin(self._serve(number))
+            self._pool.start(range(self._size))
 
     async def _replies(self, turns: Sequence[Turn]) -> list[Reply]:
         await self._start()
@@ -137,51 +153,68 @@ class EnvironmentPool:
         except EnvironmentFailedError as failure:
             answers = f"{len(turns)} answer{'s' if len(turns) > 1 else ''}"
             if tries > (retries := self._limits.retries):
-                self._tell(failure, f"{answers} dropped after {tries} tries (env.pool.retries: {retries})")
+                self._report(failure, f"{answers} dropped after {tries} tries (env.pool.retries: {retries})")
                 self._counts[_DROPPED] += len(turns)
                 self._reasons[str(failure)] += len(turns)
                 return [Reply(0.0, dropped=str(failure))] * len(turns)
-            self._tell(failure, f"{answers} tried again (env.pool.retries: {retries})")
+            self._report(failure, f"{answers} tried again (env.pool.retries: {retries})")
             self._counts[_RETRIED] += len(turns)
             alone = [self._reply([turn], tries + 1, failure.number) for turn in turns]
             return [*chain.from_iterable(await asyncio.gather(*alone))]
 
-    async def _serve(self, number: int) -> None:
-        """Have an actor answer pieces, one after another, and start another one whenever it is lost."""
+    async def _serve(self, actor: EnvironmentActor) -> None:
+        """Have an actor answer pieces, one after another, until it is lost."""
         while True:
-            actor = await self._started_actor(number)
-            serves = True
-            while serves:
-                piece = await self._pieces.next(number)
-                try:
-                    piece.give(await actor.ask(piece.turns, self._limits.timeout_s))
-                except EnvironmentFailedError as failure:
-                    piece.fail(failure)
-                    serves = not failure.lost
-            actor.kill()
-
-    async def _started_actor(self, number: int) -> EnvironmentActor:
-        """A new actor; RunStoppedError once `env.pool.retries` and one more in a row did not start."""
-        tried, retries = 0, self._limits.retries
-        while True:
-            self._counts[_RESTARTS] += number in self._actors
-            actor = self._actors[number] = EnvironmentActor(number, self._cluster, self._limits)
+            piece = await self._pieces.next(actor.number)
             try:
-                await actor.start(self._config)
-                return actor
+                piece.give(await actor.ask(piece.turns, self._limits.timeout_s))
             except EnvironmentFailedError as failure:
-                actor.kill()
-                tried += 1
-                if tried > retries:
-                    told = f"{actor} did not start, as {tried} in a row (env.pool.retries: {retries})"
-                    raise RunStoppedError(_in_lines(f"{told}: {failure}", failure.details)) from failure
-                self._tell(failure, "another one starts in its place")
-            await asyncio.sleep(min(2.0**tried, _LONGEST_PAUSE_S))
+                piece.fail(failure)
+                if failure.lost:
+                    self._pool.lose(actor, failure)
+                    return
+
+    async def _attend(self) -> None:
+        """Give pieces to actors that have started; raise why there will be no more of them."""
+        if (failure := self._pool.failure) is not None:
+            raise self._not_started(failure)
+        for actor in self._pool.live:
+            if not actor.serves:
+                actor.serves = True
+                self._thread.begin(self._serve(actor))
+
+    # What runs in the thread of a start
+
+    def _build(self, number: int) -> EnvironmentActor:
+        actor = EnvironmentActor.of(number, self._cluster, self._limits, self._ended)
+        try:
+            asyncio.run(actor.start(self._config))
+        except BaseException:
+            actor.end()
+            raise
+        return actor
+
+    # What any thread may ask
+
+    def _ended(self) -> str | None:
+        return "the run ends" if self._pool.closed else self._cluster.lost()
+
+    def _pool_changed(self) -> None:
+        if not self._pool.closed:  # else the loop ends before it would run
+            self._thread.begin(self._attend())
+
+    def _not_started(self, failure: Exception) -> Exception:
+        if not isinstance(failure, EnvironmentFailedError):
+            return failure
+        retries = self._limits.retries
+        return RunStoppedError(
+            failure.report(f" did not start, as {retries + 1} in a row (env.pool.retries: {retries})")
+        )
 
     async def _watch(self) -> None:
         """Raise the end of the Ray session, for those who wait."""
         while (lost := await asyncio.to_thread(self._session_lost)) is None:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
         raise lost
 
     def _fail(self, error: BaseException) -> None:
@@ -192,13 +225,12 @@ class EnvironmentPool:
         lost = self._cluster.lost()
         return None if lost is None else Call("replies", group="environments").end_of_session(lost)
 
-    def _tell(self, failure: EnvironmentFailedError, what: str) -> None:
-        """Tell each reason once, as long as there are few: texts of the user's own may never be equal."""
-        if str(failure) not in self._told and len(self._told) < _REASONS_TOLD:
-            self._told.add(str(failure))
-            told = f"{failure.actor}: {failure}; {what}"
-            write_line(sys.stderr, _in_lines(told, failure.details))
+    def _report_restart(self, _number: int, _delay_s: float, failure: Exception) -> None:
+        assert isinstance(failure, EnvironmentFailedError)  # others are final
+        self._report(failure, "another one starts in its place")
 
-
-def _in_lines(*parts: str) -> str:
-    return "\n".join(filter(None, parts))
+    def _report(self, failure: EnvironmentFailedError, what: str) -> None:
+        """Print each reason once, as long as there are few: texts of the user's code may never be equal."""
+        if str(failure) not in self._reported and len(self._reported) < _MOST_REASONS:
+            self._reported.add(str(failure))
+            write_line(sys.stderr, failure.report("", f"; {what}"))

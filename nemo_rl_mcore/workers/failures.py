@@ -17,7 +17,7 @@ _NODE = re.compile(r"\bnode has died[\s\S]*?Node I[dD]: (\w+)")
 _RAY_ADVICE = " Some common causes include"
 _STDERR_TAIL_LINES = 30
 _AT_A_MEETING = "raise_together"
-# How ranks tell the errors of others, see `agreement.raise_together`.
+# How ranks report the errors of others, see `agreement.raise_together`.
 _OF_A_PEER = re.compile(r"['\"]?rank \d+: ")
 
 
@@ -45,6 +45,28 @@ def identity_in(report: str) -> RankIdentity:
     )
 
 
+@dataclass(frozen=True)
+class Call:
+    """Says what the ranks of a group are asked.
+
+    timeout_s: seconds without progress. key: of the recipe, that has the deadline. group: see `WorkerError`.
+    """
+
+    method: str
+    context: str = ""
+    timeout_s: float = 0.0
+    key: str = ""
+    group: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.method} ({self.context})" if self.context else self.method
+
+    def end_of_session(self, lost: str) -> WorkerError:
+        """Return the failure of this call where Ray itself is gone; lost: what of it."""
+        message = f"{self} did not end: {lost}, and the Ray session with it; its ranks are stopped"
+        return WorkerError(message, self, final=True, code="session-lost")
+
+
 class WorkerError(RanksFailedError):
     """One rank of a worker group failed; the message is complete, with the traceback of that rank.
 
@@ -66,11 +88,9 @@ class WorkerError(RanksFailedError):
     def __init__(
         self,
         message: str,
+        call: Call,
         failure: RankFailure | None = None,
         *,
-        method: str,
-        context: str = "",
-        group: str = "",
         usable: bool = False,
         final: bool = False,
         lost_node: str | None = None,
@@ -80,14 +100,14 @@ class WorkerError(RanksFailedError):
         self.rank = -1 if failure is None else failure.rank
         self.host = "" if failure is None else failure.identity.host
         self.cause = None if failure is None else failure.cause
-        self.method, self.context = method, context
-        self.group, self.usable, self.final = group, usable, final
+        self.method, self.context, self.group = call.method, call.context, call.group
+        self.usable, self.final = usable, final
         self.lost_node = lost_node or (None if failure is None else failure.lost_node)
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What one rank reported: an exception that it raised, or its death.
+    """Holds what one rank reported: an exception that it raised, or its death.
 
     report: all that is known, with the traceback. cause: the exception as the rank raised it. died: the process is
     gone, as opposed to a method that raised. lost_node: its machine, if that is gone.
@@ -109,11 +129,11 @@ class RankFailure:
 
     @property
     def is_of_a_peer(self) -> bool:
-        """Whether the rank only says that another one is gone, or what another one has raised."""
+        """Say whether the rank only says that another one is gone, or what another one has raised."""
         return isinstance(self.cause, PeerLostError) or _OF_A_PEER.match(str(self.cause)) is not None
 
     def headline(self) -> str:
-        """One line of what happened."""
+        """Return one line of what happened."""
         if self.cause is not None:
             lines = str(self.cause).strip().splitlines() or [""]
             return f"{type(self.cause).__name__}: {lines[0]}"
@@ -122,7 +142,7 @@ class RankFailure:
         return self.details().splitlines()[-1].strip()
 
     def details(self) -> str:
-        """Everything that is known, with the traceback of the rank, without terminal codes."""
+        """Return everything that is known, with the traceback of the rank, without terminal codes."""
         plain = _TERMINAL_CODES.sub("", self.report).split(_RAY_ADVICE)[0]
         return _CARETS_ONLY.sub("", plain).strip()
 
@@ -139,58 +159,13 @@ def root_cause(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def stderr_tail(log_dir: Path | None, identity: RankIdentity) -> str:
-    """Last lines that a rank wrote to its standard error; empty when they are not on this machine."""
+    """Return the last lines that a rank wrote to its standard error; empty when they are not on this machine."""
     if log_dir is None or not identity.ray_worker_id:
         return ""
     files = sorted(log_dir.glob(f"worker-{identity.ray_worker_id}-*.err"))
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(":")]  # Ray's own markers
     return "\n".join(kept[-_STDERR_TAIL_LINES:])
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the ranks of a group are asked.
-
-    timeout_s: seconds without progress. key: of the recipe, that has the deadline. group: see `WorkerError`.
-    """
-
-    method: str
-    context: str = ""
-    timeout_s: float = 0.0
-    key: str = ""
-    group: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.method} ({self.context})" if self.context else self.method
-
-    def error(
-        self,
-        message: str,
-        failure: RankFailure | None = None,
-        *,
-        usable: bool = False,
-        final: bool = False,
-        lost_node: str | None = None,
-        code: str = "",
-    ) -> WorkerError:
-        """The failure of this call."""
-        return WorkerError(
-            message,
-            failure,
-            method=self.method,
-            context=self.context,
-            group=self.group,
-            usable=usable,
-            final=final,
-            lost_node=lost_node,
-            code=code,
-        )
-
-    def end_of_session(self, lost: str) -> WorkerError:
-        """The failure of this call where Ray itself is gone; lost: what of it."""
-        told = f"{self} did not end: {lost}, and the Ray session with it; its ranks are stopped"
-        return self.error(told, final=True, code="session-lost")
 
 
 @dataclass(frozen=True)
@@ -216,7 +191,7 @@ class Stall:
         return f"last began {self.doing!r}" if self.doing else "has not begun"
 
     def as_lost(self) -> RankFailure | None:
-        """The failure of a rank whose machine is gone."""
+        """Return the failure of a rank whose machine is gone."""
         if self.lost_node is None or self.identity is None:
             return None
         report = "the Ray server of its machine does not listen any more"
@@ -224,7 +199,7 @@ class Stall:
 
 
 def hung_first(stalls: Sequence[Stall]) -> list[Stall]:
-    """Stalled ranks, those first that the others wait for: they do not answer, or are not at a meeting of the ranks."""
+    """Sort stalled ranks, those first that the others wait for: silent, or not at a meeting of the ranks."""
     return sorted(stalls, key=lambda stall: (stall.silent is None, _AT_A_MEETING in stall.stack))
 
 
@@ -261,7 +236,7 @@ def describe(
     lines = {failure: f"{noun} {failure.rank}: {failure.headline()}" for failure in failures}
     waiting = {stall: f"{noun} {stall.rank}: still waiting, stopped; it {stall}" for stall in stalls}
     if stalls and not root.died and root.is_of_a_peer:
-        # The others waited in vain for one that hangs: that is the one to look at.
+        # The others waited for one that hangs: that is the one to look at.
         hung = hung_first(stalls)[0]
         waiting.pop(hung)
         parts = [f"{noun} {hung.rank} ({hung.identity or 'starting'}) did not return from {where}: it {hung}"]

@@ -126,11 +126,14 @@ class InProcessRank:
         """See `RayWorkerGroup.call`."""
         call = self._call(method, context, timeout_s or self._call_timeout_s, key)
         if self._worker is None:
-            raise call.error(f"{call} was not started: the worker group is shut down", code="shut-down")
+            raise WorkerError(
+                f"{call} was not started: the worker group is shut down", call, code="shut-down"
+            )
         if self._ended is not None:
             headline = str(self._ended).partition("\n")[0]
-            raise call.error(
+            raise WorkerError(
                 f"{call} was not started: the worker group ended with an earlier failure: {headline}",
+                call,
                 code="ended-before",
             )
         own = per_rank_kwargs[0] if per_rank_kwargs else {}
@@ -162,7 +165,7 @@ class InProcessRank:
             report = "".join(traceback.format_exception(error))
             failure = RankFailure(0, self.identities[0], report, error, died=False)
             message = describe([failure], [], str(call), None, self._noun)
-            raise call.error(message, failure, usable=self._worker is not None) from error
+            raise WorkerError(message, call, failure, usable=self._worker is not None) from error
 
     @contextmanager
     def _watched(self, call: Call) -> Generator[None]:
@@ -178,7 +181,8 @@ class InProcessRank:
                 idle_s = idle_s + every_s if activity.current() == seen else 0.0
                 seen = activity.current()
             stall = Stall(0, self.identities[0], seen.doing, activity.stack_of(thread))
-            found.append(call.error(describe_stall([stall], 1, call, self._noun), code="no-progress"))
+            message = describe_stall([stall], 1, call, self._noun)
+            found.append(WorkerError(message, call, code="no-progress"))
             current_stop_signals().fail(found[0])
 
         watcher = threading.Thread(target=watch, name=f"watch of {call}", daemon=True)

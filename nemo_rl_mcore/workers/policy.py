@@ -30,7 +30,7 @@ from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.workers.cluster import RayCluster
-    from nemo_rl_mcore.workers.worker_group import WorkerGroup
+    from nemo_rl_mcore.workers.gang import WorkerGroup
 
 _ANSWERS_S = 10.0
 _NOBODY: Collection[int] = ()
@@ -40,7 +40,7 @@ _FIRST: Collection[int] = (0,)
 class Policy:
     """`PolicyInterface`, or `ValueInterface` in that role, over a group of `MegatronPolicyWorker`s; a context manager.
 
-    trained, temperature, verify_checksums, journal: see `MegatronPolicyWorker`.
+    trained, temperature, verify_checksums: see `MegatronPolicyWorker`.
     name: what errors call it, such as "teacher".
     colocated_with: another one, whose machines and GPUs this one shares.
     group: what makes the ranks, from the arguments of `RayWorkerGroup`, which is the default for a session.
@@ -61,7 +61,6 @@ class Policy:
         colocated_with: Policy | None = None,
         temperature: float | None = None,
         verify_checksums: bool = True,
-        journal: str | None = None,
         name: str = "policy",
         group: Callable[..., WorkerGroup] | None = None,
     ) -> None:
@@ -80,7 +79,6 @@ class Policy:
                 "trained": trained,
                 "temperature": temperature,
                 "verify_checksums": verify_checksums,
-                "journal": journal,
             },
             start_timeout_s=config.start_timeout_s,
             call_timeout_s=config.call_timeout_s,
@@ -349,7 +347,7 @@ class Policy:
 def _group_at(cluster: RayCluster | OneProcess) -> Callable[..., WorkerGroup]:
     if isinstance(cluster, OneProcess):
         return InProcessRank
-    from nemo_rl_mcore.workers.worker_group import RayWorkerGroup  # brings in Ray
+    from nemo_rl_mcore.workers.gang import RayWorkerGroup  # brings in Ray
 
     return RayWorkerGroup
 

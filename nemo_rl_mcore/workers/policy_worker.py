@@ -5,7 +5,6 @@ B rows of this rank's shard, S sequence length, T new tokens.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -18,7 +17,6 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.data.validation import BatchCheck
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.generation.journal import Journal
 from nemo_rl_mcore.generation.lengths import check_lengths
 from nemo_rl_mcore.generation.refit.digests import Digester
 from nemo_rl_mcore.generation.refit.sender import (
@@ -62,7 +60,6 @@ class MegatronPolicyWorker:
             is generation.temperature, at which the policy's own samples were drawn.
         trained: False builds neither gradient buffers nor an optimizer; what needs one is then a ValueError.
         verify_checksums: compare the files of every checkpoint that is loaded with their checksums first.
-        journal: folder of `generation.journal`, if one is kept.
         backend: what holds the model; the default is the framework that the config's sections switch on.
 
     """
@@ -77,7 +74,6 @@ class MegatronPolicyWorker:
         temperature: float | None = None,
         trained: bool = True,
         verify_checksums: bool = True,
-        journal: str | None = None,
         backend: BackendFactory = open_backend,
     ) -> None:
         self.role = Role(role)
@@ -85,7 +81,6 @@ class MegatronPolicyWorker:
         self._check = BatchCheck.of(self.policy)
         self._seed = seed
         self._sender: WeightSender | None = None
-        self._journal = Journal(journal, f"rank_{os.environ.get('RANK', '0')}")
         temperature = self.policy.generation.temperature if temperature is None else temperature
         options = BackendOptions(seed, self.role, trained, temperature, verify_checksums)
         self.backend = backend(self.policy, options)
@@ -182,7 +177,6 @@ class MegatronPolicyWorker:
         )
         request = GenerationRequest.of(self.policy, data, keys_B, stops, greedy=greedy)
         found = self.backend.generate(request)
-        self._journal.note_rows(keys_B, found.tokens, found.lengths)
         return BatchedDataDict(vars(found))
 
     def _rows(self, micro_batch_size: int | None) -> int:

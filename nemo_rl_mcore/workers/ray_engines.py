@@ -11,8 +11,7 @@ from ray.exceptions import RayActorError
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.generation.refit.sender import EngineLostError
-
-_LOOK_EVERY_S = 1.0
+from nemo_rl_mcore.workers.actor import LOOK_EVERY_S
 
 
 class RayEngines:
@@ -46,8 +45,8 @@ class RayEngines:
     def _wait(self, acknowledgement: Any, number: int, timeout_s: float) -> None:
         engine = f"{self._noun} {number}"
         deadline = time.monotonic() + timeout_s
-        while not ray.wait([acknowledgement], timeout=min(_LOOK_EVERY_S, timeout_s))[0]:
-            # This wait has a deadline of its own: the engine is late, not this rank.
+        while not ray.wait([acknowledgement], timeout=min(LOOK_EVERY_S, timeout_s))[0]:
+            # This wait has its own deadline: the engine is late, not this rank.
             activity.advance(f"waiting for {engine}")
             if time.monotonic() >= deadline:
                 key = self._deadline_key and f" ({self._deadline_key})"

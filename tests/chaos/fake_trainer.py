@@ -18,20 +18,22 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1] / "unit" / "algorithms")]
 
 from algorithm_fakes import Notes, train_result  # noqa: E402
-from journals import Journal, digest, rows_of  # noqa: E402
+from journals import Journal, answered_rows, digest, rows_of  # noqa: E402
 
+from nemo_rl_mcore.algorithms.distillation import Distillation  # noqa: E402
+from nemo_rl_mcore.algorithms.dpo import DPO  # noqa: E402
 from nemo_rl_mcore.algorithms.grpo import GRPO  # noqa: E402
 from nemo_rl_mcore.algorithms.loop import TrainingLoop  # noqa: E402
-from nemo_rl_mcore.algorithms.rollout import KeptRollouts, RolloutCollector  # noqa: E402
+from nemo_rl_mcore.algorithms.ppo import PPO  # noqa: E402
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints  # noqa: E402
 from nemo_rl_mcore.config import load_config  # noqa: E402
-from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO  # noqa: E402
-from nemo_rl_mcore.controllers.start import open_rollouts, read_saved  # noqa: E402
 from nemo_rl_mcore.data import BatchedDataDict  # noqa: E402
 from nemo_rl_mcore.environments.replies import LocalEnvironments  # noqa: E402
 from nemo_rl_mcore.errors import RanksFailedError  # noqa: E402
 from nemo_rl_mcore.generation.engine import EngineFailedError  # noqa: E402
 from nemo_rl_mcore.parts import open_parts  # noqa: E402
+from nemo_rl_mcore.rollouts.player import RolloutCollector  # noqa: E402
+from nemo_rl_mcore.rollouts.start import open_rollouts, read_saved  # noqa: E402
 
 EXAMPLES = Path(__file__).parents[2] / "examples/configs"
 GROUPS, SAMPLES, STEPS, PERIOD, TOKENS = 3, 2, 8, 3, 3
@@ -83,7 +85,7 @@ class OneDeath(Chance):
 
 @dataclass
 class FakeTrainer:
-    """A `PolicyInterface` of one rank, a journal for each of its lives.
+    """A `PolicyInterface` or `ValueInterface` of one rank, a journal for each of its lives.
 
     raise: before anything; the ranks are as they were. fail: half way, so that an open step is to be aborted. die: half
     way. die_after, raise_after: all is done, and nobody is told. restart: the new ranks die at once.
@@ -92,6 +94,7 @@ class FakeTrainer:
     folder: Path
     chance: Chance
     lives: Callable[[], int]
+    name: str = "policy"
 
     def __post_init__(self) -> None:
         self._journal: Journal | None = None
@@ -101,7 +104,8 @@ class FakeTrainer:
     def _begin_life(self) -> None:
         if self._journal is not None:
             self._journal.close()
-        self._journal = Journal("rank_0", self.folder, self.lives())
+        prefix = "" if self.name == "policy" else f"{self.name}_"
+        self._journal = Journal(f"{prefix}rank_0", self.folder, self.lives())
         self.weights, self.dead, self.committed = "start", False, []
         self._step, self._rows, self._failed = None, [], False
         self.updates = self._taken = 0
@@ -129,10 +133,9 @@ class FakeTrainer:
             self.dead = action == "die_after"
             raise self._error(f"{call}: planted {action}", usable=not self.dead)
 
-    @staticmethod
-    def _error(message: str, *, usable: bool) -> RanksFailedError:
-        error = RanksFailedError(message)
-        error.group, error.usable = "policy", usable
+    def _error(self, message: str, *, usable: bool) -> RanksFailedError:
+        error = RanksFailedError(f"{self.name}: {message}")
+        error.group, error.usable = self.name, usable
         return error
 
     def serves(self) -> bool:
@@ -148,9 +151,24 @@ class FakeTrainer:
         self._do("get_logprobs", dict)
         return BatchedDataDict(logprobs=torch.zeros(data["input_ids"].shape))
 
+    def get_reference_policy_logprobs(self, data, trained_only=False):
+        self._do("get_reference_policy_logprobs", dict)
+        return BatchedDataDict(reference_logprobs=torch.zeros(data["input_ids"].shape))
+
+    def get_values(self, data):
+        self._do("get_values", dict)
+        return BatchedDataDict(values=torch.zeros(data["input_ids"].shape))
+
+    def get_topk_logits(self, data, k, trained_only=False):
+        self._do("get_topk_logits", dict)
+        return BatchedDataDict(topk_logits=torch.zeros(*data["input_ids"].shape, k))
+
     def generate(self, data, *, step, stop_ids, greedy):
-        self._do("generate", dict, step=step)
-        return answers_to(data, [0] * TOKENS)
+        answered = answers_to(data, [0] * TOKENS).without(
+            "weight_versions"
+        )  # as ranks, which know no version
+        self._do("generate", lambda: {"rows": answered_rows(data, answered)}, step=step)
+        return answered
 
     def train(self, data, loss_fn, **sizes):
         rows = rows_of(data)
@@ -233,7 +251,8 @@ class FakeTrainer:
     def _result(self):
         self.updates += 1
         loss = float(int(self.weights[:6], 16))
-        return train_result(loss=[loss, loss])
+        rewards = {"rewards_chosen_mean": [0.0, 0.0], "rewards_rejected_mean": [0.0, 0.0]}
+        return train_result(loss=[loss, loss], accuracy=[0.0, 0.0], **rewards)
 
 
 def _step_of(folder) -> int:
@@ -298,7 +317,7 @@ class FakeEngines:
         versions = []
         try:
             for _ in range(TOKENS):
-                await asyncio.sleep(0.01 if action == "slow" else 0)
+                await asyncio.sleep({"slow": 0.01, "very slow": 0.2}.get(action, 0))
                 versions.append(self._version)
             if action == "raise":
                 raise EngineFailedError(f"{ticket}: planted")
@@ -306,33 +325,34 @@ class FakeEngines:
             self._journal.write("generate", "raised", **facts)
             raise
         answered = answers_to(data, versions)
-        prompts = zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
-        rows = [
-            digest([*ids[:length], *tokens])
-            for (ids, length), tokens in zip(prompts, answered["tokens"].tolist(), strict=True)
-        ]
+        rows = answered_rows(data, answered)
         self._journal.write("generate", "end", **facts, rows=rows, versions=digest(versions))
         return answered
 
 
-def recipe(root: Path, age: int | None, chunk: int | None):
-    """age: None is a synchronous run. chunk: groups of a chunk at least; None is whole steps."""
+def recipe(root: Path, age: int | None, chunk: int | None = None, algorithm="grpo", order="in_order"):
+    """age: None is a synchronous run. chunk: groups of a chunk at least; None is whole steps. order: of consumption."""
+    one, pairs = algorithm, algorithm == "dpo"
+    rows = GROUPS if pairs else GROUPS * SAMPLES
     given = (
-        *(f"logger.log_dir={root}/log", f"checkpointing.checkpoint_dir={root}/saved", "grpo.val_period=0"),
-        *("checkpointing.enabled=true", f"checkpointing.save_period={PERIOD}", "grpo.val_at_end=false"),
-        *(f"grpo.num_prompts_per_step={GROUPS}", f"grpo.num_generations_per_prompt={SAMPLES}"),
-        *(f"grpo.max_num_steps={STEPS}", f"policy.train_global_batch_size={GROUPS * SAMPLES}"),
-        *(f"policy.train_micro_batch_size={SAMPLES}", "cluster.cpu_workers_per_node=1"),
-        "cluster.max_trainer_restarts=3",
+        *(f"logger.log_dir={root}/log", f"checkpointing.checkpoint_dir={root}/saved", f"{one}.val_period=0"),
+        *("checkpointing.enabled=true", f"checkpointing.save_period={PERIOD}", f"{one}.val_at_end=false"),
+        *(f"{one}.num_prompts_per_step={GROUPS}" for _ in range(not pairs)),
+        *(f"{one}.num_generations_per_prompt={SAMPLES}", f"{one}.max_num_steps={STEPS}"),
+        *(f"policy.train_global_batch_size={rows}", f"policy.train_micro_batch_size={rows}"),
+        *("cluster.cpu_workers_per_node=1", "cluster.max_trainer_restarts=3"),
     )
+    name = "grpo_copy" if algorithm == "grpo" else algorithm
     if age is None:
-        return load_config(EXAMPLES / "grpo_copy_cpu.yaml", [*given])
+        return load_config(EXAMPLES / f"{name}_cpu.yaml", [*given])
+    section = f"{one}.async_{one}"
     beside = (
-        f"grpo.async_grpo.max_trajectory_age_steps={age}",
-        *("grpo.async_grpo.max_generation_failures=20", "grpo.async_grpo.stall_timeout_s=20"),
-        f"grpo.async_grpo.min_groups_for_streaming_train={'null' if chunk is None else chunk}",
+        f"{section}.max_trajectory_age_steps={age}",
+        *(f"{section}.max_generation_failures=20", f"{section}.stall_timeout_s=20"),
+        *(f"{section}.min_groups_for_streaming_train={size}" for size in [chunk] if size),
+        f"{section}.order={order}",
     )
-    return load_config(EXAMPLES / "grpo_copy_async_cpu.yaml", [*given, *beside])
+    return load_config(EXAMPLES / f"{name}_async_cpu.yaml", [*given, *beside])
 
 
 def start(root: Path, config, chance: Chance, lives: count) -> None:
@@ -342,25 +362,35 @@ def start(root: Path, config, chance: Chance, lives: count) -> None:
     if checkpoints.nothing_left:
         return
     with ExitStack() as stack:
-        trainer = FakeTrainer(journals, chance, lambda: next(lives))
-        stack.callback(trainer.close)
-        engine, rollouts = _Turns(trainer), None
-        kept = KeptRollouts(until_checkpoint=config.redoes_steps)
-        collector = RolloutCollector(
-            engine, parts.tokenizer, config.max_prompt_length, LocalEnvironments(parts.environment), kept
-        )
+        models = {name: FakeTrainer(journals, chance, lambda: next(lives), name) for name in [*config.models]}
+        for model in models.values():
+            stack.callback(model.close)
+        trainer = models["policy"]
+        engine = _Turns(trainer)
         if config.asynchronous:
-            saved = read_saved(config, checkpoints.start)
-            beside = FakeEngines(journals, trainer, chance, next(lives))
-            stack.callback(beside.close)
-            engine = rollouts = stack.enter_context(
-                open_rollouts(config, beside, parts.prompts, collector, checkpoints, saved)
-            )
-            collector = replace(collector, generation=rollouts)
+            engine = FakeEngines(journals, trainer, chance, next(lives))
+            stack.callback(engine.close)
+        environments = LocalEnvironments(parts.environment)
+        collector = RolloutCollector(engine, parts.tokenizer, config.max_prompt_length, environments)
+        step, saved = checkpoints.resumed_step or 0, read_saved(config, checkpoints.start)
+        opened = open_rollouts(config, engine, parts.prompts, collector, step, saved, checkpoints.extra_parts)
+        scheduler = stack.enter_context(opened)
+        collector = replace(collector, generation=scheduler)
         notes = Notes()
-        common = (config, trainer, collector, parts.prompts, notes)
-        algorithm = GRPO(*common) if rollouts is None else AsyncGRPO(*common, rollouts)
-        TrainingLoop(config, {"policy": trainer}, engine, notes, checkpoints).run(algorithm)
+        algorithm = _algorithm(config, models, (trainer, collector, parts.prompts, notes), scheduler)
+        trained = {name: model for name, model in models.items() if config.models[name].trained}
+        frozen = {name: model for name, model in models.items() if name not in trained}
+        TrainingLoop(config, trained, scheduler, notes, checkpoints, frozen).run(algorithm)
+
+
+def _algorithm(config, models, common, scheduler):
+    kind, more = {
+        "grpo": (GRPO, {}),
+        "ppo": (PPO, {"critic": models.get("value")}),
+        "dpo": (DPO, {"pairs": None}),
+        "distillation": (Distillation, {"teacher": models.get("teacher")}),
+    }[config.algorithm]
+    return kind(config, *common, rollouts=scheduler, **more)
 
 
 @dataclass

@@ -2,25 +2,30 @@
 
     broken(folder, expected) -> what does not hold, a line each
 
-The history of a rank is the steps that its weights have behind them: a finish adds one, a load goes back to what was
-saved, a new process begins with none. At the end of a run it is each step once, in order, with the rows of the step's
-prompts; a step that is done again has the same rows and, where kernels are deterministic, gives the same weights.
+The history of a rank is the passes that its weights have behind them, one a step but of PPO, which trains on the rows
+of a step several times: a finish adds one, a load goes back to what was saved, a new process begins with none. At the
+end of a run it is each pass once, in order, with the rows of the step's prompts; a pass that is done again has the same
+rows and, where kernels are deterministic, gives the same weights. That holds of each model apart.
 """
 
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-Entry = Mapping
+from rank_replay import Entry, Finished, RankReplay, replay
 
 
 @dataclass(frozen=True)
 class Expected:
     """What the run is to train: the prompts of each step, in order, with so many answers each, over so many ranks.
 
-    asynchronous: whether engines answer. exact: whether the same rows give the same weights to the bit.
+    asynchronous: whether engines answer. passes: over the rows of a step. models: those that are trained. chosen: rows
+    of a prompt that are trained, where an algorithm chooses among its answers. frozen: those that are only read.
+    answered: groups, where some of them are not trained. in_order: whether a step trains its own prompts, and not as
+    many others, of which each has its turn.
+    exact: whether the same rows give the same weights to the bit.
     repeats: whether a command that goes on gives the rows, too, that the one before it had after the checkpoint.
     finished: whether the run came to its end. gone: ranks that nothing took the place of; the others have all rows
     from the checkpoint on to which they then went back.
@@ -30,127 +35,31 @@ class Expected:
     samples: int
     ranks: int
     asynchronous: bool
+    passes: int = 1
+    models: tuple[str, ...] = ("policy",)
+    frozen: tuple[str, ...] = ()
+    chosen: int | None = None
+    answered: int | None = None
     exact: bool = True
     repeats: bool = True
+    in_order: bool = True
     finished: bool = True
     gone: frozenset[str] = frozenset()
 
     @property
     def groups(self) -> int:
-        return len(self.prompts[1])
+        """All that are answered."""
+        return self.answered or len(self.prompts[1]) * max(self.prompts)
 
+    def step_of(self, number: int) -> int:
+        """That of a pass, both counted from 1 on."""
+        return -(-number // self.passes)
 
-@dataclass(frozen=True)
-class Finished:
-    """A step as one rank did it. rows: (prompt, sample, digest of the tokens) of each."""
-
-    step: int
-    rows: tuple[tuple[int, int, str], ...]
-    weights: str
-    time: float
-
-    @property
-    def content(self) -> tuple:
-        """The rows, whatever their order."""
-        return tuple(sorted(self.rows))
-
-
-@dataclass
-class RankReplay:
-    """What one rank's weights have behind them, line by line."""
-
-    who: str
-    history: list[Finished] = field(default_factory=list)
-    ever: dict[int, list[Finished]] = field(default_factory=lambda: defaultdict(list))
-    problems: list[str] = field(default_factory=list)
-    went_on: list[Finished] = field(default_factory=list)
-    """Those after which something was called that needs the step: its end was known."""
-    loaded: int = 0
-    """The step that was loaded last."""
-    _weights: str = ""
-    _first_weights: str = ""
-    _saved: dict[int, tuple[list[Finished], str]] = field(default_factory=dict)
-    _open: int | None = None
-    _rows: list = field(default_factory=list)
-    _failed: bool = False
-
-    def read(self, entry: Entry) -> None:
-        handle = getattr(self, f"_{entry['call']}_{entry['at']}", None)
-        if handle is not None:
-            handle(entry)
-
-    def _say(self, problem: str) -> None:
-        self.problems.append(f"{self.who}: {problem}")
-
-    def _start_end(self, entry: Entry) -> None:
-        self._first_weights = self._first_weights or entry["weights"]
-        if entry["weights"] != self._first_weights:
-            self._say("a new process begins with other weights than the first one")
-        self.history, self._weights = [], entry["weights"]
-        self._open, self._failed = None, False
-
-    def _go_on(self) -> None:
-        if self.history and self.history[-1] not in self.went_on:
-            self.went_on.append(self.history[-1])
-
-    def _send_weights_begin(self, entry: Entry) -> None:
-        self._go_on()
-
-    def _begin_train_step_begin(self, entry: Entry) -> None:
-        self._go_on()
-        if entry["weights"] != self._weights:
-            self._say(f"step {entry['step']} begins with weights that no step and no checkpoint gave")
-
-    def _begin_train_step_end(self, entry: Entry) -> None:
-        if self._open is not None:
-            self._say(f"step {entry['step']} begins while step {self._open} is open")
-        self._open, self._rows, self._failed = entry["step"], [], False
-
-    def _train_microbatch_end(self, entry: Entry) -> None:
-        self._rows += entry["rows"]
-
-    def _train_microbatch_raised(self, entry: Entry) -> None:
-        self._failed = True
-
-    def _finish_train_step_end(self, entry: Entry) -> None:
-        if self._open is None or self._failed:
-            self._say("a step is finished that was not begun, or had failed, and was not aborted")
-            return
-        self._finish(self._open, self._rows, entry)
-
-    def _finish_train_step_raised(self, entry: Entry) -> None:
-        self._failed = True
-
-    def _train_end(self, entry: Entry) -> None:
-        self._finish(len(self.history) + 1, entry["rows"], entry)
-
-    def _finish(self, step: int, rows: Sequence, entry: Entry) -> None:
-        if step != len(self.history) + 1:
-            self._say(f"step {step} is trained after step {len(self.history)}")
-        one = Finished(step, tuple(tuple(row) for row in rows), entry["weights"], entry["time"])
-        self.history.append(one)
-        self.ever[step].append(one)
-        self._weights, self._open = one.weights, None
-
-    def _abort_train_step_end(self, entry: Entry) -> None:
-        self._open, self._failed = None, False
-
-    def _save_checkpoint_end(self, entry: Entry) -> None:
-        self._go_on()
-        if entry["step"] != len(self.history) or entry["weights"] != self._weights:
-            self._say(f"saves as step {entry['step']} what is step {len(self.history)}")
-        self._saved[entry["step"]] = ([*self.history], entry["weights"])
-
-    def _load_checkpoint_end(self, entry: Entry) -> None:
-        step = entry["step"]
-        if step not in self._saved:
-            self._say(f"loads step {step}, which it never saved whole")
-            return
-        history, weights = self._saved[step]
-        if entry["weights"] != weights:
-            self._say(f"holds other weights after loading step {step} than it saved")
-        self.history, self._weights, self.loaded = [*history], entry["weights"], step
-        self._open, self._failed = None, False
+    def rows_of(self, number: int) -> Counter[tuple[int, int]]:
+        """(prompt, sample) of each row of a pass; of rows that are chosen (prompt, 0), so many times."""
+        samples = range(self.samples) if self.chosen is None else [0] * self.chosen
+        prompts = self.prompts.get(self.step_of(number), ())
+        return Counter((prompt, sample) for prompt in prompts for sample in samples)
 
 
 @dataclass
@@ -187,10 +96,29 @@ class Journals:
 
 def broken(folder: Path, expected: Expected) -> list[str]:
     journals = Journals.read(folder)
-    replays = [replay(who, lives) for who, lives in journals.ranks.items()]
+    replays = [replay(who, lives, expected.passes) for who, lives in journals.ranks.items()]
     found = [problem for one in replays for problem in one.problems]
-    if len(replays) != expected.ranks:
-        return [*found, f"{len(replays)} ranks kept journals, not {expected.ranks}"]
+    of_models: dict[str, list[RankReplay]] = defaultdict(list)
+    for one in replays:
+        of_models[model_of(one.who)].append(one)
+    there = {model: len(of_model) for model, of_model in of_models.items()}
+    if there != dict.fromkeys((*expected.models, *expected.frozen), expected.ranks):
+        return [*found, f"ranks of {there} kept journals, not {expected.ranks} of each"]
+    for model in expected.models:
+        found += _of_model(journals, of_models[model], expected)
+    found += _trained_answers(journals, [one for model in expected.models for one in of_models[model]])
+    if expected.asynchronous:
+        found += [*_answers(journals, expected), *_refits(journals, expected)]
+    return found
+
+
+def model_of(who: str) -> str:
+    """`policy` of "rank_0", `value` of "value_rank_0"."""
+    return who.rpartition("rank_")[0].rstrip("_") or "policy"
+
+
+def _of_model(journals: Journals, replays: Sequence[RankReplay], expected: Expected) -> list[str]:
+    found: list[str] = []
     if expected.gone:
         found += _redone_by_fewer(replays, expected)
         there = next(one for one in replays if one.who not in expected.gone)
@@ -198,30 +126,17 @@ def broken(folder: Path, expected: Expected) -> list[str]:
             one.history = one.history[: there.loaded]
     else:
         found += _redone(journals, replays, expected)
-    found += _histories(replays, expected)
-    if expected.asynchronous:
-        found += [
-            *_answers(journals, expected),
-            *_refits(journals, expected),
-            *_trained_answers(journals, replays),
-        ]
-    return found
-
-
-def replay(who: str, lives: Sequence[Sequence[Entry]]) -> RankReplay:
-    rank = RankReplay(who)
-    for life in lives:
-        for entry in life:
-            rank.read(entry)
-    return rank
+    model = model_of(replays[0].who)
+    return [*found, *(f"{model}: {one}" for one in _histories(replays, expected))]
 
 
 def _histories(replays: Sequence[RankReplay], expected: Expected) -> Iterator[str]:
     """Each step once, on all ranks, with each answer to each of its prompts once."""
     lengths = {len(rank.history) for rank in replays if rank.who not in expected.gone}
-    last = max(expected.prompts)
+    last = max(expected.prompts) * expected.passes
     if len(lengths) > 1 or (expected.finished and lengths != {last}):
         yield f"the weights of the ranks have {sorted(lengths)} steps behind them, of {last}"
+    trained, number = Counter[tuple[int, int]](), 0
     for at in range(min(lengths)):
         done = [rank.history[at] for rank in replays if at < len(rank.history)]
         step = done[0].step
@@ -229,15 +144,22 @@ def _histories(replays: Sequence[RankReplay], expected: Expected) -> Iterator[st
             yield f"the ranks do not agree on what follows step {step - 1}"
         if len({one.weights for one in done}) > 1:
             yield f"the ranks hold different weights after step {step}"
-        rows = Counter((prompt, sample) for one in done for prompt, sample, _ in one.rows)
-        wanted = Counter(
-            (prompt, sample)
-            for prompt in expected.prompts.get(step, ())
-            for sample in range(expected.samples)
+        rows = Counter(
+            (prompt, sample if expected.chosen is None else 0)
+            for one in done
+            for prompt, sample, _ in one.rows
         )
-        if rows != wanted:
+        trained, number = trained + rows, number + 1
+        wanted = expected.rows_of(step)
+        if not expected.in_order:
+            if rows.total() != wanted.total():
+                yield f"step {step} trained {rows.total()} rows, not {wanted.total()}"
+        elif rows != wanted:
             more, less = sum((rows - wanted).values()), sum((wanted - rows).values())
             yield f"step {step} trained {more} rows that are not its own, or twice, and left out {less}"
+    every = sum((expected.rows_of(one) for one in range(1, last + 1)), Counter())
+    if not expected.in_order and (trained - every or (number == last and every - trained)):
+        yield f"rows were trained twice, or never: {sorted((trained - every) + (every - trained))[:8]}"
 
 
 def _redone(journals: Journals, replays: Sequence[RankReplay], expected: Expected) -> Iterator[str]:
@@ -268,7 +190,7 @@ def _redone_by_fewer(replays: Sequence[RankReplay], expected: Expected) -> Itera
 
 
 def redone_steps(folder: Path) -> int:
-    """How many steps some rank did more than once."""
+    """How many steps, or passes, some rank did more than once."""
     replays = [replay(who, lives) for who, lives in Journals.read(folder).ranks.items()]
     return len({step for rank in replays for step, times in rank.ever.items() if len(times) > 1})
 
@@ -322,7 +244,7 @@ def _answers(journals: Journals, expected: Expected) -> Iterator[str]:
             answered.add(position_of(entry["ticket"]))
     yield from (f"{one[1]} was asked {times} times" for one, times in asked.items() if times > 1)
     yield from (f"group {one[1]} was answered {times} times" for one, times in ends.items() if times > 1)
-    wanted = {*range(expected.groups * max(expected.prompts))}
+    wanted = {*range(expected.groups)}
     if answered != wanted and expected.finished:
         yield f"groups were answered that do not exist, or never: {sorted(answered ^ wanted)[:8]}"
     yield from _equal_answers(journals, expected)
@@ -360,11 +282,10 @@ def _refits(journals: Journals, expected: Expected) -> Iterator[str]:
 
 
 def _trained_answers(journals: Journals, replays: Sequence[RankReplay]) -> Iterator[str]:
-    """Nothing is trained that no engine answered."""
-    answered = {
-        row for life in journals.engines for entry in life if _is_answer(entry) for row in entry["rows"]
-    }
+    """Nothing is trained that no engine answered, or no rank where these do."""
+    lives = [*journals.engines, *(life for of_rank in journals.ranks.values() for life in of_rank)]
+    answered = {row for life in lives for entry in life if _is_answer(entry) for row in entry["rows"]}
     for rank in replays:
         for one in rank.history:
             if strange := [row for row in one.rows if row[2] not in answered]:
-                yield f"{rank.who}: step {one.step} trained {len(strange)} rows that no engine answered"
+                yield f"{rank.who}: step {one.step} trained {len(strange)} rows that nobody answered"

@@ -1,5 +1,6 @@
 """A small run over ranks and engines that keep journals, seen from outside: what it says and when, what it leaves."""
 
+import atexit
 import json
 import os
 import shutil
@@ -9,12 +10,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import count, islice
 from pathlib import Path
 
-from grpo_run import RECIPE
+from grpo_run import Run
+from invariants import Expected
 from journals import FOLDER, Fault
 from processes import ProcessWatch
 
@@ -31,10 +35,69 @@ GROUPS, SAMPLES, SEED = 8, 8, 42
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What differs between algorithms.
+
+    models: those that are trained; frozen: those that are only read. passes: over the rows of a step, each of which is
+    so many optimizer steps. chosen: rows of a group that are trained; None is all.
+    """
+
+    recipe: str
+    models: tuple[str, ...] = ("policy",)
+    frozen: tuple[str, ...] = ()
+    passes: int = 1
+    optimizer_steps: int = 1
+    chosen: int | None = None
+    corrects: bool = True
+    more: tuple[str, ...] = ()
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a step."""
+        return self.passes * self.optimizer_steps
+
+
+_KL = "loss_fn.reference_policy_kl_penalty=0.05"
+KINDS = {
+    "grpo": Kind("grpo_copy_cpu.yaml", more=(_KL,)),
+    "ppo": Kind(
+        "ppo_cpu.yaml", ("policy", "value"), passes=2, optimizer_steps=2, more=(_KL, "warm_start=null")
+    ),
+    "dpo": Kind("dpo_cpu.yaml", chosen=2, corrects=False, more=("warm_start=null",)),
+    "distillation": Kind(
+        "distillation_cpu.yaml", frozen=("teacher",), corrects=False, more=("teacher.warm_start=null",)
+    ),
+}
+
+
+@cache
+def teacher() -> Path:
+    """The weights of a teacher, which are there until this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="teacher_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    recipe = ROOT / "examples/configs/sft_teacher_cpu.yaml"
+    saves = ("checkpointing.enabled=true", f"checkpointing.checkpoint_dir={folder}/saved")
+    more = ("sft.max_num_steps=1", "sft.val_at_end=false", "logger.tensorboard_enabled=false", *saves)
+    run = Run(folder / "log", *more, algorithm="sft", recipe=recipe)
+    try:
+        status, _, errors = run.end(within_s=240)
+        assert status == 0, errors
+    finally:
+        run.close()
+    return folder / "saved/step_1"
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """age: of the oldest group; None is a synchronous run. machines: in name; each has its share of the ranks."""
+    """age: of the oldest group; None is a synchronous run. machines: in name; each has its share of the ranks.
+
+    chunk: groups of a chunk at least; None is whole steps. dynamic: groups of equal rewards are not trained on.
+    """
 
     age: int | None
+    algorithm: str = "grpo"
+    chunk: int | None = None
+    dynamic: bool = False
     steps: int = 12
     ranks: int = 2
     engines: int = 2
@@ -45,12 +108,35 @@ class Recipe:
     more: tuple[str, ...] = ()
 
     @property
+    def kind(self) -> Kind:
+        return KINDS[self.algorithm]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the run is the same to the bit whatever dies in it."""
+        return self.age in (None, 0) and self.chunk is None
+
+    @property
+    def how(self) -> str:
+        """For a person."""
+        name = {"ppo": "PPO, ", "dpo": "online DPO, ", "distillation": "distillation, "}.get(
+            self.algorithm, ""
+        )
+        more = ", streamed" if self.chunk else ", dynamic sampling" if self.dynamic else ""
+        return name + ("synchronous" if self.age is None else f"K = {self.age}") + more
+
+    @property
     def overrides(self) -> tuple[str, ...]:
+        section, kind = self.algorithm, self.kind
+        rows = GROUPS * SAMPLES // kind.optimizer_steps
+        given = (f"{section}.num_prompts_per_step={GROUPS}",)
+        if kind.chosen is not None:  # a pair of each prompt
+            rows, given = GROUPS, ()
         common = (
-            *(f"grpo.num_prompts_per_step={GROUPS}", f"grpo.num_generations_per_prompt={SAMPLES}"),
-            *(f"grpo.max_num_steps={self.steps}", "grpo.val_period=0", "grpo.val_at_end=false"),
-            *(f"policy.train_global_batch_size={GROUPS * SAMPLES}", f"seed={SEED}"),
-            f"policy.train_micro_batch_size={GROUPS * SAMPLES // self.ranks}",
+            *(*given, f"{section}.num_generations_per_prompt={SAMPLES}", "data.dataset_name=copy"),
+            *(f"{section}.max_num_steps={self.steps}", f"{section}.val_period=0", "data.num_digits=3"),
+            *(f"{section}.val_at_end=false", f"policy.train_global_batch_size={rows}", f"seed={SEED}"),
+            f"policy.train_micro_batch_size={rows // self.ranks}",
             *("logger.tensorboard_enabled=false", f"cluster.num_nodes={self.machines}"),
             f"cluster.cpu_workers_per_node={self.ranks // self.machines}",
             f"cluster.max_trainer_restarts={self.restarts}",
@@ -59,32 +145,56 @@ class Recipe:
                 f"++policy.megatron_cfg.process_group_timeout_s={CALL_S - 2}",
             ),
             *("checkpointing.enabled=true", f"checkpointing.save_period={self.period}"),
-            "loss_fn.reference_policy_kl_penalty=0.05",
+            *(f"{section}.max_val_samples=64", *kind.more),
+            *(f"teacher.init_checkpoint={teacher()}" for _ in kind.frozen),
+            *("grpo.use_dynamic_sampling=true" for _ in range(self.dynamic)),
         )
-        if self.age is None:
-            return (*common, *self.more)
-        return (
-            *common,
-            *("grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false"),
-            f"grpo.async_grpo.max_trajectory_age_steps={self.age}",
-            f"grpo.async_grpo.max_generation_failures={2 * GROUPS * (self.age + 1)}",
+        return (*common, *self._beside(self.age), *self.more)
+
+    def _beside(self, age: int | None) -> tuple[str, ...]:
+        if age is None:
+            return ()
+        section = f"{self.algorithm}.async_{self.algorithm}"
+        correction = (
             "loss_fn.use_importance_sampling_correction=true",
             "loss_fn.truncated_importance_sampling_type=tis",
             "loss_fn.truncated_importance_sampling_ratio=2.0",
+        )
+        return (
+            *(f"{section}.enabled=true", "policy.generation.colocated.enabled=false"),
+            f"{section}.max_trajectory_age_steps={age}",
+            f"{section}.max_generation_failures={2 * GROUPS * (age + 1)}",
+            *(f"{section}.min_groups_for_streaming_train={size}" for size in [self.chunk] if size),
+            *(correction if self.kind.corrects else ()),
             f"policy.generation.embedded_cfg.engines={self.engines}",
             f"policy.generation.embedded_cfg.call_timeout_s={CALL_S}",
             f"policy.generation.embedded_cfg.max_restarts={self.engine_restarts}",
             "policy.generation.embedded_cfg.restart_backoff_s=0.1",
-            *self.more,
         )
 
-    def prompts(self) -> dict[int, list[int]]:
-        """Those of each step, in order."""
+    def prompts(self, unused: Collection[int] = ()) -> dict[int, list[int]]:
+        """Those of each step, in order; unused: positions of groups that no step trains on."""
         source = DigitTaskSource("copy", 3, SEED)
-        return {
-            step: [prompt.index for prompt in source.train_batch(step, GROUPS)]
-            for step in range(1, self.steps + 1)
-        }
+        drawn = (prompt.index for step in count(1) for prompt in source.train_batch(step, GROUPS))
+        used = (prompt for position, prompt in enumerate(drawn) if position not in unused)
+        return {step: [*islice(used, GROUPS)] for step in range(1, self.steps + 1)}
+
+    def expected(self, unused: Collection[int] = (), **keys) -> Expected:
+        """What a run is to train; keys: of `Expected`."""
+        kind = self.kind
+        return Expected(
+            self.prompts(unused),
+            SAMPLES,
+            self.ranks,
+            asynchronous=self.age is not None,
+            passes=kind.passes,
+            models=kind.models,
+            frozen=kind.frozen,
+            chosen=kind.chosen,
+            answered=self.steps * GROUPS + len(unused),
+            repeats=self.exact,
+            **keys,
+        )
 
 
 def note_start(journals: Path) -> None:
@@ -109,7 +219,8 @@ class JournaledRun:
         note_start(self.journals)
         environment = {FOLDER: str(self.journals), "PYTHONPATH": PATHS, **(machines or {})}
         command = (
-            *(sys.executable, str(HERE / "journaled_run.py"), "grpo", "--config", str(RECIPE)),
+            *(sys.executable, str(HERE / "journaled_run.py"), recipe.algorithm),
+            *("--config", str(ROOT / "examples/configs" / recipe.kind.recipe)),
             *(f"logger.log_dir={folder / 'log'}", f"checkpointing.checkpoint_dir={self.saved}"),
             *recipe.overrides,
         )
@@ -157,6 +268,12 @@ class JournaledRun:
 
     def text(self) -> str:
         return "\n".join(line for _, line in self.said)
+
+    def unused(self) -> list[int]:
+        """Positions of groups that no step trains on, as often as the log has them."""
+        lines = (self.folder / "log" / "groups.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        return [event["position"] for event in events if event["kind"] == "unused"]
 
     def steps(self) -> list[dict]:
         path = self.folder / "log" / "metrics.jsonl"

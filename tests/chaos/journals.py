@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl_mcore.config import Role
 from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine
 from nemo_rl_mcore.generation.refit.verification import of_all
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
@@ -33,10 +34,11 @@ class PlantedError(ValueError):
 
 @dataclass(frozen=True)
 class Fault:
-    """who: `rank_0`, `rank_1`, ..., or `engine`, whichever comes first.
+    """who: `rank_0`, `rank_1`, ... of the policy, `value_rank_0` and `teacher_rank_0` of others, or `engine`, whichever
+    comes first.
 
     point: a method, before it does anything; a method with `:end`, once it is done and before it answers; or a place
-    inside one: `forward`, `optimizer` and `save` of ranks, `decoding` of engines.
+    inside one: `get_topk_logits` and `forward`, `optimizer` and `save` of ranks, `decoding` of engines.
     nth: at which passage, counted by each process. seconds: of `slow`; of `kill`, how much later.
     """
 
@@ -132,12 +134,24 @@ def rows_of(data) -> list[list]:
     ]
 
 
+def answered_rows(data, answered) -> list[str]:
+    """Digests of prompts and their answers, as `rows_of` has them once they are trained on."""
+    prompts = zip(data["input_ids"].tolist(), data["input_lengths"].tolist(), strict=True)
+    answers = zip(answered["tokens"].tolist(), answered["lengths"].tolist(), strict=True)
+    return [
+        digest([*prompt[:first], *tokens[:length]])
+        for (prompt, first), (tokens, length) in zip(prompts, answers, strict=True)
+    ]
+
+
 class JournaledMegatronPolicyWorker(MegatronPolicyWorker):
     """A rank of data parallelism: its digest is of all weights."""
 
-    def __init__(self, *args, **kwargs) -> None:
-        self.journal = Journal(f"rank_{os.environ['RANK']}")
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args, role="policy", trained=True, **kwargs) -> None:
+        model = Role(role).value if trained else "teacher"
+        prefix = "" if model == "policy" else f"{model}_"
+        self.journal = Journal(f"{prefix}rank_{os.environ['RANK']}")
+        super().__init__(*args, role=role, trained=trained, **kwargs)
         for method, point, before in (
             ("forward_backward", "forward", True),
             ("optimizer_step", "optimizer", False),
@@ -164,8 +178,14 @@ class JournaledMegatronPolicyWorker(MegatronPolicyWorker):
     def generate(self, *, data, step, stop_ids, greedy=False):
         if greedy:
             return super().generate(data=data, step=step, stop_ids=stop_ids, greedy=greedy)
-        with self.journal.call("generate", step=step):
-            return super().generate(data=data, step=step, stop_ids=stop_ids)
+        with self.journal.call("generate", step=step) as found:
+            answered = super().generate(data=data, step=step, stop_ids=stop_ids)
+            found["rows"] = answered_rows(data, answered)
+        return answered
+
+    def get_topk_logits(self, **keys):
+        self.journal.pass_by("get_topk_logits")
+        return super().get_topk_logits(**keys)
 
     def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None):
         with self.journal.call("train", rows=rows_of(data)) as found:
@@ -231,9 +251,9 @@ class JournaledEngine(EmbeddedEngine):
             found["versions"] = digest([response.versions for response in responses])
         return responses
 
-    async def _step(self, ticket, decoding, growing, step):
+    async def _step(self, ticket, decoding, growing):
         self.journal.pass_by("decoding")
-        return await super()._step(ticket, decoding, growing, step)
+        return await super()._step(ticket, decoding, growing)
 
     async def begin_refit(self, version):
         with self.journal.call("begin_refit", version=version):

@@ -2,11 +2,12 @@
 
     python tests/chaos/kill_table.py [--only WORD] [--keep FOLDER]
 
-Each row is a run of twelve steps over two ranks, and two engines where it is asynchronous, in which one thing happens;
-where that ends the command, the same command is run again. The invariants are those of invariants.py, judged by the
-journals of the ranks and engines. Final weights are compared with an undisturbed run, to the bit, where that is
-promised: of synchronous runs, and of those whose groups are never older than their step. Exits with 1 when a row is not
-as it must be.
+Each row is a run of twelve steps (nine of other algorithms than GRPO) over two ranks of each model, and two engines
+where it is asynchronous, in which one thing happens; where that ends the command, the same command is run again. The
+invariants are those of invariants.py, judged by the journals of the ranks and engines. Final weights are compared
+with an undisturbed run, to the bit, where that is promised: of synchronous runs, and of those whose groups are never
+older than their step. What is done again is counted in steps, of PPO in passes over the rows of a step. Exits with 1
+when a row is not as it must be.
 """
 
 import argparse
@@ -16,7 +17,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -25,14 +27,16 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from checkpoint_tensors import tensors_in  # noqa: E402
-from invariants import Expected, answers, broken, redone_steps  # noqa: E402
-from journaled import CALL_S, PATHS, SAMPLES, JournaledRun, Recipe, a_run  # noqa: E402
+from invariants import answers, broken, redone_steps  # noqa: E402
+from journaled import CALL_S, PATHS, JournaledRun, Recipe, a_run  # noqa: E402
 from journals import Fault  # noqa: E402
 from raylets import Raylets  # noqa: E402
 
 DETECTED_S = 2.0
 LIMIT_S = 240.0
 SYNC, AGE_0, AGE_1 = Recipe(None), Recipe(0), Recipe(1)
+STREAMED, DYNAMIC = Recipe(1, chunk=2), Recipe(1, dynamic=True)
+OTHERS = tuple(Recipe(age, one, steps=9) for one in ("ppo", "dpo", "distillation") for age in (None, 1))
 JOINED_S = 60.0
 TWO_MACHINES = Recipe(None, machines=2, more=(f"cluster.node_wait_s={JOINED_S:g}",))
 FEWER = Recipe(None, machines=2, more=("cluster.node_wait_s=3", "cluster.elastic=shrink"))
@@ -58,7 +62,7 @@ class Row:
 
     @property
     def exact(self) -> bool:
-        return self.recipe.age in (None, 0) and not self.gone
+        return self.recipe.exact and not self.gone
 
 
 @dataclass
@@ -74,8 +78,8 @@ class Found:
     wrong: list[str] = field(default_factory=list)
 
 
-def of_rank(point: str, action: str, seconds: float = 0.0, nth: int = 7) -> tuple[Fault, ...]:
-    return (Fault("rank_1", point, nth, action, seconds),)
+def of_rank(point: str, action: str, nth: int = 7, who: str = "rank_1") -> tuple[Fault, ...]:
+    return (Fault(who, point, nth, action),)
 
 
 def of_engine(point: str, action: str, nth: int) -> tuple[Fault, ...]:
@@ -108,6 +112,8 @@ def machine_replaced(run: JournaledRun, raylets: Raylets, second: str) -> None:
 WHO_IS_NAMED = {
     "machine": r"node .* is gone",
     "rank": r"policy rank 1 ",
+    "value": r"value rank 1 ",
+    "teacher": r"teacher rank 1 ",
     "engine": r"embedded engine [01] ",
     "raylet": "raylet",
     "driver": "",
@@ -120,7 +126,7 @@ STOPPED_S = CALL_S + 6
 def rows() -> tuple[Row, ...]:
     of_ranks = [
         row
-        for recipe, how in ((SYNC, "synchronous"), (AGE_0, "K = 0"), (AGE_1, "K = 1"))
+        for recipe, how in ((one, one.how) for one in (SYNC, AGE_0, AGE_1))
         for row in (
             Row(f"rank killed in forward, {how}", recipe, of_rank("forward", "kill"), redoes=True),
             Row(f"rank killed in finish, {how}", recipe, of_rank("optimizer", "kill"), redoes=True),
@@ -131,7 +137,7 @@ def rows() -> tuple[Row, ...]:
     ]
     of_engines = [
         row
-        for recipe, how in ((AGE_0, "K = 0"), (AGE_1, "K = 1"))
+        for recipe, how in ((one, one.how) for one in (AGE_0, AGE_1))
         for row in (
             Row(f"engine killed decoding, {how}", recipe, of_engine("decoding", "kill", 60)),
             Row(f"engine killed in refit, {how}", recipe, of_engine("load_bucket", "kill", 5)),
@@ -154,14 +160,47 @@ def rows() -> tuple[Row, ...]:
             gone=frozenset({"rank_1"}),
         ),
     ]
-    return (*of_ranks, *of_engines, *of_others, *of_machines)
+    return (*of_ranks, *of_engines, *of_others, *of_machines, *_of_chunks(), *_of_other_algorithms())
+
+
+def _of_chunks() -> tuple[Row, ...]:
+    """Of GRPO alone: steps that begin before all groups are there, and groups that no step takes."""
+    return (
+        Row(f"rank killed in forward, {STREAMED.how}", STREAMED, of_rank("forward", "kill", 20), redoes=True),
+        Row(f"rank killed in finish, {STREAMED.how}", STREAMED, of_rank("optimizer", "kill"), redoes=True),
+        Row(f"driver killed, {STREAMED.how}", STREAMED, strike=driver_killed, again=True),
+        Row(f"driver killed, {DYNAMIC.how}", DYNAMIC, strike=driver_killed, again=True),
+    )
+
+
+def _of_other_algorithms() -> Iterator[Row]:
+    for recipe in OTHERS:
+        how, late = recipe.how, 7 * recipe.kind.updates - recipe.kind.optimizer_steps + 1
+        yield Row(f"rank killed in forward, {how}", recipe, of_rank("forward", "kill", late), redoes=True)
+        yield Row(f"rank killed in finish, {how}", recipe, of_rank("optimizer", "kill", late), redoes=True)
+        if "value" in recipe.kind.models:
+            of_critic = of_rank("optimizer", "kill", late, "value_rank_1")
+            yield Row(f"critic's rank killed in finish, {how}", recipe, of_critic, redoes=True)
+        for model in recipe.kind.frozen:
+            of_frozen = of_rank("get_topk_logits", "kill", who=f"{model}_rank_1")
+            yield Row(f"{model}'s rank killed, {how}", recipe, of_frozen, redoes=True)
+        yield Row(f"driver killed, {how}", recipe, strike=driver_killed, again=True)
+        if recipe.age is not None:
+            yield Row(f"engine killed decoding, {how}", recipe, of_engine("decoding", "kill", 60))
 
 
 @cache
 def undisturbed(recipe: Recipe) -> dict:
     with a_run(recipe) as run:
         assert run.end(LIMIT_S) == 0, run.text()
-        return tensors_in(run.saved / f"step_{recipe.steps}" / "policy")
+        return final_tensors(run, recipe)
+
+
+def final_tensors(run: JournaledRun, recipe: Recipe) -> dict:
+    """Of all models, by model and name."""
+    last = run.saved / f"step_{recipe.steps}"
+    of_models = ((model, tensors_in(last / model)) for model in recipe.kind.models)
+    return {f"{model}.{name}": tensor for model, found in of_models for name, tensor in found.items()}
 
 
 def try_row(row: Row, folder: Path) -> Found:
@@ -210,15 +249,12 @@ def _see_how_it_was_told(row: Row, run: JournaledRun, found: Found) -> None:
 
 
 def _judge(row: Row, run: JournaledRun, found: Found, *, finished: bool) -> None:
-    expected = Expected(
-        row.recipe.prompts(),
-        SAMPLES,
-        row.recipe.ranks,
-        asynchronous=row.recipe.age is not None,
-        repeats=row.exact,
-        finished=finished,
-        gone=row.gone,
-    )
+    unused = Counter(run.unused() if row.recipe.dynamic else ())
+    if row.recipe.dynamic and (not unused or max(unused.values()) > 1):
+        found.wrong.append(
+            f"the log has groups that were not used {unused.total()} times, {len(unused)} of them"
+        )
+    expected = row.recipe.expected({*unused}, finished=finished, gone=row.gone)
     found.wrong += broken(run.journals, expected)
     found.redone = redone_steps(run.journals)
     if row.redoes and not found.redone:
@@ -232,7 +268,7 @@ def _judge(row: Row, run: JournaledRun, found: Found, *, finished: bool) -> None
         ]
         found.asked = " + ".join([f"{asked.begun} = {asked.ended}", *lost])
     if finished and row.exact:
-        now = tensors_in(run.saved / f"step_{row.recipe.steps}" / "policy")
+        now = final_tensors(run, row.recipe)
         wanted = undisturbed(replace(row.recipe, machines=1, more=()))
         different = [name for name in wanted if name not in now or not wanted[name].equal(now[name])]
         found.weights = f"{len(different)} tensors differ" if different else "equal"

@@ -28,13 +28,13 @@ from fake_trainer import (  # noqa: E402
     start,
 )
 from invariants import Expected, broken, redone_steps  # noqa: E402
-from journaled import SAMPLES as REAL_SAMPLES  # noqa: E402
-from journaled import Recipe, a_run, note_start  # noqa: E402
+from journaled import KINDS, Recipe, a_run, note_start  # noqa: E402
 from journals import Fault  # noqa: E402
-from kill_table import AGE_0, AGE_1, LIMIT_S, SYNC  # noqa: E402
+from kill_table import AGE_0, AGE_1, LIMIT_S, OTHERS, STREAMED, SYNC  # noqa: E402
 
 from nemo_rl_mcore.errors import RunStoppedError  # noqa: E402
 from nemo_rl_mcore.parts import open_parts  # noqa: E402
+from nemo_rl_mcore.rollouts.order import ORDERS  # noqa: E402
 
 STARTS, STARTS_OF_REAL_RUNS = 20, 4
 AGES = (None, 0, 1, 2)
@@ -43,14 +43,22 @@ AGES = (None, 0, 1, 2)
 def fake_schedule(seed: int, folder: Path) -> tuple[list[str], str]:
     """What was broken, and a line of what happened."""
     drawn = random.Random(seed)
-    age, chunk = drawn.choice(AGES), drawn.choice((None, 1, 2))
+    age, algorithm = drawn.choice(AGES), drawn.choice(("grpo", *KINDS))
+    chunk = drawn.choice((None, 1, 2)) if algorithm == "grpo" else None
     chance = Chance(seed, rate=drawn.choice((0.02, 0.05, 0.1)), most=drawn.randint(1, 12))
-    return fake_run(folder, chance, age, chunk)
+    return fake_run(folder, chance, age, chunk, algorithm, drawn.choice(tuple(ORDERS)))
 
 
-def fake_run(folder: Path, chance: Chance, age: int | None, chunk: int | None) -> tuple[list[str], str]:
-    """See `fake_schedule`; age and chunk: see `fake_trainer.recipe`."""
-    config = recipe(folder, age, chunk)
+def fake_run(
+    folder: Path,
+    chance: Chance,
+    age: int | None,
+    chunk: int | None = None,
+    algorithm: str = "grpo",
+    order: str = "in_order",
+) -> tuple[list[str], str]:
+    """See `fake_schedule`; age, chunk, algorithm and order: see `fake_trainer.recipe`."""
+    config, kind = recipe(folder, age, chunk, algorithm, order), KINDS[algorithm]
     (folder / "journals").mkdir()
     (folder / "log").mkdir()
     lives, ends = count(1), []
@@ -68,9 +76,16 @@ def fake_run(folder: Path, chance: Chance, age: int | None, chunk: int | None) -
         SAMPLES,
         ranks=1,
         asynchronous=age is not None,
+        passes=kind.passes,
+        models=kind.models,
+        frozen=kind.frozen,
+        chosen=kind.chosen,
         repeats=age is None or (age == 0 and chunk is None),
+        in_order=not age or order == "in_order",
     )
     how = "synchronous" if age is None else f"K = {age}, chunks of {chunk or GROUPS}"
+    how = how if age is None or order == "in_order" else f"{how}, {order}"
+    how = how if algorithm == "grpo" else f"{algorithm}, {how}"
     redone = redone_steps(folder / "journals")
     line = f"{how}: {len(chance.struck)} faults, {redone} steps again, {len(ends) + 1} starts"
     problems = broken(folder / "journals", expected)
@@ -82,7 +97,7 @@ def fake_run(folder: Path, chance: Chance, age: int | None, chunk: int | None) -
 def real_schedule(seed: int, folder: Path) -> tuple[list[str], str]:
     """As `fake_schedule`, of a run over real ranks and, where it is asynchronous, real engines."""
     drawn = random.Random(seed)
-    real = replace(drawn.choice((SYNC, AGE_0, AGE_1)), restarts=6, engine_restarts=6)
+    real = replace(drawn.choice((SYNC, AGE_0, AGE_1, STREAMED, *OTHERS)), restarts=6, engine_restarts=6)
     faults = [_real_fault(drawn, real) for _ in range(drawn.randint(1, 3))]
     at_driver = drawn.randint(2, real.steps - 2) if drawn.random() < 0.25 else None
     statuses: list[int | None] = []
@@ -95,21 +110,13 @@ def real_schedule(seed: int, folder: Path) -> tuple[list[str], str]:
             told, left = run.text(), run.left()
             if left or statuses[-1] == 0:
                 break
-    expected = Expected(
-        real.prompts(),
-        REAL_SAMPLES,
-        real.ranks,
-        asynchronous=real.age is not None,
-        repeats=real.age in (None, 0),
-    )
-    problems = [*broken(run.journals, expected), *(f"left: {title}" for title in left)]
+    problems = [*broken(run.journals, real.expected()), *(f"left: {title}" for title in left)]
     if statuses[-1] != 0:
         problems.append(f"exit statuses {statuses}: {told[-500:]}")
-    how = "synchronous" if real.age is None else f"K = {real.age}"
     what = ", ".join(f"{one.who} {one.action} at {one.point} {one.nth}" for one in faults)
     killed = f", driver after step {at_driver}" if at_driver else ""
     again = f"{redone_steps(run.journals)} steps again, {len(statuses)} starts"
-    return problems, f"{how}: {len(run.struck())} of [{what}{killed}], {again}"
+    return problems, f"{real.how}: {len(run.struck())} of [{what}{killed}], {again}"
 
 
 def _real_fault(drawn: random.Random, real: Recipe) -> Fault:
@@ -119,15 +126,18 @@ def _real_fault(drawn: random.Random, real: Recipe) -> Fault:
         )
         action = drawn.choice(("kill", "kill", "stop", "slow"))
         return Fault("engine", point, drawn.randint(1, most), action, 1.0 if action == "slow" else 0.0)
-    of_step = ("train", "train:end") if real.age is None else ("begin_train_step", "finish_train_step:end")
+    of_step = ("begin_train_step", "finish_train_step:end") if real.chunk else ("train", "train:end")
     of_save = ("save", "save_checkpoint:end", "load_checkpoint")
     point = drawn.choice(("forward", "optimizer", *of_step, *of_save))
     actions = (
         ("kill", "stop", "slow", "raise") if point in ("forward", "train:end") else ("kill", "stop", "slow")
     )
     action = "full" if point == "save" and drawn.random() < 0.3 else drawn.choice(actions)
-    nth = drawn.randint(1, 2 if point in of_save else real.steps)
-    return Fault(f"rank_{drawn.randrange(real.ranks)}", point, nth, action, 1.0 if action == "slow" else 0.0)
+    nth = drawn.randint(1, 2 if point in of_save else real.steps * real.kind.passes)
+    model = drawn.choice(("", *(f"{other}_" for other in real.kind.models[1:])))
+    return Fault(
+        f"{model}rank_{drawn.randrange(real.ranks)}", point, nth, action, 1.0 if action == "slow" else 0.0
+    )
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from faults import FAULTS, Fault, try_fault
 SHORT = [fault for fault in FAULTS if fault.short]
 
 
-# The others have siblings: dead servers in test_cluster.py, stopped ranks in test_worker_group.py, signals in
+# The others have siblings: dead servers in test_cluster.py, stopped ranks in test_gang.py, signals in
 # test_grpo_command.py.
 @pytest.mark.exhaustive_cases("rank killed in the forward pass", "two runs in one folder")
 @pytest.mark.parametrize("fault", SHORT, ids=lambda fault: fault.name)

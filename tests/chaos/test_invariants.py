@@ -22,7 +22,9 @@ class Script:
         self.clock += 1
         (self.folder / f"started_{self.clock}").write_text(str(self.clock))
 
-    def write(self, who, call, at="end", **facts):
+    def write(self, who, call, at="end", *, answered=True, **facts):
+        if call == "train" and answered:
+            self.write(who, "generate", rows=[row for _, _, row in facts["rows"]])
         self.clock += 1
         pid = self.pids[who]
         line = {"time": self.clock, "pid": pid, "call": call, "at": at, **facts}
@@ -182,7 +184,7 @@ def test_a_redo_that_skips_a_chunk_is_told(beside):
     train_all(beside, (2, 3))
     assert {one.split(" ", 1)[1] for one in beside.problems()} >= {
         "step 1 was done again with other rows",
-        "1 trained 0 rows that are not its own, or twice, and left out 2",
+        "step 1 trained 0 rows that are not its own, or twice, and left out 2",
     }
 
 
@@ -298,7 +300,16 @@ def test_a_group_without_an_answer_and_rows_from_nowhere_are_told(tmp_path):
     train_all(script)
     problems = script.problems()
     assert any("never: [5]" in one for one in problems)
-    assert any("step 3 trained 1 rows that no engine answered" in one for one in problems)
+    assert any("step 3 trained 1 rows that nobody answered" in one for one in problems)
+
+
+def test_rows_that_no_rank_answered_are_told(turns):
+    train_all(turns, (1, 2))
+    for who, sample in (("rank_0", 0), ("rank_1", 1)):
+        turns.write(
+            who, "train", answered=who == "rank_0", rows=[[5, sample, who], [9, sample, who]], weights="w3"
+        )
+    assert turns.problems() == ["rank_1: step 3 trained 2 rows that nobody answered"]
 
 
 def test_a_line_that_was_cut_off_is_none(turns):
@@ -333,3 +344,62 @@ def test_fewer_ranks_train_again_what_all_of_them_had(turns, steps, leave_out, t
     alone(turns, steps, leave_out)
     problems = turns.problems(gone=frozenset({"rank_1"}))
     assert problems == [] if told is None else any(told in one for one in problems)
+
+
+def twice(script, steps=(1, 2, 3), leave_out=None):
+    """Two models that are trained twice on the rows of a step."""
+    for who in ("rank_0", "rank_1", "value_rank_0", "value_rank_1"):
+        script.pids.setdefault(who, len(script.pids) + 300)
+        script.write(who, "start", weights="w0")
+        for step in steps:
+            rows = script.rows(step, [int(who[-1])])
+            for again in (1, 2):
+                short = (who, step, again) == leave_out
+                script.write(who, "train", rows=rows[1:] if short else rows, weights=f"w{step} {again}")
+            script.write(who, "save_checkpoint", step=step, weights=f"w{step} 2")
+
+
+TWO = {"passes": 2, "models": ("policy", "value")}
+
+
+@pytest.mark.parametrize(("who", "model"), [("rank_0", "policy"), ("value_rank_1", "value")])
+def test_each_model_trains_each_pass_over_a_step_once(who, model, tmp_path):
+    script = Script(tmp_path, asynchronous=False)
+    twice(script)
+    assert script.problems(**TWO) == []
+    assert any("not 2 of each" in one for one in script.problems(passes=2))
+    (tmp_path / "short").mkdir()
+    script = Script(tmp_path / "short", asynchronous=False)
+    twice(script, leave_out=(who, 2, 2))
+    assert script.problems(**TWO) == [
+        f"{model}: step 4 trained 0 rows that are not its own, or twice, and left out 1"
+    ]
+
+
+def test_a_step_that_ends_between_two_passes_is_told(tmp_path):
+    script = Script(tmp_path, asynchronous=False)
+    twice(script, (1, 2))
+    for who in ("rank_0", "rank_1", "value_rank_0", "value_rank_1"):
+        script.write(who, "train", rows=script.rows(3, [int(who[-1])]), weights="w3 1")
+    script.on_ranks("save_checkpoint", step=3, weights="w3 1")
+    problems = script.problems(**TWO)
+    assert any("saves as step 3 what is step 2.5" in one for one in problems)
+    assert any("have [5] steps behind them, of 6" in one for one in problems)
+
+
+def test_chosen_rows_are_any_of_their_prompt(tmp_path):
+    script = Script(tmp_path, asynchronous=False)
+    script.start()
+    for step in (1, 2, 3):
+        first, second = script.rows(step, [1])
+        for who, row in (("rank_0", first), ("rank_1", second)):
+            script.write(who, "train", rows=[row, row], weights=f"w{step}")
+    assert script.problems(chosen=2) == []
+    assert any("left out 2" in one for one in script.problems())
+    assert any("left out 2" in one for one in script.problems(chosen=3))
+
+
+def test_groups_that_are_not_trained_are_answered(beside):
+    train_all(beside)
+    assert beside.problems(answered=6) == []
+    assert any("never: [6]" in one for one in beside.problems(answered=7))

@@ -3,7 +3,12 @@
 import pytest
 from kill_table import Row, rows, try_row
 
-SHORT = ("rank killed in forward, synchronous", "rank raising, K = 0", "engine killed decoding, K = 1")
+SHORT = (
+    "rank killed in forward, synchronous",
+    "rank raising, K = 0",
+    "engine killed decoding, K = 1",
+    "critic's rank killed in finish, PPO, K = 1",
+)
 
 
 @pytest.mark.exhaustive_cases(SHORT[0])

@@ -6,25 +6,85 @@ from types import SimpleNamespace
 import pytest
 from fake_trainer import FakeTrainer, OneDeath
 from random_schedules import fake_run, fake_schedule, real_schedule
+from refusals import refused
 
 from nemo_rl_mcore.algorithms.algorithm import StepOutcome
-from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
+from nemo_rl_mcore.algorithms.grpo import GRPO
+from nemo_rl_mcore.rollouts import ledger
+from nemo_rl_mcore.rollouts.event_log import read_events
+from nemo_rl_mcore.rollouts.order import AsCompleted
+from nemo_rl_mcore.rollouts.states import LedgerError
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_fails_each_group_is_trained_once_and_in_order(seed, tmp_path):
+def test_whatever_fails_each_group_is_trained_once(seed, tmp_path):
     problems, line = fake_schedule(seed, tmp_path)
     assert not problems, line
 
 
-def test_a_death_between_checkpoints_has_two_steps_done_again(tmp_path):
-    problems, line = fake_run(tmp_path, OneDeath("finish_train_step", 6), 0, None)
-    assert (problems, line) == ([], "K = 0, chunks of 3: 1 faults, 2 steps again, 1 starts")
+WHOLE, STREAMED = ("train", 0, None), ("finish_train_step", 0, 1)
+"""Where the optimizer steps, the staleness and the groups of a chunk."""
 
 
-def skip_rows(trainer, train, data, **keys):
-    again = trainer.loads and not trainer.committed
-    train(trainer, data.slice(2, data.size) if again else data, **keys)
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (("train", None, None), "synchronous"),
+        (WHOLE, "K = 0, chunks of 3"),
+        (STREAMED, "K = 0, chunks of 1"),
+    ],
+)
+def test_a_death_between_checkpoints_has_two_steps_done_again(how, told, tmp_path):
+    point, age, chunk = how
+    problems, line = fake_run(tmp_path, OneDeath(point, 6), age, chunk)
+    assert (problems, line) == ([], f"{told}: 1 faults, 2 steps again, 1 starts")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "age", "point", "nth", "again"),
+    [
+        ("dpo", 1, "train", 6, 2),
+        ("distillation", 0, "train", 6, 2),
+        ("distillation", 1, "get_topk_logits", 6, 2),
+        ("ppo", None, "train", 21, 4),  # the critic, in its first pass of step 6; each step has two
+        ("ppo", 0, "train", 22, 5),  # the policy, after it
+        ("ppo", 1, "train", 24, 6),  # in its last
+    ],
+)
+def test_a_death_of_any_model_has_each_pass_done_once(algorithm, age, point, nth, again, tmp_path):
+    problems, line = fake_run(tmp_path, OneDeath(point, nth), age, None, algorithm)
+    assert not problems, line
+    assert f"1 faults, {again} steps again, 1 starts" in line
+
+
+def fake_run_with_a_slow_group(folder):
+    """The second one of a run as completed, which others overtake."""
+    return fake_run(folder, OneDeath("respond", 2, "very slow"), 1, None, "grpo", "as_completed")
+
+
+def test_a_slow_group_is_overtaken_and_trained_in_time(tmp_path):
+    problems, line = fake_run_with_a_slow_group(tmp_path)
+    assert not problems, line
+    chunks = [
+        event.chunks for event in read_events(tmp_path / "log/groups.jsonl") if event.kind == "finished"
+    ]
+    assert [1 in chunk for [chunk] in chunks][:2] == [False, True]
+
+
+class WaitsForNobody(AsCompleted):
+    def _free_places(self, groups, room):
+        return [room.groups] * (room.max_age + 1)
+
+
+def test_an_order_that_does_not_wait_leaves_a_slow_group_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "ORDERS", {"as_completed": WaitsForNobody()})
+    with refused("left-behind", [1], by=LedgerError):
+        fake_run_with_a_slow_group(tmp_path)
+
+
+def skip_rows(trainer, train, data, *others, **keys):
+    again = trainer.loads and not trainer.updates
+    return train(trainer, data.slice(2, data.size) if again else data, *others, **keys)
 
 
 def keep_weights(trainer, load, folder, **keys):
@@ -39,22 +99,28 @@ def forget(trainer, save, folder):
 
 
 @pytest.mark.parametrize(
-    ("method", "wrongly"),
-    [("train_microbatch", skip_rows), ("load_checkpoint", keep_weights), ("save_checkpoint", forget)],
+    ("method", "wrongly", "how"),
+    [
+        ("train", skip_rows, WHOLE),
+        ("train_microbatch", skip_rows, STREAMED),
+        ("load_checkpoint", keep_weights, WHOLE),
+        ("save_checkpoint", forget, WHOLE),
+    ],
 )
-def test_a_model_that_comes_back_wrongly_is_told(method, wrongly, tmp_path, monkeypatch):
+def test_a_model_that_comes_back_wrongly_is_told(method, wrongly, how, tmp_path, monkeypatch):
     rightly = getattr(FakeTrainer, method)
     monkeypatch.setattr(
         FakeTrainer, method, lambda self, *args, **keys: wrongly(self, rightly, *args, **keys)
     )
-    problems, line = fake_run(tmp_path, OneDeath("finish_train_step", 6), 0, None)
+    point, age, chunk = how
+    problems, line = fake_run(tmp_path, OneDeath(point, 6), age, chunk)
     assert problems, line
 
 
 def redo_without_a_group(algorithm, redo, step):
-    rollouts = algorithm.rollouts
-    fewer = SimpleNamespace(groups=rollouts.groups, prompt_of=rollouts.prompt_of)
-    fewer.chunks_of = lambda of: [chunk[1:] for chunk in rollouts.chunks_of(of)]
+    whole = algorithm.rollouts.known_step(step)
+    of_chunks = {name: [chunk[1:] for chunk in getattr(whole, name)] for name in ("groups", "batches")}
+    fewer = SimpleNamespace(known_step=lambda of: replace(whole, **of_chunks))
     return redo(replace(algorithm, rollouts=fewer), step)
 
 
@@ -68,9 +134,9 @@ def redo_nothing(algorithm, redo, step):
 
 @pytest.mark.parametrize("wrongly", [redo_without_a_group, redo_another, redo_nothing])
 def test_a_product_that_redoes_wrongly_is_told(wrongly, tmp_path, monkeypatch):
-    rightly = AsyncGRPO.redo
-    monkeypatch.setattr(AsyncGRPO, "redo", lambda self, step: wrongly(self, rightly, step))
-    problems, line = fake_run(tmp_path, OneDeath("finish_train_step", 6), 0, None)
+    rightly = GRPO.redo
+    monkeypatch.setattr(GRPO, "redo", lambda self, step: wrongly(self, rightly, step))
+    problems, line = fake_run(tmp_path, OneDeath("train", 6), 0, None)
     assert problems, line
 
 

@@ -2,34 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
 
-from meeting_recipes import ALGORITHMS, FACTORS, FUSED, FUSED_PACKED, LAYOUTS, Case
+from meeting_recipes import (
+    ALGORITHMS,
+    ASYNCHRONY,
+    FACTORS,
+    FUSED,
+    FUSED_PACKED,
+    LAYOUTS,
+    LOSSES_OF_THEIR_OWN,
+    Algorithm,
+    Case,
+    asynchrony_key,
+    correction_key,
+)
+
+from nemo_rl_mcore.config.base import Problem
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Values that do not go together, what the refusal must name, and why they do not."""
+    """Values that do not go together, the problem that is told, and why they do not.
+
+    code, path: of the problem. related: other keys that it must name. In a key {asynchrony} and {correction} stand for
+    those of the algorithm.
+    """
 
     values: Case
-    names: tuple[str, ...]
+    code: str
+    path: str
     reason: str
+    related: tuple[str, ...] = ()
+
+    def is_told_by(self, problems: Iterable[Problem], algorithm: Algorithm) -> bool:
+        """Say whether it is one of the problems of a recipe of the algorithm."""
+
+        def of_algorithm(key: str) -> str:
+            return key.format(asynchrony=asynchrony_key(algorithm), correction=correction_key(algorithm))
+
+        path, related = of_algorithm(self.path), {*map(of_algorithm, self.related)}
+        return any(
+            (problem.code, problem.path) == (self.code, path) and related <= {*problem.related}
+            for problem in problems
+        )
 
 
 PACKING_KEY = "policy.sequence_packing.enabled"
+ASYNCHRONOUS = tuple(ASYNCHRONY)[1:]
+OFF_POLICY = {"dpo offline": "dpo.online", "distillation off policy": "distillation.on_policy"}
+"""Algorithms that are given their answers, and the key that says so."""
+
+
+CHUNKS, AGE = "{asynchrony}.min_groups_for_streaming_train", "{asynchrony}.max_trajectory_age_steps"
+
+
+def _refused_of(name: str) -> Iterator[Refusal]:
+    """Yield what an algorithm refuses of asynchrony."""
+    chunks = {"algorithm": name, "asynchrony": "in chunks"}
+    needs_all = "it needs all groups of a step"
+    for asynchrony in ASYNCHRONOUS:
+        values, sampled = {"algorithm": name, "asynchrony": asynchrony}, "nothing is sampled"
+        if name == "sft":
+            yield Refusal(values, "unknown-key", "{asynchrony}.enabled", sampled)
+        elif name in OFF_POLICY:
+            yield Refusal(values, "requires", "{asynchrony}.enabled", sampled, (OFF_POLICY[name],))
+    if name == "reinforce_plus_plus":
+        yield Refusal(chunks, "incompatible", CHUNKS, needs_all, ("grpo.adv_estimator.name",))
+    elif ALGORITHMS[name].shipped.algorithm != "grpo":
+        yield Refusal(chunks, "incompatible", CHUNKS, needs_all, ("{asynchrony}.enabled",))
+    if name not in LOSSES_OF_THEIR_OWN:
+        for asynchrony in ("ahead", "as completed"):
+            values = {"algorithm": name, "asynchrony": asynchrony, "correction": False}
+            yield Refusal(values, "missing", "{correction}", "older weights have drawn", (AGE,))
+
+
 # All that may be refused; any other refusal is a failure.
 REFUSED = (
     Refusal(
         {"batching": "packed", "fused": "fused"},
-        (FUSED, PACKING_KEY, FUSED_PACKED),
+        "incompatible",
+        FUSED,
         "the fused path reads padded rows unless packed ones are allowed",
+        (PACKING_KEY, FUSED_PACKED),
     ),
     *(
         Refusal(
             {"algorithm": name, "kl": False},
-            ("dpo.reference_policy_kl_penalty",),
+            "not-allowed",
+            "dpo.reference_policy_kl_penalty",
             "DPO's loss is of nothing without the reference",
         )
         for name, algorithm in ALGORITHMS.items()
@@ -37,13 +100,49 @@ REFUSED = (
     ),
     Refusal(
         {"algorithm": "sft", "offload": "grads_optimizer"},
-        ("policy.offload",),
+        "incompatible",
+        "policy.offload",
         "nothing is read before it trains",
     ),
     Refusal(
         {"algorithm": "sft", "kl": True},
-        ("loss_fn.reference_policy_kl_penalty",),
+        "unknown-key",
+        "loss_fn.reference_policy_kl_penalty",
         "the likelihood has no KL term",
+    ),
+    *(
+        Refusal(
+            {"algorithm": name, "correction": True},
+            "unknown-key",
+            "{correction}",
+            "the loss has no weights of its tokens",
+        )
+        for name in ("sft", "dpo", "dpo offline")
+    ),
+    *(rule for name in ALGORITHMS for rule in _refused_of(name)),
+    *(
+        Refusal(
+            {"asynchrony": asynchrony, "offload": "grads_optimizer"},
+            "incompatible",
+            "policy.offload",
+            "the ranks read between the chunks of a step",
+            ("{asynchrony}.enabled",),
+        )
+        for asynchrony in ASYNCHRONOUS
+    ),
+    Refusal(
+        {"asynchrony": "in chunks", "updates": "two"},
+        "incompatible",
+        CHUNKS,
+        "a chunk would belong to two updates",
+        ("policy.train_global_batch_size",),
+    ),
+    Refusal(
+        {"asynchrony": "in chunks", "correction": False},
+        "missing",
+        "{correction}",
+        "older weights have drawn",
+        (AGE,),
     ),
 )
 
@@ -69,16 +168,25 @@ def met_by(case: Case, strength: int) -> set[Values]:
 
 
 def selection(strength: int) -> list[Case]:
-    """Combinations, few of them, in which every meeting that may be loaded occurs, and each refused one once."""
+    """Combinations, few of them, in which every meeting that may be loaded occurs, and each refused one once.
+
+    So does each refusal that needs more values than meet.
+    """
     missing = {values: None for values in meetings(strength) if refusal_of(dict(values)) is None}
-    chosen = [_filled(dict(values), {}, strength) for values in meetings(strength) if values not in missing]
+    refused = [dict(values) for values in meetings(strength) if values not in missing]
+    refused += [rule.values for rule in REFUSED if len(rule.values) > strength]
+    chosen = [_filled(values, {}, strength) for values in refused]
     while missing:
         case = _filled(dict(next(iter(missing))), missing, strength)
         chosen.append(case)
         for values in met_by(case, strength):
             missing.pop(values, None)
-    # Ranks of one layout keep their groups from one combination to the next.
-    return sorted(chosen, key=lambda case: (LAYOUTS[case["layout"]][0], case["layout"]))
+    # Ranks of one layout keep their groups from one combination to the next. Refused ones come last: a value is new in
+    # one that runs, see tests/thinning.py.
+    return sorted(
+        chosen,
+        key=lambda case: (refusal_of(case) is not None, LAYOUTS[case["layout"]][0], case["layout"]),
+    )
 
 
 def _filled(given: Case, missing: dict[Values, None], strength: int) -> Case:

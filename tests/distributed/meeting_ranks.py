@@ -9,14 +9,22 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-from nemo_rl_mcore.config import MegatronConfig
+from nemo_rl_mcore.algorithms import grpo
+from nemo_rl_mcore.config import GRPOMasterConfig, MegatronConfig
 from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.losses import LossFunction
+from nemo_rl_mcore.rollouts.asynchronous import AsynchronousScheduler
+from nemo_rl_mcore.rollouts.episodes import WEIGHT_VERSIONS
+from nemo_rl_mcore.rollouts.ledger import Ledger
+from nemo_rl_mcore.rollouts.order import InOrder, Room
+from nemo_rl_mcore.rollouts.states import Group, GroupState
 from nemo_rl_mcore.training.train_step import _OpenStep
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 
@@ -144,4 +152,76 @@ def schedule_counts_rows() -> AbstractContextManager[Any]:
     return patch.object(_OpenStep, "samples", property(lambda step: step.gbs))
 
 
-MISTAKES = {made.__name__: made for made in (rows_sorted_singly, schedule_counts_rows)}
+# Of the driver, about groups that are answered ahead.
+
+
+def correction_dropped_ahead() -> AbstractContextManager[Any]:
+    """A loss that corrects nothing where groups may be older than the weights."""
+    right = grpo.policy_loss
+
+    def loss_of(config: GRPOMasterConfig) -> LossFunction:
+        key = "use_importance_sampling_correction"
+        given = config.loss_fn.model_copy(update={key: getattr(config.loss_fn, key) and not config.max_age})
+        return right(config.model_copy(update={"loss_fn": given}))
+
+    return patch.object(grpo, "policy_loss", loss_of)
+
+
+def previous_logprobs_of_those_that_drew() -> AbstractContextManager[Any]:
+    """The log-probabilities of the weights that drew a group, in place of those that train."""
+    right = grpo.add_logprobs
+
+    def add(batch: BatchedDataDict, *others: Any, previous: bool = True) -> None:
+        right(batch, *others, previous=previous)
+        if previous and WEIGHT_VERSIONS in batch:
+            batch["prev_logprobs"] = batch["generation_logprobs"]
+
+    return patch.object(grpo, "add_logprobs", add)
+
+
+def noise_of_the_open_step() -> AbstractContextManager[Any]:
+    """Groups that are asked for with the number of the step that trains meanwhile, not of the one that drew them."""
+    right = AsynchronousScheduler._respond
+
+    async def respond(self: AsynchronousScheduler, _step: int, ticket: str, asked: Any) -> BatchedDataDict:
+        return await right(self, self.ledger.version + 1, ticket, asked)
+
+    return patch.object(AsynchronousScheduler, "_respond", respond)
+
+
+def newest_groups_first() -> AbstractContextManager[Any]:
+    """A step that takes of the groups in its reach those that were drawn last."""
+
+    def taken(_self: InOrder, groups: Sequence[Group], room: Room) -> list[Group]:
+        return [one for one in reversed(groups) if one.state is GroupState.READY][: room.groups]
+
+    return patch.object(InOrder, "taken", taken)
+
+
+def first_group_trains_again() -> AbstractContextManager[Any]:
+    """A step after which its first group is ready once more, in the place of the last one that waits."""
+    right = Ledger.finish
+
+    def finish(self: Ledger) -> None:
+        first = self._groups[self._chunks[0][0]]
+        right(self)
+        if self._groups:
+            first.state = GroupState.READY
+            self._groups.popitem()
+            self._groups = {first.position: first} | self._groups
+
+    return patch.object(Ledger, "finish", finish)
+
+
+MISTAKES = {
+    made.__name__: made
+    for made in (
+        rows_sorted_singly,
+        schedule_counts_rows,
+        correction_dropped_ahead,
+        previous_logprobs_of_those_that_drew,
+        noise_of_the_open_step,
+        newest_groups_first,
+        first_group_trains_again,
+    )
+}

@@ -77,7 +77,10 @@ def _algorithms() -> dict[str, Algorithm]:
 
 
 ALGORITHMS = _algorithms()
+LOSSES_OF_THEIR_OWN = ("sft", "dpo", "dpo offline", "distillation", "distillation off policy")
+"""Algorithms without a policy gradient."""
 EXPERTS = {
+    "policy.model.qk_layernorm": True,  # as of the family with experts, whose weights can be sent to engines
     "policy.model.num_moe_experts": 4,
     "policy.model.moe_router_topk": 2,
     "policy.model.moe_ffn_hidden_size": 24,
@@ -99,6 +102,16 @@ RESPONSE, PROMPT = 6, 6
 SECTIONS = {"dynamic": "policy.dynamic_batching", "packed": "policy.sequence_packing"}
 FUSED, FUSED_PACKED = f"{MEGATRON}.use_fused_linear_logprobs", f"{MEGATRON}.fused_linear_logprobs_packed"
 
+# The keys of the section; a recipe of its own says how many optimizer steps there are, and what is corrected.
+ASYNCHRONY: dict[str, Overrides] = {
+    "none": {},
+    "in step": {"max_trajectory_age_steps": 0},
+    "ahead": {"max_trajectory_age_steps": 1},
+    "as completed": {"max_trajectory_age_steps": 2, "order": "as_completed"},
+    "in chunks": {"max_trajectory_age_steps": 1, "min_groups_for_streaming_train": 1},
+}
+STALL_S = 300.0
+
 # The first value of each is the plain one, which a combination has unless a pair asks for another.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "algorithm": tuple(ALGORITHMS),
@@ -108,20 +121,31 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "temperature": (1.0, 0.7),
     "kl": (False, True),
     "distributed optimizer": (False, True),
-    "prev_logprobs": ("always", "auto"),
     "offload": ("none", "grads_optimizer"),
     "overlap": (False, True),
     "state": ("fresh", "resumed", "foreign"),
+    # Optimizer steps over the answers of a step; where there is one, its pass can give the previous log-probabilities.
+    "updates": ("two", "one", "one pass"),
+    "correction": (False, True),  # importance sampling, from the weights that drew to those that train
+    "asynchrony": tuple(ASYNCHRONY),
 }
 # What changes the mathematics; the plain sibling of a combination shares it.
-MATHEMATICS = ("algorithm", "temperature", "kl")
+MATHEMATICS = ("algorithm", "temperature", "kl", "updates", "correction")
 
 
 def plain_sibling(case: Case) -> Case:
-    """The same mathematics in fixed batches, unfused, on one rank, with a plain optimizer, from the first step."""
+    """The same mathematics in fixed batches, unfused, on one rank, with a plain optimizer, from the first step.
+
+    Its steps answer their own prompts: the recorded answers are the same whenever they are asked for.
+    """
     layout = "one with experts" if case["layout"] in EXPERT_LAYOUTS else "one"
     plain = {name: values[0] for name, values in FACTORS.items()}
-    return plain | {name: case[name] for name in MATHEMATICS} | {"layout": layout}
+    shared = {name: case[name] for name in MATHEMATICS}
+    if not isinstance(ALGORITHMS[case["algorithm"]].shipped.loop, RolloutConfig):
+        shared["updates"] = plain["updates"]
+    elif case["updates"] == "one pass":
+        shared["updates"] = "one"
+    return plain | shared | {"layout": layout}
 
 
 def name_of(case: Case) -> str:
@@ -130,9 +154,11 @@ def name_of(case: Case) -> str:
         "temperature": f"t {case['temperature']}",
         "kl": "kl" if case["kl"] else "no kl",
         "distributed optimizer": "distributed" if case["distributed optimizer"] else "plain",
-        "prev_logprobs": "two passes" if case["prev_logprobs"] == "always" else "one pass",
         "offload": "kept" if case["offload"] == "none" else "offloaded",
         "overlap": "overlapped" if case["overlap"] else "in turn",
+        "updates": {"two": "two updates", "one": "one update"}.get(case["updates"], "one pass"),
+        "correction": "corrected" if case["correction"] else "as drawn",
+        "asynchrony": "synchronous" if case["asynchrony"] == "none" else case["asynchrony"],
     }
     return ", ".join(str(said.get(name, value)) for name, value in case.items())
 
@@ -182,6 +208,7 @@ def load(case: Case, material: Material, folder: Path, **more: Any) -> RunConfig
     algorithm = ALGORITHMS[case["algorithm"]]
     further = {key.replace("__", "."): value for key, value in more.items()}
     overrides = _shrunk(algorithm.shipped) | algorithm.overrides | material.overrides(case)
+    overrides |= {"logger.log_dir": str(folder / "log")}
     overrides |= _values(case, algorithm) | _state(case, folder) | further
     config = load_config(algorithm.recipe, as_text(overrides))
     preflight(config, elsewhere=True)
@@ -199,7 +226,7 @@ def _text(value: Any) -> str:
 
 def _shrunk(shipped: RunConfig) -> Overrides:
     """A model of two layers, a handful of rows, and numbers in which a difference shows."""
-    name, loop, policy = shipped.algorithm, shipped.loop, shipped.policy
+    name, loop = shipped.algorithm, shipped.loop
     keys: Overrides = {
         f"{name}.max_num_steps": 2, f"{name}.val_period": 0, f"{name}.val_at_end": True,
         f"{name}.max_val_samples": 4, f"{name}.val_batch_size": 4,
@@ -212,10 +239,9 @@ def _shrunk(shipped: RunConfig) -> Overrides:
     if isinstance(loop, RolloutConfig):
         answers = min(loop.num_generations_per_prompt, 4)
         prompts = 16 // answers
-        steps = min(2, loop.samples_per_step // policy.train_global_batch_size)
         keys |= {
             f"{name}.num_prompts_per_step": prompts, f"{name}.num_generations_per_prompt": answers,
-            "policy.train_global_batch_size": 16 // steps, "policy.train_micro_batch_size": 2,
+            "policy.train_micro_batch_size": 2,
         }  # fmt: skip
     for section in (OPTIMIZER, *(["value.optimizer"] if name == "ppo" else [])):
         # A large epsilon: else Adam would blow the rounding of tiny gradients up to whole steps.
@@ -237,7 +263,7 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         f"{OPTIMIZER}.use_distributed_optimizer": case["distributed optimizer"],
     }
     if algorithm.shipped.algorithm in ("grpo", "ppo"):
-        values["policy.recompute_prev_logprobs"] = case["prev_logprobs"]
+        values["policy.recompute_prev_logprobs"] = "auto" if case["updates"] == "one pass" else "always"
     if algorithm.shipped.algorithm == "ppo":
         values["value.optimizer.use_distributed_optimizer"] = case["distributed optimizer"]
     if case["batching"] != "fixed":
@@ -248,7 +274,33 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
             "sequence_length_round": 6,
         }
         values |= {f"{section}.{key}": value for key, value in ({"enabled": True} | sizes).items()}
-    return values | _kl(case, algorithm)
+    if isinstance(algorithm.shipped.loop, RolloutConfig):
+        values["policy.train_global_batch_size"] = 8 if case["updates"] == "two" else 16
+    return values | _kl(case, algorithm) | _correction(case, algorithm) | _asynchrony(case, algorithm)
+
+
+def _correction(case: Case, algorithm: Algorithm) -> Overrides:
+    return {correction_key(algorithm): True} if case["correction"] else {}
+
+
+def _asynchrony(case: Case, algorithm: Algorithm) -> Overrides:
+    if case["asynchrony"] == "none":
+        return {}
+    keys = ASYNCHRONY[case["asynchrony"]] | {"enabled": True, "stall_timeout_s": STALL_S}
+    section = asynchrony_key(algorithm)
+    engines: Overrides = {"policy.generation.colocated.enabled": False}
+    return engines | {f"{section}.{key}": value for key, value in keys.items()}
+
+
+def correction_key(algorithm: Algorithm) -> str:
+    """The path of the switch of importance sampling; of a loss that has none, as others would name it."""
+    return f"{algorithm.kl_key.rpartition('.')[0]}.use_importance_sampling_correction"
+
+
+def asynchrony_key(algorithm: Algorithm) -> str:
+    """The path of the section of asynchronous rollouts; of an algorithm that has none, as others would name it."""
+    name, loop = algorithm.shipped.algorithm, algorithm.shipped.loop
+    return f"{name}.{loop.async_key or f'async_{name}'}"
 
 
 def _kl(case: Case, algorithm: Algorithm) -> Overrides:

@@ -5,11 +5,13 @@ What is recorded stands in for the two parts whose rows no two runs would share:
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +26,10 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.observability import Sample
+from nemo_rl_mcore.rollouts import start
+from nemo_rl_mcore.rollouts.draw import DrawnGroup, GroupDraw
+from nemo_rl_mcore.rollouts.event_log import EVENTS_FILE, read_events
+from nemo_rl_mcore.rollouts.timeline import Timeline
 from nemo_rl_mcore.workers.policy import Policy
 
 TOKENIZER = load_tokenizer("char")
@@ -82,7 +88,7 @@ class NoCluster:
 
 
 class Observer:
-    """Keeps what is logged of each step, but for what is the machine's, such as the memory that it uses."""
+    """Keeps what is logged of each step, but for what is the machine's, such as the memory and the time it takes."""
 
     def __init__(self, *_args: Any, **_options: Any) -> None:
         self.metrics: dict[int, dict[str, float]] = {}
@@ -105,13 +111,15 @@ class Observer:
         return nullcontext({})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        kept = {name: value for name, value in metrics.items() if not name.startswith("performance/")}
-        self.metrics[step] = kept
+        of_machine = ("performance/", "async/")
+        self.metrics[step] = {
+            name: value for name, value in metrics.items() if not name.startswith(of_machine)
+        }
 
     def add_samples(self, _samples: Iterable[Sample]) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecordedAnswers:
     """Answers that depend on (step, prompt, sample) alone, of uneven lengths; a `GenerationInterface`."""
 
@@ -150,21 +158,90 @@ class RecordedAnswers:
     def offload(self) -> None: ...
 
 
+@dataclass
+class RecordedEngines(RecordedAnswers):
+    """The same answers, group by group, of the versions that it has while it answers; a `RolloutEngines`.
+
+    late: versions for which the first group that is asked of a version waits, at most until `last` is there; what
+    is asked besides overtakes it.
+    """
+
+    late: int
+    last: int
+    weights_digest = ""
+    answering, joining, restarts = True, False, 0
+    _version: int = -1
+    _asked_first: bool = False
+
+    def update_weights(self, version: int) -> None:
+        self._version, self._asked_first = version, True
+
+    async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
+        began, first, self._asked_first = self._version, self._asked_first, False
+        await asyncio.sleep(0)
+        while first and self._version < min(began + self.late, self.last):
+            await asyncio.sleep(1e-3)
+        answers = self.generate(data, step=step)
+        versions = torch.full_like(answers["tokens"], self._version)
+        versions[:, 0] = began
+        behind = torch.arange(versions.shape[1]) >= answers["lengths"][:, None]
+        return BatchedDataDict(answers, weight_versions=versions.masked_fill(behind, -1))
+
+    def whereabouts(self, ticket: str) -> str:
+        return ticket
+
+    def rejoin(self) -> None:
+        raise NotImplementedError
+
+    def listen(self, changed: Callable[[], None]) -> None: ...
+
+
 class RecordedRewards:
-    """Rewards in tenths from a table; an `ScoresAnswers`."""
+    """Rewards in tenths from a table; an `ScoresAnswers`. The answers to every fifth prompt earn alike."""
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
-        return [REWARDS[(row + prompt.index) % len(REWARDS)] for row, prompt in enumerate(prompts)]
+        return [
+            REWARDS[(prompt.index + row * bool(prompt.index % 5)) % len(REWARDS)]
+            for row, prompt in enumerate(prompts)
+        ]
+
+
+type Metrics = dict[str, float]
+type Trained = dict[int, list[int]]
+"""The groups of each step, by position in the order of their draw, as they were trained."""
+
+
+@dataclass(frozen=True)
+class DrawnLike(GroupDraw):
+    """Draws for each step the groups that another run has trained there."""
+
+    trained: Trained = field(default_factory=dict, kw_only=True)
+
+    def groups_of(self, step: int) -> Sequence[DrawnGroup]:
+        places = [divmod(position, self.groups_per_step) for position in self.trained.get(step, ())]
+        return [super(DrawnLike, self).groups_of(drawn_by + 1)[place] for drawn_by, place in places]
+
+    def play_now(self, groups: Sequence[DrawnGroup]) -> list[BatchedDataDict]:
+        # One by one: those of a step may have been drawn by several, and with that their noise.
+        return [batch for group in groups for batch in super(DrawnLike, self).play_now([group])]
 
 
 @dataclass
 class Outcome:
-    """What a run leaves: metrics of each step, and what was asked of the ranks of each model at its end."""
+    """What a run leaves: metrics of each step, what was asked of the ranks of each model at its end, and its log.
 
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    log: of the groups, where the recipe samples.
+    """
+
+    metrics: dict[int, Metrics] = field(default_factory=dict)
     of_models: list[Any] = field(default_factory=list)
+    log: Timeline = field(default_factory=Timeline)
+
+    @property
+    def trained(self) -> Trained:
+        return {step: [one for chunk in chunks for one in chunk] for step, chunks in self.log.chunks.items()}
 
 
 @dataclass
@@ -181,22 +258,38 @@ class _Groups:
         return self.made[-1]
 
 
-def run(config: RunConfig, pool: RankPool, ask: Callable[[int, PoolGroup], Any]) -> Outcome:
+def run(
+    config: RunConfig, pool: RankPool, ask: Callable[[int, PoolGroup], Any], like: Trained | None = None
+) -> Outcome:
     """Run a recipe to its end as the launcher does; `ask` is called with each model's number and ranks at the end.
+
+    like: the groups that each step is to train on, in place of those that it would draw.
 
     Raises RunStoppedError, RankFailedError and whatever else stops a run.
     """
+    # As the command does, for the log of groups.
+    folder = Path(config.logger.log_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     checkpoints = open_checkpoints(config, notify=lambda _line: None)
     parts = replace(launch.open_parts(config), environment=RecordedRewards())
     groups, observer = _Groups(pool), Observer()
     with ExitStack() as stack:
         stack.enter_context(patch.object(launch, "Policy", partial(Policy, group=groups)))
         stack.enter_context(patch.object(launch, "open_generation", _recorded))
-        launch._train(parts, NoCluster(config.cluster), checkpoints, observer, stack)  # type: ignore[arg-type]
+        if like is not None:
+            stack.enter_context(patch.object(start, "GroupDraw", partial(DrawnLike, trained=like)))
+        saved = start.read_saved(config, checkpoints.start)
+        launch._train(parts, NoCluster(config.cluster), checkpoints, observer, stack, saved)  # type: ignore[arg-type]
         asked = [ask(number, group) for number, group in enumerate(groups.made)]
-    return Outcome(observer.metrics, asked)
+    path = folder / EVENTS_FILE
+    return Outcome(observer.metrics, asked, Timeline.of(read_events(path) if path.exists() else []))
 
 
 @contextmanager
 def _recorded(config: RunConfig, *_others: Any) -> Iterator[RecordedAnswers]:
-    yield RecordedAnswers(config.policy.generation.max_new_tokens)
+    longest = config.policy.generation.max_new_tokens
+    if not config.asynchronous:
+        yield RecordedAnswers(longest)
+        return
+    late = config.max_age if config.asynchrony.order == "as_completed" else 0
+    yield RecordedEngines(longest, late, config.loop.max_num_steps - 1)

@@ -1,6 +1,6 @@
 """The meeting matrix: every feature meets every other one, and is refused by name or right.
 
-  python tests/distributed/meetings.py                # every three features, a quarter of an hour on two cores
+  python tests/distributed/meetings.py                # every three features, half an hour on two cores
   python tests/distributed/meetings.py --strength 2   # every two, as the test beside this file
 
 A combination that runs must equal its plain sibling, `meeting_recipes.plain_sibling`: the same mathematics, and nothing
@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -28,7 +29,7 @@ import meeting_ranks
 import tolerances
 from meeting_cases import Values, refusal_of, selection
 from meeting_recipes import ALGORITHMS, FACTORS, LAYOUTS, Case, Material, load, name_of, plain_sibling
-from meeting_runs import Outcome, PoolGroup, run
+from meeting_runs import Metrics, Outcome, PoolGroup, Trained, run
 from rank_pool import RankPool, Ranks
 
 from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
@@ -53,7 +54,8 @@ class Matrix:
     ranks: Callable[[int], RankPool]
     folder: Path
     steps: int = 2
-    _plain: dict[str, Outcome] = field(default_factory=dict)
+    _plain: dict[tuple[str, str], Outcome] = field(default_factory=dict)
+    _trained: dict[tuple[str, str], Trained] = field(default_factory=dict)
     _made: set[Path] = field(default_factory=set)
     _world_size: int = 1
     _runs: int = 0
@@ -70,27 +72,42 @@ class Matrix:
         except ConfigError as error:
             if rule is None:
                 return Verdict(True, [f"refused: {error}"])
-            unnamed = [name for name in rule.names if name not in str(error)]
-            return Verdict(True, [f"the refusal does not name {name}: {error}" for name in unnamed])
+            told = rule.is_told_by(error.problems, ALGORITHMS[case["algorithm"]])
+            return Verdict(True, [] if told else [f"not told as {rule.code} of {rule.path}: {error}"])
         if rule is not None:
             return Verdict(False, [f"not refused, though {rule.reason}"])
         if case["state"] == "foreign":
             return self._foreign(config)
-        plain = self.plain(case)
+        trained = self._trained_as_completed(case) if case["asynchrony"] == "as completed" else None
+        plain = self.plain(case, trained)
         try:
             found = self._run(case, lambda model, group: _differences(group, plain.of_models[model]))
         except (AssertionError, ValueError, RunStoppedError) as error:
             return Verdict(False, [f"{type(error).__name__}: {error}"])
-        return _compare(found, plain, config)
+        verdict = _compare(found, plain, config)
+        verdict.failures += _wrong_groups(found, trained or plain.trained, config)
+        return verdict
 
-    def plain(self, case: Case) -> Outcome:
-        """What the plain sibling of a combination leaves: its metrics, and the parameters of its models."""
+    def plain(self, case: Case, trained: Trained | None = None) -> Outcome:
+        """What the plain sibling of a combination leaves: its metrics, and the parameters of its models.
+
+        trained: the groups of each step, where these are not those that it draws.
+        """
         sibling = plain_sibling(case)
-        name = name_of(sibling)
+        name = name_of(sibling), str(trained)
         if name not in self._plain:
-            found = self._run(sibling, lambda _model, group: group.run(meeting_ranks.whole_parameters)[0])
-            self._plain[name] = found
+            self._plain[name] = self._run(
+                sibling, lambda _model, group: group.run(meeting_ranks.whole_parameters)[0], trained
+            )
         return self._plain[name]
+
+    def _trained_as_completed(self, case: Case) -> Trained:
+        """The groups of each step, of a run on one rank: they depend on who waits for whom, and not on the layout."""
+        name = case["algorithm"], case["state"]
+        if name not in self._trained:
+            on_one = plain_sibling(case) | {key: case[key] for key in ("asynchrony", "state")}
+            self._trained[name] = self._run(on_one, lambda *_: None).trained
+        return self._trained[name]
 
     def leave(self) -> None:
         """End what the ranks still hold."""
@@ -102,18 +119,27 @@ class Matrix:
         steps = {f"{ALGORITHMS[case['algorithm']].shipped.algorithm}__max_num_steps": self.steps}
         return load(case, self._material, folder, **(steps | more))
 
-    def _run(self, case: Case, ask: Callable[[int, PoolGroup], object]) -> Outcome:
-        """Run a combination to its end; one that is resumed ends after its first step, and begins anew there."""
+    def _run(
+        self, case: Case, ask: Callable[[int, PoolGroup], object], like: Trained | None = None
+    ) -> Outcome:
+        """Run a combination to its end; one that is resumed ends after its first step, and begins anew there.
+
+        like: see `meeting_runs.run`.
+        """
         self._runs += 1
         folder = self.folder / f"run {self._runs}"
         first: dict[int, dict[str, float]] = {}
         pool = self._pool(LAYOUTS[case["layout"]][0])
         if case["state"] == "resumed":
             name = ALGORITHMS[case["algorithm"]].shipped.algorithm
-            short = {f"{name}__max_num_steps": 1, f"{name}__val_at_end": False}
+            # One that samples ahead of its last step samples nothing; a whole run is taken back instead.
+            steps = 1 if case["asynchrony"] == "none" else self.steps
+            short = {f"{name}__max_num_steps": steps, f"{name}__val_at_end": False}
             first = run(self._load(case, folder, **short), pool, lambda *_: None).metrics
-        found = run(self._load(case, folder), pool, ask)
-        return Outcome(first | found.metrics, found.of_models)
+            for step in range(2, steps + 1):
+                shutil.rmtree(folder / f"step_{step}")
+        found = run(self._load(case, folder), pool, ask, like)
+        return replace(found, metrics=first | found.metrics)
 
     def _foreign(self, config: RunConfig) -> Verdict:
         """A checkpoint of another algorithm, whose model is the same, is refused by the names of both."""
@@ -136,7 +162,8 @@ class Matrix:
         weights = self._material.weights(case)
         if weights in self._made:
             return
-        plain = plain_sibling(case) | {"state": "resumed", "kl": False, "temperature": 1.0}
+        plain = {name: values[0] for name, values in FACTORS.items()}
+        plain |= {"layout": plain_sibling(case)["layout"], "state": "resumed"}
         for name, folder in (("sft", weights), ("grpo", weights.with_name(f"{weights.name} by rewards"))):
             config = load(plain | {"algorithm": name}, self._material, folder, policy__init_checkpoint=None)
             run(config, self._pool(1), lambda *_: None)
@@ -164,8 +191,8 @@ def _compare(found: Outcome, plain: Outcome, config: RunConfig) -> Verdict:
     if found.metrics.keys() != plain.metrics.keys():
         verdict.failures.append(f"steps {sorted(found.metrics)}, not {sorted(plain.metrics)}")
         return verdict
-    for step, wanted in plain.metrics.items():
-        metrics = found.metrics[step]
+    for step in plain.metrics:
+        metrics, wanted = (_told_by_both(one.metrics[step], config) for one in (found, plain))
         if not (metrics["train/update_successful"] and metrics["train/grad_norm"] > 0):
             verdict.failures.append(f"step {step} updates nothing")
         if unequal := metrics.keys() ^ wanted.keys():
@@ -177,6 +204,28 @@ def _compare(found: Outcome, plain: Outcome, config: RunConfig) -> Verdict:
                 verdict.failures.append(f"step {step}: {name} is {metrics[name]}, not {wanted[name]}")
     verdict.failures += _wrong_rates(found, config)
     return verdict
+
+
+def _told_by_both(metrics: Metrics, config: RunConfig) -> Metrics:
+    """The metrics of a step without those that depend on when its groups were asked for.
+
+    A synchronous run asks in rounds; and only what the present weights have drawn is compared with their ranks.
+    """
+    left_out = ("train/dynamic_sampling",) * config.asynchronous + ("mismatch/",) * bool(config.max_age)
+    return {name: value for name, value in metrics.items() if not name.startswith(left_out)}
+
+
+def _wrong_groups(found: Outcome, wanted: Trained, config: RunConfig) -> Iterator[str]:
+    """Yield steps that train on other groups than they should, groups that train twice, and those that are too old."""
+    if found.trained != wanted:
+        yield f"the groups {found.trained} train, not {wanted}"
+    every = [position for positions in found.trained.values() for position in positions]
+    if len({*every}) < len(every):
+        yield f"groups train twice: {sorted(every)}"
+    for step, positions in found.trained.items():
+        ages = [step - 1 - found.log.groups[position].oldest for position in positions]
+        if not 0 <= min(ages) <= max(ages) <= config.max_age:
+            yield f"step {step}: the groups are {ages} versions old, at most {config.max_age} are allowed"
 
 
 def _relative(found: float, wanted: float) -> float:

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"num_layers": 4},
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     ),
+    "cp2": (2, {}, {"context_parallel_size": 2, "fused_linear_logprobs_context_parallel": True}),
     "tp2-pp2": (4, {}, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
     "ep2": (
         2,

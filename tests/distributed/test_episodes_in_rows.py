@@ -9,6 +9,7 @@ LAYOUTS = {
     "dp2": (2, {}, {}),
     "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
     "pp2": (2, {"pipeline_model_parallel_size": 2}, {}),
+    "cp2": (2, {"context_parallel_size": 2, "fused_linear_logprobs_context_parallel": True}, {}),
     "ep2": (2, {"expert_model_parallel_size": 2}, {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}),
 }
 
@@ -40,7 +41,7 @@ def episodes(seed, in_rows):
     import tiny
     import torch
 
-    from nemo_rl_mcore.algorithms.episode_rows import as_rows
+    from nemo_rl_mcore.rollouts.episode_rows import as_rows
 
     batch = tiny.grpo_batch(seed=seed)
     lengths = torch.tensor(LENGTHS)
@@ -154,7 +155,7 @@ def reference(ranks):
     [("one-rank", way) for way in WAYS]
     + [
         (layout, way)
-        for layout in ("dp2", "tp2-sp", "pp2", "ep2")
+        for layout in ("dp2", "tp2-sp", "pp2", "cp2", "ep2")
         for way in ("rows-1", "dynamic-40", "packing-40", "fused-packing-40")
     ],
 )

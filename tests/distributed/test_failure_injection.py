@@ -30,6 +30,7 @@ LAYOUTS = {
     "dp2": (2, {}),
     "dp2-overlap": (2, {"megatron": OVERLAP}),
     "tp2-sp": (2, {"megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}),
+    "cp2": (2, {"megatron": {"context_parallel_size": 2}}),
     "pp2": (2, {"model": TIED, "megatron": {"pipeline_model_parallel_size": 2} | PLAIN}),
 }
 

@@ -67,8 +67,9 @@ def generated_against_logprobs(megatron, prompt_lengths, stop_ids, filters=None)
         (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
         (2, {"pipeline_model_parallel_size": 2}),
         (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+        (2, {"context_parallel_size": 2}),
     ],
-    ids=["one-rank", "one-rank-fused", "tp2", "tp2-sp", "pp2", "pp2-vpp2"],
+    ids=["one-rank", "one-rank-fused", "tp2", "tp2-sp", "pp2", "pp2-vpp2", "cp2"],
 )
 def test_own_logprobs_are_those_of_get_logprobs(ranks, world_size, megatron):
     prompt_lengths = [4, 4, 2, 5, 2, 1, 5, 3]
@@ -85,8 +86,9 @@ def test_own_logprobs_are_those_of_get_logprobs(ranks, world_size, megatron):
         {"tensor_model_parallel_size": 2},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         {"pipeline_model_parallel_size": 2},
+        {"context_parallel_size": 2},
     ],
-    ids=["tp2", "tp2-sp", "pp2"],
+    ids=["tp2", "tp2-sp", "pp2", "cp2"],
 )
 def test_ranks_of_one_model_copy_draw_the_same_tokens(ranks, megatron):
     first, second = ranks(2).run(generated_against_logprobs, megatron, [3, 4] * 3, [])
@@ -367,6 +369,31 @@ def test_requests_come_between_two_tokens(ranks):
     assert rows == [0, 1, 2, 3, 4, 5]
     assert found == dict(enumerate(whole))
     assert all(modes)  # training
+
+
+def answers_with_and_without_room():
+    import tiny
+
+    total = 20
+    policy = tiny.policy_config(max_total_sequence_length=total, generation=generation_config())
+    fitting = policy.model_copy(
+        update={"generation": policy.generation.model_copy(update={"fit_to_sequence": True})}
+    )
+    asked = requests([2, 19, 14, 17, 17])
+    whole = tiny.worker(policy.model_copy(update={"max_total_sequence_length": 40}))
+    found = whole.generate(data=asked, step=1, stop_ids=[])
+    fitted = tiny.worker(fitting).generate(data=asked, step=1, stop_ids=[])
+    return [[rows[key].tolist() for key in ("tokens", "lengths", "finished")] for rows in (found, fitted)]
+
+
+def test_an_answer_ends_where_its_prompt_leaves_no_more(ranks):
+    (((tokens, lengths, _), (fitted, found, finished)),) = ranks(1).run(answers_with_and_without_room)
+    assert lengths == [6] * 5
+    assert found == [6, 1, 6, 3, 3]
+    assert [row[:n] for row, n in zip(fitted, found, strict=True)] == [
+        row[:n] for row, n in zip(tokens, found, strict=True)
+    ]
+    assert not any(finished)
 
 
 def logprobs_across_new_weights(reread):

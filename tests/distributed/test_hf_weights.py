@@ -18,8 +18,12 @@ TP2 = {"tensor_model_parallel_size": 2}
 TP2_SP = {**TP2, "sequence_parallel": True}
 VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
-TWO_RANKS = {"tp2": TP2, "tp2-sp": TP2_SP, "pp2": PP2, "pp2-vpp2": VPP}
-TWO_RANKS_OF_EXPERTS = {"ep2": EP2, "tp2-sp": TP2_SP, "tp2-sp-ep2": TP2_SP | EP2, "pp2": PP2}
+CP2 = {"context_parallel_size": 2}
+TWO_RANKS = {"tp2": TP2, "tp2-sp": TP2_SP, "pp2": PP2, "pp2-vpp2": VPP, "cp2": CP2}
+TWO_RANKS_OF_EXPERTS = {
+    **{"ep2": EP2, "tp2-sp": TP2_SP, "tp2-sp-ep2": TP2_SP | EP2, "pp2": PP2},
+    "cp2-ep2": CP2 | EP2,
+}
 # One of each structure: the others have the same parameters, or the same with one left out.
 DENSE = ["llama", "llama-tied", "llama3-32", "mistral", "qwen2-tied", "qwen3"]
 MOE = ["qwen3-moe", "qwen3-moe-shares"]

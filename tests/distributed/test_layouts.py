@@ -12,6 +12,7 @@ TWO_RANKS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
 }
 
 
@@ -19,7 +20,9 @@ def log_probabilities_and_metrics(megatron, weights, fused):
     """Two steps from given full weights (or this rank's own): log-probs, metrics, and the full weights at the start."""
     import tiny
 
-    config = tiny.policy_config(megatron=megatron | {"use_fused_linear_logprobs": fused})
+    allowed = fused and megatron.get("context_parallel_size", 1) > 1
+    own = {"use_fused_linear_logprobs": fused, "fused_linear_logprobs_context_parallel": allowed}
+    config = tiny.policy_config(megatron=megatron | own)
     worker = tiny.worker(config)
     if weights is not None:
         tiny.load_full_weights(worker, weights)

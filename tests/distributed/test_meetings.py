@@ -10,7 +10,15 @@ import meeting_cases
 import meeting_ranks
 import meetings
 import pytest
-from meeting_recipes import ALGORITHMS, EXAMPLES, FACTORS, LAYOUTS, name_of, plain_sibling
+from meeting_recipes import (
+    ALGORITHMS,
+    EXAMPLES,
+    FACTORS,
+    LAYOUTS,
+    MATHEMATICS,
+    name_of,
+    plain_sibling,
+)
 
 from nemo_rl_mcore.algorithms import run_checkpoints
 from nemo_rl_mcore.config.master import RUN_CONFIGS
@@ -54,7 +62,7 @@ def test_the_plain_sibling_has_the_same_mathematics_and_nothing_else():
         plain = plain_sibling(case)
         assert LAYOUTS[plain["layout"]][0] == 1
         changed = {name for name, value in plain.items() if value != PLAIN[name]}
-        assert changed <= {"algorithm", "temperature", "kl", "layout"}
+        assert changed <= {*MATHEMATICS, "layout"}
         assert plain_sibling(plain) == plain
 
 
@@ -81,19 +89,33 @@ def mistake(ranks, name, world_size):
         pool.run(meeting_ranks.mend, stay=True)
 
 
+PAIRS = {"algorithm": "dpo offline", "kl": True}
+AHEAD = {"asynchrony": "ahead", "correction": True}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "own", "noticed"),
     [
-        ("rows_sorted_singly", {"batching": "dynamic"}, "train/loss"),
+        ("rows_sorted_singly", PAIRS | {"batching": "dynamic"}, "train/loss"),
         # A packed row holds half a pair more often than not, which the loss itself refuses.
-        ("rows_sorted_singly", {"batching": "packed"}, "invalid for input of size"),
-        ("rows_sorted_singly", {"batching": "dynamic", "layout": "dp2"}, "train/loss"),
-        ("schedule_counts_rows", {}, "train/lr"),
+        ("rows_sorted_singly", PAIRS | {"batching": "packed"}, "invalid for input of size"),
+        ("rows_sorted_singly", PAIRS | {"batching": "dynamic", "layout": "dp2"}, "train/loss"),
+        ("schedule_counts_rows", PAIRS, "train/lr"),
+        ("correction_dropped_ahead", AHEAD, "train/grad_norm"),
+        (
+            "correction_dropped_ahead",
+            AHEAD | {"asynchrony": "as completed", "layout": "dp2"},
+            "train/grad_norm",
+        ),
+        ("previous_logprobs_of_those_that_drew", AHEAD, "train/loss"),
+        ("noise_of_the_open_step", AHEAD, "train/loss"),
+        ("newest_groups_first", AHEAD, "the groups"),
+        ("first_group_trains_again", AHEAD, "groups train twice"),
     ],
 )
-def test_a_mistake_about_pairs_is_noticed(ranks, matrix, name, own, noticed):
-    case = PLAIN | {"algorithm": "dpo offline", "kl": True} | own
+def test_a_mistake_is_noticed(ranks, matrix, name, own, noticed):
+    case = PLAIN | own
     assert not matrix.verdict(case).failures  # and the plain sibling is made without the mistake
     with mistake(ranks, name, LAYOUTS[case["layout"]][0]):
         failures = matrix.verdict(case).failures

@@ -113,11 +113,17 @@ def config(way, megatron, model=None):
     return tiny.policy_config(model=model, megatron=keys, **sections)
 
 
-def three_steps(way, megatron, model=None):
-    """What a batch is given, and one step for each loss: metrics and gradients of each, the weights after the last."""
+def three_steps(way, megatron, model=None, weights=None):
+    """What a batch is given, and one step for each loss: metrics and gradients of each, the weights after the last.
+
+    weights: full ones to begin with, in place of the rank's own.
+    """
     import tiny
 
     worker = tiny.worker(config(way, megatron, model))
+    if weights is not None:
+        tiny.load_full_weights(worker, weights)
+        worker.backend.keep_reference()
     start = tiny.parameters(worker)
     said = worker.get_logprobs(data=uneven_batch()) | worker.get_topk_logits(data=uneven_batch(), k=3)
     said |= worker.get_reference_policy_logprobs(data=uneven_batch())

@@ -15,6 +15,8 @@ TWO_RANKS = {
         "expert_model_parallel_size": 2,
     },
     "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+    "cp2-ep2": {"context_parallel_size": 2, "expert_model_parallel_size": 2},
     "ep2-recompute": {"expert_model_parallel_size": 2, "activation_checkpointing": True},
 }
 
@@ -76,9 +78,9 @@ def steps_from(megatron, weights, fused, model):
     import tiny
     from megatron.core import parallel_state
 
-    config = tiny.policy_config(
-        model=EXPERTS | model, megatron=megatron | {"use_fused_linear_logprobs": fused}, max_grad_norm=0.0
-    )
+    keys = {"use_fused_linear_logprobs": fused}
+    keys["fused_linear_logprobs_context_parallel"] = fused and "context_parallel_size" in megatron
+    config = tiny.policy_config(model=EXPERTS | model, megatron=megatron | keys, max_grad_norm=0.0)
     worker = tiny.worker(config)
     if weights is not None:
         tiny.load_full_weights(worker, weights)
@@ -401,3 +403,61 @@ def test_ranks_that_share_experts_generate_prompts_of_any_lengths(ranks, stop_id
     for lengths, difference in found:
         assert difference < GENERATION
         assert (set(lengths) == {4}) == (not stop_ids)
+
+
+def steps_with_routers(frozen, megatron, folder):
+    """Weights before and after two steps, gradients of the first, and what a checkpoint of it brings back."""
+    import tiny
+    import torch
+
+    keys = PLAIN | megatron | {"freeze_moe_router": frozen}
+    worker = tiny.worker(tiny.policy_config(model=EXPERTS | BALANCED, megatron=keys, max_grad_norm=0.0))
+    start = tiny.parameters(worker)
+    worker.train(tiny.shard(tiny.grpo_batch()), tiny.grpo_loss())
+    gradients = tiny.gradients(worker)
+    worker.train(tiny.shard(tiny.grpo_batch(seed=1)), tiny.grpo_loss())
+    worker.save_checkpoint(folder)
+    end = tiny.parameters(worker)
+    worker.train(tiny.shard(tiny.grpo_batch(seed=2)), tiny.grpo_loss())
+    worker.load_checkpoint(folder, weights_only=False)
+    again = tiny.parameters(worker)
+    assert all(torch.equal(again[name], value) for name, value in end.items())
+    return tuple({name: value.numpy() for name, value in part.items()} for part in (start, end, gradients))
+
+
+@pytest.mark.quick_cases("cp2-ep2")
+@pytest.mark.exhaustive_cases("one", "pp2")
+@pytest.mark.parametrize("layout", ["one", *TWO_RANKS])
+def test_frozen_routers_stay_to_the_bit_and_all_else_has_the_same_gradients(ranks, layout, tmp_path):
+    pool, megatron = ranks(1 if layout == "one" else 2), TWO_RANKS.get(layout, {})
+    trained = pool.run(steps_with_routers, False, megatron, str(tmp_path / "trained"))
+    frozen = pool.run(steps_with_routers, True, megatron, str(tmp_path / "frozen"))
+    for (_, _, wanted), (start, end, gradients) in zip(trained, frozen, strict=True):
+        routers = {name for name in start if "router" in name}
+        assert routers
+        assert gradients.keys() == wanted.keys() - routers
+        for name, gradient in gradients.items():
+            assert (gradient == wanted[name]).all(), name
+        for name in start:
+            assert (start[name] == end[name]).all() == (name in routers), name
+
+
+def sharded_steps_in_bf16(folder):
+    import tiny
+
+    policy = {"precision": "bfloat16", "megatron": {"freeze_moe_router": True}, "model": EXPERTS | BALANCED}
+    worker = tiny.worker(tiny.policy_config(**policy))
+    start = tiny.parameters(worker)
+    for seed in range(2):
+        worker.train(tiny.shard(tiny.grpo_batch(seed=seed)), tiny.grpo_loss())
+    worker.save_checkpoint(folder)
+    worker.load_checkpoint(folder)
+    end = tiny.parameters(worker)
+    return {name: bool((value == end[name]).all()) for name, value in start.items()}
+
+
+def test_a_sharded_optimizer_in_bf16_has_no_part_of_frozen_routers(ranks, tmp_path):
+    for unchanged in ranks(2).run(sharded_steps_in_bf16, str(tmp_path / "saved")):
+        assert {name for name, same in unchanged.items() if same} == {
+            name for name in unchanged if "router" in name
+        }

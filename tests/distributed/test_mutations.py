@@ -1,10 +1,14 @@
 """Known mistakes are noticed by the checks of the test suite; `tests/mutations` has the tables."""
 
 import pytest
-from mutations import meeting_mutations, train_step_mutations
+from mutations import context_parallel_mutations, meeting_mutations, train_step_mutations
 from mutations.harness import caught_by, failure
 
-MUTATIONS = (*train_step_mutations.MUTATIONS, *meeting_mutations.MUTATIONS)
+MUTATIONS = (
+    *train_step_mutations.MUTATIONS,
+    *meeting_mutations.MUTATIONS,
+    *context_parallel_mutations.MUTATIONS,
+)
 pytestmark = pytest.mark.exhaustive
 
 

@@ -1,7 +1,5 @@
 """Over episodes of several turns the ids that are trained on are those that were drawn, and so are the numbers."""
 
-import json
-
 import pytest
 from tolerances import GENERATION
 
@@ -32,16 +30,17 @@ def config_of(name, tokens):
     )
 
 
-def of_ranks(policy, stop_ids, journal):
-    """What answers a batch, of a worker with a journal; and the worker."""
+def of_ranks(policy, stop_ids, drawn):
+    """What answers a batch, of a worker, and notes what was drawn; and the worker."""
     import tiny
     from played_episodes import SEED
 
-    worker = tiny.worker(policy, seed=SEED, journal=journal)
-    return lambda data, step: worker.generate(data=data, step=step, stop_ids=list(stop_ids)), worker
+    worker = tiny.worker(policy, seed=SEED)
+    ask = drawn.noting(lambda data, step: worker.generate(data=data, step=step, stop_ids=list(stop_ids)))
+    return ask, worker
 
 
-def of_engine(policy, stop_ids, journal):
+def of_engine(policy, stop_ids, drawn):
     """As `of_ranks`, of an engine with its weights; the driver's handle asks it in the same way."""
     import asyncio
 
@@ -63,7 +62,7 @@ def of_engine(policy, stop_ids, journal):
     loop, sampling = asyncio.new_event_loop(), Sampling(NEW_TOKENS, TEMPERATURE, stop_ids=tuple(stop_ids))
 
     async def opened():
-        engine = EmbeddedEngine(EmbeddedSettings(policy, journal=journal))
+        engine = EmbeddedEngine(EmbeddedSettings(policy))
         await load(engine, tensors, 0, bucket_bytes=1 << 20)
         return engine
 
@@ -73,28 +72,29 @@ def of_engine(policy, stop_ids, journal):
         keys = sample_keys(SEED, step, data["prompt_index"], data["sample_index"], data.get("turn_index"))
         strings = data.get("stop_strings", [()] * data.size)
         requests = as_requests(BatchedDataDict(data, seeds=keys, stop_strings=strings))
-        return as_batch(loop.run_until_complete(engine.generate(requests, sampling, 0)), NEW_TOKENS)
+        responses = loop.run_until_complete(engine.generate(requests, sampling, 0))
+        for request, response in zip(requests, responses, strict=True):
+            drawn.note(request.seed, response.tokens)
+        return as_batch(responses, NEW_TOKENS)
 
     return ask, None
 
 
 def played(kind, who, folder, samples):
-    """The facts of episodes: what the journal has and is trained on, and how they went."""
+    """The facts of episodes: what was drawn and is trained on, and how they went."""
     from pathlib import Path
 
     import played_episodes as episodes
 
-    from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
+    from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
 
     name, chat = tokenizer_of(kind, Path(folder) / "tokenizer")
     tokenizer, policy = config_of(name, 128)
-    journal = Path(folder) / "journal"
-    opened = of_ranks if who == "rank_0" else of_engine
-    ask, worker = opened(policy, episodes.stop_ids(tokenizer), str(journal))
+    opened, drawn = (of_ranks if who == "rank_0" else of_engine), episodes.Drawn()
+    ask, worker = opened(policy, episodes.stop_ids(tokenizer), drawn)
     rollout = episodes.play(ask, tokenizer, chat=chat, tokens=128, samples=samples)
     batch = rollout.batch
     require_sampled_ids(batch)
-    lines = [json.loads(line) for line in (journal / f"{who}.jsonl").read_text().splitlines()]
     difference = None
     if worker is not None:
         found = worker.get_logprobs(data=batch)["logprobs"]
@@ -105,8 +105,7 @@ def played(kind, who, folder, samples):
         encoded_anew += encoded(tokenizer, ids) != ids
     return {
         "rows": batch.size,
-        "lines": len(lines),
-        "journal": {line["seed"]: line["ids"] for line in lines},
+        "drawn": {**drawn},
         "trained": trained,
         "turns": batch["turn_of_token"].amax(1).tolist(),
         "endings": sorted(set(batch["ending"].tolist())),
@@ -125,11 +124,10 @@ def encoded(tokenizer, ids):
 @pytest.mark.smoke("template-rank_0")
 @pytest.mark.parametrize("who", ["rank_0", "engine_0"])
 @pytest.mark.parametrize("kind", ["characters", "bytes", "template"])
-def test_what_is_trained_on_is_what_the_journal_says_was_drawn(ranks, tmp_path, kind, who):
+def test_what_is_trained_on_is_what_was_drawn(ranks, tmp_path, kind, who):
     [found] = ranks(1).run(played, kind, who, str(tmp_path), 8)
     assert found["rows"] == 200
-    assert found["lines"] == len(found["journal"]), "a key for each response"
-    assert found["trained"] == found["journal"]
+    assert found["trained"] == found["drawn"]
     assert {*found["turns"]} == {1, 2, 3, 4}
     if kind != "characters":
         assert found["encoded_anew"] > 50, "the ids that their texts are encoded to would be other ones"
@@ -150,7 +148,7 @@ def gradients_of_observations(fused):
     tokenizer, policy = config_of("char", 96)
     megatron = policy.megatron_cfg.model_copy(update={"use_fused_linear_logprobs": fused})
     policy = policy.model_copy(update={"megatron_cfg": megatron})
-    ask, worker = of_ranks(policy, episodes.stop_ids(tokenizer), None)
+    ask, worker = of_ranks(policy, episodes.stop_ids(tokenizer), episodes.Drawn())
     batch = episodes.play(ask, tokenizer, prompts=4, samples=4).batch
     batch = episodes.with_what_a_loss_reads(batch)
     del batch["replies"]

@@ -104,6 +104,7 @@ def gradients(of: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
         f"{stage}.{name}": parameter.main_grad.clone()
         for stage, chunk in enumerate(of.backend.chunks)
         for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
     }
 
 

@@ -1,4 +1,4 @@
-"""`nemo-rl-mcore grpo` with sampling beside training: equal to the synchronous run at age 0, stopped and resumed."""
+"""`nemo-rl-mcore grpo` with asynchronous rollouts: equal to the synchronous run at age 0, stopped and resumed."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_tensors import tensors_in
-from grpo_run import Run
+from grpo_run import Run, compared
 from refusals import assert_holds
 
 BESIDE = ("grpo.async_grpo.enabled=true", "policy.generation.colocated.enabled=false")
@@ -22,7 +22,6 @@ OVERLAP = tuple(
     f"policy.megatron_cfg.distributed_data_parallel_config.{key}"
     for key in ("overlap_grad_reduce=true", "bucket_size=3000")
 )
-CLOCKS = ("timing/", "performance/")
 START = Callable[..., Run]
 
 
@@ -41,18 +40,12 @@ def start(tmp_path: Path) -> Iterator[START]:
         one.close()
 
 
-def results(run: Run, beside: bool) -> list[dict[str, float]]:
-    """The rows without clocks; those of a run beside training without what only it has."""
-    left_out = (*CLOCKS, "async/") if beside else CLOCKS
-    return [{name: v for name, v in row.items() if not name.startswith(left_out)} for row in run.steps()]
-
-
 def last_checkpoint(run: Run, step: int) -> dict[str, torch.Tensor]:
     return tensors_in(run.log_dir / "checkpoints" / f"step_{step}" / "policy")
 
 
 def events(run: Run) -> list[dict]:
-    return [json.loads(line) for line in (run.log_dir / "rollouts.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run.log_dir / "groups.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +70,7 @@ def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start: START, steps, r
         run = start(name, *common, *how)
         code, _, errors = run.end(within_s=300)
         assert (code, errors) == (0, "")
-        rows.append(results(run, beside=bool(how)))
+        rows.append(compared(run))
         tensors.append(last_checkpoint(run, steps))
         if how:
             assert {row["async/age_max"] for row in run.steps()} == {0}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_tensors import tensors_in
-from grpo_run import Run
+from grpo_run import RECIPE, Run
 
 STEPS, GROUPS, PERIOD = 8, 8, 3
 TINY = (
@@ -30,8 +30,7 @@ def start(folder: Path, *overrides: str) -> Run:
     return Run(folder, *TINY, f"checkpointing.checkpoint_dir={folder}/saved", *overrides)
 
 
-def run_to_the_end(folder: Path, *overrides: str) -> tuple[Run, str]:
-    run = start(folder, *overrides)
+def to_the_end(run: Run) -> tuple[Run, str]:
     try:
         code, output, errors = run.end(within_s=300)
         assert (code, errors) == (0, "")
@@ -40,9 +39,8 @@ def run_to_the_end(folder: Path, *overrides: str) -> tuple[Run, str]:
         run.close()
 
 
-def run_until_killed(folder: Path, after: int, *overrides: str) -> None:
+def until_killed(run: Run, after: int) -> None:
     """The driver alone is killed: what it has started is to end by itself."""
-    run = start(folder, *overrides)
     try:
         run.wait_for_step(after, within_s=240)
         os.kill(run.process.pid, signal.SIGKILL)
@@ -72,15 +70,15 @@ def resumed(tmp_path_factory):
         "grpo.async_grpo.min_groups_for_streaming_train=3",
         *("grpo.async_grpo.keep_groups=true", "grpo.async_grpo.in_flight_weight_updates=false"),
     )
-    run_until_killed(folder, KILLED_AFTER, *keys)
-    log, saved = (folder / "rollouts.jsonl").read_bytes(), newest_ledger(folder)
-    _, output = run_to_the_end(folder, *keys)
+    until_killed(start(folder, *keys), KILLED_AFTER)
+    log, saved = (folder / "groups.jsonl").read_bytes(), newest_ledger(folder)
+    _, output = to_the_end(start(folder, *keys))
     return folder, log, saved, output
 
 
 def test_each_group_is_trained_once_and_what_was_ready_is_not_asked_again(resumed):
     folder, _, saved, told = resumed
-    log = events(folder / "rollouts.jsonl")
+    log = events(folder / "groups.jsonl")
     finished = [one for one in log if one["kind"] == "finished"]
     assert [one["step"] for one in finished] == [*range(1, STEPS + 1)]
     trained = [position for one in finished for position in sorted(chain(*one["chunks"]))]
@@ -97,7 +95,7 @@ def test_each_group_is_trained_once_and_what_was_ready_is_not_asked_again(resume
 
 def test_groups_are_of_the_age_that_the_log_allows(resumed):
     folder, *_ = resumed
-    log = events(folder / "rollouts.jsonl")
+    log = events(folder / "groups.jsonl")
     oldest = {
         one["token"]["position"]: one["segments"][0]["version"] for one in log if one["kind"] == "committed"
     }
@@ -112,8 +110,8 @@ def test_groups_are_of_the_age_that_the_log_allows(resumed):
 def test_what_was_logged_behind_the_checkpoint_is_set_aside(resumed):
     folder, log, saved, _ = resumed
     size = saved["log"]["size"]
-    assert (folder / "rollouts.1.jsonl").read_bytes() == log[size:]
-    assert (folder / "rollouts.jsonl").read_bytes()[:size] == log[:size]
+    assert (folder / "groups.1.jsonl").read_bytes() == log[size:]
+    assert (folder / "groups.jsonl").read_bytes()[:size] == log[:size]
     groups = {path.name for path in (folder / "groups").iterdir()}
     assert {f"step_{step}" for step in range(1, STEPS + 1)} <= groups
     assert "aside_step_4" in groups
@@ -125,7 +123,7 @@ def test_a_replay_goes_over_the_seam_and_begins_at_it(resumed, kept, after, tmp_
     """At the seam the groups that the checkpoint holds are read from there: older weights have drawn them."""
     folder, *_ = resumed
     if not kept:
-        (tmp_path / "rollouts.jsonl").write_bytes((folder / "rollouts.jsonl").read_bytes())
+        (tmp_path / "groups.jsonl").write_bytes((folder / "groups.jsonl").read_bytes())
         (tmp_path / "config.yaml").write_text((folder / "config.yaml").read_text())
         folder = tmp_path
     command = "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())"
@@ -142,15 +140,56 @@ def test_a_replay_goes_over_the_seam_and_begins_at_it(resumed, kept, after, tmp_
     assert all(line.endswith(f" equal, {GROUPS} groups equal") for line in lines)
 
 
+GRPO_AT_AGE_0 = (
+    *(*TINY, "grpo.async_grpo.max_trajectory_age_steps=0"),
+    "loss_fn.reference_policy_kl_penalty=0.05",
+)
+DYNAMIC_SAMPLING = (
+    *("grpo.async_grpo.enabled=false", "policy.generation.colocated.enabled=true"),
+    "grpo.use_dynamic_sampling=true",
+)
+
+
+def of_recipe(algorithm: str, *overrides: str) -> tuple[str, ...]:
+    """Return the overrides of an asynchronous recipe as shipped, for as many steps and checkpoints as here."""
+    length = (f"{algorithm}.max_num_steps={STEPS}", f"checkpointing.save_period={PERIOD}")
+    return (*length, f"{algorithm}.val_at_end=false", "logger.tensorboard_enabled=false", *overrides)
+
+
 @pytest.mark.nightly
-def test_at_age_0_the_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path):
-    keys = ("grpo.async_grpo.max_trajectory_age_steps=0", "loss_fn.reference_policy_kl_penalty=0.05")
-    run_until_killed(tmp_path / "killed", KILLED_AFTER, *keys)
-    runs = [run_to_the_end(tmp_path / name, *keys)[0] for name in ("undisturbed", "killed")]
+@pytest.mark.parametrize(
+    ("algorithm", "recipe", "overrides", "models"),
+    [
+        ("grpo", "grpo_copy_cpu", GRPO_AT_AGE_0, ["policy"]),
+        ("grpo", "grpo_copy_async_cpu", of_recipe("grpo", *DYNAMIC_SAMPLING), ["policy"]),
+        (
+            *("ppo", "ppo_async_cpu"),
+            of_recipe("ppo", "warm_start=null", "ppo.async_ppo.max_trajectory_age_steps=0"),
+            ["policy", "value"],
+        ),
+        (
+            *("dpo", "dpo_async_cpu"),
+            of_recipe("dpo", "warm_start=null", "dpo.async_dpo.max_trajectory_age_steps=0"),
+            ["policy"],
+        ),
+    ],
+    ids=["grpo", "synchronous, dynamic sampling", "ppo", "dpo"],
+)
+def test_at_age_0_the_resumed_run_is_the_undisturbed_one_to_the_bit(
+    tmp_path, algorithm, recipe, overrides, models
+):
+    command = {"algorithm": algorithm, "recipe": RECIPE.with_name(f"{recipe}.yaml")}
+
+    def start_in(folder: Path) -> Run:
+        return Run(folder, *overrides, f"checkpointing.checkpoint_dir={folder}/saved", **command)
+
+    until_killed(start_in(tmp_path / "killed"), KILLED_AFTER)
+    runs = [to_the_end(start_in(tmp_path / name))[0] for name in ("undisturbed", "killed")]
     rows = [
         [{k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in run.steps()] for run in runs
     ]
     assert rows[0] == rows[1]
-    wanted, found = (tensors_in(run.log_dir / "saved" / f"step_{STEPS}" / "policy") for run in runs)
-    assert wanted.keys() == found.keys()
-    assert not [name for name in wanted if not wanted[name].equal(found[name])]
+    for model in models:
+        wanted, found = (tensors_in(run.log_dir / "saved" / f"step_{STEPS}" / model) for run in runs)
+        assert wanted.keys() == found.keys()
+        assert not [name for name in wanted if not wanted[name].equal(found[name])]

@@ -1,6 +1,5 @@
 """`nemo-rl-mcore grpo` as a person runs it: a short run, a rank that dies, signals, numbers that explode."""
 
-import json
 import os
 import signal
 import time
@@ -35,15 +34,10 @@ def test_a_short_run_leaves_metrics_curves_and_samples(start) -> None:
     run = start(
         *("grpo.max_num_steps=3", "loss_fn.reference_policy_kl_penalty=0.01"),
         *("policy.train_micro_batch_size=32", "policy.train_global_batch_size=128"),
-        "policy.generation.journal=true",
     )
     code, output, errors = run.end(within_s=180)
     assert (code, errors) == (0, "")
     assert "step 3/3" in output
-    journals = sorted((run.log_dir / "journal").iterdir())
-    assert [journal.name for journal in journals] == ["rank_0.jsonl", "rank_1.jsonl"]
-    lines = [json.loads(line) for journal in journals for line in journal.read_text().splitlines()]
-    assert len({line["seed"] for line in lines}) >= 3 * 256
     assert "validation/accuracy" in output
     steps = run.steps()
     assert [step["step"] for step in steps] == [1, 2, 3]

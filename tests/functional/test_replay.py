@@ -1,4 +1,4 @@
-"""A replay of an asynchronous run gives its weights and tokens to the bit; a log that says otherwise is found out."""
+"""A replay trains from kept groups to the bit; a log, a group or a log-probability that says otherwise is found out."""
 
 import json
 import shutil
@@ -8,18 +8,11 @@ import sys
 import pytest
 from grpo_run import RECIPE, Run
 
+from nemo_rl_mcore.rollouts.group_store import digest_of_group, versions_of
+from nemo_rl_mcore.rollouts.saved_groups import load_groups, save_groups
+
 STEPS = 8
-ASYNC = (
-    "policy.generation.colocated.enabled=false",
-    "grpo.async_grpo.enabled=true",
-    "grpo.async_grpo.max_trajectory_age_steps=2",
-    "loss_fn.use_importance_sampling_correction=true",
-    "loss_fn.truncated_importance_sampling_type=tis",
-    "loss_fn.truncated_importance_sampling_ratio=2.0",
-    f"grpo.max_num_steps={STEPS}",
-    "grpo.val_at_end=false",
-    "cluster.cpu_workers_per_node=1",
-)
+RECIPE_ASYNC = RECIPE.with_name("grpo_copy_async_cpu.yaml")
 
 
 def replay(folder, *options):
@@ -40,12 +33,13 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     run = Run(
         folder,
-        *ASYNC,
+        f"grpo.max_num_steps={STEPS}",
+        "grpo.val_at_end=false",
+        "grpo.async_grpo.max_trajectory_age_steps=2",
         "grpo.async_grpo.min_groups_for_streaming_train=6",
-        "grpo.async_grpo.keep_groups=true",
-        "checkpointing.enabled=true",
+        "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true",
         "checkpointing.save_period=4",
-        f"checkpointing.checkpoint_dir={folder}/saved",
+        recipe=RECIPE_ASYNC,
     )
     status, output, errors = run.end(within_s=240)
     assert status == 0, output + errors
@@ -54,32 +48,30 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def without_groups(finished, tmp_path):
-    """A copy of the run whose log alone says what was trained on."""
+def copied(finished, tmp_path):
+    """A copy of the run, without its checkpoints."""
     copy = tmp_path / "copy"
-    shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("groups", "saved"))
+    shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("checkpoints"))
     return copy
 
 
 @pytest.mark.exhaustive
-def test_every_step_is_equal_drawn_again_from_the_log_alone(without_groups):
-    status, lines, errors = replay(without_groups)
+def test_every_step_is_equal_and_every_token_as_likely_as_its_weights_say(finished):
+    status, lines, errors = replay(finished)
     assert status == 0, errors
     assert len(lines) == STEPS
     for step, line in enumerate(lines, 1):
         assert line.startswith(f"step {step}: weights ")
-        assert line.endswith(" equal, 16 groups equal")
+        assert " equal, 16 groups equal, " in line
+        assert " metrics equal, " in line
+        assert "not compared" not in line
 
 
 @pytest.mark.exhaustive
-def test_steps_behind_a_checkpoint_are_trained_on_the_groups_that_were_kept(finished, without_groups):
+def test_steps_behind_a_checkpoint_are_trained_from_it_and_older_weights_rescore_nothing(finished):
     status, lines, errors = replay(finished, "--steps", f"4:{STEPS}")
     assert status == 0, errors
     assert [line.partition(":")[0] for line in lines] == [f"step {step}" for step in range(5, STEPS + 1)]
-    changed(without_groups, begin_the_last_before_the_checkpoint)
-    status, lines, errors = replay(without_groups, "--steps", f"4:{STEPS}")
-    assert (status, lines) == (1, [])
-    assert "before step 4, " in errors
 
 
 @pytest.mark.exhaustive
@@ -88,67 +80,102 @@ def test_episodes_of_several_turns_are_equal_and_no_environment_is_asked(tmp_pat
     run = Run(tmp_path, "grpo.max_num_steps=5", "grpo.val_at_end=false", recipe=recipe)
     status, output, errors = run.end(within_s=240)
     assert status == 0, output + errors
-    log = (tmp_path / "rollouts.jsonl").read_text().splitlines()
-    turns = [event["turns"] for event in map(json.loads, log) if event["kind"] == "committed"]
-    assert max(map(len, turns)) > 1  # how many exactly depends on which weights drew them
     status, lines, errors = replay(tmp_path)
     assert (status, len(lines)) == (0, 5), errors
     assert all(" equal, " in line for line in lines)
 
-    def other_observations(events):
-        for event in events:
-            if event["kind"] == "committed" and event["token"]["position"] < 16:
-                for said in event["turns"][0]["replies"]:
-                    if "observation" in said:
-                        said["observation"] = [["user", "0>"]]
 
-    # It is the log that speaks: with other observations the answers are others, of some samples at least.
-    changed(tmp_path, other_observations)
-    status, _, errors = replay(tmp_path, "--steps", "0:1")
-    assert status == 1
-    assert " of the log" in errors
-
-
-def changed(folder, change):
-    log = folder / "rollouts.jsonl"
+def changed_log(folder, change):
+    log = folder / "groups.jsonl"
     events = [json.loads(line) for line in log.read_text().splitlines()]
     change(events)
     log.write_text("".join(json.dumps(event, separators=(",", ":")) + "\n" for event in events))
 
 
-def begin_the_last_before_the_checkpoint(events):
-    """Say so of the last group: which groups are under way while a checkpoint is written is up to the machine."""
-    event = next(e for e in events if e["kind"] == "committed" and e["token"]["position"] == STEPS * 16 - 1)
-    event["turns"][0]["segments"][0] = event["segments"][0] = {"first": 0, "version": 2}
+def committed(events, position):
+    return next(e for e in events if e["kind"] == "committed" and e["token"]["position"] == position)
 
 
-def shift_a_segment(events):
-    """Say of a group of the second step that its last tokens were drawn one version later, or one token later."""
-    event = next(e for e in events if e["kind"] == "committed" and e["token"]["position"] == 20)
-    segments = event["turns"][0]["segments"]
-    if len(segments) > 1:
-        segments[1]["first"] += 1
-    else:
-        segments.append({"first": 1, "version": segments[0]["version"] + 1})
+def changed_groups(folder, step, change):
+    """Write groups of a step again, with sums that are right; and their digests and segments into the log."""
+    kept = folder / f"groups/step_{step}"
+    groups = load_groups(kept)
+    change(groups)
+    save_groups(kept, groups)
+
+    def tell(events):
+        for position, group in groups.items():
+            event = committed(events, position)
+            event["digest"] = digest_of_group(group)
+            event["segments"] = [vars(segment) for segment in versions_of(group, 0)]
+
+    changed_log(folder, tell)
 
 
-def other_weights(events):
-    next(e for e in events if e["kind"] == "published" and e["version"] == 2)["digest"] = "0" * 16
+def another_digest(folder):
+    changed_log(folder, lambda events: committed(events, 20).update(digest="0" * 16))
+
+
+def other_segments(folder):
+    changed_log(folder, lambda events: committed(events, 20)["segments"].append({"first": 3, "version": 0}))
+
+
+def other_weights(folder):
+    def change(events):
+        next(e for e in events if e["kind"] == "published" and e["version"] == 2)["digest"] = "0" * 16
+
+    changed_log(folder, change)
+
+
+def another_logprob(folder):
+    def change(groups):
+        group = groups[20]
+        token = int(group["token_mask"][3].argmax())
+        group["generation_logprobs"][3, token] -= 0.001
+
+    changed_groups(folder, 2, change)
+
+
+def another_version(folder):
+    """Say of tokens of the start that they were drawn after the first step."""
+
+    def change(groups):
+        for group in groups.values():
+            group["weight_versions"][group["weight_versions"] == 0] = 1
+
+    changed_groups(folder, 2, change)
+
+
+def another_metric(folder):
+    path = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[1]["train/loss"] += 1e-12
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def gone(folder):
+    shutil.rmtree(folder / "groups/step_2")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "told", "steps"),
     [
-        (shift_a_segment, "groups [20] are not those of the log"),
-        (other_weights, "step 2: the weights are "),
+        (another_digest, ["step 2: groups [20] "], 0),
+        (other_segments, ["step 2: groups [20] "], 0),
+        (other_weights, ["step 2: "], 1),
+        (another_logprob, ["step 2: group 20, row 3, token "], 0),
+        (another_version, ["step 2: group ", "version 1 "], 1),
+        (another_metric, ["step 2: train/loss "], 1),
+        (gone, ["--steps 0:2: ", "2 to 2"], 0),
     ],
+    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_log_that_says_otherwise_is_found_out(without_groups, change, message):
-    changed(without_groups, change)
-    status, lines, errors = replay(without_groups, "--steps", "0:2")
-    assert (status, len(lines)) == (1, 1), errors
-    assert message in errors
+def test_what_says_otherwise_is_found_out(copied, change, told, steps):
+    change(copied)
+    status, lines, errors = replay(copied, "--steps", "0:2")
+    assert (status, len(lines)) == (1, steps), errors
+    assert all(part in errors for part in told), errors
 
 
 def test_what_cannot_be_replayed_says_so_at_once(tmp_path):

@@ -51,7 +51,7 @@ def browser():
     ("recipe", "headings", "turns"),
     [
         ("grpo_copy_cpu.yaml", {"Learning", "Stability", "Responses", "Time", "Rollouts", "Recipe"}, 1),
-        ("grpo_copy_async_cpu.yaml", {"Sampling beside training", "Time", "Rollouts"}, 1),
+        ("grpo_copy_async_cpu.yaml", {"Asynchronous rollouts", "Time", "Rollouts"}, 1),
         ("grpo_calculator_cpu.yaml", {"Learning", "Rollouts"}, 2),
     ],
     ids=["synchronous", "asynchronous", "several turns"],

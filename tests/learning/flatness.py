@@ -87,7 +87,7 @@ class Watched:
             return None
         if not metrics or "driver" not in seen:
             return None
-        log = (self.folder / "log/rollouts.jsonl").stat().st_size
+        log = (self.folder / "log/groups.jsonl").stat().st_size
         return Look(json.loads(metrics[-1])["step"], seen, threads, files, log)
 
     def looks(self) -> list[Look]:

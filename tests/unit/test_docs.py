@@ -18,12 +18,12 @@ from nemo_rl_mcore.config.foreign.recognised import is_foreign
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.reference import reference_pages
 from nemo_rl_mcore.config.schema import is_known
-from nemo_rl_mcore.controllers.event_log import EVENTS_FILE
 from nemo_rl_mcore.evaluation.folder import IDENTITY_FILE, RESULTS_FILE
 from nemo_rl_mcore.observability.report import REPORT_FILE
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE
+from nemo_rl_mcore.rollouts.event_log import EVENTS_FILE
 
 pytestmark = pytest.mark.stage("docs")
 
@@ -47,7 +47,8 @@ NOT_IN_REPOSITORY = {
     "results/gpu/",
     "worker.py",
     "policy/",  # of a checkpoint, as is
-    "rollouts.1.jsonl",
+    "groups.1.jsonl",
+    "rollouts.jsonl",  # of an earlier version
 }
 
 

@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from nemo_rl_mcore.controllers.event_log import BEGINNING, EventLog, set_aside_after
 from nemo_rl_mcore.evaluation.folder import write_json
 from nemo_rl_mcore.evaluation.samples import SampleFile
 from nemo_rl_mcore.observability.sinks import JsonlSink, complete_rows
 from nemo_rl_mcore.own_files import next_free, replacing
+from nemo_rl_mcore.rollouts.event_log import BEGINNING, EventLog, set_aside_after
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def test_the_old_file_stays_where_the_new_one_fails(folder):
     ("name", "write"),
     [
         ("metrics.jsonl", lambda folder: complete_rows(folder, [{"step": 1}])),
-        ("rollouts.jsonl", lambda folder: EventLog(folder / "rollouts.jsonl")),
-        ("rollouts.jsonl", lambda folder: set_aside_after(folder / "rollouts.jsonl", BEGINNING)),
+        ("groups.jsonl", lambda folder: EventLog(folder / "groups.jsonl")),
+        ("groups.jsonl", lambda folder: set_aside_after(folder / "groups.jsonl", BEGINNING)),
         ("samples.jsonl", lambda folder: SampleFile(folder / "samples.jsonl", (), ()).go_on()),
         ("samples.jsonl", lambda folder: SampleFile(folder / "samples.jsonl", (), ()).append([])),
     ],

@@ -1,6 +1,5 @@
 """Engines and training ranks as a run has them, in processes of Ray: equal log-probabilities, and engines that die."""
 
-import json
 import os
 import signal
 import threading
@@ -13,11 +12,11 @@ from processes import ProcessWatch
 
 from nemo_rl_mcore.algorithms.engine_comparison import BOUNDS, EnginesDifferError, compare
 from nemo_rl_mcore.algorithms.logprobs import model_inputs
-from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.config import ClippedPGLossConfig, ClusterConfig, PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.losses import ClippedPGLossFn
+from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import WorkerError
 from nemo_rl_mcore.workers.policy import Policy
@@ -53,10 +52,10 @@ class Run:
         self.cluster, self.folder, self.watch = cluster, folder, watch
         self.policy = Policy(policy_config(), cluster, seed=3, init_reference_model=False)
 
-    def engines(self, source=None, model=None, stop_ids=(STOP,), journal=None, **generation):
+    def engines(self, source=None, model=None, stop_ids=(STOP,), reads_texts=False, **generation):
         """model: what the engines make of the weights, where that is something else than in training.
 
-        journal: the folder of theirs, where their requests have stop strings of their own.
+        reads_texts: their requests have stop strings of their own.
         """
         from nemo_rl_mcore.generation.vllm.kind import vllm_kind
         from nemo_rl_mcore.workers.engine_generation import EngineGeneration
@@ -69,8 +68,7 @@ class Run:
                 self.folder,
                 os.environ,
                 on_cpu=True,
-                reads_texts=journal is not None,
-                journal=journal,
+                reads_texts=reads_texts,
             ),
             config,
             self.cluster,
@@ -218,21 +216,22 @@ def test_what_an_engine_makes_of_equal_weights_is_found(run, keys):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["batches", "requests"])
-def test_over_several_turns_what_is_trained_on_was_drawn_and_as_likely_as_training_says(
-    run, tmp_path, asynchronous
-):
+def test_over_several_turns_what_is_trained_on_was_drawn_and_as_likely_as_training_says(run, asynchronous):
     tokenizer = load_tokenizer("char")
     cfg = {"async_engine": asynchronous, "cpu_engines": 1}
-    stops, journal = episodes.stop_ids(tokenizer), str(tmp_path)
-    with run.engines(stop_ids=stops, journal=journal, vllm_cfg=cfg, max_new_tokens=6) as engines:
+    stops, drawn = episodes.stop_ids(tokenizer), episodes.Drawn()
+    with run.engines(stop_ids=stops, reads_texts=True, vllm_cfg=cfg, max_new_tokens=6) as engines:
         engines.update_weights(0)
         rollout = episodes.play(
-            lambda data, step: engines.generate(data, step=step), tokenizer, tokens=64, prompts=10, samples=4
+            drawn.noting(lambda data, step: engines.generate(data, step=step), seed=3),
+            tokenizer,
+            tokens=64,
+            prompts=10,
+            samples=4,
         )
     batch = rollout.batch
     require_sampled_ids(batch)
-    lines = [json.loads(line) for line in (tmp_path / "engine_0.jsonl").read_text().splitlines()]
-    assert {line["seed"]: line["ids"] for line in lines} == episodes.trained_by_key(batch, seed=3)
+    assert drawn == episodes.trained_by_key(batch, seed=3)
     assert {1, 2, 3} <= {*batch["turn_of_token"].amax(1).tolist()}
     logprobs = run.policy.get_logprobs(model_inputs(batch))["logprobs"]
     apart = (logprobs - batch["generation_logprobs"]).abs() * batch["token_mask"]

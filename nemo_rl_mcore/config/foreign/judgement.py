@@ -23,7 +23,10 @@ class SameAs:
 
 @dataclass(frozen=True)
 class AnyUnless:
-    """Any value is neutral while the key at a path is null, false, 0 or left out."""
+    """Any value is neutral while the key at a path is null, false, 0 or left out.
+
+    None is where that key is one of a model that is not known: its config.json is not here.
+    """
 
     path: str
 
@@ -48,7 +51,7 @@ def _is_neutral(value: object, neutral: object, section: Tree, recipe: Tree) -> 
     if neutral is ANY:
         return True
     if isinstance(neutral, AnyUnless):
-        return not value_at(recipe, neutral.path)
+        return is_known_of(neutral.path, recipe) and not value_at(recipe, neutral.path)
     if neutral is OFF or neutral is ON:
         switch = _switch(value)
         return switch is not True if neutral is OFF else switch is not False
@@ -56,6 +59,12 @@ def _is_neutral(value: object, neutral: object, section: Tree, recipe: Tree) -> 
         known = value_at(recipe, neutral.other) if "." in neutral.other else section.get(neutral.other)
         return known is not None and value == known
     return type(value) is type(neutral) and value == neutral
+
+
+def is_known_of(path: str, recipe: Tree) -> bool:
+    """Whether a recipe says what a key is: one of a model does with its sizes, which config.json fills in."""
+    section = path.rpartition(".")[0]
+    return not section.endswith(".model") or value_at(recipe, f"{section}.num_layers") is not None
 
 
 def _switch(section: object) -> bool | None:

@@ -62,7 +62,6 @@ _MEGATRON: dict[str, Judgement] = {
     ),
     "mtp_use_repeated_layer": refused(_NO_MTP, False, remedy="set it to false"),
     "mtp_detach_heads": refused(_NO_MTP, False, remedy="set it to false"),
-    "freeze_moe_router": refused(_DENSE, False, remedy="set it to false; routers are trained"),
     "moe_router_enable_expert_bias": refused(
         _DENSE, SameAs("policy.model.moe_router_enable_expert_bias"), remedy="remove it; the weights say it"
     ),
@@ -75,12 +74,11 @@ _MEGATRON: dict[str, Judgement] = {
     "moe_flex_dispatcher_backend": UNREAD,  # read with the dispatcher flex only, as is the next one
     "moe_hybridep_num_sms": UNREAD,
     "moe_shared_expert_overlap": told(_DENSE, False, cost="it costs speed"),
+    "scheduler.override_opt_param_scheduler": UNREAD,  # the schedule of the recipe rules after a resume, here always
     "optimizer.fp16": refused(
         False, remedy="set it to false; fp16 gradients overflow before the global token count divides them"
     ),
-    "optimizer.params_dtype": refused(
-        "float32", remedy="remove it; policy.precision rules, and main parameters are fp32"
-    ),
+    "optimizer.params_dtype": UNREAD,  # policy.precision rules, there too: Megatron's optimizer takes the model's
     "optimizer.use_precision_aware_optimizer": told(
         False, cost="it costs memory; the optimizer's state is fp32"
     ),
@@ -130,9 +128,8 @@ _VLLM: dict[str, Judgement] = {
 }
 
 _GENERATION: dict[str, Judgement] = {
-    "vllm_kwargs": refused(None, {}, remedy="remove it; vllm_cfg has the supported settings"),
     "mcore_generation_config": UNREAD,
-    "sglang_cfg": UNREAD,  # of other engines, as are the next ones
+    "sglang_cfg": UNREAD,  # of other engines, as are the next ones; their layout is read where one is the engine
     "trtllm_cfg": UNREAD,
     "trtllm_kwargs": UNREAD,
     "refit_cfg": UNREAD,
@@ -149,11 +146,6 @@ _GENERATION: dict[str, Judgement] = {
 }
 
 _POLICY: dict[str, Judgement] = {
-    "tokenizer.chat_template": refused(
-        "default",
-        remedy="remove it; the tokenizer's own template is the one that data.apply_chat_template shows",
-    ),
-    "tokenizer.chat_template_kwargs": refused(None, {}, remedy="set it to null; templates get no variables"),
     "tokenizer.use_fastokens": told(False, cost="it costs speed"),
     "hf_config_overrides": refused(None, {}, remedy=_ARCHITECTURE),
     "is_vlm": refused(False, None, remedy="set it to false; models see text alone"),

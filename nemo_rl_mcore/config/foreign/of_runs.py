@@ -13,9 +13,6 @@ from nemo_rl_mcore.config.foreign.judgement import (
 
 _OTHER_SINKS = "set it to false; use tensorboard_enabled, wandb_enabled or mlflow_enabled"
 _STEPS_END_IT = "remove it; max_num_steps ends the run"
-_IN_ORDER = (
-    "set it to in_order; groups train in the order in which their prompts are drawn, and none becomes too old"
-)
 _NO_WATCH = "remove it; policy.generation has the deadlines and restarts of engines"
 _SAME_BATCHES = "a validation takes batches of policy.train_global_batch_size, cut as those of training are"
 _ONE_LOADER = AnyUnless("data.use_multiple_dataloader")
@@ -23,12 +20,9 @@ _NO_KL = AnyUnless("loss_fn.reference_policy_kl_penalty")
 
 _OF_ROLLOUTS: dict[str, Judgement] = {
     "val_start_at": refused(-1, 0, None, remedy="set it to -1; val_period rules from the first step"),
-    "val_num_generations_per_prompt": refused(1, remedy="set it to 1"),
     "num_val_generations_per_prompt": refused(1, remedy="set it to 1"),
     "stop_at_validation_metric": refused(None, remedy=_STEPS_END_IT),
     "stop_at_validation_threshold": refused(None, remedy=_STEPS_END_IT),
-    "advantage_clip_low": refused(None, remedy=OFF_OR_REMOVED),
-    "advantage_clip_high": refused(None, remedy=OFF_OR_REMOVED),
     "seq_logprob_error_threshold": refused(
         None,
         remedy="set it to null; policy.generation.mismatch: {threshold: ..., action: mask} does this",
@@ -55,21 +49,25 @@ _ONE_TURN = {
         1, remedy="set it to 1; the student answers once, and the teacher reads whole answers"
     ),
 }
-_SYNCHRONOUS = {
-    "ppo.async_grpo": refused(
-        OFF,
-        remedy="set ppo.async_grpo.enabled: false; a critic and whitened advantages take whole steps",
+_OF_PPO = {
+    "ppo.async_ppo.warmup_generation_lead_steps": refused(
+        None,
+        SameAs("max_trajectory_age_steps"),
+        remedy="set it to null; a group is sampled max_trajectory_age_steps ahead, also while the critic warms up",
     ),
-    "ppo.async_ppo": refused(
-        OFF, remedy="set ppo.async_ppo.enabled: false; a critic and whitened advantages take whole steps"
+    "ppo.async_ppo.drop_incomplete_targets_on_restore": refused(
+        False, remedy="set it to false; what was not answered before a resume is asked for again"
     ),
-    "dpo.async_grpo": refused(
-        OFF, remedy="set dpo.async_grpo.enabled: false; pairs are given, or sampled by the weights that train"
-    ),
-    "sft.async_grpo": refused(OFF, remedy="set sft.async_grpo.enabled: false; answers are given"),
-    "distillation.async_grpo": refused(
-        OFF, remedy="set distillation.async_grpo.enabled: false; the teacher reads whole steps"
-    ),
+}
+_ASYNC_OF_GRPO = {
+    # NeMo RL reads the section in GRPO alone, and says nothing where another algorithm has it.
+    **{
+        f"{name}.async_grpo": refused(
+            OFF, remedy=f"remove it; asynchronous rollouts of this algorithm are {name}.async_{name}"
+        )
+        for name in ("ppo", "dpo", "distillation")
+    },
+    "sft.async_grpo": refused(OFF, remedy="remove it; answers are given"),
 }
 
 _LOOPS: dict[str, Judgement] = {
@@ -88,7 +86,8 @@ _LOOPS: dict[str, Judgement] = {
     "sft.only_unmask_final": refused(
         False, remedy="set it to false; every answer of a conversation is imitated"
     ),
-    **_SYNCHRONOUS,
+    **_OF_PPO,
+    **_ASYNC_OF_GRPO,
     **_ONE_TURN,
     "reward_penalties": refused(OFF, remedy="remove it"),
     "loss_fn.positive_example_nll_weight": refused(0.0, 0, remedy="set it to 0"),
@@ -97,7 +96,11 @@ _LOOPS: dict[str, Judgement] = {
 
 _ASYNC: dict[str, Judgement] = {
     # other keys of async_rl are read, see translated.py
-    "async_rl.sampler.name": refused("in_order", remedy=_IN_ORDER),
+    **{
+        f"{name}.advantage_clip_{end}": refused(None, remedy=OFF_OR_REMOVED)
+        for name in ("ppo", "distillation")
+        for end in ("low", "high")
+    },
     "async_rl.generation_timeout_s": refused(
         None, remedy="remove it and set grpo.async_grpo.rollout_timeout_s; a group has one turn"
     ),
@@ -152,8 +155,8 @@ _BESIDE: dict[str, Judgement] = {
     "logger.wandb.log_nemo_gym_full_result_tables": refused(False, remedy="set it to false"),
     "cluster.master_port_range_low": UNREAD,  # a free port is asked of the system
     "cluster.master_port_range_high": UNREAD,
-    "cluster.segment_size": refused(None, remedy=OFF_OR_REMOVED),
-    "data_plane": refused(OFF, remedy="set data_plane.enabled: false"),
+    "cluster.segment_size": told(None, cost="machines are taken as Ray gives them, whatever their network"),
+    "data_plane": told(OFF, cost="rows reach the ranks by Ray's object store"),
     "on_policy_distillation": refused(OFF, remedy="set it to null"),
 }
 

@@ -1,4 +1,4 @@
-"""NeMo RL keys that are read under another name: async_rl, which grpo.async_grpo is here, and keys that moved.
+"""NeMo RL keys that are read under another name: async_rl, which of GRPO alone is async_grpo here, and keys that moved.
 
 What async_rl asks for besides stands in the table of unsupported keys, or is unknown.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem, Tree, join_path, value_at
-from nemo_rl_mcore.config.foreign.judgement import shown
+from nemo_rl_mcore.config.foreign.judgement import is_known_of, shown
 
 _FOREIGN = "async_rl"
 _OWN = "grpo.async_grpo"
@@ -16,8 +16,13 @@ BUFFER = "async_rl.max_buffered_rollouts"
 """Compared with what may be under way, and read no further."""
 _MODEL = "policy.model"
 
+_SAMPLER = "async_rl.sampler.name"
+_ORDERS = {"in_order": "in_order", "weight_fifo": "in_order", "ready_first": "as_completed"}
+"""The order of consumption that each sampler is. `windowed` answers more than it trains on, and discards by age."""
 _ASYNC: dict[str, str] = {
+    _SAMPLER: "grpo.async_grpo.order",
     "async_rl.sampler.max_lookahead_versions": "grpo.async_grpo.max_trajectory_age_steps",
+    "async_rl.sampler.max_staleness_versions": "grpo.async_grpo.max_trajectory_age_steps",
     "async_rl.in_flight_weight_updates": "grpo.async_grpo.in_flight_weight_updates",
     "async_rl.recompute_kv_cache_after_weight_updates": "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
     "async_rl.min_groups_for_streaming_train": "grpo.async_grpo.min_groups_for_streaming_train",
@@ -82,8 +87,9 @@ def translate(tree: Tree, algorithm: str, written: Tree) -> Translation:
             Problem("not-allowed", _FOREIGN, f"{asked!r} is not allowed", "allowed: a section")
         )
     elif algorithm != "grpo":
-        what = f"asks for an asynchronous run, and this is one of {algorithm}"
-        result.problems.append(Problem("not-supported", _FOREIGN, what, "remove it; GRPO alone runs so"))
+        what = f"asks for an asynchronous run of GRPO, for which alone NeMo RL has it, and this is one of {algorithm}"
+        own = f"; {algorithm}.async_{algorithm} asks for one here" if algorithm != "sft" else ""
+        result.problems.append(Problem("not-supported", _FOREIGN, what, f"remove it{own}"))
     elif isinstance(loop, dict):
         _merge(cast("Tree", asked), result)
     return result
@@ -95,6 +101,11 @@ def _move(source: str, target: str, written: Tree, result: Translation) -> None:
     if key not in (cast("Tree", value_at(result.tree, parent) or {})):
         return
     value = _section_of(result.tree, source).pop(key)
+    if not is_known_of(target, result.tree) and value is not None:
+        what = f"{shown(value)} rests on the model, and its config.json is not here"
+        remedy = "fetch the model, or describe it in policy.model, and migrate again"
+        result.problems.append(Problem("not-supported", source, what, remedy, (target,)))
+        return
     if not _is_read(target, result.tree):
         result.dropped.append(source)
         return
@@ -144,6 +155,13 @@ def _merge(asked: Tree, result: Translation) -> None:
         if path == BUFFER:
             result.dropped.append(path)  # which is judged by the others
             continue
+        if path == _SAMPLER:
+            if value not in _ORDERS:
+                what = f"{shown(value)} discards answers for their age, which nothing here does"
+                remedy = f"allowed: {', '.join(_ORDERS)}"
+                result.problems.append(Problem("not-supported", path, what, remedy))
+                continue
+            value = _ORDERS[str(value)]
         if target is None:
             known = ", ".join([*_ASYNC, BUFFER])
             result.problems.append(Problem("unknown-key", path, "unknown key", f"known keys: {known}"))

@@ -21,7 +21,6 @@ from nemo_rl_mcore.generation.engine import (
     Response,
     Sampling,
 )
-from nemo_rl_mcore.generation.journal import Journal
 from nemo_rl_mcore.generation.refit.digests import digests
 from nemo_rl_mcore.generation.refit.receivers import Receivers
 from nemo_rl_mcore.generation.refit.transports import MessageRelay
@@ -36,13 +35,12 @@ class EmbeddedSettings:
     """How to build an engine.
 
     reread_after_refit: responses under way have their cache computed anew by the new weights, instead of going on with
-    what the former ones left there. open: builds the model. journal: folder of `generation.journal`, if one is kept.
+    what the former ones left there. open: builds the model.
     """
 
     policy: PolicyConfig
     reread_after_refit: bool = False
     open: GeneratorFactory = open_generator
-    journal: str | None = None
 
 
 @dataclass
@@ -64,7 +62,6 @@ class EmbeddedEngine:
     def __init__(self, settings: EmbeddedSettings) -> None:
         self._policy, self._reread = settings.policy, settings.reread_after_refit
         self._backend = settings.open(settings.policy)
-        self._journal = Journal.of_engine(settings.journal)
         self._receivers, self._relay = Receivers(self._backend.device), MessageRelay()
         self._filling: WeightFilling | None = None
         self._received: set[str] = set()
@@ -88,19 +85,15 @@ class EmbeddedEngine:
         decoding = self._asked[ticket] = self._backend.decoding()
         try:
             decoding.add(self._as_request(requests, sampling))
-            for step in itertools.count():
-                if not await self._step(ticket, decoding, growing, step):
-                    break
+            while await self._step(ticket, decoding, growing):
+                pass
         finally:
             if self._asked.get(ticket) is decoding:
                 del self._asked[ticket]
-        for request, response in zip(requests, growing, strict=True):
-            self._journal.note(request.seed, response.tokens)
         return [Response.of(**vars(response)) for response in growing]
 
-    async def _step(self, ticket: str, decoding: Decoding, growing: Sequence[_Growing], step: int) -> bool:
+    async def _step(self, ticket: str, decoding: Decoding, growing: Sequence[_Growing]) -> bool:
         """Draw a token for responses that run together when it is this group's turn; false when none was left."""
-        await self._admitted(ticket, step)
         async with self._turns:  # in the order in which they came
             await asyncio.sleep(0)  # a round of the loop for calls that come meanwhile
             await self._may_generate.wait()
@@ -124,9 +117,6 @@ class EmbeddedEngine:
             response.versions.append(self.weights.newest)
             response.finished = stopped
         return True
-
-    async def _admitted(self, ticket: str, step: int) -> None:
-        """Wait until the group, which has been drawn from in so many steps, may wait for its turn: at once."""
 
     async def next_logprobs(self, prompts: Sequence[Sequence[int]], temperature: float) -> list[NextLogprobs]:
         """See `Engine.next_logprobs`."""
@@ -208,4 +198,5 @@ class EmbeddedEngine:
                 sampling.greedy,
             ),
             batch_size=self._policy.generation_batch_size,
+            longest=sampling.longest,
         )

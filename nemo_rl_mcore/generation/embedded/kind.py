@@ -8,15 +8,13 @@ from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSet
 from nemo_rl_mcore.generation.engine import EngineKind
 
 
-def embedded_kind(
-    config: PolicyConfig, *, reread_after_refit: bool = False, journal: str | None = None
-) -> EngineKind:
+def embedded_kind(config: PolicyConfig, *, reread_after_refit: bool = False) -> EngineKind:
     """The engines that run this policy, apart from the ranks that train it; see `EmbeddedSettings`."""
     embedded = config.generation.embedded_cfg
     return EngineKind(
         name="embedded",
         engine=EmbeddedEngine,
-        settings=EmbeddedSettings(config, reread_after_refit, journal=journal),
+        settings=EmbeddedSettings(config, reread_after_refit),
         environment={},
         engines=embedded.engines,
         gpus=1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from nemo_rl_mcore.generation.engine import (
     Response,
     Sampling,
 )
-from nemo_rl_mcore.generation.journal import Journal
 from nemo_rl_mcore.generation.refit.transports import MessageRelay
 from nemo_rl_mcore.generation.refit.verification import Digests
 from nemo_rl_mcore.generation.vllm.refit_report import reads_back, require_refit
@@ -42,7 +41,7 @@ class EngineSettings:
 
     model_dir: folder with config.json; weights are drawn at random until the first refit. precision: `float32` or
     `bfloat16`. kv_cache_memory_bytes: None is a share of the GPU's memory. tokenizer: folder of one, which stop strings
-    need. journal: folder of `generation.journal`, if one is kept.
+    need. further: arguments of the recipe's own.
     """
 
     model_dir: str
@@ -55,11 +54,12 @@ class EngineSettings:
     enforce_eager: bool = True
     enable_sleep_mode: bool = False
     tokenizer: str | None = None
-    journal: str | None = None
+    further: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of vLLM's engines."""
         return {
+            **self.further,
             "model": self.model_dir,
             "load_format": "dummy",
             "tokenizer": self.tokenizer,
@@ -86,7 +86,6 @@ class VllmEngine:
         from vllm import LLM
 
         self._llm = LLM(**settings.arguments())
-        self._journal = Journal.of_engine(settings.journal)
         self._relay = MessageRelay()
         self.weights = HeldWeights()
 
@@ -99,8 +98,6 @@ class VllmEngine:
         prompts: Any = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         params = [_sampling_params(request, sampling) for request in requests]
         outputs = [output.outputs[0] for output in self._llm.generate(prompts, params, use_tqdm=False)]
-        for request, output in zip(requests, outputs, strict=True):
-            self._journal.note(request.seed, output.token_ids)
         return [
             Response.of(
                 list(output.token_ids),
@@ -176,7 +173,6 @@ class AsyncVllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.arguments()))
-        self._journal = Journal.of_engine(settings.journal)
         self._relay = MessageRelay()
         self._numbers = itertools.count()
         self._asked: dict[str, asyncio.Future[list[Response]]] = {}
@@ -292,7 +288,6 @@ class AsyncVllmEngine:
             logprobs += _logprobs(drawn)
             versions += [self.weights.newest] * len(drawn.token_ids)
             finished = _finished(drawn)
-        self._journal.note(request.seed, tokens)
         return Response.of(tokens, logprobs, versions, finished=finished)
 
 
@@ -302,7 +297,7 @@ def _sampling_params(request: Request, sampling: Sampling) -> Any:
 
     stop_strings = [*sampling.stop_strings, *request.stop_strings]
     return SamplingParams(
-        max_tokens=sampling.max_new_tokens,
+        max_tokens=sampling.bound(request.prompt),
         temperature=0.0 if sampling.greedy else sampling.temperature,
         top_k=sampling.top_k or 0,
         top_p=sampling.top_p,

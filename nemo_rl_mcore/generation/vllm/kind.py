@@ -39,16 +39,15 @@ def vllm_kind(
     *,
     on_cpu: bool,
     reads_texts: bool = False,
-    journal: str | None = None,
 ) -> EngineKind:
     """The engines that run this policy.
 
     folder: of the run; `vllm_model/` is written into it, which the engines start from. environ: of the driver.
-    reads_texts: requests may have stop strings of their own. journal: see `generation.journal`.
+    reads_texts: requests may have stop strings of their own.
     """
     vllm = config.generation.vllm_cfg
     model_folder = _write_model_folder(config, folder)
-    settings = engine_settings(config, model_folder, on_cpu=on_cpu, reads_texts=reads_texts, journal=journal)
+    settings = engine_settings(config, model_folder, on_cpu=on_cpu, reads_texts=reads_texts)
     return EngineKind(
         name="vLLM",
         engine=AsyncVllmEngine if vllm.async_engine else VllmEngine,
@@ -80,7 +79,6 @@ def engine_settings(
     *,
     on_cpu: bool,
     reads_texts: bool = False,
-    journal: str | None = None,
 ) -> EngineSettings:
     """How vLLM is to run this policy; see `vllm_kind`."""
     vllm = config.generation.vllm_cfg
@@ -96,7 +94,7 @@ def engine_settings(
         enforce_eager=vllm.enforce_eager or on_cpu,
         enable_sleep_mode=config.generation.colocated.enabled and not on_cpu,
         tokenizer=_tokenizer_folder(config, model_folder) if reads_texts else None,
-        journal=journal,
+        further=config.generation.vllm_kwargs or {},
     )
 
 

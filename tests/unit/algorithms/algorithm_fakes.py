@@ -5,13 +5,12 @@ All fakes of a run write into one list of calls, so that a test reads what happe
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from nemo_rl_mcore.algorithms.loop import TrainingLoop
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.config import checked
 from nemo_rl_mcore.config.master import RUN_CONFIGS
@@ -21,6 +20,10 @@ from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.environments import ArithmeticEnvironment
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.losses.base import MetricKind
+from nemo_rl_mcore.rollouts.group_store import GroupStore
+from nemo_rl_mcore.rollouts.ledger import Ledger
+from nemo_rl_mcore.rollouts.player import RolloutCollector
+from nemo_rl_mcore.rollouts.start import draw_of, limits_of, scheduler_of
 
 TOKENIZER = load_tokenizer("char")
 
@@ -262,8 +265,20 @@ def collector(config, engine):
     return RolloutCollector(engine, TOKENIZER, config.data.max_prompt_length, environments)
 
 
+def scheduled(algorithm, after=0):
+    """The algorithm with what opens its steps behind one, where it samples; its groups are in memory alone."""
+    config, engine = algorithm.config, algorithm.collector
+    if not config.generations_per_prompt or algorithm.rollouts is not None:
+        return algorithm
+    draw, events = draw_of(config, algorithm.prompts, engine), []
+    ledger = Ledger(limits_of(config), events.append, version=after)
+    scheduler = scheduler_of(config, ledger, GroupStore(), engine.generation, draw)
+    return replace(algorithm, rollouts=scheduler, collector=replace(engine, generation=scheduler))
+
+
 def train(algorithm, checkpoints=None, **others):
     """Run an algorithm; `others` are the models that are trained beside the policy."""
+    algorithm = scheduled(algorithm, (checkpoints and checkpoints.resumed_step) or 0)
     TrainingLoop(
         algorithm.config,
         {"policy": algorithm.policy} | others,

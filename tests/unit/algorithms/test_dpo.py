@@ -5,12 +5,12 @@ import torch
 from algorithm_fakes import TOKENIZER, FakePolicy, Notes, collector, recipe, source, train
 
 from nemo_rl_mcore.algorithms.dpo import DPO, best_against_worst
-from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.data.preference import GivenPairs, WrongAnswerPairs
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.losses import DPOLossFn
+from nemo_rl_mcore.rollouts.player import Rollout
 
 ONLINE = {"online": True, "num_generations_per_prompt": 3}
 MEGATRON = {"optimizer": {"lr": 1e-3}}

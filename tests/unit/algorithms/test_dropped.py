@@ -5,14 +5,14 @@ import torch
 from algorithm_fakes import TOKENIZER
 from refusals import refused
 
-from nemo_rl_mcore.algorithms.episode_metrics import check_drops, episode_metrics
-from nemo_rl_mcore.algorithms.episode_rows import dropped_rows
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector, concatenate_batches
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.turns import Ending, Reply
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.rollouts.episode_metrics import check_drops, episode_metrics
+from nemo_rl_mcore.rollouts.episode_rows import dropped_rows
+from nemo_rl_mcore.rollouts.player import RolloutCollector, concatenate_batches
 
 
 def batch_of(*dropped, **columns):

@@ -10,14 +10,9 @@ from test_ppo import FakeCritic
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
 from nemo_rl_mcore.algorithms.dpo import best_against_worst
-from nemo_rl_mcore.algorithms.episode_metrics import check_drops
-from nemo_rl_mcore.algorithms.episode_rows import EpisodeRows, as_rows
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.mismatch import Mismatch, act_on_mismatch, table_of_batch
 from nemo_rl_mcore.algorithms.ppo import PPO, shuffled
-from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
-from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
-from nemo_rl_mcore.algorithms.sampling import Sampling
 from nemo_rl_mcore.algorithms.step_metrics import rollout_metrics
 from nemo_rl_mcore.config import AdvantageEstimatorConfig, ClippedPGLossConfig
 from nemo_rl_mcore.config.vllm import MismatchConfig
@@ -26,6 +21,11 @@ from nemo_rl_mcore.data.token_digests import digest_of_ids
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.rollouts.episode_metrics import check_drops
+from nemo_rl_mcore.rollouts.episode_rows import EpisodeRows, as_rows
+from nemo_rl_mcore.rollouts.player import Rollout, RolloutCollector
+from nemo_rl_mcore.rollouts.rewards import shape_rewards
+from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
 
 COLUMNS = 9
 CUTS = [[4], [], [3, 5, 6], [7], [2, 4], []]
@@ -200,11 +200,9 @@ def test_the_length_that_is_penalised_is_that_of_the_episode():
         "max_response_length": 6,
     }
     config = recipe("grpo", grpo={"reward_shaping": shaping, "overlong_filtering": True})
-    policy = FakePolicy()
-    sampling = Sampling(GRPO(config, policy, collector(config, policy), source(config), Notes()), config.grpo)
     whole, parts = (Rollout(batch, [], []) for batch in whole_and_parts(dropped=(2,)))
-    sampling.shape(whole)
-    sampling.shape(parts)
+    shape_rewards(config.grpo, whole.batch)
+    shape_rewards(config.grpo, parts.batch)
     kept = parts.batch["episode_index"] != 2
     for key in ("rewards", "sample_mask"):
         assert torch.equal(parts.batch[key][kept], whole.batch[key][parts.batch["episode_index"]][kept])
@@ -280,14 +278,14 @@ def test_an_epoch_shuffles_whole_episodes():
 class InRows(RolloutCollector):
     """Parts each answer from its prompt, and behind its first token."""
 
-    def collect(self, prompts, samples, *, step, greedy=False):
-        rollout = super().collect(prompts, samples, step=step, greedy=greedy)
-        first, lengths = rollout.batch["token_mask"].argmax(1), rollout.batch["input_lengths"]
+    def play_now(self, prompts, asked, *, step, greedy=False):
+        batch = super().play_now(prompts, asked, step=step, greedy=greedy)
+        first, lengths = batch["token_mask"].argmax(1), batch["input_lengths"]
         cuts = [
             [start, start + 1] if start + 1 < length else [start]
             for start, length in zip(first.tolist(), lengths.tolist(), strict=True)
         ]
-        return self.as_rollout(prompts, as_rows(rollout.batch, cuts))
+        return as_rows(batch, cuts)
 
 
 def run(algorithm, in_rows, keys):

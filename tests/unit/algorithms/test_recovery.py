@@ -1,15 +1,15 @@
 """What a run does when ranks raise or are gone, part by part, over fakes that are told when to fail."""
 
 import signal
+from contextlib import suppress
 
 import pytest
-from algorithm_fakes import FakePolicy, Notes, collector, recipe, source
+from algorithm_fakes import FakePolicy, Notes, collector, recipe, scheduled, source
 from loop_fakes import loop_run
 from refusals import assert_holds
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.loop import TrainingLoop
-from nemo_rl_mcore.algorithms.rollout import KeptRollouts
 from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.errors import RanksFailedError
 from nemo_rl_mcore.signals import current_stop_signals, stop_signals
@@ -300,17 +300,23 @@ def test_a_signal_that_comes_while_ranks_are_replaced_has_the_open_step_dropped(
 
 
 def grpo_of(policy, notes, *, until_checkpoint=True, **overrides):
-    config = recipe("grpo", **overrides)
-    asked = collector(config, policy)
-    asked.kept.until_checkpoint = until_checkpoint
-    return GRPO(config, policy, asked, source(config), notes)
+    if until_checkpoint:
+        overrides |= {"checkpointing": {"enabled": True}, "cluster": {"max_trainer_restarts": 1}}
+    config = recipe("grpo", grpo={"max_num_steps": 3}, **overrides)
+    return scheduled(GRPO(config, policy, collector(config, policy), source(config), notes))
+
+
+def train_steps(algorithm, steps):
+    """Train steps of an algorithm, whose weights the engine is then given."""
+    for step in steps:
+        algorithm.step(step, lambda: None)
+        algorithm.rollouts.update_weights(step)
 
 
 def test_a_step_that_is_done_again_has_the_same_rows_and_asks_nobody():
     policy, notes = FakePolicy(), Notes()
     algorithm = grpo_of(policy, notes)
-    algorithm.step(1, lambda: None)
-    algorithm.step(2, lambda: None)
+    train_steps(algorithm, (1, 2))
     asked = policy.calls.count("generate")
     with notes.redoing():
         algorithm.redo(1)
@@ -323,27 +329,28 @@ def test_a_step_that_is_done_again_has_the_same_rows_and_asks_nobody():
 
 def test_rows_are_kept_until_a_checkpoint_or_for_the_step_alone():
     algorithm = grpo_of(FakePolicy(), Notes())
-    for step in (1, 2, 3):
-        algorithm.step(step, lambda: None)
+    groups = algorithm.config.grpo.num_prompts_per_step
+    train_steps(algorithm, (1, 2, 3))
+    assert algorithm.rollouts.groups.positions == [*range(3 * groups)]
     algorithm.checkpointed(2)
-    assert {asked[0] for asked in algorithm.collector.kept._kept} == {3}
+    assert algorithm.rollouts.groups.positions == [*range(2 * groups, 3 * groups)]
     brief = grpo_of(FakePolicy(), Notes(), until_checkpoint=False)
-    for step in (1, 2, 3):
-        brief.step(step, lambda: None)
-    assert {asked[0] for asked in brief.collector.kept._kept} == {3}
+    train_steps(brief, (1, 2))
+    brief.step(3, lambda: None)
+    assert brief.rollouts.groups.positions == [*range(2 * groups, 3 * groups)]
 
 
-def test_what_a_caller_does_to_rows_is_not_kept():
-    config = recipe("grpo")
-    kept, policy = KeptRollouts(), FakePolicy()
-    asked = collector(config, policy)
-    prompts = source(config).train_batch(1, 2)
-    first = kept.get(prompts, 2, 1, lambda: asked.collect(prompts, 2, step=1, greedy=True))
-    first.batch["rewards"] += 1
-    first.batch["new"] = first.batch["rewards"]
-    again = kept.get(prompts, 2, 1, lambda: pytest.fail("asked twice"))
-    assert "new" not in again.batch
-    assert not again.batch["rewards"].equal(first.batch["rewards"])
+def test_what_a_step_does_to_rows_is_not_kept():
+    algorithm, first = grpo_of(FakePolicy(), Notes()), {}
+    for attempt in ("fails", "is tried again"):
+        with suppress(KeyError), algorithm.rollouts.open_step(1) as groups:
+            batch = groups.whole().batch
+            assert "new" not in batch
+            before = first.setdefault("rewards", batch["rewards"].clone())
+            assert batch["rewards"].equal(before)
+            batch["rewards"] += 1
+            batch["new"] = batch["rewards"]
+            raise KeyError(attempt)
 
 
 def test_an_update_of_which_a_rank_has_not_told_is_not_taken_for_undone(tmp_path):

@@ -8,8 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-from nemo_rl_mcore.algorithms.rewards import (
+from nemo_rl_mcore.config.algorithm import GRPOConfig
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.rollouts.rewards import (
     group_statistics,
+    has_signal,
     penalize_overlong,
     rows_with_signal,
     scale_rewards,
@@ -155,3 +158,28 @@ def test_a_signal_is_not_a_matter_of_rounding():
     rewards = torch.tensor([0.1] * 7 + [0.1, math.nextafter(0.1, 1)], dtype=torch.float64)
     assert not rows_with_signal(torch.zeros(8), rewards[:8]).any()
     assert rows_with_signal(torch.zeros(9), rewards).all()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "signal"), [([1.0, 1.0], False), ([1.0, 0.0], True), ([0.0, 0.0], False)]
+)
+def test_dynamic_sampling_judges_what_the_environment_gave_and_not_the_length(rewards, signal):
+    """NeMo RL's unshaped_total_reward: the second answer is longer, and is penalised for it."""
+    section = GRPOConfig.model_validate(
+        {
+            "num_prompts_per_step": 1,
+            "num_generations_per_prompt": 2,
+            "max_num_steps": 1,
+            "reward_shaping": {"enabled": True, "overlong_buffer_length": 2, "max_response_length": 4},
+        }
+    )
+    mask = torch.tensor([[0.0, 1, 0, 0, 0], [0, 1, 1, 1, 1]])
+    batch = BatchedDataDict(
+        rewards=torch.tensor(rewards),
+        token_mask=mask,
+        sample_mask=torch.ones(2),
+        finished=torch.ones(2),
+        prompt_index=torch.zeros(2, dtype=torch.long),
+        sample_index=torch.arange(2),
+    )
+    assert has_signal(section, batch) is signal

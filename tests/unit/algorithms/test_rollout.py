@@ -1,12 +1,12 @@
 import torch
 from refusals import refused
 
-from nemo_rl_mcore.algorithms.rollout import Rollout, RolloutCollector
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.environments import ArithmeticEnvironment
 from nemo_rl_mcore.environments.replies import LocalEnvironments
+from nemo_rl_mcore.rollouts.player import Rollout, RolloutCollector
 
 TOKENIZER = load_tokenizer("char")
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from refusals import refused
 
-from nemo_rl_mcore.algorithms.rollout import Rollout, concatenate_batches
-from nemo_rl_mcore.algorithms.sampled_ids import require_sampled_ids
-from nemo_rl_mcore.controllers.saved_groups import load_groups, save_groups
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.token_digests import digest_of_ids, digests_of_rows
 from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.rollouts.player import Rollout, concatenate_batches
+from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
+from nemo_rl_mcore.rollouts.saved_groups import load_groups, save_groups
 
 TURNS, TOKENS = 3, 40
 PROMPT = 3
@@ -63,7 +63,7 @@ def test_ids_as_they_were_sampled_pass_also_in_another_order_or_padded(turns, tm
     rollout = Rollout(batch, [Prompt(i, "", "") for i in range(6)], [""] * 6)
     require_sampled_ids(rollout.select([5, 0, 3]).batch)
     other = played(seed=1, turns=turns, tokens=50)
-    require_sampled_ids(concatenate_batches([batch, other, rollout.copy().batch], 7))
+    require_sampled_ids(concatenate_batches([batch, other, batch], 7))
     save_groups(tmp_path, {3: batch})
     loaded = load_groups(tmp_path)[3]
     require_sampled_ids(loaded)

@@ -11,16 +11,14 @@ from test_episodes import collector as several_turns
 from test_rollout import collect
 from test_turns import ONLINE, distillation, dpo, grpo, ppo
 
-from nemo_rl_mcore.algorithms.episode_rows import as_rows
 from nemo_rl_mcore.algorithms.grpo import GRPO
-from nemo_rl_mcore.algorithms.samples import samples_of
-from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
-from nemo_rl_mcore.controllers.group_store import GroupStore
-from nemo_rl_mcore.controllers.metrics import Pace
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.turns import Reply
-from nemo_rl_mcore.interfaces import GenerationInterface
+from nemo_rl_mcore.rollouts.episode_rows import as_rows
+from nemo_rl_mcore.rollouts.samples import samples_of
+from nemo_rl_mcore.rollouts.start import draw_of
+from nemo_rl_mcore.rollouts.steps import KnownStep
 
 ALL = {"rollouts": {"answers_with_tokens": 99}}
 NUMBERS = ("generation_logprobs", "prev_logprobs", "advantages")
@@ -263,48 +261,37 @@ class Ranks(FakePolicy):
         return train_result()
 
 
-class Groups(GenerationInterface):
-    """Groups that are there already, in chunks of two; a `StepGroups`, and the engine that answered them."""
-
-    def __init__(self, collector, prompts, samples, chunks=([0, 1], [2, 3])):
-        self.groups, self._prompts, self._chunks = GroupStore(), prompts, chunks
-        for position, prompt in enumerate(prompts):
-            group = collector.collect([prompt], samples, step=1).batch
-            group["weight_versions"] = torch.where(group["token_mask"] != 0, position % 2, -1)
-            self.groups.put(position, group)
-
-    def begin(self):
-        return 1
-
-    def chunks(self, at_least):
-        yield from self._chunks
-
-    def prompt_of(self, position):
-        return self._prompts[position]
-
-    def finishing(self): ...
-
-    def finish(self):
-        return Pace()
+def in_chunks(config, policy, notes, chunks):
+    """A GRPO whose step's groups are there already, in chunks; every other one was drawn by weights of version 1."""
+    algorithm = GRPO(config, policy, collector(config, policy), source(config), notes)
+    draw = draw_of(config, algorithm.prompts, algorithm.collector)
+    drawn = draw.groups_of(1)
+    answered = draw.play_now(drawn)
+    for position, group in enumerate(answered):
+        group["weight_versions"] = torch.where(group["token_mask"] != 0, position % 2, -1)
+    groups, batches = ([[of[place] for place in chunk] for chunk in chunks] for of in (drawn, answered))
+    step = KnownStep(1, draw, groups, batches)
+    policy.calls.clear()
+    return algorithm.train(1, step, lambda: policy.calls.append("update"))
 
 
-def test_asynchronous_grpo_tells_of_the_whole_step_once():
-    config, policy, notes = recipe("grpo", ONE_STEP), Ranks(), Notes()
-    plain, prompts = collector(config, policy), source(config)
-    groups = Groups(plain, prompts.train_batch(1, 4), 3)
-    AsyncGRPO(config, policy, plain, prompts, notes, groups).step(1, lambda: None)
-    assert policy.calls[-5:] == ["logprobs", "chunk", "logprobs", "chunk", "finish"]
+def test_a_streamed_step_tells_of_the_whole_step_once():
+    streams = {"enabled": True, "min_groups_for_streaming_train": 2}
+    loss = {"reference_policy_kl_penalty": 0.0, "use_importance_sampling_correction": False}
+    policy, notes = Ranks(), Notes()
+    colocated = {"generation": {"max_new_tokens": 3, "colocated": {"enabled": False}}}
+    config = recipe("grpo", ONE_STEP | colocated, grpo={"async_grpo": streams}, loss_fn=loss)
+    in_chunks(config, policy, notes, [[0, 1], [2, 3]])
+    assert policy.calls == ["begin", "logprobs", "chunk", "logprobs", "chunk", "update", "finish"]
     assert [sample.tokens is not None for sample in notes.sampled] == [True] * 8 + [False] * 4
     assert columns_of(notes) == ("mask", *NUMBERS)
     assert {sample.weight_version_max for sample in notes.sampled} == {0, 1}
 
 
 def test_several_optimizer_steps_are_taken_over_the_whole_step():
-    config, policy, notes = recipe("grpo", {"train_global_batch_size": 6}), Ranks(), Notes()
-    plain, prompts = collector(config, policy), source(config)
-    groups = Groups(plain, prompts.train_batch(1, 4), 3, chunks=[[0, 1, 2, 3]])
-    AsyncGRPO(config, policy, plain, prompts, notes, groups).step(1, lambda: policy.calls.append("update"))
-    assert policy.calls[-3:] == ["logprobs", "update", "train"]
+    policy = Ranks()
+    in_chunks(recipe("grpo", {"train_global_batch_size": 6}), policy, Notes(), [[0, 1], [2, 3]])
+    assert policy.calls == ["logprobs", "update", "train"]
 
 
 # --- what became of an answer -----------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import pytest
 import torch
 from algorithm_fakes import train_result
 
-from nemo_rl_mcore.algorithms.rollout import Rollout
 from nemo_rl_mcore.algorithms.step_metrics import join_results, rollout_metrics, train_metrics
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import MetricKind
+from nemo_rl_mcore.rollouts.player import Rollout
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator
-from nemo_rl_mcore.algorithms.rewards import penalize_overlong, rows_with_signal
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.rollouts.rewards import penalize_overlong, rows_with_signal
 
 RECIPES = {
     path.stem.removesuffix("_cpu"): path

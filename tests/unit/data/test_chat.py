@@ -1,5 +1,5 @@
 import pytest
-from chat_tokenizer import FORGETFUL, VOCABULARY, chat_tokenizer
+from chat_tokenizer import FORGETFUL, VOCABULARY, chat_tokenizer, save_chat_tokenizer
 from refusals import refused
 
 from nemo_rl_mcore.data.answers import given_answers
@@ -7,7 +7,7 @@ from nemo_rl_mcore.data.chat import conversation_row, with_template
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.preference import Preference, preference_rows
-from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.data.tokenizer import ChatTemplate, load_tokenizer
 
 TURNS = (
     Message("system", "Be brief."),
@@ -140,3 +140,14 @@ def test_a_pair_of_a_conversation_trains_on_its_two_last_answers(tokenizer):
         for row, mask in zip(batch["input_ids"].tolist(), batch["token_mask"].tolist(), strict=True)
     ]
     assert texts == ["five<end>", "six<end>"]
+
+
+def test_the_template_of_a_recipe_takes_the_place_of_the_tokenizers(tmp_path):
+    folder = save_chat_tokenizer(tmp_path)
+    turns = "{% for m in messages %}[{{ m.role }}{{ mark }}]{{ m.content }}{% endfor %}"
+    text = turns + "{% if add_generation_prompt %}>{% endif %}"
+    own = load_tokenizer(folder, template=ChatTemplate(text, {"mark": "!"}))
+    assert own.render_chat(TURNS[:2], add_generation_prompt=True) == "[system!]Be brief.[user!]2+2?>"
+    own.save_as_hugging_face(tmp_path / "saved")
+    again = load_tokenizer(str(tmp_path / "saved"))
+    assert again.render_chat(TURNS[1:2], add_generation_prompt=False) == "[user]2+2?"

@@ -46,8 +46,8 @@ def test_a_packed_row_is_its_samples_without_padding():
     packed, *more = made(packs(length_round=4), batch([3, 0, 4, 2]))
     assert not more
     assert packed.places.tolist() == [2, 0, 3, 1]
-    assert packed.model_rows["input_ids"].tolist() == [[15, 16, 17, 18, 1, 2, 3, 22, 23, 0, 0, 0]]
-    assert packed.model_rows["input_lengths"].tolist() == [9]
+    assert packed.input_ids.tolist() == [[15, 16, 17, 18, 1, 2, 3, 22, 23, 0, 0, 0]]
+    assert packed.padding.tolist() == [[False] * 9 + [True] * 3]
     # A sample without tokens has no borders of its own; the padding stands alone.
     assert packed.borders == (0, 4, 7, 9, 12)
     assert packed.rows["input_ids"].shape == (4, 4)
@@ -56,13 +56,13 @@ def test_a_packed_row_is_its_samples_without_padding():
 def test_a_full_row_has_no_padding():
     packed = made(packs(7), batch([3, 4]))[0]
     assert packed.borders == (0, 4, 7)
-    assert packed.model_rows["input_ids"].shape == (1, 7)
+    assert packed.input_ids.shape == (1, 7)
 
 
 @given(st.lists(st.integers(0, COLUMNS), min_size=1, max_size=12), st.integers(COLUMNS, 30))
 def test_gradients_reach_the_tokens_they_come_from(lengths, tokens):
     for part in made(packs(tokens, length_round=3), batch(lengths)):
-        length = part.model_rows["input_ids"].shape[1]
+        length = part.input_ids.shape[1]
         assert length <= tokens
         for more in ((), (2,)):
             values = torch.randn(1, length, *more, requires_grad=True)
@@ -77,14 +77,14 @@ def test_values_of_several_numbers_a_token_are_packed_alike():
     rows = packed.rows["input_ids"]
     laid_out = packed.to_model(torch.stack([rows, 10 * rows], dim=-1))
     assert laid_out.shape == (1, 12, 2)
-    assert torch.equal(laid_out[..., 0], packed.model_rows["input_ids"])
-    assert torch.equal(laid_out[..., 1], 10 * packed.model_rows["input_ids"])
+    assert torch.equal(laid_out[..., 0], packed.input_ids)
+    assert torch.equal(laid_out[..., 1], 10 * packed.input_ids)
 
 
 def test_pipelines_get_rows_of_one_length():
     cut = PackedRows(TokenBudget(8, length_round=2), equal_columns=True)
     parts = made(cut, batch([7, 3, 2]), empty=1)
-    assert {part.model_rows["input_ids"].shape for part in parts} == {(1, 8)}
+    assert {part.input_ids.shape for part in parts} == {(1, 8)}
     assert parts[-1].borders == (0, 8)
 
 
@@ -98,10 +98,18 @@ def test_a_pair_above_the_budget_raises_the_budget_of_its_batch():
     cut = PackedRows(TokenBudget(8), rows_per_sample=2)
     packed = made(cut, batch([7, 6, 2, 1, 3, 4]))
     assert [part.places.tolist() for part in packed] == [[0, 1], [4, 5, 2, 3]]
-    assert [part.model_rows["input_ids"].shape[1] for part in packed] == [13, 10]
+    assert [part.input_ids.shape[1] for part in packed] == [13, 10]
 
 
 def test_filling_of_a_packed_row_is_a_whole_sample():
     parts = made(PackedRows(TokenBudget(20), rows_per_sample=2), batch([4, 1]), empty=1)
     assert [part.rows.size for part in parts] == [2, 2]
     assert not parts[1].rows["sample_mask"].any()
+
+
+def test_rows_of_a_packed_row_are_padded_one_by_one():
+    packed = made(PackedRows(TokenBudget(16, column_multiple=4), row_multiple=4), batch([3, 0, 4, 5]))[0]
+    assert packed.places.tolist() == [3, 0, 2, 1]
+    assert packed.borders == (0, 8, 12, 16)
+    real = [True] * 5 + [False] * 3 + [True] * 3 + [False] + [True] * 4
+    assert packed.padding.tolist() == [[not one for one in real]]

@@ -75,13 +75,6 @@ def test_weights_share_out_the_prompts(recipe):
             [16, 12, 11, "'a1'"],
         ),
         (
-            {"a1": 100, "b1": 30},
-            [source("a1", weight=3), source("b1", weight=1)],
-            {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 8},
-            "data.train.1.weight: too-few-rows",
-            [128, "dynamic sampling", 32],
-        ),
-        (
             {"a1": 9, "b1": 6},
             [source("a1"), source("b1")],
             {},

@@ -185,10 +185,12 @@ def test_too_few_rows_that_fit(recipe):
         open_prompts(recipe(rows(40, "1111{}>") + rows(9), data={"overlong": "drop"}), CHAR)
 
 
-def test_too_few_rows_that_fit_for_what_dynamic_sampling_may_take(recipe):
+def test_dynamic_sampling_needs_the_rows_of_a_step_alone(recipe):
+    """What it replaces takes rows of the steps behind, maybe of another pass."""
     section = {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 3}
-    config = recipe(rows(40, "1111{}>") + rows(40), section=section, data={"overlong": "drop"})
-    with wrong_key("grpo.num_prompts_per_step: too-few-rows", "dynamic sampling", 48, 36):
+    open_prompts(recipe(rows(40, "1111{}>") + rows(40), section=section, data={"overlong": "drop"}), CHAR)
+    config = recipe(rows(40, "1111{}>") + rows(9), section=section, data={"overlong": "drop"})
+    with wrong_key("grpo.num_prompts_per_step: too-few-rows"):
         open_prompts(config, CHAR)
 
 

@@ -153,7 +153,7 @@ def test_a_recipe_that_does_not_load():
 
 
 def test_every_file_that_lacks_is_told_beside_the_machine():
-    found = of_recipe("policy.tokenizer.name=not/here", "cluster.num_nodes=2")
+    found = of_recipe("policy.tokenizer.name=not/a/folder", "cluster.num_nodes=2")
     assert found["policy.tokenizer.name"].stops
     assert found["cluster.num_nodes"].stops
     assert "check" not in found

@@ -8,7 +8,10 @@ from refusals import assert_holds
 
 from nemo_rl_mcore import launch
 from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.observability.ending import EXIT_FAILED
+from nemo_rl_mcore.parts import open_parts
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import load_recipe_of
 from nemo_rl_mcore.preflight.saved_run import recipe_text
@@ -207,3 +210,25 @@ def test_embedded_tasks_are_scored_as_ever(no_cluster):
     env = "env={arithmetic: null, math: {}}"
     with pytest.raises(no_cluster):
         launch.run(load_config("examples/configs/grpo_copy_cpu.yaml", [env]))
+
+
+ANSWERS = [*(str(number) for number in range(20)), r"p \lor q"]
+
+
+@pytest.mark.needs("math")
+@pytest.mark.parametrize(("unparsable", "rows"), [("zero", 21), ("drop", 20)])
+def test_an_answer_that_nothing_can_equal_need_not_end_a_run(recipe, unparsable, rows, capsys):
+    given = [{"input": f"{number}>", "output": answer} for number, answer in enumerate(ANSWERS)]
+    config = recipe("grpo", SAMPLED, given, math={"unparsable": unparsable})
+    assert told(config) == []
+    parts = open_parts(config)
+    assert len(parts.prompts.train) == rows
+    assert_holds(capsys.readouterr().err, "env.math.unparsable", "1 of", "p")
+    scored = parts.environment.score([Prompt(0, "?", ANSWERS[-1])], [ANSWERS[-1]], [True])
+    assert scored == [0.0]
+
+
+def test_such_an_answer_is_refused_unless_the_recipe_takes_it(recipe):
+    given = [{"input": f"{number}>", "output": answer} for number, answer in enumerate(ANSWERS)]
+    with pytest.raises(RunStoppedError):
+        open_parts(recipe("grpo", SAMPLED, given, math={}))

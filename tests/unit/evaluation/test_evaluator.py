@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 
-from nemo_rl_mcore.algorithms.rollout import Responder
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
@@ -14,6 +13,7 @@ from nemo_rl_mcore.environments import ArithmeticEnvironment
 from nemo_rl_mcore.errors import FolderError
 from nemo_rl_mcore.evaluation.evaluator import Evaluator
 from nemo_rl_mcore.evaluation.folder import digest_of, enter
+from nemo_rl_mcore.rollouts.player import Responder
 
 TOKENIZER = load_tokenizer("char")
 SAMPLES = 3

@@ -1,11 +1,10 @@
 """What the driver is told of vLLM's engines."""
 
-import os
 from pathlib import Path
 
 import pytest
 
-from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.generation.vllm.kind import vllm_environment
 from nemo_rl_mcore.launch import engine_kind
 
@@ -31,16 +30,6 @@ def test_engines_have_the_tokenizer_where_texts_may_end_an_answer(tmp_path, over
     assert not reads_texts or (Path(folder) / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("recipe", ["grpo_copy_vllm_cpu.yaml", "grpo_copy_async_cpu.yaml"])
-def test_engines_are_told_where_their_journal_is(tmp_path, recipe, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    keys = ["logger.log_dir=run"]
-    assert engine_kind(load_config(RECIPES / recipe, keys)).settings.journal is None
-    keys.append("policy.generation.journal=true")
-    found = engine_kind(load_config(RECIPES / recipe, keys)).settings.journal
-    assert found == os.fspath(tmp_path / "run/journal")
-
-
 def test_an_engine_gets_vllms_own_variables_and_defaults_that_they_override():
     driver = {
         "VLLM_LOGGING_LEVEL": "DEBUG",
@@ -55,3 +44,26 @@ def test_an_engine_gets_vllms_own_variables_and_defaults_that_they_override():
     assert vllm_environment(driver | {"HF_HUB_OFFLINE": "0"}, on_cpu=True)["HF_HUB_OFFLINE"] == "0"
     assert "SECRET" not in found
     assert "TORCHDYNAMO_DISABLE" not in vllm_environment(driver, on_cpu=False)
+
+
+def test_arguments_of_the_recipe_reach_vllm_beside_those_that_are_set(tmp_path):
+    config = load_config(
+        RECIPES / "grpo_copy_vllm_cpu.yaml",
+        [
+            f"logger.log_dir={tmp_path}",
+            *LONGER,
+            "policy.generation.vllm_kwargs={enable_chunked_prefill: true}",
+        ],
+    )
+    arguments = engine_kind(config).settings.arguments()
+    assert arguments["enable_chunked_prefill"] is True
+    assert arguments["max_model_len"] == 16
+
+
+@pytest.mark.parametrize("key", ["model", "speculative_config", "pipeline_parallel_size", "logprobs_mode"])
+def test_arguments_that_give_other_answers_are_refused_by_name(key):
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            RECIPES / "grpo_copy_vllm_cpu.yaml", [*LONGER, f"policy.generation.vllm_kwargs={{{key}: 1}}"]
+        )
+    assert [problem.path for problem in caught.value.problems] == [f"policy.generation.vllm_kwargs.{key}"]

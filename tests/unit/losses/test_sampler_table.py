@@ -7,11 +7,11 @@ import torch
 
 from nemo_rl_mcore.algorithms.mismatch import Mismatch, table_of_batch, table_of_training, with_row_numbers
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
-from nemo_rl_mcore.controllers.metrics import correction_metrics
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.losses import ClippedPGLossFn, TokenOutputs
 from nemo_rl_mcore.losses.sampler_table import COLUMNS, sampler_table
+from nemo_rl_mcore.rollouts.metrics import correction_metrics
 from nemo_rl_mcore.training.sums import LocalSums
 
 THRESHOLD = 1.15

@@ -121,9 +121,9 @@ def test_ties_take_any_of_the_equal_ids_once(tiling, dtype):
     hidden = torch.randint(-1, 2, (6, 2, 4), generator=noise).to(dtype)
     weight = torch.randint(-1, 2, (600, 4), generator=noise).to(dtype)
     actual = linear_topk_logprobs(hidden, weight, 50, options=TILINGS[tiling])
-    expected = plain_linear_topk_logprobs(hidden, weight, 50)
-    assert torch.equal(actual.logits, expected.logits)
-    torch.testing.assert_close(actual.tail_logmass, expected.tail_logmass, rtol=0, atol=2e-6)
+    expected = plain_linear_topk_logprobs(hidden.double(), weight.double(), 50)
+    assert torch.equal(actual.logits.double(), expected.logits)
+    torch.testing.assert_close(actual.tail_logmass.double(), expected.tail_logmass, rtol=0, atol=2e-6)
     logits = (hidden @ weight.t()).to(actual.logits.dtype)
     assert torch.equal(logits.gather(-1, actual.indices), actual.logits)
     ids = actual.indices.sort(-1).values

@@ -65,7 +65,7 @@ def test_the_page_is_sound_and_whole(browser, page, width):
             "Evaluations",
             "Learning",
             "Stability",
-            "Sampling beside training",
+            "Asynchronous rollouts",
             "Speed",
         ),
         *("Other metrics", "Time", "Rollouts", "Faults survived", "Recipe"),

@@ -23,16 +23,14 @@ def test_what_cannot_be_read_is_told_and_the_rest_is_there(tmp_path):
     write_run(tmp_path, rows(3), steps=5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "train/rew')
-    (tmp_path / "rollouts.jsonl").write_text("nothing\n")
+    (tmp_path / "groups.jsonl").write_text("nothing\n")
     (tmp_path / "config.yaml").write_text("a: [")
     (tmp_path / "results.json").write_text("{")
     run = read_run(tmp_path)
     assert run.last_step == 3
     assert run.total_steps is None
     assert [
-        name
-        for name in ("rollouts.jsonl", "config.yaml", "{")
-        if not any(name in line for line in run.unread)
+        name for name in ("groups.jsonl", "config.yaml", "{") if not any(name in line for line in run.unread)
     ] == ["{"]
     assert len(run.unread) == 3
 
@@ -97,4 +95,4 @@ def test_a_log_that_takes_long_to_read_is_left_out_and_told(tmp_path, monkeypatc
     monkeypatch.setattr(run_data, "_MOST_EVENT_BYTES", 100)
     run = read_run(tmp_path)
     assert run.events == []
-    assert ["rollouts.jsonl has 0 MiB" in line for line in run.unread] == [True]
+    assert ["groups.jsonl has 0 MiB" in line for line in run.unread] == [True]

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from nemo_rl_mcore.config import RunConfig, load_config
 from nemo_rl_mcore.config.hf.pretrained import pretrained_model
-from nemo_rl_mcore.config.master import RUN_CONFIGS, DistillationMasterConfig, GRPOMasterConfig
+from nemo_rl_mcore.config.master import RUN_CONFIGS, DistillationMasterConfig
 from nemo_rl_mcore.config.sources import read_recipe
 from nemo_rl_mcore.preflight import preflight
 
@@ -75,6 +75,8 @@ def test_the_lists_hold_what_the_suites_promise():
     copies = [name_of(stem) for stem in stems["nightly_cpu.txt"] if stem.startswith("grpo-copy-")]
     assert sorted(bool(name["fused"]) for name in copies if name["strategy"] == "megatron") == [False, True]
     assert {"megatron-async-1off", "megatron-async-2off"} <= {name["strategy"] for name in copies}
+    beside = {stem for stem in stems["nightly_cpu.txt"] if "-async-" in stem}
+    assert {name_of(stem)["algorithm"] for stem in beside} == RUN_CONFIGS.keys() - {"sft"}
 
 
 def test_the_list_of_ci_is_a_part_of_the_nightly_one_that_ci_runs():
@@ -122,13 +124,12 @@ def test_a_name_with_a_layout_has_it(suffix, sizes):
 
 @recipes
 def test_a_name_says_how_old_answers_may_be(recipe):
-    """async-1off: one optimizer step, and only such a recipe samples beside training."""
+    """async-1off: one training step, and only such a recipe samples asynchronously."""
     config = config_of(recipe.stem)
     age = re.search(r"-async-(\d+)off\b", recipe.stem)
     assert config.asynchronous is bool(age)
     if age:
-        assert isinstance(config, GRPOMasterConfig)
-        assert config.grpo.async_grpo.max_trajectory_age_steps == int(age[1])
+        assert config.max_age == int(age[1])
 
 
 def leaves(tree, prefix=""):

@@ -28,7 +28,7 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.failures import RankIdentity
 from nemo_rl_mcore.workers.failures import WorkerError
-from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
+from nemo_rl_mcore.workers.gang import RayWorkerGroup
 
 class Rank:
     def rank(self):

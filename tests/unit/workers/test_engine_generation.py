@@ -1,6 +1,7 @@
 """The driver's handle over a fake engine in real Ray actors: what it asks, when it refits, whom it starts again."""
 
 import json
+import os
 import re
 import signal
 import sys
@@ -19,9 +20,8 @@ from refusals import refused
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.token_digests import digest_of_ids
 from nemo_rl_mcore.generation.engine import WrongWeightsError
-from nemo_rl_mcore.generation.journal import Journal
 from nemo_rl_mcore.ops.sampling import sample_keys
-from nemo_rl_mcore.workers.failures import WorkerError
+from nemo_rl_mcore.workers.failures import Call, WorkerError
 
 pytestmark = pytest.mark.stage("distributed")
 
@@ -69,50 +69,39 @@ def test_rows_keep_their_order_and_their_noise_and_tell_the_weights_of_each_toke
         assert one.generate(asked, step=1)["tokens"].tolist() == first["tokens"].tolist()
 
 
-class Journaling(FakeEngine):
-    """Its setting is the folder of the journal."""
+class Noting(FakeEngine):
+    """Writes what it drew for each request into a folder, its setting."""
 
     def __init__(self, folder):
         super().__init__()
-        self.journal = Journal.of_engine(folder)
+        self.path = Path(folder) / f"{os.getpid()}.jsonl"
 
     async def generate(self, requests, sampling, version=None, ticket=""):
         found = await super().generate(requests, sampling, version, ticket)
-        for request, response in zip(requests, found, strict=True):
-            self.journal.note(request.seed, [*response.tokens, len(request.stop_strings)])
+        with self.path.open("a") as file:
+            for request, response in zip(requests, found, strict=True):
+                drawn = {"seed": request.seed, "ids": [*response.tokens, len(request.stop_strings)]}
+                file.write(f"{json.dumps(drawn)}\n")
         return found
 
 
-def journaled(folder):
-    """The lines of each journal."""
-    return {
-        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*")
-    }
-
-
-def test_each_engine_has_its_journal_and_the_one_in_its_place_goes_on_with_it(cluster, tmp_path):
+def test_each_request_has_its_noise_its_stop_strings_and_the_digest_of_what_was_drawn(cluster, tmp_path):
     asked = BatchedDataDict(
         prompts(3, 5, 1, 4), turn_index=torch.tensor([0, 1, 2, 0]), stop_strings=[("a",), (), ("b", "c"), ()]
     )
-    with generation(cluster, Weights(), engine=Journaling, settings=str(tmp_path), max_restarts=1) as engines:
+    with generation(cluster, Weights(), engine=Noting, settings=str(tmp_path)) as engines:
         engines.update_weights(0)
         found = engines.generate(asked, step=1)
-        lines = journaled(tmp_path)
-        assert {name: len(rows) for name, rows in lines.items()} == {"engine_0": 2, "engine_1": 2}
-        kill(engines, 1)
-        engines.generate(asked, step=2)
-        engine_of(engines, 1)
-        engines.update_weights(1)
-        engines.generate(asked, step=3)
-        assert {*journaled(tmp_path)} == {*lines}
-    whole = [line for name in ("engine_0", "engine_1") for line in lines[name]]
+    by_engine = [[json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.iterdir()]
+    assert [len(lines) for lines in by_engine] == [2, 2]
     drawn = [
         ids[:length] for ids, length in zip(found["tokens"].tolist(), found["lengths"].tolist(), strict=True)
     ]
+    keys = sample_keys(3, 1, asked["prompt_index"], asked["sample_index"], asked["turn_index"]).tolist()
     strings = map(len, asked["stop_strings"])
-    assert [line["ids"] for line in whole] == [[*ids, n] for ids, n in zip(drawn, strings, strict=True)]
-    keys = sample_keys(3, 1, asked["prompt_index"], asked["sample_index"], asked["turn_index"])
-    assert [line["seed"] for line in whole] == keys.tolist()
+    assert {line["seed"]: line["ids"] for lines in by_engine for line in lines} == {
+        key: [*ids, count] for key, ids, count in zip(keys, drawn, strings, strict=True)
+    }
     assert found["digests"].tolist() == [digest_of_ids(ids) for ids in drawn]
 
 
@@ -198,7 +187,7 @@ def test_a_lost_engine_starts_anew_alone_as_often_as_the_kind_allows_then_the_ru
         said = capsys.readouterr().err
         assert re.match(
             r"fake engine 1 .* 0.1 s, 0 .*\(policy.generation.fake.max_restarts\): "
-            rf"fake engine 1 \(host .*, pid {lost.identity.pid}\) died .*generate \(step 4\)",
+            rf"fake engine 1 \(host .*, pid {lost.process.identity.pid}\) died .*generate \(step 4\)",
             said,
         )
         again = engine_of(engines, 1)
@@ -235,7 +224,7 @@ def test_a_refit_in_which_an_engine_is_lost_is_done_again_with_the_others(cluste
         assert engines.generate(asked, step=1)["weight_versions"].max() == 1
         again = until(lambda: engines.joining and engine_of(engines, 1))
         assert again is not lost
-        assert gone(lost.identity.pid)
+        assert gone(lost.process.identity.pid)
         engines.rejoin()
         assert (again.version, again.joined, engines.joining) == (1, True, False)
         digest = engines.weights_digest
@@ -321,7 +310,7 @@ def test_the_end_of_a_run_does_not_wait_for_an_engine_that_starts(cluster, tmp_p
     settings = {"engine": StartsSlowly, "settings": str(tmp_path / "first"), "engines": 1}
     with generation(cluster, Weights(), max_restarts=1, restart_backoff_s=0.01, **settings) as engines:
         engines.update_weights(0)
-        engines._fleet.lose(engine_of(engines, 0), WorkerError("gone", method="generate"))
+        engines._fleet.lose(engine_of(engines, 0), WorkerError("gone", Call("generate")))
         time.sleep(1.0)
         began = time.monotonic()
     assert time.monotonic() - began < 10
@@ -349,7 +338,7 @@ def equal(one, other):
 
 def counted(engine):
     """Refits that an engine has begun."""
-    return ray.get(engine.actor.refits_begun.remote(), timeout=30)
+    return ray.get(engine.process.handle.refits_begun.remote(), timeout=30)
 
 
 def gone(pid):

@@ -106,7 +106,7 @@ def test_a_task_that_is_cancelled_gives_its_group_up_at_the_engine(cluster):
         with pytest.raises(TimeoutError):
             asked(gives_up())
         deadline = time.monotonic() + 5  # nobody waits for what the engine does with it
-        while ray.get(engine_of(engines, 0).actor.told.remote(), timeout=5) != ("late",):
+        while ray.get(engine_of(engines, 0).process.handle.told.remote(), timeout=5) != ("late",):
             assert time.monotonic() < deadline
 
 
@@ -176,7 +176,7 @@ def test_an_engine_that_stops_or_stands_still_is_killed_at_its_deadline(cluster,
             with pytest.raises(EngineDiedError, match=message):
                 await group
             assert time.monotonic() - began < 6
-            until(lambda: not Path(f"/proc/{lost.identity.pid}").exists())
+            until(lambda: not Path(f"/proc/{lost.process.identity.pid}").exists())
 
         asked(stops())
 

@@ -43,7 +43,12 @@ def rewards(replies):
 
 
 def processes(pool):
-    return [actor._identity.pid for actor in pool._actors.values()]
+    """Of both actors of a pool of two, once they run."""
+    deadline = time.monotonic() + 60
+    while len(live := pool._pool.live) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return [member.identity.pid for member in live]
 
 
 def gone(pids, within_s=5.0):
@@ -255,8 +260,7 @@ def test_actors_that_do_not_start_end_the_run_and_name_the_key(cluster, how, lim
 def test_a_killed_and_a_stopped_actor_are_replaced(cluster):
     with pool_of(cluster, size=2, timeout_s=2.0) as pool:
         pool.replies(turns(8))
-        while not all(before := processes(pool)):
-            time.sleep(0.05)
+        before = processes(pool)
         os.kill(before[0], signal.SIGKILL)
         os.kill(before[1], signal.SIGSTOP)
         assert rewards(pool.replies(turns(16))) == [float(n % 7) for n in range(16)]
@@ -269,8 +273,7 @@ def test_a_killed_and_a_stopped_actor_are_replaced(cluster):
 def test_the_end_of_the_pool_leaves_no_process_also_of_hung_ones(cluster):
     with pool_of(cluster, "fragile_parts:Bad", {"how": "hang", "index": 0}, size=2, timeout_s=60.0) as pool:
         pool.replies(turns(4, 1))
-        while not all(pids := processes(pool)):
-            time.sleep(0.05)
+        pids = processes(pool)
 
         async def gives_up():
             async with asyncio.timeout(0.5):
@@ -324,7 +327,7 @@ class LosesRay:
 @pytest.mark.parametrize("soon", [False, True])
 def test_a_ray_that_died_ends_every_wait(cluster, soon):
     loses = LosesRay(cluster)
-    with pool_of(loses, "fragile_parts:Bad", {"how": "hang", "index": 0}, timeout_s=60.0) as pool:
+    with pool_of(loses, "fragile_parts:Bad", {"how": "hang", "index": 0}, timeout_s=60.0, retries=0) as pool:
         pool.replies(turns(1, 1))
         threading.Timer(0.3, lambda: setattr(loses, "what", "Ray's raylet (pid 1) died")).start()
         with pytest.raises(RunStoppedError, match="Ray's raylet"):
@@ -340,7 +343,7 @@ def test_the_start_of_the_actors_is_waited_for_by_nobody(cluster):
 
 @pytest.mark.exhaustive
 def test_reasons_that_are_never_equal_are_not_told_without_end(cluster, capfd, monkeypatch):
-    monkeypatch.setattr(environment_pool, "_REASONS_TOLD", 3)
+    monkeypatch.setattr(environment_pool, "_MOST_REASONS", 3)
     with pool_of(cluster, "fragile_parts:AlwaysNew", retries=0) as pool:
         assert len({reply.dropped for reply in pool.replies(turns(8))}) == 8
     assert capfd.readouterr().err.count("dropped after 1 tries") == 3

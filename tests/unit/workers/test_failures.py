@@ -4,18 +4,19 @@ from pathlib import Path
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from nemo_rl_mcore.errors import PeerLostError
+from nemo_rl_mcore.workers.actor import failure_of
 from nemo_rl_mcore.workers.failures import (
     Call,
     RankFailure,
     RankIdentity,
     Stall,
+    WorkerError,
     describe,
     describe_stall,
     identity_in,
     root_cause,
     stderr_tail,
 )
-from nemo_rl_mcore.workers.rank_calls import failure_of
 
 
 def raised(rank: int, error: Exception) -> RankFailure:
@@ -133,8 +134,8 @@ def test_a_machine_that_is_gone_is_told_in_place_of_the_rank() -> None:
     assert message.startswith(
         "rank 1 (host node7, pid 41) was lost in train (step 4): node 7dda3180 (10.0.0.3) is gone\n"
     )
-    assert Call("train", "").error(message, lost).lost_node == "7dda3180 (10.0.0.3)"
-    assert Call("train", "").error(message, died(1)).lost_node is None
+    assert WorkerError(message, Call("train"), lost).lost_node == "7dda3180 (10.0.0.3)"
+    assert WorkerError(message, Call("train"), died(1)).lost_node is None
 
 
 def test_the_machine_of_a_rank_that_hangs_is_told() -> None:

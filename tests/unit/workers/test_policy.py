@@ -12,11 +12,11 @@ from nemo_rl_mcore.algorithms.mismatch import with_row_numbers
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn, DPOLossFn, NLLLossFn
-from nemo_rl_mcore.workers import worker_group
-from nemo_rl_mcore.workers.failures import WorkerError
+from nemo_rl_mcore.workers.actor import Actor
+from nemo_rl_mcore.workers.failures import Call, WorkerError
+from nemo_rl_mcore.workers.gang import RayWorkerGroup
 from nemo_rl_mcore.workers.placement import RankSlot
 from nemo_rl_mcore.workers.policy import Policy
-from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
 BUDGET = ("policy.dynamic_batching.enabled=true",)
 
@@ -245,15 +245,16 @@ class Machines:
 def test_new_ranks_that_do_not_start_leave_their_places_to_the_next(monkeypatch):
     machines, broken = Machines(), [False, True, False]
 
-    def start(_actor: Any, _slot: RankSlot) -> Any:
+    def start(_class: Any, slot: RankSlot, *_: Any) -> Actor:
         machines.tried_in.append(machines.places[-1].released)
         if broken.pop(0):
-            raise WorkerError("memory", method="start")
+            raise WorkerError("memory", Call("start"))
+        return Actor(slot.rank, "rank", None, machines, machines.lost)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(worker_group, "_start", start)
+    monkeypatch.setattr(Actor, "begin", start)
     monkeypatch.setattr(RayWorkerGroup, "_build", lambda *_: None)
     monkeypatch.setattr(RayWorkerGroup, "run_all", lambda *_, **__: [0])
-    monkeypatch.setattr(worker_group.Ranks, "kill", lambda *_: None)
+    monkeypatch.setattr(Actor, "end", lambda *_: None)
     policy = Policy(load_config("examples/configs/dpo_cpu.yaml").policy, machines, seed=0)  # type: ignore[arg-type]
     with pytest.raises(WorkerError, match="memory"):
         policy.restart()

@@ -1,0 +1,83 @@
+"""Measure what became of episodes of several turns, of rewards by name, and of episodes without a reply.
+
+Of these, which are dropped, a run bears a limited number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from nemo_rl_mcore.data import BatchedDataDict
+from nemo_rl_mcore.data.turns import Ending
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.rollouts.episode_rows import ENDING, EpisodeRows, dropped_rows, first_rows
+from nemo_rl_mcore.rollouts.episodes import REPLIES, REWARDS_PREFIX, TURN_OF_TOKEN
+
+
+def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
+    """Return turns and how episodes ended, where there may be several turns; the means of rewards that have names.
+
+    Dropped episodes count in how they ended alone, and one of several rows counts once.
+    """
+    episodes = EpisodeRows.of(batch)
+    metrics = _ending_rates(batch) if TURN_OF_TOKEN in batch else {}
+    if not len(episodes.first):
+        return metrics
+    metrics |= {
+        f"{name}_mean": float(episodes.one_each(column).mean())
+        for name, column in batch.items()
+        if name.startswith(REWARDS_PREFIX)
+    }
+    if TURN_OF_TOKEN not in batch:
+        return metrics
+    turns, mask = episodes.joined(batch[TURN_OF_TOKEN]).amax(1), batch["token_mask"]
+    behind_prompt = (mask.cumsum(1) > 0) & (mask.flip(1).cumsum(1).flip(1) > 0)
+    observed = episodes.total((behind_prompt & (mask == 0)).sum(1))
+    return metrics | {
+        "episodes/turns_mean": float(turns.float().mean()),
+        "episodes/turns_max": float(turns.max()),
+        "episodes/observation_tokens_mean": float(observed.float().mean()),
+        "episodes/observations_cut": _observations_cut(batch),
+    }
+
+
+def _observations_cut(batch: BatchedDataDict) -> float:
+    replies = batch.get(REPLIES, ())
+    of_episodes = [replies[row] for row in first_rows(batch)] if replies else []
+    return float(sum("cut" in reply for of_row in of_episodes for reply in of_row))
+
+
+def _ending_rates(batch: BatchedDataDict) -> dict[str, float]:
+    endings = batch[ENDING][first_rows(batch)]
+    return {
+        f"episodes/{ending.name.lower()}_rate": float((endings == ending).float().mean()) for ending in Ending
+    }
+
+
+_KEY = "env.pool.max_drop_rate"
+
+
+def check_drops(step: int, batch: BatchedDataDict, limit: float, reasons: Mapping[str, int]) -> None:
+    """Raise RunStoppedError when more than a share `limit` of a step's episodes, in [0, 1], was dropped.
+
+    reasons: how often each one had an answer dropped, since the run began, besides those that stand in the batch; the
+    most frequent one is named.
+    """
+    of_episodes = dropped_rows(batch)[first_rows(batch)]
+    dropped, episodes = int(of_episodes.sum()), len(of_episodes)
+    if dropped <= limit * episodes:
+        return
+    reasons = {**_reasons_of(batch), **reasons}
+    most = max(reasons, key=lambda reason: reasons[reason], default="")
+    raise RunStoppedError(
+        f"step {step}: {dropped} of {episodes} episodes ({dropped / episodes:.1%}) were dropped, to which the "
+        f"environment gave no reply, or one that cannot be encoded; {_KEY}: {limit:g} is the most"
+        + (f"; most often: {most} ({reasons[most]} answers since the run began)" if most else ""),
+        code="too-many-dropped",
+    )
+
+
+def _reasons_of(batch: BatchedDataDict) -> Counter[str]:
+    replies = (reply for of_row in batch.get(REPLIES, ()) for reply in of_row)
+    return Counter(reply["dropped"] for reply in replies if "dropped" in reply)

@@ -1,0 +1,145 @@
+"""Asynchronous rollouts learn as synchronous ones do, in every algorithm: a table, and status 1 where one does not.
+
+    python tests/learning/async_learns.py FOLDER [--seeds 3] [--ages 1 2] [--only WORD] [--steps N]
+
+Each case is an asynchronous recipe for a CPU, maybe with overrides. It runs with `enabled: false`, which is the
+synchronous run on the same engine and ranks, and with each largest staleness. A run has learned if its reward over the
+last tenth of its steps is above that of the first, and no more than `BELOW` under the synchronous run of its seed. A
+finished run in FOLDER is not run again. --steps: fewer of them, to see that all of it runs; nothing is judged then.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.observability import read_history
+
+CONFIGS = Path(__file__).parents[2] / "examples/configs"
+BELOW = 0.05
+FIRST_RUNS = ("warm_start", "teacher")
+"""Folders of runs whose weights a run begins with or learns from: the same for each staleness."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe by its name, and what changes in it."""
+
+    name: str
+    recipe: str
+    overrides: tuple[str, ...] = ()
+
+    def command(self, log_dir: Path, seed: int, age: int | None, steps: int | None) -> list[str]:
+        """Return the command of a run; age: None for the synchronous one."""
+        path = CONFIGS / f"{self.recipe}.yaml"
+        config = load_config(path)
+        section = config.asynchrony_key
+        beside = f"{section}.enabled=false" if age is None else f"{config.age_key}={age}"
+        overrides = [*self.overrides, beside, f"seed={seed}", f"logger.log_dir={log_dir}"]
+        overrides += ["checkpointing.enabled=false"]
+        overrides += [] if steps is None else [f"{config.algorithm}.max_num_steps={steps}"]
+        return [sys.executable, "-m", "nemo_rl_mcore", config.algorithm, "--config", str(path), *overrides]
+
+
+CASES = (
+    Case("grpo", "grpo_copy_async_cpu"),
+    Case("grpo, two optimizer steps", "grpo_copy_async_cpu", ("policy.train_global_batch_size=128",)),
+    Case("grpo, dynamic sampling", "grpo_copy_async_cpu", ("grpo.use_dynamic_sampling=true",)),
+    Case("ppo", "ppo_async_cpu"),
+    Case("dpo", "dpo_async_cpu"),
+    Case("distillation", "distillation_async_cpu"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Mean rewards of the first and the last tenth of the steps of a run, and the share of right held-out answers."""
+
+    first: float
+    last: float
+    held_out: float
+
+    @classmethod
+    def of(cls, log_dir: Path) -> "Outcome":
+        """Read what a run recorded."""
+        rows = read_history(log_dir)
+        rewards = [row["train/reward"] for row in rows if "train/reward" in row]
+        held_out = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+        tenth = max(1, len(rewards) // 10)
+        return cls(
+            _mean(rewards[:tenth]), _mean(rewards[-tenth:]), held_out[-1] if held_out else float("nan")
+        )
+
+    def learned_as(self, synchronous: "Outcome") -> bool:
+        """Say whether the run learned, beside the synchronous one of its seed."""
+        return self.last > self.first and self.last >= synchronous.last - BELOW
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def outcome(folder: Path, case: Case, seed: int, age: int | None, steps: int | None) -> Outcome:
+    """Run a case, unless it was run before; raises CalledProcessError where it fails."""
+    stem = f"{case.name.replace(', ', '_').replace(' ', '_')}-seed{seed}"
+    log_dir = folder / f"{stem}-{'synchronous' if age is None else f'age{age}'}"
+    if not (log_dir / "done").exists():
+        shutil.rmtree(log_dir, ignore_errors=True)
+        for name in FIRST_RUNS if age is not None else ():
+            if (known := folder / f"{stem}-synchronous" / name).is_dir():
+                shutil.copytree(known, log_dir / name)
+        command = case.command(log_dir, seed, age, steps)
+        with (folder / f"{log_dir.name}.log").open("w") as log:
+            subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
+        (log_dir / "done").touch()
+    return Outcome.of(log_dir)
+
+
+def rows_of(case: Case, folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, bool]]:
+    """Yield a line of the table for each run, and whether it learned."""
+    for seed in range(42, 42 + options.seeds):
+        synchronous = outcome(folder, case, seed, None, options.steps)
+        for age in (None, *options.ages):
+            found = synchronous if age is None else outcome(folder, case, seed, age, options.steps)
+            learned = found.last > found.first if age is None else found.learned_as(synchronous)
+            shown = "turns" if age is None else str(age)
+            verdict = "-" if options.steps else "yes" if learned else "NO"
+            line = f"| {case.name} | {seed} | {shown} | {found.first:.3f} | {found.last:.3f} | {found.held_out:.3f} |"
+            yield f"{line} {verdict} |", learned
+
+
+def tell(line: str) -> None:
+    """Write a line of the table at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Run all cases and print the table; 1 when a run did not learn."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ages", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--only", default="", help="cases whose name begins with this")
+    parser.add_argument("--steps", type=int)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    tell("| case | seed | K | reward, first steps | last steps | held out, right | learned |")
+    tell("| --- | --- | --- | --- | --- | --- | --- |")
+    failed = 0
+    for case in CASES:
+        if case.name.startswith(options.only):
+            for line, learned in rows_of(case, options.folder.absolute(), options):
+                tell(line)
+                failed += not learned
+    return int(failed > 0 and options.steps is None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
