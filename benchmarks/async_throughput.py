@@ -17,21 +17,21 @@ import asyncio
 import random
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from measuring import ROOT, load
 
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector
+from nemo_rl_mcore.algorithms.algorithm import QuietObserver
+from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.config import GRPOMasterConfig, load_config
-from nemo_rl_mcore.controllers.async_grpo import AsyncGRPO
-from nemo_rl_mcore.controllers.rollouts import Rollouts
-from nemo_rl_mcore.controllers.start import open_rollouts
 from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
 from nemo_rl_mcore.launch import engine_kind, start_model
-from nemo_rl_mcore.observability import Sample
 from nemo_rl_mcore.parts import open_parts, stop_ids_of
+from nemo_rl_mcore.rollouts.player import RolloutCollector
+from nemo_rl_mcore.rollouts.scheduler import Scheduler
+from nemo_rl_mcore.rollouts.start import open_rollouts
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.engine_generation import EngineGeneration
 
@@ -64,17 +64,6 @@ class SlowEngine(EmbeddedEngine):
 
     async def _admitted(self, ticket: str, drawn: int) -> None:
         await asyncio.sleep(self._shortest_s * min(random.Random(ticket).paretovariate(TAIL), LONGEST))
-
-
-class Quiet:
-    """A `StepObserver` of what is not looked at."""
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def add_samples(self, samples: Iterable[Sample]) -> None: ...
 
 
 @dataclass
@@ -110,7 +99,7 @@ def measure(overrides: list[str], token_s: float, cluster: RayCluster) -> Figure
 
 def open_run(
     config: GRPOMasterConfig, token_s: float, cluster: RayCluster, stack: ExitStack
-) -> tuple[AsyncGRPO, Rollouts]:
+) -> tuple[GRPO, Scheduler]:
     """All processes, and the first weights at the engine; nothing has been asked yet."""
     parts = open_parts(config)
     policy = stack.enter_context(start_model(config.models["policy"], config, cluster))
@@ -126,12 +115,13 @@ def open_run(
         )
     )
     engines.update_weights(0)
-    rollouts = stack.enter_context(open_rollouts(config, engines, parts.prompts, parts.tokenizer, None))
-    collector = RolloutCollector(rollouts, parts.tokenizer, config.max_prompt_length, parts.environment)
-    return AsyncGRPO(config, policy, collector, parts.prompts, Quiet(), rollouts), rollouts
+    collector = RolloutCollector(engines, parts.tokenizer, config.max_prompt_length, parts.environment)
+    rollouts = stack.enter_context(open_rollouts(config, engines, parts.prompts, collector, 0, None, {}))
+    algorithm = GRPO(config, policy, collector, parts.prompts, QuietObserver(), rollouts=rollouts)
+    return algorithm, rollouts
 
 
-def train(algorithm: AsyncGRPO, rollouts: Rollouts) -> Figures:
+def train(algorithm: GRPO, rollouts: Scheduler) -> Figures:
     grpo = algorithm.config.grpo
     figures = Figures(grpo.max_num_steps * grpo.num_prompts_per_step * grpo.num_generations_per_prompt)
     ended = time.monotonic()

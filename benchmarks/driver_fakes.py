@@ -22,8 +22,8 @@ from nemo_rl_mcore.data.tokenizer import CHAR_EOS, CHAR_VOCABULARY
 from nemo_rl_mcore.generation.engine import Request, Response
 from nemo_rl_mcore.observability import Sample
 from nemo_rl_mcore.observability.rollouts import RolloutSink
+from nemo_rl_mcore.workers.gang import RayWorkerGroup
 from nemo_rl_mcore.workers.policy import Policy
-from nemo_rl_mcore.workers.worker_group import RayWorkerGroup
 
 EOS = CHAR_VOCABULARY.index(CHAR_EOS)
 

@@ -29,9 +29,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
-from typing import Any, Self
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self, cast
 
 import nemo_rl_mcore.workers  # noqa: F401 - before ray, which then stays on this machine
 
@@ -53,13 +53,15 @@ from driver_fakes import (
 from measuring import ROOT, Clock, in_subprocess, load
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
-from nemo_rl_mcore.algorithms.rollout import RolloutCollector
 from nemo_rl_mcore.config import GRPOMasterConfig, load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.engine import as_batch, as_requests
+from nemo_rl_mcore.rollouts.player import RolloutCollector
+from nemo_rl_mcore.rollouts.scheduler import Scheduler
+from nemo_rl_mcore.rollouts.start import open_rollouts
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.environment import only_environment, session_environment
 from nemo_rl_mcore.workers.policy import Policy
@@ -77,7 +79,7 @@ PARTS = (
 )
 
 
-def recipe(ranks: int, samples: int, tokens: int) -> GRPOMasterConfig:
+def recipe(ranks: int, samples: int, tokens: int, folder: str) -> GRPOMasterConfig:
     config = load_config(
         RECIPE,
         [
@@ -90,6 +92,7 @@ def recipe(ranks: int, samples: int, tokens: int) -> GRPOMasterConfig:
             f"grpo.num_prompts_per_step={samples // ANSWERS_TO_A_PROMPT}",
             f"cluster.cpu_workers_per_node={ranks}",
             "data.num_digits=6",
+            f"logger.log_dir={folder}",
         ],
     )
     assert isinstance(config, GRPOMasterConfig)
@@ -119,7 +122,7 @@ class Driver:
                 _node_ip_address="127.0.0.1",
             )
         self._stack.callback(ray.shutdown)
-        config = recipe(self._ranks, PER_UPDATE, self._tokens)
+        config = recipe(self._ranks, PER_UPDATE, self._tokens, self._folder)
         cluster = self._stack.enter_context(RayCluster(config.cluster))
         self._policy = self._stack.enter_context(Policy(config.policy, cluster, seed=0, group=self._group))
         return self
@@ -142,18 +145,25 @@ class Driver:
     def _ranks_answer(self, data: BatchedDataDict, step: int) -> BatchedDataDict:
         return EmbeddedGeneration(self._policy, (EOS,)).generate(data, step=step)
 
-    def algorithm(self, samples: int) -> GRPO:
+    @contextmanager
+    def algorithm(self, samples: int) -> Generator[GRPO]:
+        """Open GRPO and the scheduler of its groups, before the first step."""
         answer = self._engines_answer if self._source == "engines" else self._ranks_answer
         scores = LocalEnvironments(Scores(self.laps))
         generation = TimedGeneration(answer, self.laps)
         collector = RolloutCollector(generation, load_tokenizer("char"), self._tokens, scores)
-        return GRPO(
-            recipe(self._ranks, samples, self._tokens),
-            TimedPolicy(self._policy, self.laps),  # type: ignore[arg-type]
-            collector,
-            Prompts(self._tokens // 4),
-            Recording(self._folder, self.laps),
-        )
+        prompts = Prompts(self._tokens // 4)
+        with tempfile.TemporaryDirectory() as folder:
+            config = recipe(self._ranks, samples, self._tokens, folder)
+            with open_rollouts(config, generation, prompts, collector, 0, None, {}) as rollouts:
+                yield GRPO(
+                    config,
+                    TimedPolicy(self._policy, self.laps),  # type: ignore[arg-type]
+                    collector,
+                    prompts,
+                    Recording(self._folder, self.laps),
+                    rollouts=rollouts,
+                )
 
     def step(self, algorithm: GRPO, number: int) -> dict[str, float]:
         """Figures of a step of GRPO."""
@@ -161,8 +171,9 @@ class Driver:
         began = time.perf_counter()
         self.laps.start()
         algorithm.step(number, lambda: self.laps.end("judge"))
+        scheduler = cast("Scheduler", algorithm.rollouts)
+        scheduler.update_weights(number)
         self.laps.end("metrics")
-        algorithm.collector.kept.forget(number)
         return {
             **self.laps.seconds,
             "total": sum(self.laps.seconds.values()),
@@ -177,16 +188,14 @@ def child(request: str) -> None:
     given = json.loads(request)
     found: dict[int, dict[str, float]] = {}
     with Driver(given["ranks"], given["tokens"], given["source"]) as driver:
-        number = 0
         for samples in given["samples"]:
-            algorithm, runs = driver.algorithm(samples), []
-            for _ in range(1 + given["steps"]):
-                number += 1
-                runs.append(driver.step(algorithm, number))
+            with driver.algorithm(samples) as algorithm:
+                runs = [driver.step(algorithm, number + 1) for number in range(1 + given["steps"])]
             found[samples] = {key: statistics.median(run[key] for run in runs[1:]) for key in runs[0]}
         if given["profile"]:
             profile = cProfile.Profile()
-            profile.runcall(driver.step, driver.algorithm(given["samples"][-1]), number + 1)
+            with driver.algorithm(given["samples"][-1]) as algorithm:
+                profile.runcall(driver.step, algorithm, 1)
             profile.dump_stats(given["profile"])
     print(json.dumps(found))
 
