@@ -1,3 +1,82 @@
 """A Megatron-Core policy worker for RL post-training. Importing this package imports no framework."""
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from nemo_rl_mcore.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from nemo_rl_mcore.api.algorithms import DPO, GRPO, PPO, SFT, Distillation, load_recipe
+    from nemo_rl_mcore.api.run import Run
+    from nemo_rl_mcore.config.base import ConfigError
+    from nemo_rl_mcore.config.load import load_config
+    from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
+    from nemo_rl_mcore.errors import RunStoppedError
+    from nemo_rl_mcore.losses import (
+        ClippedPGLossFn,
+        DistillationLossFn,
+        DPOLossFn,
+        LossFunction,
+        MseValueLossFn,
+        NLLLossFn,
+    )
+    from nemo_rl_mcore.workers.cluster import RayCluster
+    from nemo_rl_mcore.workers.policy import Policy
+    from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+
+__all__ = [
+    "DPO",
+    "GRPO",
+    "PPO",
+    "SFT",
+    "BatchedDataDict",
+    "ClippedPGLossFn",
+    "ConfigError",
+    "DPOLossFn",
+    "Distillation",
+    "DistillationLossFn",
+    "LossFunction",
+    "MegatronPolicyWorker",
+    "MseValueLossFn",
+    "NLLLossFn",
+    "Policy",
+    "RayCluster",
+    "Run",
+    "RunStoppedError",
+    "load_config",
+    "load_recipe",
+]
+
+_MODULES = {
+    "api.algorithms": ("DPO", "GRPO", "PPO", "SFT", "Distillation", "load_recipe"),
+    "api.run": ("Run",),
+    "config.base": ("ConfigError",),
+    "config.load": ("load_config",),
+    "data.batched_data_dict": ("BatchedDataDict",),
+    "errors": ("RunStoppedError",),
+    "losses": (
+        *(
+            "ClippedPGLossFn",
+            "DPOLossFn",
+            "DistillationLossFn",
+            "LossFunction",
+            "MseValueLossFn",
+            "NLLLossFn",
+        ),
+    ),
+    "workers.cluster": ("RayCluster",),
+    "workers.policy": ("Policy",),
+    "workers.policy_worker": ("MegatronPolicyWorker",),
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"nemo_rl_mcore.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

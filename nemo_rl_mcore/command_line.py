@@ -7,12 +7,12 @@ from typing import Any, NoReturn, cast
 
 from omegaconf import OmegaConf
 
-from nemo_rl_mcore import __version__
 from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.master import RUN_CONFIGS, kind_of
 from nemo_rl_mcore.config.schema import Kind, path_ending_in
 from nemo_rl_mcore.config.sources import read_recipe
 from nemo_rl_mcore.output import visible
+from nemo_rl_mcore.version import __version__
 
 _DESCRIPTION = """Check and run recipes: `check` resolves one on paper, `grpo` and the others run it, `replay` repeats
 what ran. `migrate` makes one of a recipe of NeMo RL."""

@@ -1,4 +1,7 @@
-"""Code of the user's own: imported by the path that a recipe names; what it raises is told with its key and line."""
+"""Code of the user's own: imported by the path that a recipe names; what it raises is told with its key and line.
+
+What is in no module that another process could import, such as a function of a notebook, is handed over in its place.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +21,31 @@ from nemo_rl_mcore.errors import CustomCodeError, RefusedError
 
 _OURS = str(Path(__file__).parent)
 _LIBRARIES = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
+
+
+_HANDED: dict[str, object] = {}
+
+
+@contextmanager
+def handed(objects: Mapping[str, object]) -> Generator[None]:
+    """Have import paths, such as `__main__:right`, stand for these functions and classes inside the block."""
+    before = dict(_HANDED)
+    _HANDED.update(objects)
+    try:
+        yield
+    finally:
+        _HANDED.clear()
+        _HANDED.update(before)
+
+
+def handed_objects() -> dict[str, object]:
+    """Return what import paths stand for here, for another process to hand on by `hand_over`."""
+    return dict(_HANDED)
+
+
+def hand_over(objects: Mapping[str, object]) -> None:
+    """Have import paths stand for these functions and classes in this process from now on."""
+    _HANDED.update(objects)
 
 
 class custom_code:  # a context manager; contextlib's would let a StopIteration through
@@ -68,7 +97,7 @@ def build(
     Raises ValueError, naming the key, for a module or class that is not there, for arguments that do not fit, and, with
     the user's line, for what the class itself raises.
     """
-    kind, arguments = _imported(path, key), arguments or {}
+    kind, arguments = _class_at(path, key), arguments or {}
     abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
 
     def has(name: str) -> bool:
@@ -91,11 +120,28 @@ def build(
         return kind(*positional, **arguments)
 
 
+def function_at(path: str, key: str) -> Callable[..., Any]:
+    """Import a function; raises as `build` for one that is not there. `key` is that of the path."""
+    found = _imported(path, key)
+    if not callable(found) or isinstance(found, type):
+        raise RefusedError(f"{key}: {path} is no function", code="no-function")
+    return found
+
+
+def _class_at(path: str, key: str) -> type:
+    found = _imported(path, key)
+    if not isinstance(found, type):
+        raise ValueError(f"{key}: {path} is no class")
+    return found
+
+
 def _or(need: str) -> str:
     return need.replace("|", " or ")
 
 
-def _imported(path: str, key: str) -> type:
+def _imported(path: str, key: str) -> object:
+    if path in _HANDED:
+        return _HANDED[path]
     module_name, _, name = path.partition(":")
     see_working_directory()
     with custom_code(f"{key}: {path}: its module"):
@@ -103,11 +149,9 @@ def _imported(path: str, key: str) -> type:
             module = importlib.import_module(module_name)
         except ImportError as error:
             raise CustomCodeError(f"{key}: {path} cannot be imported: {error}") from error
-    kind = getattr(module, name, None)
-    if not isinstance(kind, type):
-        what = "has no" if kind is None else "holds something else than a class under the name"
-        raise ValueError(f"{key}: {path}: the module {module_name} {what} {name}")
-    return kind
+    if not hasattr(module, name):
+        raise ValueError(f"{key}: {path}: the module {module_name} has no {name}")
+    return getattr(module, name)
 
 
 def see_working_directory() -> None:

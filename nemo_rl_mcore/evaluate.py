@@ -38,10 +38,11 @@ _VERSION = 1
 
 def run_eval(config: RunConfig) -> int:
     """Evaluate the policy of a configuration that `as_evaluated` has made; see `exit_status`."""
-    return exit_status(lambda: _evaluate(config))
+    return exit_status(lambda: _print_table(evaluate(config)))
 
 
-def _evaluate(config: RunConfig) -> None:
+def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
+    """Evaluate, and return the metrics of each set by its name; raises ConfigError and RunStoppedError."""
     if config.policy.init_checkpoint is not None:
         require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
     tokenizer = tokenizer_of(config.policy, parse_content=config.data.parses_content)
@@ -56,8 +57,8 @@ def _evaluate(config: RunConfig) -> None:
         except BaseException as error:
             error.add_note(f"the same command goes on after the samples in {folder}")
             raise
-    _print_table(results)
     _say(f"the samples and results.json are in {folder}")
+    return results
 
 
 def _weights(config: RunConfig) -> str:

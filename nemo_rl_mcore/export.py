@@ -32,10 +32,11 @@ def run_export(config: RunConfig, output: str) -> int:
             else f"{output!r} was not written"
         )
 
-    return exit_status(lambda: _export(config, folder), left_behind)
+    return exit_status(lambda: export(config, folder), left_behind)
 
 
-def _export(config: RunConfig, output: Path) -> None:
+def export(config: RunConfig, output: Path) -> None:
+    """Write the weights; raises RunStoppedError."""
     origin = _origin(config, output)
     with (
         open_place(config) as cluster,

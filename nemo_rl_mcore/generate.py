@@ -55,19 +55,22 @@ def run_generate(config: RunConfig, asked: Asked) -> int:
 
 
 def _generate(config: RunConfig, asked: Asked) -> None:
+    with _written_to(asked.output) as write:
+        for answered in answers(config, asked):
+            write(answered)
+
+
+def answers(config: RunConfig, asked: Asked) -> Generator[Rollout]:
+    """Answer the prompts batch by batch, by the ranks of the policy; raises ConfigError and RunStoppedError."""
     if config.policy.init_checkpoint is not None:
         require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
     tokenizer = tokenizer_of(config.policy, parse_content=config.data.parses_content)
     prompts = prompts_to_answer(config, asked, tokenizer)
     stop_ids = stop_ids_of(config, tokenizer)
-    with (
-        _written_to(asked.output) as write,
-        open_place(config) as cluster,
-        start_frozen(config, cluster) as policy,
-    ):
+    with open_place(config) as cluster, start_frozen(config, cluster) as policy:
         responder = Responder(EmbeddedGeneration(policy, stop_ids), tokenizer, config.max_prompt_length)
         for batch in batched(prompts, config.loop.val_batch_size):
-            write(responder.respond(batch, asked.samples, step=0, greedy=asked.greedy))
+            yield responder.respond(batch, asked.samples, step=0, greedy=asked.greedy)
 
 
 @contextmanager
@@ -79,7 +82,7 @@ def _written_to(output: str | None) -> Generator[Callable[[Rollout], None]]:
     with _new_file(output) as file:
 
         def write(answered: Rollout) -> None:
-            for row in _rows(answered):
+            for row in rows_of(answered):
                 file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
             file.flush()
 
@@ -101,7 +104,8 @@ def _as_lines(answered: Rollout) -> None:
         write_line(sys.stdout, f"{prompt.text}{response}")
 
 
-def _rows(answered: Rollout) -> Iterator[dict[str, object]]:
+def rows_of(answered: Rollout) -> Iterator[dict[str, object]]:
+    """Yield each answer as a row of JSON: index, sample, prompt, response, tokens, finished."""
     batch = answered.batch
     for place, (prompt, response) in enumerate(zip(answered.prompts, answered.responses, strict=True)):
         yield {

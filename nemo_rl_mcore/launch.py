@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -71,10 +71,24 @@ def run(config: RunConfig) -> int:
 
     However it ends, the ranks are gone, and the metrics and the report hold every finished step.
     """
-    return exit_status(lambda: _run(open_parts(config)))
+    return exit_status(lambda: _finish(train(config)))
 
 
-def _run(parts: Parts, outer: RayCluster | None = None) -> None:
+def train(config: RunConfig) -> Generator[Mapping[str, float]]:
+    """Run the recipe, and yield the metrics of each step as it ends: the row of metrics.jsonl, `step` among them.
+
+    Nothing starts before the first step is asked for. Where the generator is closed before the last one, the last
+    finished step is saved, as after a signal. Raises ConfigError and RunStoppedError.
+    """
+    yield from _run(open_parts(config))
+
+
+def _finish(run: Iterable[object]) -> None:
+    for _ in run:
+        pass
+
+
+def _run(parts: Parts, outer: RayCluster | None = None) -> Generator[Mapping[str, float]]:
     """Run what has its parts; outer: the session of the run that waits for its weights."""
     config = parts.config
     with run_folders(config):
@@ -85,13 +99,15 @@ def _run(parts: Parts, outer: RayCluster | None = None) -> None:
             finish_report(config.logger, page_of_run)
             return
         try:
-            _run_from(checkpoints, parts, outer)
+            yield from _run_from(checkpoints, parts, outer)
         except BaseException as error:
             error.add_note(f"{parts.name and parts.name + ': '}{checkpoints.standing()}")
             raise
 
 
-def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | None) -> None:
+def _run_from(
+    checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | None
+) -> Generator[Mapping[str, float]]:
     config = parts.config
     current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
     saved = read_saved(config, checkpoints.start)
@@ -117,7 +133,7 @@ def _run_from(checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | Non
             config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
         leave_recipe(config)
         with ExitStack() as stack:
-            _train(replace(parts, config=config), cluster, checkpoints, recorder, stack, saved)
+            yield from _train(replace(parts, config=config), cluster, checkpoints, recorder, stack, saved)
 
 
 @contextmanager
@@ -155,7 +171,7 @@ def _weights_of(recipe: str, config: RunConfig, name: str, cluster: RayCluster) 
         first, last = replace(first, config=first.config.model_copy(update={"checkpointing": anew})), None
     if last is None or last.step < first.config.loop.max_num_steps:
         write_line(sys.stdout, f"{name}: running {recipe}")
-        _run(replace(first, name=name), cluster)
+        _finish(_run(replace(first, name=name), cluster))
         current_stop_signals().limit_time(config.checkpointing.must_save_by_s)  # which ended with that run
         last = store.latest()
     assert last is not None
@@ -173,7 +189,7 @@ def _train(
     recorder: RunRecorder,
     stack: ExitStack,
     saved: SavedRollouts | None = None,
-) -> None:
+) -> Generator[Mapping[str, float]]:
     """Start ranks, engine and recorder, which end with the stack, and train; saved: the rollouts of the checkpoint."""
     config, tokenizer = parts.config, parts.tokenizer
     of_policy, *others = [with_weights(plan, config, cluster) for plan in config.models.values()]
@@ -212,7 +228,8 @@ def _train(
     algorithm = algorithm_of(parts, models, collector, recorder, scheduler)
     trained = {name: model for name, model in models.items() if config.models[name].trained}
     frozen = {name: model for name, model in models.items() if name not in trained}
-    TrainingLoop(config, trained, generation, recorder, checkpoints, frozen).run(algorithm)
+    for _ in TrainingLoop(config, trained, generation, recorder, checkpoints, frozen).steps(algorithm):
+        yield recorder.last_row
 
 
 def algorithm_of(

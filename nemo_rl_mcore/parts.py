@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_rl_mcore.algorithms.custom_estimator import check_estimator
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
+from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetch_tokenizer, fetched_folder
@@ -12,6 +14,7 @@ from nemo_rl_mcore.data.observations import make_observer, require_append_only
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, ChatTemplate, Tokenizer, load_tokenizer
 from nemo_rl_mcore.environments import hold_to_golds, make_environment, require_golds_run_first
+from nemo_rl_mcore.environments.functions import RewardFunctions, require_columns
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import Environment
 from nemo_rl_mcore.losses import check_losses
@@ -39,9 +42,12 @@ def open_parts(config: RunConfig) -> Parts:
     tokenizer = tokenizer_of(config.policy, parse_content=config.data.parses_content)
     try:
         check_losses(config)
+        check_estimator(config)
         form = _form(config, tokenizer)
         environment = make_environment(config.env)
         _require_turns(config, environment)
+        if isinstance(environment, RewardFunctions) and not config.data.type:
+            require_columns(environment, _columns(config))
         prompts = hold_to_golds(config, open_prompts(config, tokenizer))
         require_golds_run_first(config)
     except ValueError as error:
@@ -51,6 +57,13 @@ def open_parts(config: RunConfig) -> Parts:
         loop = config.loop.model_copy(update={"max_num_steps": steps})
         config = config.model_copy(update={config.algorithm: loop})
     return Parts(config, tokenizer, prompts, environment, form)
+
+
+def _columns(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    """The columns that are kept of each source whose prompts are answered; of an embedded task none."""
+    trained = config.train_sources if config.row_kind is RowKind.PROMPTS else {}
+    sources = trained | config.validation_sources
+    return {path: source.columns for path, source in sources.items()} or {"data.train": ()}
 
 
 def _require_turns(config: RunConfig, environment: Environment) -> None:

@@ -147,3 +147,51 @@ class Counting:
 
 
 NOT_A_CLASS = "text"
+
+
+def right(responses, answers):
+    return [float(response == answer) for response, answer in zip(responses, answers, strict=True)]
+
+
+def near(responses, target):
+    pairs = zip(responses, target, strict=True)
+    return [sum(a == b for a, b in zip(response, one, strict=False)) / 3 for response, one in pairs]
+
+
+async def awaited(prompts, **columns):
+    return [float(len(columns.get("target", prompts)[place])) for place, _ in enumerate(prompts)]
+
+
+def by_place(responses, /):
+    return [0.0 for _ in responses]
+
+
+class MeanAdvantage:
+    """The reward less the mean of all, times a factor."""
+
+    def __init__(self, cfg, loss_cfg, factor=1.0):
+        self.factor = factor
+
+    def compute_advantage(self, prompt_ids, rewards, mask, **logprobs):
+        return self.factor * (rewards - rewards.mean())[:, None].expand(mask.shape).clone()
+
+
+class ShortAdvantage(MeanAdvantage):
+    def compute_advantage(self, prompt_ids, rewards, mask, **logprobs):
+        return rewards
+
+
+class EndlessAdvantage(MeanAdvantage):
+    def compute_advantage(self, prompt_ids, rewards, mask, **logprobs):
+        return torch.full(mask.shape, float("inf"))
+
+
+class CriticAdvantage:
+    """What values leave of the reward."""
+
+    def __init__(self, cfg, loss_cfg):
+        pass
+
+    def compute_advantage(self, prompt_ids, rewards, mask, *, values, logprobs=None, reference_logprobs=None):
+        advantages = (rewards[:, None] - values) * mask
+        return advantages, advantages + values

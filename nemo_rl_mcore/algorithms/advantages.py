@@ -49,8 +49,8 @@ def clip_advantages(batch: BatchedDataDict, low: float | None, high: float | Non
         batch["advantages"] = batch["advantages"].clamp(low, high)
 
 
-class _WithoutCritic(ABC):
-    """Compares the answers to a prompt."""
+class WithoutCritic(ABC):
+    """An estimator that compares the answers to a prompt."""
 
     @abstractmethod
     def compute_advantage(
@@ -77,7 +77,7 @@ class _WithoutCritic(ABC):
         batch["advantages"] = episodes.parted(advantages)
 
 
-class GRPOAdvantageEstimator(_WithoutCritic):
+class GRPOAdvantageEstimator(WithoutCritic):
     """The reward of a row against those of the other answers to its prompt, the same on every column."""
 
     def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:
@@ -101,7 +101,7 @@ class GRPOAdvantageEstimator(_WithoutCritic):
         return _to_columns(advantages.to(rewards.dtype), mask)
 
 
-class ReinforcePlusPlusAdvantageEstimator(_WithoutCritic):
+class ReinforcePlusPlusAdvantageEstimator(WithoutCritic):
     """The reward less the group's mean and the KL penalty, whitened over the tokens of the batch."""
 
     def __init__(self, cfg: AdvantageEstimatorConfig, loss_cfg: ClippedPGLossConfig) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator, warn_of_large_advantages
+from nemo_rl_mcore.algorithms.advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
+from nemo_rl_mcore.algorithms.custom_estimator import estimator_of
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, trained_inputs
 from nemo_rl_mcore.algorithms.step_metrics import train_metrics
 from nemo_rl_mcore.config import DistillationMasterConfig
@@ -51,8 +52,7 @@ class Distillation(Algorithm[DistillationMasterConfig]):
         if self.config.loss_fn.rl_weight:
             with self.observer.phase("logprobs"):
                 add_logprobs(rollout.batch, self.policy, self.config.loss_fn.rl)
-            distillation, loss = self.config.distillation, self.config.loss_fn
-            make_advantage_estimator(distillation.adv_estimator, loss.rl).add_to(rollout.batch)
+            estimator_of(self.config, self.config.loss_fn.rl).add_to(rollout.batch)
             warn_of_large_advantages(step, rollout)
         return rollout
 

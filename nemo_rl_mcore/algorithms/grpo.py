@@ -14,10 +14,10 @@ import torch
 
 from nemo_rl_mcore.algorithms.advantages import (
     clip_advantages,
-    make_advantage_estimator,
     warn_of_large_advantages,
 )
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
+from nemo_rl_mcore.algorithms.custom_estimator import estimator_of
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, policy_loss
 from nemo_rl_mcore.algorithms.mismatch import (
     Mismatch,
@@ -107,7 +107,7 @@ class GRPO(Algorithm[GRPOMasterConfig]):
             table = table_of_batch(batch, loss.reference_policy_kl_type)
             found = compare_with_engine(step, batch, table, self._mismatch)
         section = self.config.grpo
-        make_advantage_estimator(section.adv_estimator, loss).add_to(batch)
+        estimator_of(self.config, loss).add_to(batch)
         clip_advantages(batch, section.advantage_clip_low, section.advantage_clip_high)
         warn_of_large_advantages(step, rollout)
         require_sampled_ids(batch)

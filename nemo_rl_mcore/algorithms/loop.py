@@ -37,19 +37,25 @@ class TrainingLoop:
     frozen: Mapping[str, TrainedModel] = field(default_factory=dict[str, TrainedModel])
 
     def run(self, algorithm: Algorithm[Any]) -> None:
+        """Take all `steps`."""
+        for _ in self.steps(algorithm):
+            pass
+
+    def steps(self, algorithm: Algorithm[Any]) -> Generator[int]:
         """Train up to the loop's `max_num_steps`, from the first step or from where the checkpoints say.
 
-        Where a signal, unless a second one follows, `checkpoint_must_save_by` or a RunStoppedError stops the run, the
-        last finished step is saved before it ends, if the ranks still serve and hold its weights. A save that fails
-        then is the cause of a stop that was no failure.
+        Yields the number of each step when it is finished, logged, and saved where a checkpoint is due. Where a signal,
+        unless a second one follows, `checkpoint_must_save_by`, a RunStoppedError or the end of the generator stops the
+        run, the last finished step is saved before it ends, if the ranks still serve and hold its weights. A save that
+        fails then is the cause of a stop that was no failure.
         Raises TooManySkippedStepsError, and saves nothing, when `max_consecutive_skips` optimizer steps in a row were
         skipped.
         """
         try:
-            self._run(algorithm)
+            yield from self._steps(algorithm)
         except TooManySkippedStepsError:
             raise
-        except RunStoppedError as error:
+        except (RunStoppedError, GeneratorExit) as error:
             self._save_at_the_end(error)
             raise
         except KeyboardInterrupt as stop:
@@ -57,7 +63,7 @@ class TrainingLoop:
                 raise stop from failure
             raise
 
-    def _run(self, algorithm: Algorithm[Any]) -> None:
+    def _steps(self, algorithm: Algorithm[Any]) -> Generator[int]:
         behind = self.checkpoints.resumed_step
         with self._startup("restore", needed=behind is not None):
             guard = SkipGuard(self.config.max_consecutive_skips, **self.checkpoints.restore(self.models))
@@ -80,6 +86,7 @@ class TrainingLoop:
                         partial(self._wake, step)
                     )  # engines at work are not to wait for what comes next here
                 self._save_if_due(algorithm, step, limit)
+                yield step
 
     @cached_property
     def _recovery(self) -> Recovery:

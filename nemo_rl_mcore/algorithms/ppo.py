@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from nemo_rl_mcore.algorithms.advantages import make_advantage_estimator, warn_of_large_advantages
+from nemo_rl_mcore.algorithms.advantages import warn_of_large_advantages
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepOutcome
+from nemo_rl_mcore.algorithms.custom_estimator import estimator_of
 from nemo_rl_mcore.algorithms.logprobs import add_logprobs, model_inputs, policy_loss
 from nemo_rl_mcore.algorithms.mismatch import (
     Mismatch,
@@ -76,7 +77,7 @@ class PPO(Algorithm[PPOMasterConfig]):
             found = compare_with_engine(step, batch, table, config.policy.generation.mismatch)
         with self.observer.phase("values"):
             batch["values"] = self.critic.get_values(model_inputs(batch))["values"]
-        make_advantage_estimator(config.ppo.adv_estimator, loss).add_to(batch)
+        estimator_of(config, loss).add_to(batch)
         warn_of_large_advantages(step, rollout)
         require_sampled_ids(batch)
         return found

@@ -17,6 +17,7 @@ from nemo_rl_mcore.config.base import (
     Seed,
     StrictModel,
 )
+from nemo_rl_mcore.config.imports import Arguments, ImportPath
 
 
 class AdvantageEstimatorConfig(StrictModel):
@@ -24,6 +25,10 @@ class AdvantageEstimatorConfig(StrictModel):
 
     name: Literal["grpo", "reinforce_plus_plus", "gae"] = "grpo"
     """The estimator: group-relative, REINFORCE++, or generalised advantage estimation with a critic."""
+    type: ImportPath | None = None
+    """A class of one's own in its place, `package.module:Name` (ours); of PPO it is given values, as gae is."""
+    args: Arguments | None = None
+    """Keyword arguments of that class (ours)."""
     use_leave_one_out_baseline: bool = True
     """grpo: the baseline of a sample is the mean of the other members of its group."""
     normalize_rewards: bool = True
@@ -42,6 +47,8 @@ class AdvantageEstimatorConfig(StrictModel):
     """gae: lambda of the advantages; null is gae_lambda."""
     length_adaptive_alpha: NonNegativeFloat = 0.0
     """gae: above 0, the lambda of the advantages becomes 1 - 1 / (alpha * length)."""
+
+    read_unless = (("args", "type", None),)
 
 
 class RewardScalingConfig(StrictModel):
@@ -126,6 +133,12 @@ class LoopConfig(StrictModel):
 
     async_key: ClassVar[str] = ""
     """The key of asynchronous rollouts, where the algorithm can have them."""
+
+    @property
+    def estimator_type(self) -> str | None:
+        """The class of the user's own that takes the place of the advantage estimator."""
+        estimator = getattr(self, "adv_estimator", None)
+        return estimator.type if isinstance(estimator, AdvantageEstimatorConfig) else None
 
     @property
     def validates(self) -> bool:

@@ -23,8 +23,11 @@ from nemo_rl_mcore.config.source import (
 
 TURN_TASKS = ("guess_number", "calculator")
 """Embedded tasks of several turns; the environment of each has its name."""
-ENVIRONMENTS = ("arithmetic", *TURN_TASKS, "math", "custom")
+ENVIRONMENTS = ("arithmetic", *TURN_TASKS, "math", "rewards", "custom")
 """The sections of `env`, one of which a run has."""
+
+GIVEN_TO_REWARDS = ("prompts", "responses", "answers", "finished")
+"""What a function of env.rewards may take besides columns of the data."""
 
 
 class RowKind(Enum):
@@ -297,10 +300,13 @@ class EnvConfig(StrictModel):
     """The embedded tool; an episode has several turns (ours)."""
     math: MathEnvConfig | None = None
     """Mathematical expressions; needs the extra math."""
+    rewards: dict[str, ImportPath] | None = None
+    """Reward functions of one's own by name, such as `right: my_pkg.rewards:right` (ours); the reward of an answer is
+    their sum, weighted by reward_weights."""
     custom: CustomEnvConfig | None = None
     """A class of one's own (ours)."""
     reward_weights: dict[str, Float] | None = None
-    """Factors of rewards by their name, where env.custom gives several; 1 for each that is not named (ours)."""
+    """Factors of the rewards of env.rewards or env.custom by their name; 1 for each that is not named (ours)."""
     max_observation_chars: PositiveInt = 100_000
     """Characters of an observation that the model is shown, from its beginning on (ours); each that is cut counts in
     `episodes/observations_cut`, and the record of the answer says by how much."""
@@ -312,7 +318,7 @@ class EnvConfig(StrictModel):
         """Processes in which the environment runs; 0 where it runs in that of the loop."""
         if self.pool.size is not None:
             return self.pool.size
-        return 0 if self.math is None and self.custom is None else 1
+        return 1 if self.math or self.custom or self.rewards else 0
 
     @property
     def pool_cpus(self) -> float:
@@ -325,7 +331,14 @@ class EnvConfig(StrictModel):
         return [name for name in ENVIRONMENTS if getattr(self, name) is not None]
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a second environment."""
+        """Yield a second environment, and rewards that are none or have no name that a metric can have."""
+        if self.rewards is not None and not self.rewards:
+            yield Problem("missing", "rewards", "names no function", "write NAME: package.module:function")
+        for name in self.rewards or ():
+            if not name or not name.isprintable():
+                yield Problem(
+                    "not-allowed", "rewards", f"a reward is called {name!r:.80}", "name it in printable text"
+                )
         given = self.given
         if len(given) > 1:
             yield Problem(

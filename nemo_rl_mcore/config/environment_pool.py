@@ -14,7 +14,7 @@ class EnvPoolConfig(StrictModel):
     """The processes in which the environment runs, so that what becomes of one costs its episodes at most (ours)."""
 
     size: NonNegativeInt | None = None
-    """Processes; 0 asks the environment where the loop runs. Null: 1 for env.math and env.custom, else 0."""
+    """Processes; 0 asks the environment where the loop runs. Null: 1 for env.math, rewards and custom, else 0."""
     timeout_s: Seconds = 120.0
     """Deadline of a reply, to up to 8 answers at once; a process that passes it is killed, and another one started."""
     num_cpus: NonNegativeFloat = 0.0

@@ -39,15 +39,18 @@ def load_with_warnings(
     path: str | Path, overrides: Iterable[str] = ()
 ) -> tuple[RunConfig, tuple[Problem, ...]]:
     """Load and check a recipe as `load_config` does; give also what is suspicious of it, and not wrong."""
-    return _load(read_recipe(path), overrides)
+    return load_recipe_with_warnings(read_recipe(path), overrides)
 
 
 def load_recipe(recipe: Recipe, overrides: Iterable[str] = ()) -> RunConfig:
     """Check a recipe that was read; see `load_config`."""
-    return _load(recipe, overrides)[0]
+    return load_recipe_with_warnings(recipe, overrides)[0]
 
 
-def _load(recipe: Recipe, overrides: Iterable[str]) -> tuple[RunConfig, tuple[Problem, ...]]:
+def load_recipe_with_warnings(
+    recipe: Recipe, overrides: Iterable[str] = ()
+) -> tuple[RunConfig, tuple[Problem, ...]]:
+    """Check a recipe that was read; see `load_with_warnings`."""
     read = compute(recipe, overrides)
     if theirs := recipe_of_nemo_rl(read.tree, next(reversed(recipe.files), None), read.overridden):
         raise ConfigError(read.located([theirs]))
@@ -69,7 +72,11 @@ class Computed:
 
     def located(self, problems: Iterable[Problem]) -> list[Problem]:
         """Return the problems with where each key was set, and without values from the environment."""
-        shown = [hidden(problem, self.references) for problem in problems]
+        given = self.recipe.arguments
+        shown = [
+            replace(hidden(problem, self.references), where=problem.where or given.get(problem.path, ""))
+            for problem in problems
+        ]
         return locate(shown, self.recipe.files, self.overridden)
 
 

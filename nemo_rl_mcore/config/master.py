@@ -114,7 +114,7 @@ class RunConfig(WithReferences):
     def scores_one_answer(self) -> bool:
         """Whether the environment ends each episode with its first answer, as far as the recipe says."""
         environment = next(iter(self.env.given), "arithmetic")
-        return environment in ("arithmetic", "math") and not self.data.has_turns
+        return environment in ("arithmetic", "math", "rewards") and not self.data.has_turns
 
     @property
     def val_batches(self) -> int:
@@ -135,10 +135,12 @@ class RunConfig(WithReferences):
 
     @property
     def import_paths(self) -> dict[str, str]:
-        """The classes of the user's own, by the key that names them."""
+        """The classes and functions of the user's own, by the key that names them."""
         named = {f"{name}.type": loss.type for name, loss in self.losses.items()} | {
             "data.type": self.data.type,
             "env.custom.type": self.env.custom.type if self.env.custom else None,
+            f"{self.algorithm}.adv_estimator.type": self.loop.estimator_type,
+            **{f"env.rewards.{name}": path for name, path in (self.env.rewards or {}).items()},
         }
         return {key: path for key, path in named.items() if path is not None}
 

@@ -31,6 +31,7 @@ def reader_of_prev_logprobs(config: GRPOMasterConfig | PPOMasterConfig) -> str |
         "policy.recompute_prev_logprobs: always": policy.recompute_prev_logprobs == "always",
         f"{steps} optimizer steps over each rollout": steps > 1,
         **{f"{name}.type: {one.type}": one.type is not None for name, one in config.losses.items()},
+        f"{config.algorithm}.adv_estimator.type": config.loop.estimator_type is not None,
         "loss_fn.use_kl_in_reward: true": loss.use_kl_in_reward and loss.reference_policy_kl_penalty != 0,
         f"policy.generation.mismatch.action: {mismatch.action}": mismatch.threshold is not None
         and mismatch.action != "warn",

@@ -75,8 +75,10 @@ class SourceConfig(SourceDefaults):
     """Which rows, such as train, test, train[:90%] or train+test; null takes train, and of files all rows."""
     input_key: str = "input"
     """Key of the prompt: text, or with data.apply_chat_template also a list of messages. Dots lead into columns."""
-    output_key: str = "output"
-    """Key of the answer: text or a number."""
+    output_key: str | None = "output"
+    """Key of the answer: text or a number. Null where there is none, and reward functions judge by other columns."""
+    columns: StrTuple = ()
+    """Further columns, which reward functions take by these names (ours); each row has them."""
     answer: SourceAnswerConfig | None = None
     """What of the answer is scored against (ours); null takes all of it. What is imitated stays whole."""
     chat_key: str = "messages"

@@ -1,7 +1,7 @@
 """Where a recipe comes from: YAML files joined by `defaults:`, then command-line overrides."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from itertools import accumulate
 from pathlib import Path
@@ -26,11 +26,18 @@ class Recipe:
     """The merged tree, and the files it was merged from, the strongest last.
 
     ancestors: of each file, how many of those before it are named by its `defaults:`, at once or by another one.
+    arguments: where a key is set that no file has, such as an argument in Python.
     """
 
     tree: DictConfig
     files: tuple[Path, ...]
     ancestors: tuple[int, ...] = ()
+    arguments: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def under(self, tree: Mapping[str, object], arguments: Mapping[str, str]) -> "Recipe":
+        """Return the recipe with the keys of a tree over its own, and what says of each where it is set."""
+        above = OmegaConf.create(dict(tree))
+        return replace(self, tree=_merged(self.tree, above), arguments={**self.arguments, **arguments})
 
 
 def read_recipe(path: str | Path) -> Recipe:

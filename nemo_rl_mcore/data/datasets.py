@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -39,6 +39,8 @@ class Prompt:
     """The name of its source, where there are several."""
     place: str = field(default="", compare=False)
     """Where the data source has it, such as a file and its line, for messages alone."""
+    columns: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
+    """Further columns of its row, which reward functions read."""
     literal: tuple[tuple[int, int], ...] = ()
     """Special tokens of the text that the data spells: they are encoded as text, see `data.literal_text`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.data import RowKind
@@ -27,7 +27,7 @@ class Example:
 
     solution: what is imitated, where that is more than the answer. imitate_all: every assistant turn of the context is
     to be imitated, not the answer alone. source: the name of its source. frame: of a context that is text, see
-    `Message.frame`.
+    `Message.frame`. columns: for reward functions.
     """
 
     place: str
@@ -39,6 +39,7 @@ class Example:
     solution: str | None = None
     source: str = ""
     frame: tuple[int, int] = (0, 0)
+    columns: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def example_of(read: Read, texts: PromptTexts, place: str, index: int, name: str
     """What was read of a row as an example, with its texts."""
     shown, frame = texts.shown(read.context, chat=chat), texts.frame(chat=chat)
     plain = Example(place, index, shown, read.answer, read.rejected, read.imitate_all, None, name, frame)
-    return plain if read.solution is None else replace(plain, solution=read.solution)
+    return replace(plain, solution=read.solution, columns=read.columns)
 
 
 def _first(key: str, wrong: Sequence[str], remedy: str = "") -> Iterator[Problem]:

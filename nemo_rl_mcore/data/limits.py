@@ -60,6 +60,7 @@ class Limits:
             example.solution,
             example.source,
             example.place,
+            example.columns,
         )
         return self.rendered(prompt, example.frame)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from nemo_rl_mcore.config.data import RowKind
@@ -85,6 +85,7 @@ class Read:
     imitate_all: bool = False
     solution: str | None = None
     unscored: str = ""
+    columns: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
 
 
 class RowReader:
@@ -108,7 +109,10 @@ class RowReader:
         if self._kind is RowKind.PAIRS:
             return self._pair(row.values)
         read = self._answered(row.values)
-        return read if self._source.answer is None else self._with_answer(read, row.values)
+        read = read if self._source.answer is None else self._with_answer(read, row.values)
+        return replace(
+            read, columns={name: _value(row.values, "columns", name) for name in self._source.columns}
+        )
 
     def _answered(self, values: Mapping[str, object]) -> Read:
         source = self._source
@@ -122,6 +126,8 @@ class RowReader:
                 raise RowError(f"{source.chat_key} does not end with an assistant's answer to a message")
             return Read(turns[:-1], turns[-1].content, imitate_all=True)
         context = self._context(_value(values, "input_key", source.input_key), source.input_key)
+        if source.output_key is None:
+            return Read(context, "")
         return Read(context, _answer(_value(values, "output_key", source.output_key), source.output_key))
 
     def _with_answer(self, read: Read, values: Mapping[str, object]) -> Read:

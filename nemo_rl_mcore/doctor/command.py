@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import nemo_rl_mcore
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.doctor import machine, packages, ray_session
@@ -19,8 +18,9 @@ from nemo_rl_mcore.doctor.recipe import Machines, Recipe, findings, read_recipe
 from nemo_rl_mcore.doctor.render import render
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight.folders import folders_of
+from nemo_rl_mcore.version import __version__
 
-_HERE = Path(nemo_rl_mcore.__file__).parent
+_HERE = Path(__file__).parents[1]
 EXIT_NEEDED = 1
 """Exit status where something that is needed is missing or wrong."""
 
@@ -45,7 +45,7 @@ def diagnose(recipe: Recipe | None, deadline_s: float) -> Diagnosis:
     answers |= ask(questions if answers else {**questions, **ray_session.question(address)}, deadline_s)
     gpus = Accelerators(answers["driver"], answers.get("torch", Answer()))
     on_cpu = not gpus.gpus if config is None else config.cluster.on_cpu
-    base = section(f"nemo-rl-mcore {nemo_rl_mcore.__version__}, in {_HERE}", packages.base_findings(answers))
+    base = section(f"nemo-rl-mcore {__version__}, in {_HERE}", packages.base_findings(answers))
     extras = section("Extras", packages.extra_findings(answers, on_cpu=on_cpu))
     sections = [
         base,

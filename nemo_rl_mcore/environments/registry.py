@@ -13,6 +13,7 @@ from nemo_rl_mcore.custom_code import build, custom_code
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments.arithmetic import ArithmeticEnvironment
 from nemo_rl_mcore.environments.calculator import CalculatorEnvironment
+from nemo_rl_mcore.environments.functions import RewardFunctions
 from nemo_rl_mcore.environments.guess_number import GuessNumberEnvironment
 from nemo_rl_mcore.environments.mathematics import MathEnvironment
 from nemo_rl_mcore.environments.replies import read_return
@@ -33,6 +34,8 @@ def make_environment(config: EnvConfig) -> Environment:
         return CalculatorEnvironment()
     if config.math is not None:
         return math_environment(config.math)
+    if config.rewards is not None:
+        return RewardFunctions(config.rewards, config.reward_weights)
     if (own := config.custom) is not None:
         environment = build(own.type, _KEY, own.args, needs=("score|step",))
         if hasattr(environment, "step"):

@@ -70,7 +70,7 @@ def replies_of(
         [turn.answer for turn in turns],
         [turn.finished for turn in turns],
     )
-    return [Reply(_number(score)) for score in _one_each("score", scores, len(turns))]
+    return [Reply(number_of(score)) for score in _one_each("score", scores, len(turns))]
 
 
 def _cut(reply: Reply, max_chars: int | None) -> Reply:
@@ -93,14 +93,15 @@ def _metadata(turn: Turn) -> Any:
     if turn.metadata is not None:
         return turn.metadata
     prompt = turn.prompt
-    return {"prompt": prompt.text, "answer": prompt.answer, "index": prompt.index, "source": prompt.source}
+    known = {"prompt": prompt.text, "answer": prompt.answer, "index": prompt.index, "source": prompt.source}
+    return known | ({"columns": prompt.columns} if prompt.columns else {})
 
 
 def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, float]) -> list[Reply]:
     """The replies that a return holds; raises as `replies_of`."""
     given = returned.rewards if isinstance(returned.rewards, Mapping) else {_ONE: returned.rewards}
     rewards = {
-        name: [*map(_number, _one_each(f"rewards {name}".strip(), values, turns))]
+        name: [*map(number_of, _one_each(f"rewards {name}".strip(), values, turns))]
         for name, values in given.items()
     }
     _require_names(rewards)
@@ -151,7 +152,8 @@ def _one_each(name: str, values: Iterable[Any], turns: int) -> list[Any]:
     return listed
 
 
-def _number(value: object) -> float:
+def number_of(value: object) -> float:
+    """Return a reward as a finite float; raises ValueError for anything else."""
     try:
         number = float(cast("float", value))
     except (TypeError, ValueError, RuntimeError) as error:

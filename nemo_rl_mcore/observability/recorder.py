@@ -109,6 +109,8 @@ class RunRecorder:
         self._redoing = False
         self._opened = ExitStack()
         self._step_began = time.perf_counter()
+        self.last_row: Mapping[str, float] = {}
+        """The metrics that were logged last, and their `step`."""
         self.timer = PhaseTimer()
 
     def __enter__(self) -> Self:
@@ -285,6 +287,7 @@ class RunRecorder:
         self._startup.seconds.clear()
         if _TOKENS in row:
             row["performance/tokens_per_sec"] = row[_TOKENS] / seconds
+        self.last_row = {"step": step, **row}
         with self._written():
             for sink in self._sinks:
                 sink.log(step, row)

@@ -13,7 +13,7 @@ from nemo_rl_mcore.preflight.data_files import answer_problems, template_problem
 from nemo_rl_mcore.preflight.packages import import_problems
 from nemo_rl_mcore.preflight.tokenizer_folder import special_tokens_of
 
-_ENVIRONMENT = "env.custom.type"
+_SCORING = "env."
 
 
 def as_evaluated(config: RunConfig) -> RunConfig:
@@ -80,4 +80,4 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
             tokens = special_tokens_of(config.policy.tokenizer.name)
             yield from special_token_problems(config, f"eval.sets.{name}", rows, tokens, RowKind.PROMPTS)
     paths = config.import_paths
-    yield from import_problems({key: path for key, path in paths.items() if key == _ENVIRONMENT})
+    yield from import_problems({key: path for key, path in paths.items() if key.startswith(_SCORING)})

@@ -5,7 +5,6 @@ tokenizer. Only the policy is started: what
 the recipe says of weights to begin with, and of other models, is left out.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
@@ -21,6 +20,7 @@ from nemo_rl_mcore.config.sources import Recipe, read_recipe
 from nemo_rl_mcore.preflight.data_files import has_template
 from nemo_rl_mcore.preflight.memory import WEIGHT_BYTES, estimate_memory
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, TOKENIZER_FOLDER, read_recipe_of
+from nemo_rl_mcore.preflight.visible_gpus import visible_gpus
 
 _OTHER_MODELS = {"value": {"optimizer": {"lr": 1.0}}, "teacher": {"init_checkpoint": "none"}}
 """What leaves nothing of the sections of models that are not started to be wrong."""
@@ -155,7 +155,7 @@ def _bare_recipe(folder: str) -> DictConfig:
                 "generation": {"max_new_tokens": longest // 2},
             },
             # Prompts are those of the command line: the class is not looked for.
-            "cluster": {"gpus_per_node": int(_has_gpu())},
+            "cluster": {"gpus_per_node": min(visible_gpus(), 1)},
             "data": {
                 "dataset_name": "custom",
                 "type": "of_the:CommandLine",
@@ -163,11 +163,6 @@ def _bare_recipe(folder: str) -> DictConfig:
             },
         }
     )
-
-
-def _has_gpu() -> bool:
-    """Whether this machine has one that it may use, as far as its devices tell."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _require_hugging_face(folder: str) -> None:

@@ -10,13 +10,16 @@ from pathlib import Path
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.custom_code import see_working_directory
+from nemo_rl_mcore.custom_code import handed_objects, see_working_directory
 
 
 def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
     """Yield classes that are not there, of paths `module:Class` by their key; no code of theirs runs."""
     see_working_directory()
+    handed = handed_objects()
     for key, path in paths.items():
+        if path in handed:
+            continue
         module, _, name = path.partition(":")
         package = module.partition(".")[0]
         if importlib.util.find_spec(package) is None:

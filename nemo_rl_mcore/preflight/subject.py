@@ -101,6 +101,7 @@ def _environments(config: RunConfig) -> Iterator[tuple[str, str]]:
         name: getattr(config.env, name) for name in ("arithmetic", "guess_number", "calculator", "math")
     }
     named = [name for name, section in sections.items() if section is not None]
+    named += [f"{name}: {path}" for name, path in (config.env.rewards or {}).items()]
     if config.env.custom is not None:
         named.append(config.env.custom.type)
     turns = config.max_rollout_turns

@@ -9,13 +9,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore import __version__
 from nemo_rl_mcore.own_files import replacing
 from nemo_rl_mcore.report_page.answers import steps_shown
 from nemo_rl_mcore.report_page.figures import curve_groups, other_metrics, stacked_phases, waterfall
 from nemo_rl_mcore.report_page.findings import Finding, findings_of
 from nemo_rl_mcore.report_page.run_data import RunData
 from nemo_rl_mcore.report_page.tables import differences, evaluations, faults, summary
+from nemo_rl_mcore.version import __version__
 
 _PARTS = files(__package__) / "web"
 _SCRIPTS = ("script.js", "rollouts.js", "start.js")

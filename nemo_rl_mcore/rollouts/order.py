@@ -54,7 +54,7 @@ class InOrder:
     def fits(self, groups: Sequence[Group], room: Room) -> bool:
         """See `Order.fits`."""
         return all(
-            room.version + rank // room.groups_per_step - group.min_version <= room.max_age
+            room.version + _steps_ahead(rank, room) - group.min_version <= room.max_age
             for rank, group in enumerate(groups)
             if group.state is GroupState.READY
         )
@@ -98,6 +98,11 @@ class AsCompleted:
             free.append(left)
             left += room.groups_per_step
         return free
+
+
+def _steps_ahead(rank: int, room: Room) -> int:
+    """Return in which later step a group is trained, by its place in the order of the draw; 0 for the open one."""
+    return max(0, 1 + (rank - room.groups) // room.groups_per_step)
 
 
 def _steps_left(group: Group, room: Room) -> int:

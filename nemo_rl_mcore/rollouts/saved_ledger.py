@@ -126,7 +126,8 @@ class SavedLedger(BaseModel):
                 "which prompts are left would not be known; set it back",
                 code="groups-per-step",
             )
-        room = Room(groups_per_step, groups_per_step, self.version, max_age)
+        # Spare ones that the step does not take are put away at its end.
+        room = Room(groups_per_step + limits.spare, groups_per_step, self.version, max_age)
         if not ORDERS[limits.order].fits([one.as_group() for one in self.groups], room):
             return RefusedError(
                 f"{limits.age_key} is {max_age} and the order {limits.order}, and the saved run has groups ready that "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ import ray
 
 from nemo_rl_mcore.config import EnvConfig
 from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
+from nemo_rl_mcore.custom_code import hand_over, handed_objects
 from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.environments.registry import make_environment
 from nemo_rl_mcore.environments.replies import replies_of
@@ -50,7 +51,8 @@ class EnvironmentFailedError(Exception):
 class EnvironmentProcess:
     """Runs there, in the main thread: math-verify keeps its limits by a signal."""
 
-    def __init__(self, config: EnvConfig) -> None:
+    def __init__(self, config: EnvConfig, code: Mapping[str, object]) -> None:
+        hand_over(code)
         self._environment = make_environment(config)
         self._weights, self._max_chars = config.reward_weights or {}, config.max_observation_chars
 
@@ -89,7 +91,7 @@ class EnvironmentActor(Actor):
         deadline = time.monotonic() + limit_s
         late = f"did not start within {limit_s:g} s (env.pool.start_timeout_s){_resources_asked(config.pool)}"
         self.identity = await self._result(self.handle._identify.remote(), limit_s, late)
-        construction = Construction((config,), environment=given_variables(config.pool))
+        construction = Construction((config, handed_objects()), environment=given_variables(config.pool))
         built = self.handle._build.remote(ray.put(construction))
         await self._result(built, deadline - time.monotonic(), late)
 

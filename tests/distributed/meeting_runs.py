@@ -92,6 +92,7 @@ class Observer:
 
     def __init__(self, *_args: Any, **_options: Any) -> None:
         self.metrics: dict[int, dict[str, float]] = {}
+        self.last_row: dict[str, float] = {}
 
     def __enter__(self) -> Observer:
         return self
@@ -158,12 +159,15 @@ class RecordedAnswers:
     def offload(self) -> None: ...
 
 
+_COMMITTED_WITHIN_S = 0.1
+
+
 @dataclass
 class RecordedEngines(RecordedAnswers):
     """The same answers, group by group, of the versions that it has while it answers; a `RolloutEngines`.
 
     late: versions for which the first group that is asked of a version waits, at most until `last` is there; what
-    is asked besides overtakes it.
+    is asked besides overtakes it, but for what is asked of that later version: so the order depends on no clock.
     """
 
     late: int
@@ -172,6 +176,7 @@ class RecordedEngines(RecordedAnswers):
     answering, joining, restarts = True, False, 0
     _version: int = -1
     _asked_first: bool = False
+    _awaited_at: int | None = None
 
     def update_weights(self, version: int) -> None:
         self._version, self._asked_first = version, True
@@ -179,13 +184,23 @@ class RecordedEngines(RecordedAnswers):
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
         began, first, self._asked_first = self._version, self._asked_first, False
         await asyncio.sleep(0)
-        while first and self._version < min(began + self.late, self.last):
+        due = min(began + self.late, self.last)
+        if first and began < due:
+            self._awaited_at = due
+            while self._version < due:
+                await asyncio.sleep(1e-3)
+            # Those that wait for it go on when it is committed, which takes no other call.
+            asyncio.get_running_loop().call_later(_COMMITTED_WITHIN_S, self._answered)
+        while not first and self._awaited_at is not None and began >= self._awaited_at:
             await asyncio.sleep(1e-3)
         answers = self.generate(data, step=step)
         versions = torch.full_like(answers["tokens"], self._version)
         versions[:, 0] = began
         behind = torch.arange(versions.shape[1]) >= answers["lengths"][:, None]
         return BatchedDataDict(answers, weight_versions=versions.masked_fill(behind, -1))
+
+    def _answered(self) -> None:
+        self._awaited_at = None
 
     def whereabouts(self, ticket: str) -> str:
         return ticket
@@ -279,7 +294,8 @@ def run(
         if like is not None:
             stack.enter_context(patch.object(start, "GroupDraw", partial(DrawnLike, trained=like)))
         saved = start.read_saved(config, checkpoints.start)
-        launch._train(parts, NoCluster(config.cluster), checkpoints, observer, stack, saved)  # type: ignore[arg-type]
+        for _ in launch._train(parts, NoCluster(config.cluster), checkpoints, observer, stack, saved):  # type: ignore[arg-type]
+            pass
         asked = [ask(number, group) for number, group in enumerate(groups.made)]
     path = folder / EVENTS_FILE
     return Outcome(observer.metrics, asked, Timeline.of(read_events(path) if path.exists() else []))

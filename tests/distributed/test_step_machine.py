@@ -17,7 +17,7 @@ from injection import IN_FINISH, Point
 # Without shrinking, which would take minutes on a real worker: the failing sequence is printed as it is.
 SETTINGS = settings(
     phases=[Phase.generate],
-    max_examples=30,
+    max_examples=60,
     stateful_step_count=25,
     deadline=None,
     derandomize=True,

@@ -77,12 +77,13 @@ def started(monkeypatch):
     ],
 )
 def test_a_run_starts_its_models(exemplar, overrides, models, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch.TrainingLoop, "run", lambda _loop, _algorithm: None)
+    monkeypatch.setattr(launch.TrainingLoop, "steps", lambda _loop, _algorithm: iter(()))
     quiet = [f"logger.log_dir={tmp_path}", "logger.tensorboard_enabled=false"]
     config = load_config(EXEMPLARS / f"{exemplar}.yaml", [*overrides, *quiet])
     recorder = RunRecorder(config.logger, 1)
     with ExitStack() as stack:
-        launch._train(launch.open_parts(config), NoCluster(config.cluster), RunCheckpoints(), recorder, stack)
+        parts = launch.open_parts(config)
+        [*launch._train(parts, NoCluster(config.cluster), RunCheckpoints(), recorder, stack)]
     options = [one.options for one in built]
     assert [(o["role"], o["trained"], o["init_reference_model"]) for o in options] == models
     assert [o["colocated_with"] for o in options] == [None, *[built[0]] * (len(models) - 1)]

@@ -135,12 +135,13 @@ def _engines(config: RunConfig) -> Iterator[Problem]:
 def _estimator(config: RunConfig) -> Iterator[Problem]:
     if not (isinstance(config, GRPOMasterConfig) and config.streams):
         return
-    if (name := config.grpo.adv_estimator.name) != "grpo":
+    estimator = config.grpo.adv_estimator
+    if (name := estimator.type or estimator.name) != "grpo":
         yield Problem(
             "incompatible",
             _streaming(config),
             f"{config.min_groups_per_chunk} trains on groups before the step is whole, and "
-            f"grpo.adv_estimator.name: {name} whitens advantages over the whole step",
+            f"grpo.adv_estimator: {name} may read the whole step, as one does that whitens advantages",
             "set it to null, or grpo.adv_estimator.name: grpo",
             (_enabled(config), "grpo.adv_estimator.name", "grpo.num_prompts_per_step"),
         )

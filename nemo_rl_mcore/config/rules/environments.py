@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem, has_no_effect, join_path
+from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
@@ -19,7 +20,7 @@ def _beside_training(config: RunConfig) -> Iterator[Problem]:
     """Yield code that may take its time, or keeps it by a signal, in the thread that asks the engines."""
     if not config.asynchronous or config.env.pool_size:
         return
-    for name in ("math", "custom"):
+    for name in ("math", "rewards", "custom"):
         if getattr(config.env, name) is not None:
             yield Problem(
                 "incompatible",
@@ -91,15 +92,38 @@ def _unread(config: RunConfig) -> Iterator[Problem]:
 
 
 def _weights(config: RunConfig) -> Iterator[Problem]:
-    """Yield weights of rewards that have no names."""
-    if config.env.reward_weights and config.env.custom is None:
+    """Yield weights of rewards that have no names, or other ones."""
+    rewards, weights = config.env.rewards, config.env.reward_weights or {}
+    for name in weights if rewards else ():
+        if name not in (rewards or {}):
+            given = ", ".join(rewards or {})
+            yield Problem(
+                "not-found", f"env.reward_weights.{name}", f"no such reward; env.rewards has {given}"
+            )
+    if weights and not rewards and config.env.custom is None:
         yield Problem(
             "requires",
             "env.reward_weights",
-            "given without env.custom: other environments give one reward, which has no name",
+            "given without env.rewards and env.custom: other environments give one reward, which has no name",
             "remove it",
             ("env.custom",),
         )
+
+
+def _answers(config: RunConfig) -> Iterator[Problem]:
+    """Yield rows without an answer, where something else than reward functions reads it."""
+    if config.env.rewards or config.env.custom:
+        read_by = None if config.row_kind is RowKind.PROMPTS else config.algorithm
+    else:
+        read_by = f"env.{next(iter(config.env.given), 'arithmetic')}"
+    for path, source in (config.train_sources | config.validation_sources).items():
+        if source.output_key is None and read_by is not None and config.row_kind is not RowKind.PAIRS:
+            yield Problem(
+                "requires",
+                f"{path}.output_key",
+                f"null leaves {read_by} no answer",
+                "name the column of the answer",
+            )
 
 
 def _gpus(config: RunConfig) -> Iterator[Problem]:
@@ -120,4 +144,6 @@ def _gpus(config: RunConfig) -> Iterator[Problem]:
         yield Problem("not-allowed", "env.pool.num_gpus", what, f"set it to {math.ceil(gpus)}")
 
 
-RULES = Rules(of_runs=(_beside_training, _deadlines, _dropped_answers, _stall, _unread, _weights, _gpus))
+RULES = Rules(
+    of_runs=(_beside_training, _deadlines, _dropped_answers, _stall, _unread, _weights, _answers, _gpus)
+)

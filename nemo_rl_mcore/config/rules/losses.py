@@ -93,7 +93,7 @@ def _lost_penalty(config: RunConfig) -> Iterator[Problem]:
         return
     section, loss, estimator = of_loss
     name = f"{config.algorithm}.adv_estimator.name"
-    if loss.use_kl_in_reward and estimator.name == "grpo":
+    if loss.use_kl_in_reward and estimator.name == "grpo" and estimator.type is None:
         yield Problem(
             "incompatible",
             f"{section}.use_kl_in_reward",

@@ -1,6 +1,7 @@
 """Orders of consumption: what a step may take, and what it waits for."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from refusals import refused
@@ -11,7 +12,7 @@ from nemo_rl_mcore.rollouts.events import Segment
 from nemo_rl_mcore.rollouts.ledger import Ledger
 from nemo_rl_mcore.rollouts.order import ORDERS, AsCompleted
 from nemo_rl_mcore.rollouts.saved_ledger import SavedLedger
-from nemo_rl_mcore.rollouts.states import LedgerError, Limits
+from nemo_rl_mcore.rollouts.states import GroupState, LedgerError, Limits
 
 
 def a_ledger(order, *, n=1, max_age, events=None):
@@ -242,3 +243,14 @@ def test_a_choice_among_many_groups_is_quick(order):
     before = time.thread_time()
     assert len(ledger.leasable()) == 512
     assert time.thread_time() - before < 0.1  # 0.002; asked at each answer, with both threads waiting
+
+
+@pytest.mark.parametrize("order", ["in_order", "as_completed"])
+def test_spare_groups_that_are_answered_outlive_a_restart(order):
+    limits = Limits(1, 0, last_step=2, max_attempts=1, spare=1, order=order)
+    ledger = Ledger(limits, lambda event: None)
+    answer(ledger, *dispatched(ledger).values())
+    resumed = Ledger.from_json(ledger.to_json(), limits, lambda event: None)
+    assert resumed.count(GroupState.READY) == 2
+    with refused("trajectory-age", "max_trajectory_age_steps"):
+        Ledger.from_json(ledger.to_json(), replace(limits, spare=0), lambda event: None)

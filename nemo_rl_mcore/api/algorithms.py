@@ -1,0 +1,222 @@
+"""The runs of each algorithm from arguments; every other key by `recipe` or `overrides`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_mcore.api.draft import Draft, Rewards
+from nemo_rl_mcore.api.rows import Data
+from nemo_rl_mcore.api.run import Run
+from nemo_rl_mcore.config.sources import read_recipe
+
+type Keys = Mapping[str, Any]
+"""Sections and keys of a recipe, as nested dicts; a function or class may stand in place of its import path."""
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """Return the run of a recipe, a YAML file or one that comes with the package; raises ConfigError."""
+    return Run(read_recipe(path), overrides)
+
+
+class GRPO(Run):
+    """Group relative policy optimization: `generations` answers to each prompt are compared by their rewards."""
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        *,
+        train: Data | None = None,
+        reward: Rewards | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+        validation: Data | None = None,
+        steps: int | None = None,
+        epochs: int = 1,
+        prompts_per_step: int = 8,
+        generations: int = 8,
+        lr: float = 1e-6,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        gpus: int | None = None,
+        seed: int = 42,
+        out: str | Path = "results/grpo",
+        recipe: Keys | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        """Check a run; raises ConfigError with every problem.
+
+        model: a Hugging Face folder or hub id; None where `recipe` gives `policy.model`. train, validation: see `Data`.
+        reward: a function of lists, called by the names of its parameters: prompts, responses, answers, finished, or
+        any column of the data; several by name; or a class with `score` or `step`. steps: left out, `epochs` passes
+        over the data. max_length: tokens of prompt and answer; max_new_tokens: of an answer, what its prompt leaves if
+        left out. gpus: all that there are; 0 trains on the CPU. out: the folder of the run; the same call resumes it.
+        recipe, overrides: other keys of a recipe, the latter in Hydra's grammar; they come last.
+        """
+        draft = _sampling("grpo", prompts_per_step, generations, lr, gpus, seed)
+        draft.model(model, max_length, max_new_tokens)
+        draft.data(train, validation, Path(out) / "data", draft.rewards(reward, reward_weights))
+        draft.loop(steps, epochs, validation is not None, answers=True)
+        draft.saved_in(out)
+        super().__init__(draft.recipe(recipe), overrides, draft.code)
+
+
+class PPO(Run):
+    """Proximal policy optimization: a critic with the policy's architecture judges each token."""
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        *,
+        train: Data | None = None,
+        reward: Rewards | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+        validation: Data | None = None,
+        steps: int | None = None,
+        epochs: int = 1,
+        prompts_per_step: int = 64,
+        generations: int = 1,
+        lr: float = 1e-6,
+        critic_lr: float = 1e-5,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        gpus: int | None = None,
+        seed: int = 42,
+        out: str | Path = "results/ppo",
+        recipe: Keys | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        """Check a run; the arguments are those of `GRPO`. Raises ConfigError with every problem."""
+        draft = _sampling("ppo", prompts_per_step, generations, lr, gpus, seed)
+        draft.set("value.optimizer.lr", critic_lr, "critic_lr")
+        draft.model(model, max_length, max_new_tokens)
+        draft.data(train, validation, Path(out) / "data", draft.rewards(reward, reward_weights))
+        draft.loop(steps, epochs, validation is not None, answers=True)
+        draft.saved_in(out)
+        super().__init__(draft.recipe(recipe), overrides, draft.code)
+
+
+class Distillation(Run):
+    """On-policy distillation: a teacher says how probable each token of the policy's own answers is."""
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        *,
+        teacher: str | Path | None,
+        train: Data | None = None,
+        validation: Data | None = None,
+        reward: Rewards | None = None,
+        steps: int | None = None,
+        epochs: int = 1,
+        prompts_per_step: int = 64,
+        generations: int = 1,
+        lr: float = 2e-5,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        gpus: int | None = None,
+        seed: int = 42,
+        out: str | Path = "results/distillation",
+        recipe: Keys | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
+
+        teacher: a Hugging Face folder or hub id; None where `recipe` gives `teacher`. reward: scores validations.
+        """
+        draft = _sampling("distillation", prompts_per_step, generations, lr, gpus, seed)
+        if teacher is not None:
+            draft.set("teacher.model_name", str(teacher), "teacher")
+        draft.model(model, max_length, max_new_tokens)
+        draft.data(train, validation, Path(out) / "data", draft.rewards(reward, None))
+        draft.loop(steps, epochs, validation is not None, answers=True)
+        draft.saved_in(out)
+        super().__init__(draft.recipe(recipe), overrides, draft.code)
+
+
+class SFT(Run):
+    """Supervised fine-tuning: prompts with their answers, or conversations (`messages`), are imitated."""
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        *,
+        train: Data | None = None,
+        validation: Data | None = None,
+        steps: int | None = None,
+        epochs: int = 1,
+        batch_size: int = 32,
+        lr: float = 2e-5,
+        max_length: int | None = None,
+        gpus: int | None = None,
+        seed: int = 42,
+        out: str | Path = "results/sft",
+        recipe: Keys | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
+
+        batch_size: answers of a step. A validation takes the loss of held-out answers.
+        """
+        draft = _given("sft", batch_size, lr, gpus, seed)
+        draft.model(model, max_length, None)
+        draft.data(train, validation, Path(out) / "data")
+        draft.loop(steps, epochs, validation is not None, answers=False)
+        draft.saved_in(out)
+        super().__init__(draft.recipe(recipe), overrides, draft.code)
+
+
+class DPO(Run):
+    """Direct preference optimization on pairs: prompt, chosen and rejected answer."""
+
+    def __init__(
+        self,
+        model: str | Path | None,
+        *,
+        train: Data | None = None,
+        validation: Data | None = None,
+        steps: int | None = None,
+        epochs: int = 1,
+        batch_size: int = 32,
+        lr: float = 1e-6,
+        max_length: int | None = None,
+        gpus: int | None = None,
+        seed: int = 42,
+        out: str | Path = "results/dpo",
+        recipe: Keys | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
+
+        batch_size: pairs of a step. A validation takes the loss of held-out pairs.
+        """
+        draft = _given("dpo", batch_size, lr, gpus, seed)
+        draft.model(model, max_length, None)
+        draft.data(train, validation, Path(out) / "data")
+        draft.loop(steps, epochs, validation is not None, answers=False)
+        draft.saved_in(out)
+        super().__init__(draft.recipe(recipe), overrides, draft.code)
+
+
+def _begun(algorithm: str, lr: float, gpus: int | None, seed: int) -> Draft:
+    draft = Draft(algorithm)
+    draft.set("seed", seed, "seed")
+    draft.set("policy.megatron_cfg.optimizer.lr", lr, "lr")
+    draft.machine(gpus)
+    return draft
+
+
+def _sampling(
+    algorithm: str, prompts: int, generations: int, lr: float, gpus: int | None, seed: int
+) -> Draft:
+    draft = _begun(algorithm, lr, gpus, seed)
+    draft.set(f"{algorithm}.num_prompts_per_step", prompts, "prompts_per_step")
+    draft.set(f"{algorithm}.num_generations_per_prompt", generations, "generations")
+    draft.batch(prompts * generations, "prompts_per_step")
+    return draft
+
+
+def _given(algorithm: str, batch_size: int, lr: float, gpus: int | None, seed: int) -> Draft:
+    draft = _begun(algorithm, lr, gpus, seed)
+    draft.batch(batch_size, "batch_size")
+    return draft

@@ -1,0 +1,164 @@
+"""A recipe under construction: what an argument sets, and where that is told from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from math import gcd
+from pathlib import Path
+from types import FunctionType
+from typing import cast
+
+from omegaconf import OmegaConf
+
+from nemo_rl_mcore.api.code import Code
+from nemo_rl_mcore.api.rows import Data, source_of
+from nemo_rl_mcore.config.base import ConfigError, Tree
+from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS
+from nemo_rl_mcore.config.hf.pretrained import read_hf_config
+from nemo_rl_mcore.config.sources import Recipe
+from nemo_rl_mcore.preflight.visible_gpus import visible_gpus
+
+type Reward = Callable[..., object] | str
+"""A function, its import path, or a class with `score` or `step`."""
+type Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
+
+_LONGEST = 1024
+"""Tokens of prompt and answer together, where the model has room for them."""
+_ROWS = 4
+"""Of a microbatch, at most."""
+
+
+@dataclass
+class Draft:
+    """The keys that arguments set, and the argument behind each key."""
+
+    algorithm: str
+    code: Code = field(default_factory=Code)
+    tree: Tree = field(default_factory=dict[str, object])
+    arguments: dict[str, str] = field(default_factory=dict[str, str])
+
+    def set(self, path: str, value: object, argument: str = "") -> None:
+        """Set a key, and say which argument does."""
+        section, *_, key = self.tree, *path.split(".")
+        for name in path.split(".")[:-1]:
+            section = cast("Tree", section.setdefault(name, {}))
+        section[key] = value
+        self.arguments[path] = f"argument {argument}" if argument else "default of Python"
+
+    def model(self, name: str | Path | None, max_length: int | None, max_new_tokens: int | None) -> None:
+        """Set the model, and how long its sequences are."""
+        longest = max_length or _LONGEST
+        if name is not None:
+            self.set("policy.model_name", str(name), "model")
+            if max_length is None:
+                longest = min(longest, _positions(str(name)))
+        self.set("policy.max_total_sequence_length", longest, "max_length")
+        self.set("policy.generation.max_new_tokens", max_new_tokens or longest, "max_new_tokens")
+        self.set("policy.generation.fit_to_sequence", max_new_tokens is None, "max_new_tokens")
+
+    def machine(self, gpus: int | None) -> None:
+        """Set the ranks: one on each GPU, or one on the CPU."""
+        count = visible_gpus() if gpus is None else gpus
+        self.set("cluster.gpus_per_node", count, "gpus")
+        self.set("policy.precision", "bfloat16" if count else "float32", "gpus")
+
+    def batch(self, samples: int, argument: str) -> None:
+        """Set the samples of a step, all in one optimizer step."""
+        ranks = max(1, cast("int", cast("Tree", self.tree["cluster"])["gpus_per_node"]))
+        self.set("policy.train_global_batch_size", samples, argument)
+        rows = gcd(max(1, samples // ranks), _ROWS)
+        self.set("policy.train_micro_batch_size", rows)
+        self.set("policy.logprob_batch_size", rows)
+
+    def loop(self, steps: int | None, epochs: int, validation: bool, *, answers: bool) -> None:
+        """Set how long the run is, and its validations; answers: whether a validation has answers to score."""
+        self.set(f"{self.algorithm}.max_num_steps", steps or 1_000_000, "steps")
+        self.set(f"{self.algorithm}.max_num_epochs", epochs if steps is None else 1_000_000, "epochs")
+        for key in ("val_at_start", "val_at_end"):
+            self.set(f"{self.algorithm}.{key}", validation, "validation")
+        if validation and not answers:
+            self.set(f"{self.algorithm}.max_val_samples", 0, "validation")
+
+    def data(
+        self, train: Data | None, validation: Data | None, folder: Path, wanted: Sequence[str] = ()
+    ) -> None:
+        """Set the sources; wanted: columns that reward functions take."""
+        for key, given in (("train", train), ("validation", validation)):
+            if given is None:
+                continue
+            section, chat = source_of(given, folder / f"{key}.jsonl", wanted)
+            if key == "train" and validation is None:
+                section.setdefault("split_validation_size", 0.0)
+            self.set(f"data.{key}", section, key)
+            if chat:
+                self.set("data.apply_chat_template", True, key)
+        if train is not None:
+            self.set("data.dataset_name", "files", "train")
+
+    def rewards(self, given: Rewards | None, weights: Mapping[str, float] | None) -> tuple[str, ...]:
+        """Set the environment; return the columns that reward functions take."""
+        if given is None:
+            return ()
+        if isinstance(given, type):
+            self.set("env.custom", {"type": given}, "reward")
+            return ()
+        functions = _by_name(given)
+        self.set("env.rewards", dict(functions), "reward")
+        if weights is not None:
+            self.set("env.reward_weights", dict(weights), "reward_weights")
+        return tuple(dict.fromkeys(name for one in functions.values() for name in _columns_of(one)))
+
+    def saved_in(self, out: str | Path) -> None:
+        """Set the folder of the run, in which it saves its steps, so that the same call resumes it."""
+        self.set("logger.log_dir", str(out), "out")
+        self.set("checkpointing.enabled", True, "out")
+        self.set("checkpointing.checkpoint_dir", str(Path(out) / "checkpoints"), "out")
+        self.set("checkpointing.keep_top_k", 1)
+
+    def recipe(self, under: Mapping[str, object] | None) -> Recipe:
+        """Return the recipe, with the keys of another tree over those of the arguments."""
+        whole = Recipe(OmegaConf.create(), ()).under(self.code.named(self.tree), self.arguments)
+        return whole.under(self.code.named(under or {}), _paths(under or {}))
+
+
+def _positions(name: str) -> int:
+    try:
+        config = read_hf_config(name)
+    except ConfigError:
+        return _LONGEST  # reported when the recipe is checked
+    positions = None if config is None else config.get("max_position_embeddings")
+    return positions if isinstance(positions, int) else _LONGEST
+
+
+def _by_name(given: Rewards) -> dict[str, Reward]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    several = [given] if isinstance(given, str) or callable(given) else [*given]
+    return {_name_of(one): one for one in several}
+
+
+def _name_of(reward: Reward) -> str:
+    if isinstance(reward, str):
+        return reward.rpartition(":")[2]
+    name = getattr(reward, "__name__", "reward")
+    return name if name.isidentifier() else "reward"
+
+
+def _columns_of(reward: Reward) -> list[str]:
+    if not isinstance(reward, FunctionType):
+        return []
+    kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    named = signature(reward).parameters.items()
+    return [name for name, one in named if one.kind in kinds and name not in GIVEN_TO_REWARDS]
+
+
+def _paths(tree: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, value in tree.items():
+        path = f"{prefix}.{key}" if prefix else key
+        found[path] = "argument recipe"
+        if isinstance(value, Mapping):
+            found |= _paths(cast("Mapping[str, object]", value), path)
+    return found

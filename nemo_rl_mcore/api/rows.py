@@ -1,0 +1,91 @@
+"""Rows of Python as a source of a recipe: those in memory become a file of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree
+from nemo_rl_mcore.own_files import replacing
+
+PROMPT_NAMES = ("input", "prompt", "question", "problem", "query", "instruction")
+ANSWER_NAMES = ("output", "answer", "solution", "completion", "response", "expected_answer", "ground_truth")
+"""Columns that are taken for the prompt and its answer where they are there, the first ones before others."""
+_CONVERSATIONS = ("messages", "chosen")
+
+
+type Data = str | Path | Mapping[str, object] | Iterable[Mapping[str, object]]
+"""A file, a folder or a name on the hub; a section like `data.train` of a recipe; or rows: a list, a `Dataset`."""
+
+
+def source_of(given: Data, file: Path, wanted: Sequence[str] = ()) -> tuple[Tree, bool]:
+    """Return the section of a source, and whether its prompts are conversations.
+
+    Rows in memory are written to `file`. Columns are named by what the first row has; wanted: columns that reward
+    functions take, those of which that are there are kept. Raises ConfigError for rows without a prompt.
+    """
+    if isinstance(given, Mapping):
+        return dict(cast("Mapping[str, object]", given)), False
+    if isinstance(given, str | Path):
+        path = Path(given)
+        first = _first_of_file(path)
+        place = str(path.absolute()) if path.exists() else str(given)
+    else:
+        rows = [*given]
+        first = rows[0] if rows else {}
+        place = str(_written(rows, file))
+    section: Tree = {"data_path": place}
+    return (section, False) if first is None else (section | _columns(first, wanted), _is_chat(first))
+
+
+def _first_of_file(path: Path) -> Mapping[str, object] | None:
+    """The first row of a JSONL file; None for anything else, whose columns have their usual names or are given."""
+    if path.suffix != ".jsonl" or not path.is_file():
+        return None
+    with path.open(encoding="utf-8") as file:
+        line = next((line for line in file if line.strip()), "{}")
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None  # the reader says what is wrong with it
+    return cast("Mapping[str, object]", row) if isinstance(row, dict) else None
+
+
+def _written(rows: Sequence[Mapping[str, object]], file: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as written:
+        for number, row in enumerate(rows, start=1):
+            try:
+                line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                what = f"row {number} cannot be written as JSON: {error}"
+                raise ConfigError(
+                    [Problem("wrong-row", "data.train", what, "give text, numbers and lists")]
+                ) from error
+            written.write(f"{line}\n".encode())
+    return file.absolute()
+
+
+def _columns(first: Mapping[str, object], wanted: Sequence[str]) -> Tree:
+    """The keys that name the columns of a row, as far as their names are others than those of the recipe."""
+    found: Tree = {}
+    if kept := [name for name in wanted if name in first]:
+        found["columns"] = kept
+    if "messages" in first or "chosen" in first:
+        return found
+    prompt = next((name for name in PROMPT_NAMES if name in first), None)
+    if prompt is None:
+        there = ", ".join(map(repr, first)) or "none"
+        what = f"no column is the prompt; it has {there}"
+        remedy = f"call it {PROMPT_NAMES[1]}, or name it: train={{'data_path': ..., 'input_key': ...}}"
+        raise ConfigError([Problem("missing", "data.train.input_key", what, remedy)])
+    answer = next((name for name in ANSWER_NAMES if name in first), None)
+    return found | {"input_key": prompt, "output_key": answer}
+
+
+def _is_chat(first: Mapping[str, object]) -> bool:
+    prompts = (first[name] for name in (*PROMPT_NAMES, *_CONVERSATIONS) if name in first)
+    return any(isinstance(prompt, list) for prompt in islice(prompts, 1))

@@ -1,0 +1,196 @@
+"""A run in Python: the recipe, the checks and the loop are those of the commands."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+from nemo_rl_mcore.api.code import Code
+from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.load import load_recipe_with_warnings
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.sources import COMMAND_LINE, Recipe
+from nemo_rl_mcore.custom_code import handed
+from nemo_rl_mcore.preflight.evaluation import as_evaluated
+from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
+from nemo_rl_mcore.preflight.plan import Plan, preflight
+from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, recipe_text
+from nemo_rl_mcore.signals import stop_signals
+
+Metrics = Mapping[str, float]
+"""A row of metrics.jsonl: `step`, and each metric by its name."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run is going to do, as `nemo-rl-mcore check` prints it."""
+
+    plan: Plan
+
+    @property
+    def warnings(self) -> tuple[Problem, ...]:
+        """What is suspicious of the recipe, and not wrong."""
+        return tuple(self.plan.warnings)
+
+    def __repr__(self) -> str:
+        from rich.console import Console
+
+        from nemo_rl_mcore.preflight.render import render
+
+        text = StringIO()
+        Console(file=text, highlight=False).print(render(self.plan), soft_wrap=True)
+        return text.getvalue()
+
+
+class Run:
+    """A recipe that was checked, and all that can be done with it.
+
+    Iterating trains, and yields the metrics of each step as it ends. Where the loop is left early, by `break`, an error
+    or Ctrl-C, the last finished step is saved, and the next iteration goes on behind it. One run trains at a time in a
+    process: another one that was left open ends when this one begins.
+    """
+
+    def __init__(self, recipe: Recipe, overrides: Sequence[str] = (), code: Code | None = None) -> None:
+        """Check a recipe; raises ConfigError with every problem. code: what its import paths stand for."""
+        self._code = code or Code()
+        with _told_in_python():
+            self._config, self._warnings = load_recipe_with_warnings(recipe, overrides)
+
+    @property
+    def config(self) -> RunConfig:
+        """The recipe as it was checked, with every default."""
+        return self._config
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run, `logger.log_dir`: metrics, answers, report."""
+        return Path(self._config.logger.log_dir)
+
+    def recipe(self) -> str:
+        """Return the YAML of a recipe that does the same by command, every key in it."""
+        return recipe_text(self._config)
+
+    def plan(self) -> RunPlan:
+        """Look at files and at this machine, and return what the run is going to do; raises ConfigError."""
+        with handed(self._code.objects):
+            return RunPlan(preflight(self._config, elsewhere=False, of_a_run=True, warnings=self._warnings))
+
+    def __iter__(self) -> Iterator[Metrics]:
+        """Train; raises ConfigError, RunStoppedError, and KeyboardInterrupt where a signal ends it."""
+        _end_open_run()
+        steps = self._steps()
+        _under_way.append(weakref.ref(steps))
+        return steps
+
+    def train(self) -> Metrics:
+        """Take every step that is left, and return the metrics of the last one; raises as iterating does."""
+        for _ in self:
+            pass
+        return self.metrics()[-1]
+
+    def metrics(self) -> list[Metrics]:
+        """Return the metrics of each finished step, also of earlier calls that this run has gone on from."""
+        from nemo_rl_mcore.observability.report import read_history
+
+        return cast("list[Metrics]", [*read_history(self.folder)])
+
+    def report(self, output: str | Path | None = None) -> Path:
+        """Write the page of the run, `report.html` in its folder if no other file is named, and return its path."""
+        from nemo_rl_mcore.observability.report import REPORT_FILE
+        from nemo_rl_mcore.report_page.page import write_page
+        from nemo_rl_mcore.report_page.run_data import read_run
+
+        return write_page([read_run(self.folder)], Path(output) if output else self.folder / REPORT_FILE)
+
+    def generate(
+        self, *prompts: str, samples: int = 1, greedy: bool = False, checkpoint: str | Path | None = None
+    ) -> list[dict[str, object]]:
+        """Answer prompts, or held-out ones where there are none, with the weights of the newest checkpoint.
+
+        Returns a dict an answer: prompt, response, tokens, finished, index, sample.
+        """
+        from nemo_rl_mcore.generate import Asked, answers, rows_of
+
+        with self._over_weights(checkpoint, few_ranks=True) as config:
+            asked = Asked(prompts, samples=samples, greedy=greedy)
+            return [row for answered in answers(config, asked) for row in rows_of(answered)]
+
+    def eval(self, *, checkpoint: str | Path | None = None) -> dict[str, dict[str, float]]:
+        """Score the newest checkpoint on the sets of the recipe's section `eval`: the mean of each metric by set."""
+        from nemo_rl_mcore.evaluate import evaluate
+
+        with self._over_weights(checkpoint) as config:
+            found = evaluate(as_evaluated(config))
+        return {
+            name: {key: estimate.mean for key, estimate in result.metrics.items()}
+            for name, result in found.items()
+        }
+
+    def export(self, output: str | Path, *, checkpoint: str | Path | None = None) -> Path:
+        """Write the newest checkpoint as a Hugging Face folder, which must not exist, and return its path."""
+        from nemo_rl_mcore.export import export
+
+        with self._over_weights(checkpoint) as config:
+            if config.policy.init_checkpoint is None:
+                what = "no step of the run is saved"
+                raise ConfigError([Problem("missing", "checkpoint", what, "train, or name a folder step_N")])
+            export(config, Path(output).absolute())
+        return Path(output).absolute()
+
+    def _steps(self) -> Generator[Metrics]:
+        with handed(self._code.objects), stop_signals(), _told_in_python():
+            self.plan()
+            from nemo_rl_mcore.launch import train  # brings in torch, and Ray as it is to be
+
+            self._code.require_portable()
+            yield from train(self._config)
+
+    @contextmanager
+    def _over_weights(
+        self, checkpoint: str | Path | None, *, few_ranks: bool = False
+    ) -> Generator[RunConfig]:
+        """The configuration of a command that trains nothing, over the weights of a checkpoint, the newest one."""
+        from nemo_rl_mcore.training.checkpoints import CheckpointStore
+
+        _end_open_run()
+        saved = CheckpointStore(Path(self._config.checkpointing.checkpoint_dir)).latest()
+        folder = checkpoint or (saved and saved.folder)
+        with TemporaryDirectory() as place, handed(self._code.objects), stop_signals(), _told_in_python():
+            recipe = Path(place) / RECIPE_FILE
+            recipe.write_text(self.recipe(), encoding="utf-8")
+            yield load_over_given_weights(
+                (), config=str(recipe), checkpoint=folder and str(folder), few_ranks=few_ranks
+            )
+
+
+_under_way: list[weakref.ref[Generator[Any]]] = []
+"""The run that trains now, or was left before its end and is still referred to, as by a traceback in a notebook."""
+
+
+def _end_open_run() -> None:
+    while _under_way:
+        if (steps := _under_way.pop()()) is not None:
+            steps.close()
+
+
+atexit.register(_end_open_run)
+
+
+@contextmanager
+def _told_in_python() -> Generator[None]:
+    """Have problems of the recipe say where in Python a key is set."""
+    try:
+        yield
+    except ConfigError as error:
+        told = [
+            replace(problem, where="overrides") if problem.where == COMMAND_LINE else problem
+            for problem in error.problems
+        ]
+        raise ConfigError(told) from None

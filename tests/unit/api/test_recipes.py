@@ -1,0 +1,149 @@
+"""From arguments of Python to a recipe."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import yaml
+
+import nemo_rl_mcore
+from nemo_rl_mcore import DPO, GRPO, PPO, SFT, ConfigError, Distillation, load_config, load_recipe
+
+MODEL = {
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 128,
+        "vocab_size": 32,
+        "max_position_embeddings": 32,
+    },
+    "tokenizer": {"name": "char"},
+}
+ROWS = [{"prompt": f"{n:03d}>", "answer": f"{n:03d}", "target": f"{n}", "other": n} for n in range(20)]
+
+
+def right(responses, answers):
+    return [float(response == answer) for response, answer in zip(responses, answers, strict=True)]
+
+
+def near(responses, target):
+    return [float(one in response) for response, one in zip(responses, target, strict=True)]
+
+
+def grpo(tmp_path: Path, **given) -> GRPO:
+    common = {"train": ROWS, "reward": right, "max_length": 8, "max_new_tokens": 4, "gpus": 0}
+    return GRPO(None, **({"out": tmp_path / "run", "recipe": {"policy": MODEL}, **common} | given))
+
+
+def test_rows_of_memory_become_a_file_whose_columns_are_named(tmp_path):
+    run = grpo(tmp_path, reward=[right, near])
+    [path] = run.config.data.train.paths
+    assert [json.loads(line) for line in Path(path).read_text().splitlines()] == ROWS
+    source = run.config.data.train
+    assert (source.input_key, source.output_key, source.columns) == ("prompt", "answer", ("target",))
+    assert source.split_validation_size == 0
+
+
+def test_a_data_set_of_the_library_and_a_file_are_the_same_recipe(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    of_list, of_library, of_file = (
+        grpo(tmp_path, train=train).config.data.train
+        for train in (ROWS, datasets.Dataset.from_list(ROWS), str(path))
+    )
+    assert of_list == of_library
+    assert of_file == of_list.model_copy(update={"data_path": str(path)})
+
+
+def test_functions_have_names_and_those_of_no_module_are_handed_over(tmp_path):
+    run = grpo(tmp_path, reward={"exact": right, "own": lambda responses: [0.0] * len(responses)})
+    assert run.config.env.rewards == {"exact": f"{__name__}:right", "own": "__main__:own"}
+    assert [*run._code.objects] == ["__main__:own"]
+
+
+def test_classes_stand_anywhere_in_the_recipe(tmp_path):
+    class Own:
+        def compute_advantage(self, prompt_ids, rewards, mask, **logprobs):
+            return mask
+
+    run = grpo(tmp_path, recipe={"policy": MODEL, "grpo": {"adv_estimator": {"type": Own}}})
+    assert run.config.grpo.adv_estimator.type == "__main__:Own"
+    assert run._code.objects["__main__:Own"] is Own
+
+
+def test_the_recipe_of_a_run_is_one_of_the_commands(tmp_path):
+    run = grpo(tmp_path)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(run.recipe())
+    assert load_config(path) == run.config
+    assert yaml.safe_load(run.recipe())["grpo"]["num_prompts_per_step"] == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"lr": -1.0}, {("policy.megatron_cfg.optimizer.lr", "argument lr")}),
+        ({"generations": 0}, {("grpo.num_generations_per_prompt", "argument generations")}),
+        ({"steps": -3}, {("grpo.max_num_steps", "argument steps")}),
+        ({"overrides": ["grpo.val_peroid=3"]}, {("grpo.val_peroid", "overrides")}),
+        (
+            {"recipe": {"policy": MODEL, "loss_fn": {"ratio_clip_mix": 0.2}}},
+            {("loss_fn.ratio_clip_mix", "argument recipe")},
+        ),
+    ],
+)
+def test_a_mistake_names_the_argument(tmp_path, given, wanted):
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, **given)
+    assert wanted <= {(problem.path, problem.where) for problem in caught.value.problems}
+
+
+def test_rows_without_a_prompt_are_refused(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, train=[{"text": "527>"}])
+    [problem] = caught.value.problems
+    assert (problem.code, problem.path) == ("missing", "data.train.input_key")
+
+
+def test_rows_without_an_answer_need_reward_functions(tmp_path):
+    rows = [{"prompt": "527>"}]
+    assert grpo(tmp_path, train=rows).config.data.train.output_key is None
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, train=rows, reward=None)
+    assert "data.train.output_key" in {problem.path for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "more"),
+    [
+        (PPO, ROWS, {"reward": right, "max_new_tokens": 4}),
+        (Distillation, ROWS, {"teacher": None, "max_new_tokens": 4, "reward": right}),
+        (SFT, ROWS, {"batch_size": 4}),
+        (DPO, [{"prompt": "1>", "chosen": "1", "rejected": "2"}] * 4, {"batch_size": 4}),
+    ],
+)
+def test_each_algorithm_has_a_door(tmp_path, make, rows, more):
+    of_teacher = {"teacher": {"init_checkpoint": "there"}, "distillation": {"topk_logits_k": 8}}
+    recipe = {"policy": MODEL, **(of_teacher if make is Distillation else {})}
+    run = make(None, train=rows, max_length=8, gpus=0, out=tmp_path, recipe=recipe, steps=2, **more)
+    assert run.config.algorithm == make.__name__.lower()
+    assert run.config.loop.max_num_steps == 2
+
+
+def test_a_recipe_of_the_package_opens_by_its_name():
+    run = load_recipe("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
+    assert run.config == load_config("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
+    assert "samples" in repr(run.plan())
+
+
+def test_what_is_public_is_imported_when_asked_for():
+    heavy = {"torch", "ray", "megatron", "transformers"}
+    code = f"import sys, nemo_rl_mcore; nemo_rl_mcore.GRPO; sys.exit(bool({heavy} & {{*sys.modules}}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+    assert all(getattr(nemo_rl_mcore, name) is not None for name in nemo_rl_mcore.__all__)
+    with pytest.raises(AttributeError):
+        _ = nemo_rl_mcore.Nothing
