@@ -18,6 +18,10 @@ LAYOUTS = {
     "cp2-fused": (2, FUSED),
     "cp2-tp2-sp": (4, CP2 | {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "cp2-pp2": (4, CP2 | {"pipeline_model_parallel_size": 2}),
+    "cp2-pp2-vpp2": (
+        4,
+        CP2 | {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
     "cp4": (4, {"context_parallel_size": 4}),
     "cp2-ep2": (2, CP2 | {"expert_model_parallel_size": 2}),
 }
