@@ -51,13 +51,28 @@ def use_transformer_engine(config: MegatronConfig) -> bool:
 
 
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """A layer's ModuleSpec, or the block's submodules; GPTModel takes both, though its annotation names the first."""
+    """A layer's ModuleSpec, or the block's submodules; GPTModel takes both, though its annotation names the first.
+
+    Raises RefusedError, on every stage, for ranks on GPUs that share sequences and have local layers.
+    """
+    _refuse_local_attention(config)
     layer = _layer_spec(config, transformer)
     if use_transformer_engine(config):
         return layer
     # The block form also names the final norm; a bare layer spec would still build the stock one there.
     layers = [layer] * get_num_layers_to_build(transformer, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _refuse_local_attention(config: MegatronConfig) -> None:
+    shared = config.context_parallel_size
+    if shared > 1 and accelerator.has_cuda() and not use_transformer_engine(config):
+        raise RefusedError(
+            f"policy.megatron_cfg.context_parallel_size: {shared} needs Transformer Engine's attention on GPUs, and "
+            f"policy.megatron_cfg.transformer_impl: {config.transformer_impl} is local layers here; install the extra "
+            "te on this machine, or set policy.megatron_cfg.context_parallel_size: 1",
+            code="missing-package",
+        )
 
 
 def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:

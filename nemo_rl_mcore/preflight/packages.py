@@ -12,6 +12,8 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.custom_code import handed_objects, see_working_directory
 
+_LAYERS, _CONTEXT = "policy.megatron_cfg.transformer_impl", "policy.megatron_cfg.context_parallel_size"
+
 
 def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
     """Yield classes that are not there, of paths `module:Class` by their key; no code of theirs runs."""
@@ -82,7 +84,7 @@ def needed_packages(config: RunConfig) -> Iterator[NeededPackage]:
         ("logger.mlflow_enabled", config.logger.mlflow_enabled, "mlflow", "the extra mlflow"),
         ("logger.tensorboard_enabled", config.logger.tensorboard_enabled, "tensorboard", "the package"),
         (
-            "policy.megatron_cfg.transformer_impl",
+            _CONTEXT if _shared_on_gpus(config) else _LAYERS,
             transformer_impl(config, elsewhere=False) == "transformer_engine",
             "transformer_engine",
             "the extra te",
@@ -113,16 +115,22 @@ def transformer_impl(config: RunConfig, *, elsewhere: bool) -> str:
         return given
     if config.cluster.on_cpu:
         return "local"
-    return "transformer_engine" if elsewhere or installed("transformer_engine") else "local"
+    needed = elsewhere or _shared_on_gpus(config) or installed("transformer_engine")
+    return "transformer_engine" if needed else "local"
+
+
+def _shared_on_gpus(config: RunConfig) -> bool:
+    """Whether ranks on GPUs share sequences, for which only Transformer Engine has an attention."""
+    return config.policy.megatron_cfg.context_parallel_size > 1 and not config.cluster.on_cpu
 
 
 def layer_warnings(config: RunConfig) -> Iterator[Problem]:
     """Yield a run on GPUs whose layers will be Megatron's own, because Transformer Engine is not on this machine."""
-    given = config.policy.megatron_cfg.transformer_impl
-    if given == "auto" and not config.cluster.on_cpu and not installed("transformer_engine"):
+    given, layers = config.policy.megatron_cfg.transformer_impl, transformer_impl(config, elsewhere=False)
+    if given == "auto" and not config.cluster.on_cpu and layers == "local":
         yield Problem(
             "not-installed",
-            "policy.megatron_cfg.transformer_impl",
+            _LAYERS,
             "auto takes local layers where Transformer Engine is not installed, as here: their attention is not fused",
             "install the extra te on the machines of the run, or write local",
         )

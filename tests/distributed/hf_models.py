@@ -101,3 +101,30 @@ def set_in_config(folder: Path, **values: object) -> None:
     """Change keys of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def in_float64(folder: Path, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
+    """What transformers makes of a batch with float64 weights: log-probabilities, their mean loss, its gradients.
+
+    Norms and angles are those of transformers, in float32.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        # The other ways to attend and to run experts compute in float32, or not in float64.
+        folder,
+        dtype=torch.float64,
+        attn_implementation="sdpa",
+        experts_implementation="eager",
+    )
+    ids, lengths = torch.from_numpy(batch["input_ids"]), torch.from_numpy(batch["input_lengths"])
+    every = model(ids).logits.log_softmax(-1)
+    found = every[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    found = torch.nn.functional.pad(found, (1, 0)) * (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))
+    mask = torch.from_numpy(batch["token_mask"])
+    loss = -(found * mask).sum() / mask.sum()
+    loss.backward()
+    # A file has the tensors of experts one by one, as weights are exchanged; the model holds them together.
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(folder / "gradients")
+    gradients = {name: tensor.numpy() for name, tensor in tensors(folder / "gradients").items()}
+    return found.detach().numpy(), loss.item(), gradients

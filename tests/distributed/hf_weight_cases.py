@@ -114,3 +114,24 @@ def exported_without_a_family(model):
 
     for _ in full_tensors_of(tiny.worker(tiny.policy_config(model=model))):
         raise AssertionError("nothing may be sent")
+
+
+def trained_on(folder, megatron, sections, batch):
+    """Log-probabilities of a batch, and the gradients of its mean negative log-likelihood as Hugging Face's tensors."""
+    import tiny
+
+    from nemo_rl_mcore.data import BatchedDataDict
+    from nemo_rl_mcore.losses import NLLLossFn
+
+    # Every rank keeps all reduced gradients, and none is clipped.
+    plain = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}}
+    worker = tiny.worker(policy_of(folder, megatron | plain, max_grad_norm=0.0, **sections))
+    data = BatchedDataDict(**{name: torch.from_numpy(values) for name, values in batch.items()})
+    said = worker.get_logprobs(data=data)["logprobs"].numpy()
+    step = worker.train(tiny.shard(data), NLLLossFn())
+    # Gradients are laid out as the weights are.
+    for chunk in worker.backend.chunks:
+        for parameter in chunk.parameters():
+            parameter.data.copy_(parameter.main_grad)
+    gradients = {name: tensor.numpy().copy() for name, tensor in full_tensors_of(worker)}
+    return said, step["all_mb_metrics"]["loss"][0], gradients

@@ -9,9 +9,11 @@ from itertools import combinations, product
 from meeting_recipes import (
     ALGORITHMS,
     ASYNCHRONY,
+    CONTEXT,
     FACTORS,
     FUSED,
     FUSED_PACKED,
+    FUSED_SHARED,
     LAYOUTS,
     LOSSES_OF_THEIR_OWN,
     Algorithm,
@@ -81,6 +83,13 @@ def _refused_of(name: str) -> Iterator[Refusal]:
 
 # All that may be refused; any other refusal is a failure.
 REFUSED = (
+    Refusal(
+        {"layout": "cp2", "fused": "fused"},
+        "incompatible",
+        FUSED,
+        "the fused path reads whole sequences unless shared ones are allowed",
+        (CONTEXT, FUSED_SHARED),
+    ),
     Refusal(
         {"batching": "packed", "fused": "fused"},
         "incompatible",

@@ -73,6 +73,7 @@ def _layout(config: MegatronConfig) -> tuple[int | None, ...]:
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
         config.virtual_pipeline_model_parallel_size,
+        config.context_parallel_size,
         config.expert_model_parallel_size,
     )
 

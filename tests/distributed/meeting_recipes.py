@@ -86,6 +86,7 @@ EXPERTS = {
     "policy.model.moe_ffn_hidden_size": 24,
 }
 TENSOR, PIPELINE = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.pipeline_model_parallel_size"
+CONTEXT = f"{MEGATRON}.context_parallel_size"
 # Ranks and keys.
 LAYOUTS: dict[str, tuple[int, Overrides]] = {
     "one": (1, {}),
@@ -94,6 +95,7 @@ LAYOUTS: dict[str, tuple[int, Overrides]] = {
     "tp2 sp": (2, {TENSOR: 2, f"{MEGATRON}.sequence_parallel": True}),
     "pp2": (2, {PIPELINE: 2}),
     "ep2": (2, EXPERTS | {f"{MEGATRON}.expert_model_parallel_size": 2}),
+    "cp2": (2, {CONTEXT: 2}),
     "dp2 pp2": (4, {PIPELINE: 2}),
 }
 EXPERT_LAYOUTS = [name for name, (_, keys) in LAYOUTS.items() if EXPERTS.keys() <= keys.keys()]
@@ -101,6 +103,7 @@ EXPERT_LAYOUTS = [name for name, (_, keys) in LAYOUTS.items() if EXPERTS.keys() 
 RESPONSE, PROMPT = 6, 6
 SECTIONS = {"dynamic": "policy.dynamic_batching", "packed": "policy.sequence_packing"}
 FUSED, FUSED_PACKED = f"{MEGATRON}.use_fused_linear_logprobs", f"{MEGATRON}.fused_linear_logprobs_packed"
+FUSED_SHARED = f"{MEGATRON}.fused_linear_logprobs_context_parallel"
 
 # The keys of the section; a recipe of its own says how many optimizer steps there are, and what is corrected.
 ASYNCHRONY: dict[str, Overrides] = {
@@ -116,8 +119,8 @@ STALL_S = 300.0
 FACTORS: dict[str, tuple[Any, ...]] = {
     "algorithm": tuple(ALGORITHMS),
     "batching": ("fixed", "dynamic", "packed"),
-    "fused": ("unfused", "fused", "fused packed"),  # the last with the key that allows packed rows
-    "layout": ("one", "dp2", "tp2 sp", "pp2", "ep2", "dp2 pp2"),
+    "fused": ("unfused", "fused", "fused allowed"),  # the last with the keys for packed rows, and shared ones
+    "layout": ("one", "dp2", "tp2 sp", "pp2", "ep2", "cp2", "dp2 pp2"),
     "temperature": (1.0, 0.7),
     "kl": (False, True),
     "distributed optimizer": (False, True),
@@ -256,7 +259,8 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
     values = keys | {
         "cluster.cpu_workers_per_node": ranks,
         FUSED: case["fused"] != "unfused",
-        FUSED_PACKED: case["fused"] == "fused packed",
+        FUSED_PACKED: case["fused"] == "fused allowed",
+        FUSED_SHARED: case["fused"] == "fused allowed" and CONTEXT in keys,
         "policy.generation.temperature": case["temperature"],
         "policy.offload": case["offload"],
         f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce": case["overlap"],

@@ -9,6 +9,7 @@ LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2-sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
 }
 SETTINGS = {"kl_type": "jsd", "jsd_beta": 0.3, "rl_weight": 0.5, "rl": {"entropy_coef": 0.01}}
 TOP_K, VOCABULARY = 5, 32

@@ -90,9 +90,10 @@ def differences_of(folder, policy):
         (2, {"precision": "bfloat16", "megatron": {"pipeline_model_parallel_size": 2}}),
         (2, {"megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}),
         (2, {"model": EXPERTS, "megatron": {"expert_model_parallel_size": 2}}),
+        (2, {"precision": "bfloat16", "megatron": {"context_parallel_size": 2}}),
     ],
     ids=["dp1-bf16", "dp1-plain", "dp1-sgd", "dp1-bf16-fused", "dp1-packed", "dp2-overlap", "dp2-plain-bf16",
-         "pp2-bf16", "tp2", "ep2-bias"],
+         "pp2-bf16", "tp2", "ep2-bias", "cp2-bf16"],
 )  # fmt: skip
 def test_a_run_that_offloads_is_the_same(ranks, tmp_path, ranks_needed, policy):
     found = ranks(ranks_needed).run(differences_of, str(tmp_path), policy)

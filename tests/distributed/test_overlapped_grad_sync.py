@@ -15,6 +15,7 @@ PLAIN = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimiz
 PIPELINE = {"pipeline_model_parallel_size": 2}
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERT = {"expert_model_parallel_size": 2}
+CONTEXT = {"context_parallel_size": 2}
 SMALL_BUCKETS = 3000
 EVERYTHING = 10**9
 
@@ -38,6 +39,14 @@ LAYOUTS = {
     "dp2-pp2-vpp2": (
         4,
         {"model": {"num_layers": 4}, "megatron": PIPELINE | {"virtual_pipeline_model_parallel_size": 2}},
+    ),
+    "cp2": (2, {"megatron": CONTEXT}),
+    "cp2-pp2-vpp2": (
+        4,
+        {
+            "model": {"num_layers": 4},
+            "megatron": CONTEXT | PIPELINE | {"virtual_pipeline_model_parallel_size": 2},
+        },
     ),
     "dp4-ep2": (4, {"model": EXPERTS, "megatron": EXPERT}),
     "dp2-tp2-sp-ep2": (4, {"model": EXPERTS, "megatron": TENSOR | EXPERT}),
@@ -145,7 +154,7 @@ def late_in_the_last_pass_alone(in_flight):
 
 
 @pytest.mark.quick_cases("dp2")
-@pytest.mark.exhaustive_cases("dp2-plain-optimizer", "ep2", "dp2-pp2")
+@pytest.mark.exhaustive_cases("dp2-plain-optimizer", "ep2", "dp2-pp2", "cp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_train_that_overlaps_has_the_bits_of_the_split_step_and_of_no_overlap(ranks, layout):
     world_size, sections = LAYOUTS[layout]

@@ -2,6 +2,8 @@
 
 # One pass: log-probabilities against an independent computation.
 LOGPROBS = 1e-5
+# One backward pass: gradients against an independent computation, as a share of a tensor's largest entry.
+GRADIENTS = 1e-5
 # Parameters after up to three Adam steps at lr 1e-2, when the same sums were added in another order. Adam divides each
 # gradient by its own size, so the rounding of a tiny gradient reaches its weight in full.
 REORDERED = 5e-6

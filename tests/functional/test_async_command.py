@@ -22,6 +22,12 @@ OVERLAP = tuple(
     f"policy.megatron_cfg.distributed_data_parallel_config.{key}"
     for key in ("overlap_grad_reduce=true", "bucket_size=3000")
 )
+# Ranks that share sequences sample by another way than an engine; here both runs have one.
+SHARED = (
+    "policy.megatron_cfg.context_parallel_size=2",
+    "policy.megatron_cfg.fused_linear_logprobs_context_parallel=true",
+    "policy.generation.colocated.enabled=false",
+)
 START = Callable[..., Run]
 
 
@@ -56,8 +62,16 @@ def events(run: Run) -> list[dict]:
         pytest.param(20, 1, TIS, marks=pytest.mark.nightly),
         pytest.param(20, 2, (), marks=pytest.mark.nightly),
         pytest.param(5, 2, OVERLAP, marks=pytest.mark.nightly),
+        pytest.param(5, 2, SHARED, marks=pytest.mark.nightly),
     ],
-    ids=["short", "four-optimizer-steps", "one-rank-tis", "two-ranks", "two-ranks-overlap"],
+    ids=[
+        "short",
+        "four-optimizer-steps",
+        "one-rank-tis",
+        "two-ranks",
+        "two-ranks-overlap",
+        "two-ranks-share-rows",
+    ],
 )
 def test_at_age_0_a_run_is_the_synchronous_one_to_the_bit(start: START, steps, ranks, correction) -> None:
     common = (

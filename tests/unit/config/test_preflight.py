@@ -15,6 +15,7 @@ CACHE = "policy.megatron_cfg.fused_linear_logprobs_cache_bytes"
 UNCACHED = f"{CACHE}=0"
 ONE_CHUNK_BYTE = "policy.megatron_cfg.fused_linear_logprobs_chunk_bytes=1"
 TP2 = "policy.megatron_cfg.tensor_model_parallel_size=2"
+CP2 = "policy.megatron_cfg.context_parallel_size=2"
 PP2 = "policy.megatron_cfg.pipeline_model_parallel_size=2"
 
 
@@ -312,6 +313,19 @@ def test_transformer_engine_must_be_installed(load, monkeypatch):
     assert preflight(load(*overrides)).layout.transformer_impl == "transformer_engine"
     assert preflight(load("cluster.gpus_per_node=2")).layout.transformer_impl == "transformer_engine"
     assert preflight(load()).layout.transformer_impl == "local"
+
+
+def test_ranks_on_gpus_that_share_sequences_need_transformer_engine(load, monkeypatch):
+    shared = load("cluster.gpus_per_node=2", CP2, UNFUSED)
+    monkeypatch.setattr(
+        "nemo_rl_mcore.preflight.packages.installed", lambda package: package == "tensorboard"
+    )
+    assert refused(shared) == ["policy.megatron_cfg.context_parallel_size: not-installed"]
+    there = preflight(shared, elsewhere=True)
+    assert [problem.path for problem in there.missing] == ["policy.megatron_cfg.context_parallel_size"]
+    assert there.warnings == ()
+    monkeypatch.setattr("nemo_rl_mcore.preflight.packages.installed", lambda package: True)
+    assert preflight(shared).layout.transformer_impl == "transformer_engine"
 
 
 def test_the_first_rows_are_shown(load):
