@@ -326,3 +326,60 @@ def test_prompts_that_are_given_up_on_are_refused(migrated):
     changes = "async_rl: {rollout_failure: {max_skipped_prompts: 3}}"
     result = migrated(changes, "grpo_math_1B_megatron_single_controller")
     assert told(result, "async_rl.rollout_failure") == [Kind.REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("repeat", "asked", "taken"),
+    [(16, 512, None), (16, 480, 448), (32, 512, 512), (1, 64, None)],
+)
+def test_a_validation_takes_no_more_rows_than_a_known_set_has(migrated, repeat, asked, taken):
+    """max_val_samples there is a bound: dataset.repeat, and max_val_samples // val_batch_size batches of at most it."""
+    validation = f"validation: {{dataset_name: AIME2024, repeat: {repeat}}}"
+    loop = f"grpo: {{max_val_samples: {asked}, val_batch_size: 64}}"
+    result = migrated(f"data: {{{validation}}}\n{loop}")
+    assert value_at(result.draft.tree, "grpo.max_val_samples") == taken
+    assert value_at(result.draft.tree, "data.validation.repeat") == repeat
+    assert not result.draft.refused
+
+
+def test_a_distillation_rounds_its_batches_up(migrated):
+    """algorithms/distillation.py adds val_batch_size - 1 before it divides; the others do not."""
+    changes = "distillation: {max_val_samples: 100, val_batch_size: 64}"
+    tree = migrated(changes, "distillation_math_megatron").draft.tree
+    assert value_at(tree, "distillation.max_val_samples") == 128
+    assert (
+        value_at(migrated(changes.replace("distillation", "grpo")).draft.tree, "grpo.max_val_samples") == 64
+    )
+
+
+def test_rows_of_several_sources_to_validate_with_are_told_to_be_shared_out(migrated):
+    """`merge_datasets` joins them, and the first max_val_samples are those of the first source."""
+    two = "data: {validation: [{dataset_name: AIME2024, repeat: 16}, {dataset_name: DAPOMathAIME2024}]}"
+    assert Kind.CHANGED in told(migrated(two), "grpo.max_val_samples")
+    assert told(migrated("data: {validation: [{dataset_name: AIME2024}]}"), "grpo.max_val_samples") == []
+
+
+def test_keys_of_a_source_that_its_data_set_does_not_read_there_are_dropped(migrated):
+    result = migrated("data: {train: {dataset_name: DeepScaler, repeat: 4, max_samples: 9}}")
+    assert {"data.train.repeat", "data.train.max_samples"} <= {*result.draft.dropped}
+    assert not {"repeat", "max_samples"} & value_at(result.draft.tree, "data.train").keys()
+
+
+@pytest.mark.parametrize("transport", ["nixl", "nccl_reshard", "vllm_s3_sparse", "vllm_zmq_sparse"])
+def test_weights_travel_as_the_layout_says(migrated, transport):
+    result = migrated(f"policy: {{generation: {{refit_transport: {transport}}}}}")
+    assert value_at(result.draft.tree, "policy.generation.refit_transport") is None
+    assert told(result, "policy.generation.refit_transport") == [Kind.WARNED]
+
+
+def test_a_way_of_ones_own_to_send_weights_is_left_to_settle(migrated):
+    result = migrated("policy: {generation: {refit_transport: 'mine:Engine'}}")
+    assert told(result, "policy.generation.refit_transport") == [Kind.OPEN]
+
+
+@pytest.mark.parametrize(("enabled", "epochs"), [(True, None), (False, 15)])
+def test_an_asynchronous_ppo_counts_no_passes(migrated, enabled, epochs):
+    """algorithms/ppo.py: CyclingDataLoader, and max_training_steps = max_num_steps."""
+    changes = f"ppo: {{max_num_epochs: 15, async_ppo: {{enabled: {str(enabled).lower()}}}}}"
+    result = migrated(changes, "ppo_math_1B_megatron")
+    assert value_at(result.draft.tree, "ppo.max_num_epochs") == epochs
