@@ -25,7 +25,7 @@ TWO_RANKS_OF_EXPERTS = {
     "cp2-ep2": CP2 | EP2,
 }
 # One of each structure: the others have the same parameters, or the same with one left out.
-DENSE = ["llama", "llama-tied", "llama3-32", "mistral", "qwen2-tied", "qwen3"]
+DENSE = ["llama", "llama-tied", "llama3-32", "mistral", "qwen2-tied", "qwen2-yarn", "qwen3"]
 MOE = ["qwen3-moe", "qwen3-moe-shares"]
 
 
@@ -100,6 +100,7 @@ def test_stretched_frequencies_reach_the_logprobs(saved, tmp_path):
         ("mistral", TP2),
         ("llama3-32", PP2),
         ("qwen2-tied", VPP),
+        ("qwen2-yarn", CP2),
         ("qwen3", TP2_SP),
         ("qwen3-moe", TP2_SP | EP2),
         ("qwen3-moe-shares", EP2),

@@ -147,7 +147,6 @@ _GENERATION: dict[str, Judgement] = {
 
 _POLICY: dict[str, Judgement] = {
     "tokenizer.use_fastokens": told(False, cost="it costs speed"),
-    "hf_config_overrides": refused(None, {}, remedy=_ARCHITECTURE),
     "is_vlm": refused(False, None, remedy="set it to false; models see text alone"),
     "quant_cfg": refused(None, remedy="set it to null; models are trained in policy.precision"),
     "disable_modelopt_layer_spec": UNREAD,

@@ -12,7 +12,7 @@ from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED, Screened
 
 OWN_KEYS: dict[str, tuple[str, ...]] = {
     "value": ("optimizer", "scheduler", "max_grad_norm", "train_micro_batch_size"),
-    "teacher": ("model", "model_name", "init_checkpoint", "warm_start"),
+    "teacher": ("model", "model_name", "hf_config_overrides", "init_checkpoint", "warm_start"),
 }
 """What the sections hold here."""
 MOVED = ("optimizer", "scheduler")

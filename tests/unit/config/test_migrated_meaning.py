@@ -383,3 +383,44 @@ def test_an_asynchronous_ppo_counts_no_passes(migrated, enabled, epochs):
     changes = f"ppo: {{max_num_epochs: 15, async_ppo: {{enabled: {str(enabled).lower()}}}}}"
     result = migrated(changes, "ppo_math_1B_megatron")
     assert value_at(result.draft.tree, "ppo.max_num_epochs") == epochs
+
+
+def test_sequences_beyond_the_positions_of_the_weights_are_told(migrated):
+    """NeMo RL asks no model how long its sequences may be: rotations go on."""
+    name = "policy: {model_name: Qwen/Qwen2.5-Math-7B, max_total_sequence_length: 16384}"
+    result = migrated(name)
+    path = "policy.hf_config_overrides.max_position_embeddings"
+    assert (value_at(result.draft.tree, path), told(result, path)) == (16384, [Kind.CHANGED])
+    assert result.config.policy.model.longest_sequence == 16384
+    assert not migrated(name.replace("16384", "4096")).draft.section("policy.hf_config_overrides")
+
+
+def test_overrides_of_config_json_are_kept_and_empty_ones_dropped(migrated):
+    scaling = "{rope_type: yarn, rope_theta: 1.0e6, factor: 2.0, original_max_position_embeddings: 131072}"
+    long = f"policy: {{max_total_sequence_length: 200000, hf_config_overrides: {{rope_scaling: {scaling}}}}}"
+    result = migrated(f"{long.replace('policy: {', 'policy: {model_name: Qwen/Qwen2.5-1.5B, ')}")
+    assert not told(result, "policy.hf_config_overrides.max_position_embeddings")
+    assert result.config.policy.model.rope_scaling.factor == 2.0
+    assert "policy.hf_config_overrides" in migrated("policy: {hf_config_overrides: {}}").draft.dropped
+
+
+def test_a_critic_with_overrides_of_its_own_is_refused(migrated):
+    own = "value: {hf_config_overrides: {max_position_embeddings: 9}}"
+    assert "value.hf_config_overrides" in migrated(own, "ppo_math_1B_megatron").draft.refused
+
+
+@pytest.mark.parametrize(
+    ("norm", "clip", "effective"), [(1.0, 0.0, 0.0), ("null", 0.5, 0.5), (2.0, 2.0, 2.0)]
+)
+def test_gradients_are_clipped_to_the_norm_that_megatron_reads(migrated, norm, clip, effective):
+    """The comment in models/policy/__init__.py: max_grad_norm is DTensor's, and Megatron's is called clip_grad."""
+    result = migrated(
+        f"policy: {{max_grad_norm: {norm}, megatron_cfg: {{optimizer: {{clip_grad: {clip}}}}}}}"
+    )
+    assert result.config.policy.max_grad_norm == effective
+
+
+def test_dtensor_clips_to_its_own_norm_and_null_is_none(migrated):
+    for norm, effective in (("null", 0.0), (3.0, 3.0)):
+        result = migrated(f"policy: {{max_grad_norm: {norm}}}", "grpo_math_1B")
+        assert result.config.policy.max_grad_norm == effective
