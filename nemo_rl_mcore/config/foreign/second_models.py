@@ -33,7 +33,13 @@ _OF_TEACHER: dict[str, Judgement] = {
 _JUDGED = {"value": _OF_VALUE, "teacher": _OF_TEACHER}
 _CUT = (
     *("micro_batch_size", "logprob_batch_size", "dynamic_batching", "sequence_packing", "parallel"),
-    *("activation_checkpointing", "distributed_data_parallel_config", "fused_linear", "rope_fusion"),
+    *(
+        "pipeline_stage",
+        "activation_checkpointing",
+        "distributed_data_parallel_config",
+        "fused_linear",
+        "rope_fusion",
+    ),
 )
 """Parts of the names of keys that say how a model is cut, and nothing of what it computes."""
 
