@@ -188,8 +188,8 @@ ONE = (1, {}, {})
         ((2, {}, distributed(True)), (2, {}, distributed(False)), {}),
         ((2, {}, distributed(False)), (2, {}, distributed(True)), {"policy": {"precision": "bfloat16"}}),
     ],
-    ids=["1-dp2", "dp2-1-bf16", "dp2-tp2", "tp2sp-pp2-tied", "pp2-vpp2", "vpp2-dp2", "uneven-dp2-tied", "tp2pp2-dp2-bf16", "ep2-dp2",
-         "1-ep2", "cp2-dp2-bf16", "tp2sp-cp2", "sharded-plain", "plain-sharded-bf16"],
+    ids=["1-dp2", "dp2-1-bf16", "dp2-tp2", "tp2sp-pp2-tied", "pp2-vpp2", "vpp2-dp2", "uneven-dp2-tied",
+         "tp2pp2-dp2-bf16", "ep2-dp2", "1-ep2", "cp2-dp2-bf16", "tp2sp-cp2", "sharded-plain", "plain-sharded-bf16"],
 )  # fmt: skip
 def test_another_layout_goes_on_from_the_same_state(ranks, tmp_path, saved, loaded, changed):
     reports = ranks(saved[0]).run(save_and_go_on, str(tmp_path), saved, changed)[0]

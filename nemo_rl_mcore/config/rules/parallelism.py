@@ -108,7 +108,7 @@ def _pipeline_problems(
     stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
     virtual = f" times policy.{VIRTUAL}: {chunks}" if chunks else ""
     if megatron.own_stages:
-        yield from _own_stage_problems(model, megatron)
+        yield from _own_stage_problems(model, megatron, weights or "model.num_layers")
     elif model.num_layers % megatron.layer_divisor and weights:
         yield Problem(
             "not-divisible",
@@ -137,8 +137,8 @@ def _pipeline_problems(
         )
 
 
-def _own_stage_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterator[Problem]:
-    """Yield first and last stages that leave no even shares to those in between, or where there are none."""
+def _own_stage_problems(model: ModelConfig, megatron: MegatronConfig, source: str) -> Iterator[Problem]:
+    """Yield first and last stages that leave no even shares to those in between; source: what says the layers."""
     own, stages = megatron.own_stages, megatron.pipeline_model_parallel_size
     first, *others = own
     if stages == 1:
@@ -153,7 +153,7 @@ def _own_stage_problems(model: ModelConfig, megatron: MegatronConfig) -> Iterato
     like, rest = stages - len(own), model.num_layers - sum(own.values())
     if (rest < like or rest % like) if like else rest:
         what = f"{own[first]} leaves {rest} of {model.num_layers} layers to {like} stages, with all keys of its kind"
-        related = (*(f"megatron_cfg.{key}" for key in others), PIPELINE)
+        related = (*(f"megatron_cfg.{key}" for key in others), PIPELINE, source)
         remedy = "leave the same number of layers to each of the other stages, and at least one"
         yield Problem("not-divisible", f"megatron_cfg.{first}", what, remedy, related)
 

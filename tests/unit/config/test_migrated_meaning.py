@@ -424,3 +424,21 @@ def test_dtensor_clips_to_its_own_norm_and_null_is_none(migrated):
     for norm, effective in (("null", 0.0), (3.0, 3.0)):
         result = migrated(f"policy: {{max_grad_norm: {norm}}}", "grpo_math_1B")
         assert result.config.policy.max_grad_norm == effective
+
+
+WINDOWED = """async_rl:
+  sampler: {{name: windowed, max_staleness_versions: 2{}}}
+  max_buffered_rollouts: 64
+"""
+
+
+def test_the_window_of_ages_is_kept_and_what_is_discarded_there_is_told(migrated):
+    """async_utils/staleness_sampler.py: any ready group within the window; those below it are evicted."""
+    base = "grpo_math_1B_megatron_single_controller"
+    result = migrated(WINDOWED.format(""), base)
+    own = result.config.grpo.async_grpo
+    assert (own.enabled, own.order, own.max_trajectory_age_steps) == (True, "as_completed", 2)
+    assert told(result, "grpo.async_grpo.order") == [Kind.CHANGED]
+    assert not result.draft.refused
+    freshest = migrated(WINDOWED.format(", sample_freshest_first: true"), base)
+    assert "async_rl.sampler.name" in freshest.draft.refused
