@@ -169,7 +169,7 @@ class Algorithm[Config: RunConfig](ABC):
         """
         loop = self.config.loop
         answers, greedy = loop.validation_answers
-        prompts = self.prompts.validation(loop.max_val_samples) if loop.max_val_samples else []
+        prompts = [] if loop.max_val_samples == 0 else self.prompts.validation(loop.max_val_samples)
         samples: list[Sample] = []
         judged: list[Sample] = []
         kept: list[bool] = []

@@ -116,16 +116,16 @@ class LoopConfig(StrictModel):
 
     max_num_steps: PositiveInt
     """Steps after which the run ends."""
-    max_num_epochs: PositiveInt = 1
-    """Passes over a data set on disk after which the run ends; the embedded tasks draw without end."""
+    max_num_epochs: PositiveInt | None = 1
+    """Passes over a data set on disk after which the run ends, null without end; embedded tasks draw without end."""
     val_period: NonNegativeInt = 0
     """Steps between validations; 0 leaves them out."""
     val_at_start: bool = False
     """Validate before the first step."""
     val_at_end: bool = False
     """Validate after the last step."""
-    max_val_samples: NonNegativeInt = 64
-    """Held-out prompts that a validation answers; 0, of SFT and DPO alone, leaves their answers out."""
+    max_val_samples: NonNegativeInt | None = 64
+    """Held-out prompts that a validation answers, null all; 0, of SFT and DPO alone, leaves their answers out."""
     val_batch_size: PositiveInt = 64
     """Prompts generated at a time in a validation."""
     seed: Seed | None = None
@@ -154,8 +154,8 @@ class LoopConfig(StrictModel):
 class RolloutConfig(LoopConfig):
     """The loop of algorithms that learn from the policy's own answers."""
 
-    max_val_samples: PositiveInt = 64
-    """Held-out prompts that a validation answers."""
+    max_val_samples: PositiveInt | None = 64
+    """Held-out prompts that a validation answers; null is all of data.validation, or of what is held out."""
     num_prompts_per_step: PositiveInt
     """Prompts drawn per step."""
     num_generations_per_prompt: PositiveInt

@@ -54,6 +54,11 @@ class EvalConfig(StrictModel):
                     "is no name of a set",
                     "take letters, digits, - and _, and no digit first",
                 )
+        for name, source in self.sets.items():
+            if source.repeat > 1:
+                what = f"{source.repeat} takes each prompt for another one as often"
+                remedy = "remove it, and set num_tests_per_prompt"
+                yield Problem("incompatible", f"sets.{name}.repeat", what, remedy)
         if self.num_tests_per_prompt > 1 and self.temperature == 0:
             yield Problem(
                 "incompatible",

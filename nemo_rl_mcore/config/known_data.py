@@ -39,6 +39,27 @@ KNOWN: dict[str, Keys] = {
         "input_key": "prompt",
         "output_key": "reward_model.ground_truth",
     },
+    "aime_2024": {
+        "data_path": "HuggingFaceH4/aime_2024",
+        "input_key": "problem",
+        "output_key": "answer",
+    },
+    "aime_2026": {
+        "data_path": "MathArena/aime_2026",
+        "input_key": "problem",
+        "output_key": "answer",
+    },
+    "deepscaler": {
+        "data_path": "agentica-org/DeepScaleR-Preview-Dataset",
+        "input_key": "problem",
+        "output_key": "answer",
+    },
+    "openr1_math_220k": {
+        "data_path": "open-r1/OpenR1-Math-220k",
+        "subset": "default",
+        "input_key": "problem",
+        "output_key": "answer",
+    },
     "openmathinstruct2": {
         "data_path": "nvidia/OpenMathInstruct-2",
         "split": "train_1M",
@@ -55,6 +76,11 @@ KNOWN: dict[str, Keys] = {
         "data_path": "allenai/tulu-3-sft-mixture",
         "split_validation_size": 0.05,
     },
+    "nemotron_cascade_2_sft_math": {
+        "data_path": "nvidia/Nemotron-Cascade-2-SFT-Data",
+        "subset": "math",
+        "split_validation_size": 0.05,
+    },
     "tulu3_preference": {
         "data_path": "allenai/llama-3.1-tulu-3-8b-preference-mixture",
     },
@@ -67,9 +93,14 @@ OTHER_NAMES: dict[str, str] = {
     "MATH-500": "math500",
     "DAPOMath17K": "dapo_math_17k",
     "DAPOMathAIME2024": "dapo_aime_2024",
+    "AIME2024": "aime_2024",
+    "AIME2026": "aime_2026",
+    "DeepScaler": "deepscaler",
+    "OpenR1-Math-220k": "openr1_math_220k",
     "OpenMathInstruct-2": "openmathinstruct2",
     "HelpSteer3": "helpsteer3",
     "tulu3_sft_mixture": "tulu3_sft",
+    "Nemotron-Cascade-2-SFT-Math": "nemotron_cascade_2_sft_math",
     "Tulu3Preference": "tulu3_preference",
 }
 """NeMo RL's names of them."""

@@ -147,6 +147,10 @@ class MegatronConfig(StrictModel):
     """Pipeline stages."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
     """Model chunks per pipeline stage (interleaved schedule); null is one."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first pipeline stage; those in between share the rest evenly. Null is a share like theirs."""
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last pipeline stage, likewise."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
@@ -197,6 +201,18 @@ class MegatronConfig(StrictModel):
     def layer_divisor(self) -> int:
         """Chunks that the layers are cut into."""
         return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
+
+    @property
+    def own_stages(self) -> dict[str, int]:
+        """The stages that have a number of layers of their own: the keys, and the numbers."""
+        keys = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+        return {key: layers for key in keys if (layers := getattr(self, key)) is not None}
+
+    def largest_stage(self, num_layers: int) -> int:
+        """Layers of the pipeline stage that has most of them."""
+        own = self.own_stages
+        like, rest = self.pipeline_model_parallel_size - len(own), num_layers - sum(own.values())
+        return max(*own.values(), rest // like if like else 0, 0) if own else rest // like
 
     @model_validator(mode="before")
     @classmethod

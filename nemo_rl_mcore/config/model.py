@@ -20,20 +20,61 @@ _OF_EXPERTS = (
 
 
 class RopeScalingConfig(StrictModel):
-    """Rotary frequencies stretched for long contexts, as in Llama 3.1 and later."""
+    """Rotary frequencies stretched for long contexts."""
 
+    rope_type: Literal["llama3", "yarn"] = "llama3"
+    """How: as Llama 3.1 and later, or by YaRN, which also makes the attention more peaked."""
     factor: PositiveFloat
     """Frequencies of the slowest rotations are divided by it."""
-    low_freq_factor: PositiveFloat
-    """Rotations with at most this many turns in the original context count as slow."""
-    high_freq_factor: PositiveFloat
-    """Rotations with at least this many turns in the original context stay as they are."""
+    low_freq_factor: PositiveFloat | None = None
+    """llama3: rotations with at most this many turns in the original context count as slow."""
+    high_freq_factor: PositiveFloat | None = None
+    """llama3: rotations with at least this many turns in the original context stay as they are."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: rotations with at most this many turns in the original context count as slow."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: rotations with at least this many turns in the original context stay as they are."""
     original_max_position_embeddings: PositiveInt
     """The original context: the longest sequence before the stretching."""
 
+    read_unless = (
+        *((key, "rope_type", "yarn") for key in ("low_freq_factor", "high_freq_factor")),
+        *((key, "rope_type", "llama3") for key in ("beta_slow", "beta_fast")),
+    )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that its kind has, in config.json too."""
+        turns = (
+            ("low_freq_factor", "high_freq_factor")
+            if self.rope_type == "llama3"
+            else ("beta_fast", "beta_slow")
+        )
+        return ("factor", *turns, "original_max_position_embeddings")
+
+    @property
+    def slow_and_fast(self) -> tuple[float, float]:
+        """Turns in the original context up to which rotations are slow, and from which on they are fast."""
+        if self.rope_type == "yarn":
+            return self.beta_slow, self.beta_fast
+        return self.low_freq_factor or 1.0, self.high_freq_factor or 1.0
+
     def problems(self) -> Iterator[Problem]:
-        """Yield factors that leave nothing between slow and fast rotations."""
-        if self.low_freq_factor >= self.high_freq_factor:
+        """Yield factors that are missing, or leave nothing between slow and fast rotations."""
+        if self.rope_type == "yarn":
+            if self.factor < 1:
+                yield Problem(
+                    "too-small", "factor", f"{self.factor} is below 1 with rope_type: yarn", "raise it"
+                )
+            if self.beta_slow >= self.beta_fast:
+                what = f"{self.beta_slow} is not below beta_fast: {self.beta_fast}"
+                yield Problem("too-large", "beta_slow", what, "lower it", ("beta_fast",))
+            return
+        for key in ("low_freq_factor", "high_freq_factor"):
+            if getattr(self, key) is None:
+                yield Problem("missing", key, "missing with rope_type: llama3", "set it", ("rope_type",))
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and low >= high:
             yield Problem(
                 "too-large",
                 "low_freq_factor",
@@ -67,7 +108,7 @@ class ModelConfig(StrictModel):
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScalingConfig | None = None
-    """Stretched rotary frequencies (Llama 3.1 and later); null leaves them."""
+    """Stretched rotary frequencies (Llama 3.1 and later, YaRN); null leaves them."""
     layernorm_epsilon: PositiveFloat = 1e-5
     """Added to the mean square in RMSNorm."""
     init_method_std: PositiveFloat = 0.02
@@ -102,6 +143,15 @@ class ModelConfig(StrictModel):
     """Layers that are trained to predict further tokens (multi-token prediction); null is none."""
     mtp_loss_scaling_factor: NonNegativeFloat = 0.1
     """Weight of the mean loss of those layers beside the loss."""
+
+    @property
+    def longest_sequence(self) -> int:
+        """Positions that the rotations are made for; YaRN gives some beyond those of the weights."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.rope_type != "yarn":
+            return self.max_position_embeddings
+        stretched = int(scaling.factor * scaling.original_max_position_embeddings)
+        return max(self.max_position_embeddings, stretched)
 
     @property
     def query_groups(self) -> int:

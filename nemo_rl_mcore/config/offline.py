@@ -42,7 +42,7 @@ class DPOConfig(LoopConfig, DPOLossConfig):
                 "set it to 2 or more, or online: false",
                 ("online",),
             )
-        if self.online and self.validates and not self.max_val_samples:
+        if self.online and self.validates and self.max_val_samples == 0:
             yield Problem(
                 "too-small",
                 "max_val_samples",

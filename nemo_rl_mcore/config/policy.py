@@ -20,6 +20,7 @@ from nemo_rl_mcore.config.base import (
     with_other_spellings,
 )
 from nemo_rl_mcore.config.generation import GenerationConfig
+from nemo_rl_mcore.config.hf.overrides import override_problems
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
 from nemo_rl_mcore.config.imports import Arguments
 from nemo_rl_mcore.config.megatron import MegatronConfig
@@ -114,6 +115,8 @@ class PolicyConfig(StrictModel):
     """The architecture; with model_name it is read from there, and otherwise given: num_layers, hidden_size, ..."""
     model_name: FolderOrName | None = None
     """Hugging Face weights to start from: a local folder or a hub id; null draws them at random."""
+    hf_config_overrides: Arguments | None = None
+    """What takes the place of keys of model_name's config.json: max_position_embeddings, rope_scaling, rope_theta."""
     init_checkpoint: FolderPath | None = None
     """Folder step_N of another run, whose weights this one starts from; its optimizer begins anew (ours)."""
     tokenizer: TokenizerConfig
@@ -183,6 +186,10 @@ class PolicyConfig(StrictModel):
         """The key that names the weights to start from, if there is one: the model's sizes are theirs."""
         given = (key for key in ("model_name", "init_checkpoint") if getattr(self, key) is not None)
         return next(given, None)
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield keys of config.json that cannot be written over."""
+        yield from override_problems(self.hf_config_overrides, named=self.model_name is not None)
 
     @model_validator(mode="before")
     @classmethod

@@ -20,6 +20,8 @@ from nemo_rl_mcore.config.base import (
     StrictModel,
     with_other_spellings,
 )
+from nemo_rl_mcore.config.hf.overrides import override_problems
+from nemo_rl_mcore.config.imports import Arguments
 from nemo_rl_mcore.config.megatron import OptimizerConfig, SchedulerConfig, fill_weight_decay
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
@@ -116,6 +118,8 @@ class TeacherConfig(StrictModel):
     """The teacher's architecture; null is policy.model."""
     model_name: FolderOrName | None = None
     """Its weights: a Hugging Face folder or hub id."""
+    hf_config_overrides: Arguments | None = None
+    """Keys of its config.json and their values in its place, as of policy.hf_config_overrides."""
     init_checkpoint: FolderPath | None = None
     """Its weights: a checkpoint of this package."""
     warm_start: str | None = None
@@ -125,7 +129,8 @@ class TeacherConfig(StrictModel):
         """The teacher beside a policy."""
         # There is no backward pass to overlap with, and Megatron asks more of a model that would have one.
         megatron = policy.megatron_cfg.model_copy(update={"overlap_moe_expert_parallel_comm": False})
-        own: dict[str, object] = {"model_name": self.model_name, "init_checkpoint": self.init_checkpoint}
+        of_weights = ("model_name", "hf_config_overrides", "init_checkpoint")
+        own: dict[str, object] = {key: getattr(self, key) for key in of_weights}
         if self.model is not None:
             own["model"] = self.model
         return ModelPlan(
@@ -138,6 +143,7 @@ class TeacherConfig(StrictModel):
 
     def problems(self) -> Iterator[Problem]:
         """Yield a teacher that knows nothing, or has several sources of weights."""
+        yield from override_problems(self.hf_config_overrides, named=self.model_name is not None)
         sources = [key for key in ("model_name", "init_checkpoint", "warm_start") if getattr(self, key)]
         if len(sources) != 1:
             yield Problem(

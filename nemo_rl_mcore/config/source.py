@@ -6,7 +6,7 @@ from typing import Annotated, Literal, cast
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from nemo_rl_mcore.config.answers import AnswerConfig
-from nemo_rl_mcore.config.base import Float, PositiveFloat, Problem, StrictModel, StrTuple
+from nemo_rl_mcore.config.base import Float, PositiveFloat, PositiveInt, Problem, StrictModel, StrTuple
 from nemo_rl_mcore.config.known_data import (
     KNOWN,
     PROCESSORS,
@@ -18,7 +18,7 @@ from nemo_rl_mcore.config.known_data import (
 
 TEXT_FILES = ("prompt_file", "system_prompt_file")
 """Keys that name a file of text."""
-_OF_ONE_SPLIT = ("split", "split_validation_size", "weight", "streaming")
+_OF_ONE_SPLIT = ("split", "split_validation_size", "max_samples", "repeat", "weight", "streaming")
 _OF_A_PLACE = ("data_path", "subset")
 """Keys that validation does not take from data.train; where the rows lie, unless it says so itself."""
 
@@ -93,6 +93,10 @@ class SourceConfig(SourceDefaults):
     """Of pairs whose rows say that neither answer is better: leave them out, or take the first as both (ours)."""
     split_validation_size: Annotated[Float, Field(ge=0, lt=1)] = 0.1
     """Share held out, by a hash of the prompt; read in data.train where data.validation is null."""
+    max_samples: PositiveInt | None = None
+    """As many rows, drawn at random, always the same ones; null takes all."""
+    repeat: PositiveInt = 1
+    """How often the rows are taken, one time after the other, each time with answers of their own."""
     weight: PositiveFloat | None = None
     """Share of the prompts, beside the weights of the other sources; null joins the rows of all (ours)."""
     streaming: bool = False

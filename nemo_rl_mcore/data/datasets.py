@@ -57,8 +57,11 @@ class PromptSource(Protocol):
         """Draw `count` different prompts; the same (seed, step) gives the same prompts."""
         ...
 
-    def validation(self, count: int) -> list[Prompt]:
-        """Give `count` held-out prompts, the same ones at every call and for every seed."""
+    def validation(self, count: int | None) -> list[Prompt]:
+        """Give `count` held-out prompts, the same ones at every call and for every seed.
+
+        None is all of them, which a recipe asks of files alone.
+        """
         ...
 
     def first_steps(self, step: int, count: int) -> Sequence[int] | None:
@@ -113,8 +116,9 @@ class DigitTaskSource(PromptSource):
         order = shuffled(10**self._index_digits, key=f"train:{self._seed}:{step}")
         return self._take(order, count, held_out=False, count_key=self._step_key)
 
-    def validation(self, count: int) -> list[Prompt]:
+    def validation(self, count: int | None) -> list[Prompt]:
         """Give the first `count` held-out prompts of one fixed order."""
+        assert count is not None  # the rules ask a number of an embedded task
         order = shuffled(10**self._index_digits, key="validation")
         return self._take(order, count, held_out=True, count_key=self._validation_key)
 

@@ -54,9 +54,9 @@ class EpochSource(PromptSource):
         turns = [self._shares.turn(position) for position in range(first, first + count)]
         return [(turn, next(rows[turn])) for turn in turns]
 
-    def validation(self, count: int) -> list[Prompt]:
-        """Give the first held-out prompts."""
-        if count > len(self.held_out):
+    def validation(self, count: int | None) -> list[Prompt]:
+        """Give the first held-out prompts, or all."""
+        if count is not None and count > len(self.held_out):
             raise RefusedError(
                 f"{count} rows of a validation are more than the {len(self.held_out)} held out",
                 code="too-few-rows",

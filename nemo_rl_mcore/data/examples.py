@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.source import SourceConfig, names_of
+from nemo_rl_mcore.data.datasets import shuffled
 from nemo_rl_mcore.data.messages import Context
 from nemo_rl_mcore.data.prompt_texts import PromptTexts, read_texts
 from nemo_rl_mcore.data.row import Row, SourceError
@@ -128,7 +130,10 @@ def _named(sources: Sources) -> Iterator[tuple[str, str, SourceConfig]]:
 
 @dataclass
 class _Found:
-    """What reading a source gives: examples, each with a number that says whether it is held out."""
+    """What reading a source gives: examples, each with a number that says whether it is held out.
+
+    rows: their number, from which on those of the next source are counted.
+    """
 
     path: str
     examples: list[Example]
@@ -137,9 +142,18 @@ class _Found:
     problems: list[Problem]
     rows: int = 0
 
+    def take_again(self, times: int) -> None:
+        """Append the rows as often, each time with indices of their own, which is what sampling draws its noise by."""
+        once = [*self.examples]
+        for time in range(1, times + 1):
+            self.examples += [replace(one, index=one.index + time * self.rows) for one in once]
+        self.fractions *= times + 1
+        self.rows *= times + 1
+
     def unanswered(self, examples: Sequence[Example]) -> Iterator[Problem]:
         """Yield rows that are scored and state no answer to score against."""
-        wrong = [self.unscored[one.place] for one in examples if one.place in self.unscored]
+        places = dict.fromkeys(one.place for one in examples if one.place in self.unscored)
+        wrong = [self.unscored[place] for place in places]
         yield from _first(f"{self.path}.answer", wrong, _REMEDY)
 
 
@@ -147,7 +161,7 @@ def _read(name: str, path: str, source: SourceConfig, kind: RowKind, *, chat: bo
     texts, wrong = read_texts(source)
     found = _Found(path, [], [], {}, [problem.below(path) for problem in wrong])
     try:
-        rows = read_rows(source)
+        rows = _drawn(read_rows(source), source.max_samples)
     except SourceError as error:
         found.problems.append(error.problem.below(path))
         return found
@@ -176,7 +190,15 @@ def _read(name: str, path: str, source: SourceConfig, kind: RowKind, *, chat: bo
         )
     else:
         found.problems += _first(f"{path}.data_path", bad)
+    found.take_again(source.repeat - 1)
     return found
+
+
+def _drawn(rows: Sequence[Row], count: int | None) -> Sequence[Row]:
+    """As many rows drawn at random, in their order; all where there are no more."""
+    if count is None or count >= len(rows):
+        return rows
+    return [rows[place] for place in sorted(islice(shuffled(len(rows), "max_samples"), count))]
 
 
 def _keep(

@@ -61,8 +61,9 @@ def held_out_problems(config: RunConfig, held_out: Rows) -> Iterator[Problem]:
         return
     batch, batches = config.policy.train_global_batch_size, config.val_batches
     product = f" ({batches} times policy.train_global_batch_size)"
+    asked = config.loop.max_val_samples
     needed = (
-        ("max_val_samples", config.loop.max_val_samples, "", "lower it"),
+        ("max_val_samples", 1 if asked is None else asked, "", "lower it"),
         ("val_batches", batches * batch, product, "lower one of the two"),
     )
     for key, rows, of, lower in needed:

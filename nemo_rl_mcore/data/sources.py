@@ -66,7 +66,7 @@ class _ShownInTexts(PromptSource):
         """See `PromptSource.train_batch`."""
         return [*map(self._shown, self.prompts.train_batch(step, count))]
 
-    def validation(self, count: int) -> list[Prompt]:
+    def validation(self, count: int | None) -> list[Prompt]:
         """See `PromptSource.validation`."""
         return [*map(self._shown, self.prompts.validation(count))]
 
@@ -111,8 +111,9 @@ class _OwnSource(PromptSource):
             given = list(self.source.train_batch(step, count))
         return self._checked(given, call, count, sampled=self.limits.config.row_kind is RowKind.PROMPTS)
 
-    def validation(self, count: int) -> list[Prompt]:
+    def validation(self, count: int | None) -> list[Prompt]:
         """See `PromptSource.validation`."""
+        assert count is not None  # the rules ask a number of a class
         call = f"validation({count})"
         with custom_code(f"{self.name}: {call}"):
             given = list(self.source.validation(count))

@@ -82,9 +82,9 @@ class StreamSource(PromptSource):
             )
         return self._last[:count]
 
-    def validation(self, count: int) -> list[Prompt]:
-        """Give the first rows of data.validation."""
-        if count > len(self.held_out):
+    def validation(self, count: int | None) -> list[Prompt]:
+        """Give the first rows of data.validation, or all."""
+        if count is not None and count > len(self.held_out):
             raise RefusedError(
                 f"{count} rows of a validation are more than the {len(self.held_out)} held out",
                 code="too-few-rows",

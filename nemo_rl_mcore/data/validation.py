@@ -68,7 +68,7 @@ class BatchCheck:
         }
         return cls(
             model.vocab_size,
-            model.max_position_embeddings,
+            model.longest_sequence,
             policy.token_budgets,
             next((name for name, present in layers.items() if present), None),
         )

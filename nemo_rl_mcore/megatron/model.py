@@ -33,7 +33,8 @@ def padded_vocab_size(policy: PolicyConfig) -> int:
 def transformer_config(policy: PolicyConfig) -> TransformerConfig:
     """Megatron's description of the model and of how it is run."""
     model, config, dtype = policy.model, policy.megatron_cfg, DTYPES[policy.precision]
-    return TransformerConfig(
+    yarn = model.rope_scaling if model.rope_scaling and model.rope_scaling.rope_type == "yarn" else None
+    described = TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -55,6 +56,7 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         sequence_parallel=config.sequence_parallel,
+        **config.own_stages,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         # Microbatches of different shapes: stages tell each other the next one's.
         variable_seq_lengths=policy.dynamic_batching.enabled,
@@ -75,11 +77,20 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         recompute_method="uniform" if config.activation_checkpointing else None,
         recompute_num_layers=1 if config.activation_checkpointing else None,
         transformer_impl="transformer_engine" if use_transformer_engine(config) else "local",
-        apply_rope_fusion=config.apply_rope_fusion and use_transformer_engine(config),
+        # The fused kernel of packed rows leaves out what YaRN multiplies cosines and sines by.
+        apply_rope_fusion=config.apply_rope_fusion and use_transformer_engine(config) and yarn is None,
         mtp_num_layers=model.mtp_num_layers,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
         **_expert_settings(policy),
     )
+    if (
+        yarn is not None
+    ):  # no field, and read by each attention layer: _yarn_get_concentration_factor_from_config
+        setattr(described, _YARN_FACTOR, yarn.factor)
+    return described
+
+
+_YARN_FACTOR = "yarn_rotary_scaling_factor"
 
 
 def _expert_settings(policy: PolicyConfig) -> dict[str, Any]:
@@ -153,7 +164,9 @@ def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int 
     )
     if policy.model.rope_scaling is not None:
         rotary = cast(RotaryEmbedding, chunk.rotary_pos_emb)
-        rotary.inv_freq = stretched_frequencies(rotary.inv_freq, policy.model.rope_scaling)
+        rotary.inv_freq = stretched_frequencies(
+            rotary.inv_freq, policy.model.rope_scaling, policy.model.rotary_base
+        )
     return chunk
 
 
@@ -214,15 +227,40 @@ def _one_or_all(functions: list[Any]) -> Any:
     return functions[0] if len(functions) == 1 else functions
 
 
-def stretched_frequencies(frequencies: torch.Tensor, scaling: RopeScalingConfig) -> torch.Tensor:
-    """The inverse frequencies [D/2] of a model whose rotations were stretched by `scaling`.
+def stretched_frequencies(frequencies: torch.Tensor, scaling: RopeScalingConfig, base: float) -> torch.Tensor:
+    """The inverse frequencies [D/2] of a model with that base whose rotations were stretched by `scaling`.
 
-    RotaryEmbedding._apply_scaling (models/common/embeddings/rotary_pos_embedding.py) has this formula too, with the
-    original context fixed at 8192 tokens.
+    RotaryEmbedding._apply_scaling (models/common/embeddings/rotary_pos_embedding.py) has the formula of Llama too,
+    with the original context fixed at 8192 tokens.
     Fast rotations stay, slow ones are divided by the factor, and those between are a mixture of both.
-    Source: https://github.com/meta-llama/llama-models, `apply_scaling`.
+    Sources: https://github.com/meta-llama/llama-models, `apply_scaling`; https://arxiv.org/abs/2309.00071, section 3.2.
     """
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    share_kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    slow, fast = scaling.slow_and_fast
+    if scaling.rope_type == "yarn":
+        share_kept = _kept_by_yarn(frequencies, scaling, base)
+    else:
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        share_kept = (turns - slow) / (fast - slow)
     share_kept = share_kept.clamp(0.0, 1.0)
     return (1 - share_kept) * frequencies / scaling.factor + share_kept * frequencies
+
+
+def _kept_by_yarn(frequencies: torch.Tensor, scaling: RopeScalingConfig, base: float) -> torch.Tensor:
+    """What is kept of each frequency [D/2], before it is clamped: it falls with the number of the pair of channels.
+
+    The pairs with so many turns are rounded outwards, as in transformers and vLLM.
+    """
+    pairs = frequencies.numel()
+
+    def pair_with(turns: float) -> float:
+        return (
+            pairs
+            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
+            / math.log(base)
+        )
+
+    slow, fast = scaling.slow_and_fast
+    first, last = max(math.floor(pair_with(fast)), 0), min(math.ceil(pair_with(slow)), 2 * pairs - 1)
+    width = last - first or 0.001  # one pair that is both
+    numbers = torch.arange(pairs, dtype=frequencies.dtype, device=frequencies.device)
+    return 1 - (numbers - first) / width

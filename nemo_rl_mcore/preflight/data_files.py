@@ -90,6 +90,8 @@ def _problems_of_what_is_here(config: RunConfig) -> list[Problem]:
 def steps_of_epochs(config: RunConfig, rows: int) -> int:
     """Steps until max_num_steps or the rows of max_num_epochs passes end the run; what fills no step is left over."""
     loop = config.loop
+    if loop.max_num_epochs is None:
+        return loop.max_num_steps
     return min(loop.max_num_steps, loop.max_num_epochs * rows // config.prompts_per_step)
 
 

@@ -31,6 +31,8 @@ _ONE_RANK = {
     "policy.megatron_cfg.sequence_parallel": False,
     "policy.megatron_cfg.pipeline_model_parallel_size": 1,
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size": None,
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage": None,
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage": None,
     "policy.megatron_cfg.context_parallel_size": 1,
     "policy.megatron_cfg.expert_model_parallel_size": 1,
     "policy.megatron_cfg.expert_tensor_parallel_size": 1,

@@ -121,7 +121,7 @@ def _rank_parameters(policy: PolicyConfig) -> tuple[int, int]:
     model, megatron = policy.model, policy.megatron_cfg
     both_ends = megatron.pipeline_model_parallel_size == 1 and not model.tie_word_embeddings
     embeddings = model.embedding_parameters * (2 if both_ends else 1)
-    layers = model.num_layers // megatron.pipeline_model_parallel_size
+    layers = megatron.largest_stage(model.num_layers)
     predicting = 0
     if model.mtp_num_layers:
         # The last stage holds those layers; it has an embedding and the output layer as well.
@@ -138,7 +138,7 @@ def _frozen(policy: PolicyConfig) -> int:
     if not megatron.freeze_moe_router:
         return 0
     routers = (model.num_moe_experts or 0) * model.hidden_size
-    layers = model.num_layers // megatron.pipeline_model_parallel_size
+    layers = megatron.largest_stage(model.num_layers)
     return layers * routers // megatron.tensor_model_parallel_size
 
 

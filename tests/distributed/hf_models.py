@@ -37,6 +37,8 @@ _STRETCHED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# Of eight rotations the first stays, the last four are slow, and those between are mixed.
+_YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -54,6 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": {**_YARN, "beta_fast": 2.0, "beta_slow": 0.1}}),
     "qwen3": ("Qwen3", {}),
     "qwen3-moe": ("Qwen3Moe", _EXPERTS),
     "qwen3-moe-shares": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False}),

@@ -266,6 +266,8 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce": case["overlap"],
         f"{OPTIMIZER}.use_distributed_optimizer": case["distributed optimizer"],
     }
+    if case["layout"] in EXPERT_LAYOUTS:
+        values[f"{MEGATRON}.freeze_moe_router"] = case["kl"]  # a factor that the plain sibling has, too
     if algorithm.shipped.algorithm in ("grpo", "ppo"):
         values["policy.recompute_prev_logprobs"] = "auto" if case["updates"] == "one pass" else "always"
     if algorithm.shipped.algorithm == "ppo":

@@ -165,6 +165,7 @@ def distributed(on):
 
 FOUR_LAYERS = {"num_layers": 4}
 DP2, TP2_SP, PP2 = LAYOUTS["dp2"], LAYOUTS["tp2-sp"], LAYOUTS["pp2"]
+UNEVEN = (2, {}, {**PP2[2], "num_layers_in_first_pipeline_stage": 1})
 ONE = (1, {}, {})
 
 
@@ -178,6 +179,7 @@ ONE = (1, {}, {})
         (TP2_SP, PP2, {"model": {"tie_word_embeddings": True}}),
         (PP2, LAYOUTS["pp2-vpp2"], {"model": FOUR_LAYERS}),
         (LAYOUTS["pp2-vpp2"], DP2, {"model": FOUR_LAYERS}),
+        (UNEVEN, DP2, {"model": {**FOUR_LAYERS, "tie_word_embeddings": True}}),
         (LAYOUTS["tp2-pp2"], DP2, {"policy": {"precision": "bfloat16"}}),
         (LAYOUTS["ep2"], DP2, {"model": EXPERTS}),
         (ONE, LAYOUTS["ep2"], {"model": EXPERTS}),
@@ -187,8 +189,9 @@ ONE = (1, {}, {})
         ((2, {}, distributed(True)), (2, {}, distributed(False)), {}),
         ((2, {}, distributed(False)), (2, {}, distributed(True)), {"policy": {"precision": "bfloat16"}}),
     ],
-    ids=["1-dp2", "dp2-1-bf16", "dp2-tp2", "tp2sp-pp2-tied", "pp2-vpp2", "vpp2-dp2", "tp2pp2-dp2-bf16", "ep2-dp2",
-         "1-ep2", "cp2-dp2-bf16", "tp2sp-cp2", "cp2-cp4-tied", "sharded-plain", "plain-sharded-bf16"],
+    ids=["1-dp2", "dp2-1-bf16", "dp2-tp2", "tp2sp-pp2-tied", "pp2-vpp2", "vpp2-dp2", "uneven-dp2-tied",
+         "tp2pp2-dp2-bf16", "ep2-dp2", "1-ep2", "cp2-dp2-bf16", "tp2sp-cp2", "cp2-cp4-tied", "sharded-plain",
+         "plain-sharded-bf16"],
 )  # fmt: skip
 def test_another_layout_goes_on_from_the_same_state(ranks, tmp_path, saved, loaded, changed):
     reports = ranks(saved[0]).run(save_and_go_on, str(tmp_path), saved, changed)[0]

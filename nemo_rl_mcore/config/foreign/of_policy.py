@@ -19,7 +19,6 @@ _FULL_RECOMPUTE = "with activation_checkpointing each layer is computed again as
 _KEPT_ON_GPU = "activations stay on the GPU; activation_checkpointing spares them"
 _DISPATCH = "tokens reach their experts by an all-to-all"
 _FUSION = "it costs speed; Transformer Engine's layers fuse what they fuse by themselves"
-_EQUAL_STAGES = "every pipeline stage has the same number of layers"
 _DENSE = AnyUnless("policy.model.num_moe_experts")
 _NO_MTP = AnyUnless("policy.model.mtp_num_layers")
 _NO_DTENSOR = AnyUnless("policy.dtensor_cfg.enabled")
@@ -40,8 +39,6 @@ _MEGATRON: dict[str, Judgement] = {
     "cuda_graph_impl": told(None, "none", cost="it costs speed; training captures no CUDA graphs"),
     "cuda_graph_modules": UNREAD,  # read with the graphs only, as is the next one
     "cuda_graph_warmup_steps": UNREAD,
-    "num_layers_in_first_pipeline_stage": told(None, cost=_EQUAL_STAGES),
-    "num_layers_in_last_pipeline_stage": told(None, cost=_EQUAL_STAGES),
     "overlap_p2p_comm": told(None, cost="the interleaved schedule gets the settings it needs"),
     "batch_p2p_comm": told(None, cost="the interleaved schedule gets the settings it needs"),
     "bias_activation_fusion": told(False, None, cost=_FUSION),
@@ -147,7 +144,6 @@ _GENERATION: dict[str, Judgement] = {
 
 _POLICY: dict[str, Judgement] = {
     "tokenizer.use_fastokens": told(False, cost="it costs speed"),
-    "hf_config_overrides": refused(None, {}, remedy=_ARCHITECTURE),
     "is_vlm": refused(False, None, remedy="set it to false; models see text alone"),
     "quant_cfg": refused(None, remedy="set it to null; models are trained in policy.precision"),
     "disable_modelopt_layer_spec": UNREAD,

@@ -123,12 +123,6 @@ _DATA: dict[str, Judgement] = {
         for source in ("default", "train", "validation")
         for key in ("seed", "env_name")
     },
-    **{
-        f"data.{source}.repeat": refused(
-            1, None, remedy="remove it; eval.num_tests_per_prompt samples a set of eval.sets several times"
-        )
-        for source in ("train", "validation")
-    },
     "data.num_prompts_per_dataloader": refused(_ONE_LOADER, remedy="remove it, and give the sources weights"),
     "data.custom_dataloader": refused(_ONE_LOADER, remedy="remove it, and give the sources weights"),
     "data.prompt_file": refused(None, remedy="remove it, and set data.default.prompt_file"),

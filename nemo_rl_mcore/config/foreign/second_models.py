@@ -12,7 +12,7 @@ from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED, Screened
 
 OWN_KEYS: dict[str, tuple[str, ...]] = {
     "value": ("optimizer", "scheduler", "max_grad_norm", "train_micro_batch_size"),
-    "teacher": ("model", "model_name", "init_checkpoint", "warm_start"),
+    "teacher": ("model", "model_name", "hf_config_overrides", "init_checkpoint", "warm_start"),
 }
 """What the sections hold here."""
 MOVED = ("optimizer", "scheduler")
@@ -33,7 +33,13 @@ _OF_TEACHER: dict[str, Judgement] = {
 _JUDGED = {"value": _OF_VALUE, "teacher": _OF_TEACHER}
 _CUT = (
     *("micro_batch_size", "logprob_batch_size", "dynamic_batching", "sequence_packing", "parallel"),
-    *("activation_checkpointing", "distributed_data_parallel_config", "fused_linear", "rope_fusion"),
+    *(
+        "pipeline_stage",
+        "activation_checkpointing",
+        "distributed_data_parallel_config",
+        "fused_linear",
+        "rope_fusion",
+    ),
 )
 """Parts of the names of keys that say how a model is cut, and nothing of what it computes."""
 

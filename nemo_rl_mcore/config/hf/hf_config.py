@@ -37,8 +37,10 @@ _DEFAULTS: HFConfig = {
     "tie_word_embeddings": False,
     "rope_theta": 10000.0,
 }
-_ROPE_SCALING = tuple(RopeScalingConfig.model_fields)
-_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_SCALING}
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_YARN = ("factor", "original_max_position_embeddings")
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3}
+_YARN_KEYS = {*_ROPE_KEYS, "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
 
 
 @dataclass(frozen=True)
@@ -198,14 +200,14 @@ def _feature_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
 
 def _rope_problems(family: Family, rope: HFConfig) -> Iterator[Problem]:
     kind = rope["rope_type"]
-    if kind not in ("default", "llama3"):
+    if kind not in _NEEDED:
         yield Problem(
             "not-supported",
             "rope_type",
             f"{kind!r} of a {family.model_type} model is not supported",
-            "known: default, llama3",
+            f"known: {', '.join(_NEEDED)}",
         )
-    elif foreign := sorted(rope.keys() - _ROPE_KEYS):
+    elif foreign := sorted(rope.keys() - (_YARN_KEYS if kind == "yarn" else _ROPE_KEYS)):
         yield Problem(
             "not-supported", "rope_parameters", f"{foreign} of a {family.model_type} model are not supported"
         )
@@ -215,10 +217,24 @@ def _rope_problems(family: Family, rope: HFConfig) -> Iterator[Problem]:
             "partial_rotary_factor",
             "rotary positions on a part of each head are not supported",
         )
-    if kind == "llama3":
-        for key in _ROPE_SCALING:
-            if key not in rope:
-                yield Problem("missing", f"rope_scaling.{key}", "missing, and rope_type llama3 needs it")
+    for key in _NEEDED.get(str(kind), ()):
+        if key not in rope:
+            yield Problem("missing", f"rope_scaling.{key}", f"missing, and rope_type {kind} needs it")
+    for key, allowed in _OF_YARN.items():
+        if kind == "yarn" and rope.get(key) not in allowed:
+            what = (
+                f"{rope[key]!r} of a {family.model_type} model: engines and training would read it otherwise"
+            )
+            yield Problem("not-supported", f"rope_scaling.{key}", what, "known: the default")
+
+
+_NEEDED: Mapping[str, tuple[str, ...]] = {"default": (), "llama3": _LLAMA3, "yarn": _YARN}
+_OF_YARN: Mapping[str, tuple[object, ...]] = {
+    "truncate": (None, True),
+    "mscale": (None, 1),
+    "mscale_all_dim": (None, 0),
+}
+"""Keys that change a model of latent attention; with these values they change none."""
 
 
 def _router_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
@@ -247,8 +263,11 @@ def _model_config(family: Family, values: HFConfig, rope: HFConfig) -> ModelConf
         "qk_layernorm": family.qk_layernorm,
         "add_qkv_bias": family.add_qkv_bias,
     }
-    if rope["rope_type"] == "llama3":
-        fields["rope_scaling"] = {key: rope[key] for key in _ROPE_SCALING}
+    if rope["rope_type"] != "default":
+        known = RopeScalingConfig.model_fields
+        fields["rope_scaling"] = {
+            key: value for key, value in rope.items() if key in known and value is not None
+        }
     if family.experts:
         # Scores that are made to sum to 1 after the selection are a softmax over the selected experts.
         fields["moe_router_pre_softmax"] = not values["norm_topk_prob"]
@@ -322,7 +341,8 @@ def hf_config_of(
     family = FAMILIES.get(str(origin.get("model_type"))) or family_of(model)
     rope: dict[str, object] = {"rope_theta": model.rotary_base, "rope_type": "default"}
     if model.rope_scaling is not None:
-        rope |= {"rope_type": "llama3", **model.rope_scaling.model_dump()}
+        scaling = model.rope_scaling
+        rope |= {"rope_type": scaling.rope_type, **{key: getattr(scaling, key) for key in scaling.keys}}
     config: dict[str, object] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,

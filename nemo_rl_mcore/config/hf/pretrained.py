@@ -9,6 +9,7 @@ from nemo_rl_mcore.config.base import Code, ConfigError, Problem
 from nemo_rl_mcore.config.hf.hf_config import HFConfig, model_config_from_hf
 from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
 from nemo_rl_mcore.config.hf.known_models import KNOWN_MODELS
+from nemo_rl_mcore.config.hf.overrides import OVERRIDES, is_of_overrides, overridden
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.strict_json import read_json
 
@@ -39,8 +40,11 @@ def fill_from_model_name(
     if tokenizer and isinstance(named, Mapping):
         section["tokenizer"] = {"name": name, **cast("Section", named)}
     given = section.get("model")
+    overrides = section.get(OVERRIDES)
     try:
-        derived = pretrained_model(name)
+        derived = pretrained_model(
+            name, cast("Section", overrides) if isinstance(overrides, Mapping) else None
+        )
     except ConfigError as error:
         return section, [*error.problems]
     if derived is None:
@@ -61,19 +65,23 @@ def fill_from_model_name(
     return section, contradictions
 
 
-def pretrained_model(name: str) -> ModelConfig | None:
+def pretrained_model(name: str, overrides: HFConfig | None = None) -> ModelConfig | None:
     """The architecture of a local folder or a hub id; None for a hub id that is neither cached nor known.
 
-    Raises ConfigError with a problem of `model_name` for each thing that stops it from being used.
+    overrides: what a recipe writes over in config.json.
+    Raises ConfigError with a problem of `model_name`, or of the overrides, for each thing that keeps it from use.
     """
     config = read_hf_config(name)
     if config is None:
         return None
     try:
-        return model_config_from_hf(config)
+        return model_config_from_hf(overridden(config, overrides) if overrides else config)
     except ConfigError as error:
         raise ConfigError(
-            _problem(problem.code, f"{name!r}: {problem}") for problem in error.problems
+            Problem(problem.code, f"{OVERRIDES}.{problem.path}", problem.what, problem.remedy)
+            if overrides and is_of_overrides(problem.path, overrides)
+            else _problem(problem.code, f"{name!r}: {problem}")
+            for problem in error.problems
         ) from error
 
 

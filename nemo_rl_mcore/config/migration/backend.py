@@ -50,6 +50,7 @@ def use_megatron(draft: Draft) -> None:
                 Note(Kind.WARNED, f"{_DTENSOR}.{key}", f"{shown(value)} has no effect here; {what}")
             )
     draft.set(f"{_DTENSOR}.enabled", False)
+    _clip_as_dtensor(draft)
     _take(
         draft,
         f"{_MEGATRON}.distributed_data_parallel_config.grad_reduce_in_fp32",
@@ -57,6 +58,27 @@ def use_megatron(draft: Draft) -> None:
         "DTensor, whose gradients are reduced in fp32,",
     )
     _use_optimizer(draft)
+
+
+def _clip_as_dtensor(draft: Draft) -> None:
+    """Leave out Megatron's norm, which DTensor does not read; null is no clipping there."""
+    if draft.get("policy.max_grad_norm") is None:
+        draft.change("policy.max_grad_norm", 0.0, "DTensor clips no gradient where it is null, or left out")
+    path = f"{_MEGATRON}.optimizer.clip_grad"
+    if draft.has(path):
+        draft.pop(path)
+        draft.dropped.append(path)
+
+
+def clip_as_read(draft: Draft) -> None:
+    """Take the norm that Megatron's optimizer reads, clip_grad, for max_grad_norm, which is DTensor's alone."""
+    for name in ("policy", "value"):
+        path, read = f"{name}.max_grad_norm", f"{name}.megatron_cfg.optimizer.clip_grad"
+        norm = draft.get(read)
+        if norm is None or not draft.has(path) or draft.get(path) == norm:
+            continue
+        draft.change(path, norm, "Megatron's optimizer reads megatron_cfg.optimizer.clip_grad alone")
+        draft.pop(read)
 
 
 def _use_optimizer(draft: Draft) -> None:

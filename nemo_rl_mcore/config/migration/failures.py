@@ -1,9 +1,10 @@
-"""What NeMo RL's single controller does about answers that fail, and runs that stand still."""
+"""What NeMo RL's single controller does about answers that fail or grow old, and runs that stand still."""
 
 from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 
 _FAILURE = "async_rl.rollout_failure"
 _WATCHDOG = "async_rl.stall_watchdog"
+_SAMPLER = "async_rl.sampler"
 _OWN = "grpo.async_grpo"
 _ATTEMPTS = 5
 _STALL_S = 600.0
@@ -42,4 +43,34 @@ def watch_stalls(draft: Draft) -> None:
         draft.change(f"{_OWN}.stall_timeout_s", stall, f"as {_WATCHDOG}.stall_timeout_s says")
 
 
-STEPS = (try_again, watch_stalls)
+def train_within_the_window(draft: Draft) -> None:
+    """Take answers as they are completed where NeMo RL samples more than it trains on, and discards what is too old.
+
+    Within the window both take whatever is there; here no more is asked for than can be trained on in time.
+    """
+    if draft.algorithm != "grpo" or not draft.section(_SAMPLER):
+        return
+    name = draft.get(f"{_SAMPLER}.name")
+    unread = "max_staleness_versions" if name in (None, "in_order") else "max_lookahead_versions"
+    if name != "custom" and draft.has(f"{_SAMPLER}.{unread}"):
+        draft.pop(f"{_SAMPLER}.{unread}")
+        draft.dropped.append(f"{_SAMPLER}.{unread}")
+    if name != "windowed":
+        return
+    if draft.get(f"{_SAMPLER}.sample_freshest_first") is True:
+        return  # refused with the sampler
+    draft.set(f"{_SAMPLER}.name", "ready_first")
+    for path in (f"{_SAMPLER}.sample_freshest_first", "async_rl.max_buffered_rollouts"):
+        if draft.has(path):
+            draft.pop(path)
+            draft.dropped.append(path)
+    what = "windowed -> as_completed; answers train as they come there too, and those that are too old are discarded"
+    draft.notes.append(
+        Note(Kind.CHANGED, f"{_OWN}.order", f"{what}; here no more are asked for than train in time")
+    )
+    draft.comments[f"{_OWN}.order"] = (
+        "NeMo RL: windowed, which discards answers that are too old. Here no more are asked for than train in time."
+    )
+
+
+STEPS = (try_again, watch_stalls, train_within_the_window)

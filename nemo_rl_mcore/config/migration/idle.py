@@ -1,6 +1,7 @@
 """Keys of NeMo RL that are read there under another name, or only where something is on that is off."""
 
 from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
+from nemo_rl_mcore.config.migration.meaning import sources_of
 from nemo_rl_mcore.config.policy import PACKING_ALGORITHMS
 from nemo_rl_mcore.config.vllm_kwargs import is_passed_on
 
@@ -8,6 +9,7 @@ _DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 _KWARGS = "policy.generation.vllm_kwargs"
 _OWN_NAMES = ("max_num_seqs", "kv_cache_memory_bytes")
 """Arguments of vLLM that are keys of vllm_cfg here."""
+_OTHER_TRANSPORTS = ("nixl", "nccl_reshard", "vllm_s3_sparse", "vllm_zmq_sparse")
 _SHORTHANDS = ("normalize_rewards", "use_leave_one_out_baseline")
 
 
@@ -26,6 +28,22 @@ def leave_out_idle(draft: Draft) -> None:
         if tensor_parallel == 1 and draft.get(f"{name}.megatron_cfg.sequence_parallel") is True:
             path = f"{name}.megatron_cfg.sequence_parallel"
             draft.change(path, False, "one tensor-parallel rank has no sequence to share")
+
+
+_READ_BY = {
+    "repeat": ("AIME2024", "AIME2025", "AIME2026", "NemoGymDataset"),
+    "max_samples": ("Nemotron-Cascade-2-SFT-Math",),
+}
+"""Keys of a source that few of NeMo RL's data sets read; the others take them and do nothing."""
+
+
+def leave_out_unread_of_sources(draft: Draft) -> None:
+    """Drop keys of a source that the class of its data set does not read there."""
+    for place, source in sources_of(draft):
+        for key, sets in _READ_BY.items():
+            if key in source and source.get("dataset_name") not in sets:
+                source.pop(key)
+                draft.dropped.append(f"{place}.{key}")
 
 
 def read_estimator(draft: Draft) -> None:
@@ -61,6 +79,23 @@ def overlap_as_can_be(draft: Draft) -> None:
         draft.change(path, False, "it costs speed; here it needs overlap_grad_reduce: true")
 
 
+def send_weights(draft: Draft) -> None:
+    """Let weights travel as the layout says: NeMo RL's other ways, whole or as differences, bring the same bits."""
+    path = "policy.generation.refit_transport"
+    given = draft.get(path)
+    if given in _OTHER_TRANSPORTS:
+        draft.pop(path)
+        what = f"{given} is not here; the same weights travel by NCCL or CUDA IPC, as the layout says"
+        draft.notes.append(Note(Kind.WARNED, path, what))
+
+
+def draw_without_end(draft: Draft) -> None:
+    """Let an asynchronous PPO go on to max_num_steps: NeMo RL's begins the rows anew, and counts no passes."""
+    path = "ppo.max_num_epochs"
+    if draft.get("ppo.async_ppo.enabled") is True and draft.get(path) is not None:
+        draft.change(path, None, "NeMo RL's asynchronous PPO counts no passes; max_num_steps ends the run")
+
+
 def answer_one_by_one(draft: Draft) -> None:
     """Let vLLM answer group by group where another engine of an asynchronous run does."""
     loop, path = draft.algorithm, "policy.generation.vllm_cfg.async_engine"
@@ -93,9 +128,12 @@ def _drop(draft: Draft, path: str) -> None:
 
 STEPS = (
     leave_out_idle,
+    leave_out_unread_of_sources,
     read_estimator,
     mask_mismatch,
     overlap_as_can_be,
+    send_weights,
+    draw_without_end,
     answer_one_by_one,
     pass_on_vllm_kwargs,
 )

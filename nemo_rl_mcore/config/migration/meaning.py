@@ -86,14 +86,35 @@ def validate_as_there(draft: Draft) -> None:
     elif validates:
         draft.change(f"{loop}.val_greedy", False, "NeMo RL's validation samples as training does")
         _count_held_out(draft)
+        several = draft.get("data.validation")
+        if isinstance(several, list) and len(cast("list[object]", several)) > 1:
+            path = f"{loop}.max_val_samples"
+            what = "as many rows of each source; NeMo RL takes one source after the other, and the last may have none"
+            draft.notes.append(Note(Kind.CHANGED, path, what))
+            draft.comments.setdefault(path, f"{what[:1].upper()}{what[1:]}.")
+
+
+_ROWS = {"AIME2024": 30, "AIME2026": 30}
+"""Data sets that a usual max_val_samples is more than."""
 
 
 def _count_held_out(draft: Draft) -> None:
-    """Take the whole batches that NeMo RL takes: max_val_samples // val_batch_size of them."""
+    """Take the whole batches that NeMo RL takes: max_val_samples // val_batch_size, and of a distillation rounded up.
+
+    Its validation ends where the rows do, too.
+    """
     path = f"{draft.algorithm}.max_val_samples"
     rows, batch = draft.number(path), draft.number(f"{draft.algorithm}.val_batch_size")
-    if rows and batch and 0 < batch <= rows and rows % batch:
-        draft.change(path, rows // batch * batch, f"NeMo RL takes whole batches of val_batch_size: {batch}")
+    if not rows or not batch or batch < 0:
+        return
+    batches = -(-rows // batch) if draft.algorithm == "distillation" else rows // batch
+    source = draft.section("data.validation")
+    times = source.get("repeat", 1)
+    there = _ROWS.get(str(source.get("dataset_name")), 0) * (times if isinstance(times, int) else 0)
+    if 0 < there <= batches * batch:
+        draft.change(path, None, f"all of the {there} rows, as NeMo RL takes no more than there are")
+    elif batches and batches * batch != rows:
+        draft.change(path, batches * batch, f"NeMo RL takes whole batches of val_batch_size: {batch}")
 
 
 def fit_lengths(draft: Draft) -> None:
@@ -122,7 +143,7 @@ def name_sources(draft: Draft) -> None:
     if isinstance(name, str) and name not in _TASKS and not draft.has("data.train"):
         draft.pop("data.dataset_name")
         draft.change("data.train.dataset_name", name, "a data set is named in data.train")
-    for place, source in _sources(draft):
+    for place, source in sources_of(draft):
         for key in TEXT_FILES:
             if source.get(key):
                 path = f"{place}.{key}"
@@ -140,7 +161,7 @@ def hold_out_as_there(draft: Draft) -> None:
     """Hold out no rows where NeMo RL does not; a validation that has none then is none."""
     if draft.get("data.validation") or draft.get("data.default.split_validation_size") is not None:
         return
-    train = [(place, source) for place, source in _sources(draft) if place == "data.train"]
+    train = [(place, source) for place, source in sources_of(draft) if place == "data.train"]
     for place, source in train:
         if source.get("split_validation_size") is None and source.get("dataset_name") not in _HELD_OUT:
             source["split_validation_size"] = 0
@@ -156,7 +177,7 @@ def hold_out_as_there(draft: Draft) -> None:
 
 def keep_ties(draft: Draft) -> None:
     """Keep pairs of which neither answer is better, as NeMo RL does: both are the first, and count in the loss."""
-    for place, source in _sources(draft):
+    for place, source in sources_of(draft):
         if draft.algorithm == "dpo" and source.get("dataset_name") == "HelpSteer3" and "ties" not in source:
             source["ties"] = "keep"
             draft.notes.append(
@@ -164,7 +185,8 @@ def keep_ties(draft: Draft) -> None:
             )
 
 
-def _sources(draft: Draft) -> list[tuple[str, Tree]]:
+def sources_of(draft: Draft) -> list[tuple[str, Tree]]:
+    """Each section of data that names or completes a source, with its path."""
     found: list[tuple[str, Tree]] = []
     for name in ("default", "train", "validation"):
         given = draft.get(f"data.{name}")
@@ -175,7 +197,7 @@ def _sources(draft: Draft) -> list[tuple[str, Tree]]:
 
 def use_environment(draft: Draft) -> None:
     """Leave out environments that no source names, and say where a response states its answer."""
-    named = {str(source["env_name"]) for _, source in _sources(draft) if source.get("env_name")}
+    named = {str(source["env_name"]) for _, source in sources_of(draft) if source.get("env_name")}
     for name, section in [*draft.section("env").items()]:
         if name in EnvConfig.model_fields:
             continue

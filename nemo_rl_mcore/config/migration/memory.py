@@ -13,7 +13,7 @@ def offload_beside_engines(draft: Draft) -> None:
     asynchronous = draft.section(f"{loop}.async_{loop}").get("enabled") or draft.section("async_rl")
     if own_gpus or asynchronous or draft.get("policy.generation.backend") != "vllm" or draft.has(_OFFLOAD):
         return
-    if loop in ("sft", "dpo") and not draft.number(f"{loop}.max_val_samples"):
+    if loop in ("sft", "dpo") and draft.get(f"{loop}.max_val_samples") == 0:
         return  # no engine answers
     if loop == "ppo":
         what = "what trains stays on the GPU while engines answer there; NeMo RL takes it off"

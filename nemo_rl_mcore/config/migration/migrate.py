@@ -17,8 +17,8 @@ from nemo_rl_mcore.config.foreign.translated import translate
 from nemo_rl_mcore.config.foreign.unsupported import screen
 from nemo_rl_mcore.config.load import Computed, check, compute
 from nemo_rl_mcore.config.master import RUN_CONFIGS, RunConfig, kind_of
-from nemo_rl_mcore.config.migration import failures, idle, meaning
-from nemo_rl_mcore.config.migration.backend import use_megatron
+from nemo_rl_mcore.config.migration import described, failures, idle, meaning
+from nemo_rl_mcore.config.migration.backend import clip_as_read, use_megatron
 from nemo_rl_mcore.config.migration.defaults import write_defaults
 from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 from nemo_rl_mcore.config.migration.machines import share_out_cluster
@@ -55,10 +55,12 @@ class Migrated:
 
 
 _STEPS = (
+    clip_as_read,
     *(write_defaults, share_out_cluster, stretch_schedule, decay_as_scheduled),
     *meaning.STEPS,
     *idle.STEPS,
     *failures.STEPS,
+    *described.STEPS,
     offload_beside_engines,
 )
 

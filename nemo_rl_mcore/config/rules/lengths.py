@@ -16,7 +16,7 @@ def _room(config: RunConfig) -> Iterator[Problem]:
         remedy = f"set it to {prompt + response}, or lower the other two"
         # NeMo RL's recipes compute the other two from it, and then they would grow with it; positions do not.
         computed = longest in (config.data.max_input_seq_length, response)
-        positions = config.policy.model.max_position_embeddings
+        positions = config.policy.model.longest_sequence
         if computed or prompt + response > positions:
             remedy = f"lower the other two, which together may be {min(longest, positions)}"
         fits = config.policy.generation.fit_to_sequence

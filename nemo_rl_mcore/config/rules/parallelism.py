@@ -107,7 +107,9 @@ def _pipeline_problems(
 ) -> Iterator[Problem]:
     stages, chunks = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size
     virtual = f" times policy.{VIRTUAL}: {chunks}" if chunks else ""
-    if model.num_layers % megatron.layer_divisor and weights:
+    if megatron.own_stages:
+        yield from _own_stage_problems(model, megatron, weights or "model.num_layers")
+    elif model.num_layers % megatron.layer_divisor and weights:
         yield Problem(
             "not-divisible",
             PIPELINE,
@@ -133,6 +135,27 @@ def _pipeline_problems(
             "set virtual_pipeline_model_parallel_size: null",
             (PIPELINE,),
         )
+
+
+def _own_stage_problems(model: ModelConfig, megatron: MegatronConfig, source: str) -> Iterator[Problem]:
+    """Yield first and last stages that leave no even shares to those in between; source: what says the layers."""
+    own, stages = megatron.own_stages, megatron.pipeline_model_parallel_size
+    first, *others = own
+    if stages == 1:
+        what = f"{own[first]} needs pipeline_model_parallel_size above 1, and it is 1"
+        yield Problem("requires", f"megatron_cfg.{first}", what, "remove it", (PIPELINE,))
+        return
+    if megatron.virtual_pipeline_model_parallel_size is not None:
+        what = (
+            f"{own[first]} does not go with policy.{VIRTUAL}: {megatron.virtual_pipeline_model_parallel_size}"
+        )
+        yield Problem("incompatible", f"megatron_cfg.{first}", what, "set one of the two to null", (VIRTUAL,))
+    like, rest = stages - len(own), model.num_layers - sum(own.values())
+    if (rest < like or rest % like) if like else rest:
+        what = f"{own[first]} leaves {rest} of {model.num_layers} layers to {like} stages, with all keys of its kind"
+        related = (*(f"megatron_cfg.{key}" for key in others), PIPELINE, source)
+        remedy = "leave the same number of layers to each of the other stages, and at least one"
+        yield Problem("not-divisible", f"megatron_cfg.{first}", what, remedy, related)
 
 
 def _expert_problems(model: ModelConfig, megatron: MegatronConfig, weights: str | None) -> Iterator[Problem]:

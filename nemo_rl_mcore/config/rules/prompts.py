@@ -61,7 +61,17 @@ def _given_rows(config: RunConfig) -> Iterator[Problem]:
 
 def _held_out_prompts(config: RunConfig) -> Iterator[Problem]:
     name, loop, data = config.algorithm, config.loop, config.data
-    if data.embedded and loop.validates and loop.max_val_samples > data.validation_prompts:
+    if not loop.validates:
+        return
+    if loop.max_val_samples is None:
+        if data.dataset_name != "files":
+            what = (
+                f"null takes all rows held out, which data.dataset_name: {data.dataset_name} has not counted"
+            )
+            yield Problem(
+                "incompatible", f"{name}.max_val_samples", what, "give a number", ("data.dataset_name",)
+            )
+    elif data.embedded and loop.max_val_samples > data.validation_prompts:
         yield Problem(
             "too-large",
             f"{name}.max_val_samples",
@@ -121,6 +131,20 @@ def _gold_answers(config: RunConfig) -> Iterator[Problem]:
             return
 
 
+def _repeated(config: RunConfig) -> Iterator[Problem]:
+    """Yield held-out rows that are taken again, and answered again alike."""
+    loop = config.loop
+    _, greedy = loop.validation_answers
+    if not loop.validates or loop.max_val_samples == 0 or not greedy:
+        return
+    for path, source in config.validation_sources.items():
+        if source.repeat > 1:
+            own = f"{config.algorithm}.val_greedy"
+            sampled = f", or {own}: false" if isinstance(loop, RolloutConfig) else ""
+            what = f"{source.repeat} times the likeliest answer is the same answer as often"
+            yield Problem("incompatible", f"{path}.repeat", what, f"set it to 1{sampled}", (own,))
+
+
 def _streams(config: RunConfig) -> Iterator[Problem]:
     """Yield what a stream of rows does not serve: it has one order, no end that is known, and nothing held out."""
     sources = config.train_sources
@@ -135,12 +159,16 @@ def _streams(config: RunConfig) -> Iterator[Problem]:
             "true is for one source, and data.train has several",
             "set it to false, or keep one source",
         )
+    for one, all_rows in (("max_samples", None), ("repeat", 1)):
+        if getattr(sources[streams[0]], one) != all_rows:
+            what = f"does not go with {key}: true, whose rows are not counted"
+            yield Problem("incompatible", f"{streams[0]}.{one}", what, "remove one of the two", (key,))
     if config.data.validation is None and loop.validates:
         what = "true holds no rows out to validate with, and data.validation is null"
         yield Problem(
             "incompatible", key, what, "give data.validation, or turn validation off", ("data.validation",)
         )
-    if loop.max_num_epochs > 1:
+    if (loop.max_num_epochs or 1) > 1:
         because = f"with {key}: true, whose rows are not counted"
         yield has_no_effect(f"{config.algorithm}.max_num_epochs", loop.max_num_epochs, because, key)
     if isinstance(loop, RolloutConfig) and loop.use_dynamic_sampling:
@@ -159,4 +187,6 @@ def _streams(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-RULES = Rules(of_runs=(_drawn_prompts, _given_rows, _held_out_prompts, _named_sets, _gold_answers, _streams))
+RULES = Rules(
+    of_runs=(_drawn_prompts, _given_rows, _held_out_prompts, _named_sets, _gold_answers, _repeated, _streams)
+)

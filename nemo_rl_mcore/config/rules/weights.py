@@ -45,7 +45,7 @@ def _vocabulary(policy: PolicyConfig) -> Iterator[Problem]:
 
 
 def _positions(policy: PolicyConfig) -> Iterator[Problem]:
-    longest, positions = policy.max_total_sequence_length, policy.model.max_position_embeddings
+    longest, positions = policy.max_total_sequence_length, policy.model.longest_sequence
     if longest > positions:
         yield Problem(
             "too-large",
@@ -53,7 +53,7 @@ def _positions(policy: PolicyConfig) -> Iterator[Problem]:
             f"{longest} is above policy.model.max_position_embeddings: {positions}",
             "lower the one or raise the other"
             if policy.model_name is None
-            else f"set it to {positions} at most",
+            else f"set it to {positions} at most, or write hf_config_overrides.max_position_embeddings over it",
             ("model.max_position_embeddings",),
         )
 

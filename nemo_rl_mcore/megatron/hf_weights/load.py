@@ -51,7 +51,7 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
 
 def _check_architecture(policy: PolicyConfig, folder: Path) -> None:
     """The recipe may have been checked against a table of known models, or against nothing."""
-    found = pretrained_model(str(folder))
+    found = pretrained_model(str(folder), policy.hf_config_overrides)
     assert found is not None
     if problems := differences(policy.model, found, str(folder)):
         raise ConfigError(problem.below("policy") for problem in problems)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import yaml
+from migrations import migrated_with
 from refusals import briefs
 
 from nemo_rl_mcore.config import ConfigError, GRPOMasterConfig, Problem, load_config
@@ -53,3 +54,9 @@ def warnings() -> Callable[..., list[str]]:
     return lambda *overrides, recipe=EXEMPLAR.name: briefs(
         load_with_warnings(EXEMPLAR.with_name(recipe), overrides)[1]
     )
+
+
+@pytest.fixture
+def migrated(tmp_path):
+    """`migrated(changes, base)`: a recipe of NeMo RL's with changes, migrated."""
+    return lambda changes="", base="grpo_math_1B_megatron": migrated_with(changes, base, tmp_path)

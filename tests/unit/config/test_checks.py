@@ -36,6 +36,10 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
     assert {len(prompt.text) for prompt in source.validation(5)} == {data.prompt_length}
 
 
+STAGES = ["policy.model.num_layers=6"]
+THREE_RANKS = ["policy.megatron_cfg.pipeline_model_parallel_size=3", "cluster.cpu_workers_per_node=3"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -46,6 +50,26 @@ def test_the_prompts_of_several_turns_that_the_config_promises_exist(load, task,
         (
             ["cluster.gpus_per_node=1", "policy.megatron_cfg.pipeline_model_parallel_size=2"],
             "cluster.gpus_per_node: not-divisible (num_nodes)",
+        ),
+        (
+            [*STAGES, "policy.megatron_cfg.num_layers_in_first_pipeline_stage=1"],
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: requires (pipeline_model_parallel_size)",
+        ),
+        (
+            [*STAGES, *THREE_RANKS, "policy.megatron_cfg.num_layers_in_first_pipeline_stage=3"],
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: not-divisible (pipeline_model_parallel_size)",
+        ),
+        (
+            [*STAGES, *THREE_RANKS, "policy.megatron_cfg.num_layers_in_last_pipeline_stage=6"],
+            "policy.megatron_cfg.num_layers_in_last_pipeline_stage: not-divisible (pipeline_model_parallel_size)",
+        ),
+        (
+            [
+                *(*STAGES, *THREE_RANKS, "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"),
+                "policy.megatron_cfg.num_layers_in_first_pipeline_stage=2",
+            ],
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: incompatible "
+            "(virtual_pipeline_model_parallel_size)",
         ),
         (
             ["policy.train_global_batch_size=100"],
@@ -189,6 +213,16 @@ def test_refusals_between_sections(refusals, overrides, message):
 )
 def test_layouts_and_losses_that_fit(load, overrides):
     load(*overrides)
+
+
+def test_stages_may_have_numbers_of_layers_of_their_own(load):
+    """The largest one is that of `check`'s memory."""
+    keys = ("first", 1), ("last", 1)
+    own = [f"policy.megatron_cfg.num_layers_in_{end}_pipeline_stage={layers}" for end, layers in keys]
+    for given, largest in ((own, 4), (own[:1], 3)):
+        layers = 6 if len(given) == 2 else 7
+        megatron = load(*THREE_RANKS, *given, f"policy.model.num_layers={layers}").policy.megatron_cfg
+        assert megatron.largest_stage(layers) == largest
 
 
 def test_ranks_are_gpus_where_there_are_any(load):

@@ -103,6 +103,7 @@ def test_passes_over_the_rows_end_the_run(plan):
     assert made.steps == made.data.steps == 2 * made.data.rows // 16
     assert made.batch.longest_prompt == 4
     assert plan(rows(100), grpo={"max_num_steps": 3, "max_num_epochs": 2}).steps == 3
+    assert plan(rows(100), grpo={"max_num_steps": 300, "max_num_epochs": None}).steps == 300
 
 
 def test_an_embedded_task_does_not_end(exemplar):
@@ -117,8 +118,12 @@ def test_too_few_rows_for_a_step(plan):
     assert plan(rows(100), grpo={"use_dynamic_sampling": True}).data.rows >= 16
 
 
-def test_too_few_held_out_rows(plan):
+def test_too_few_held_out_rows(plan, tmp_path):
     (problem,) = problems(plan, rows(100), grpo={"val_at_end": True})
+    assert problem.startswith("grpo.max_val_samples: too-few-rows")
+    whole = {"train": {"data_path": str(tmp_path / "rows.jsonl"), "split_validation_size": 0}}
+    grpo = {"val_at_end": True, "max_val_samples": None}
+    (problem,) = problems(plan, rows(100), grpo=grpo, data=whole)
     assert problem.startswith("grpo.max_val_samples: too-few-rows")
     sft = {"max_num_steps": 5, "val_at_end": True, "max_val_samples": 2, "val_batches": 1}
     (problem,) = problems(plan, rows(400), grpo=None, loss_fn=None, sft=sft)

@@ -11,6 +11,7 @@ from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig, load_co
 from nemo_rl_mcore.config.hf.hf_config import FAMILIES, family_of, hf_config_of, model_config_from_hf
 from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
 from nemo_rl_mcore.config.hf.known_models import KNOWN_MODELS
+from nemo_rl_mcore.config.hf.overrides import overridden
 from nemo_rl_mcore.config.hf.pretrained import explicit_fields
 from nemo_rl_mcore.preflight import preflight
 
@@ -29,6 +30,7 @@ STRETCHED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 HF_CLASSES = {
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
@@ -89,7 +91,7 @@ def test_a_key_that_has_two_spellings_is_read_as_transformers_reads_it(model_typ
     assert explicit_fields(model_config_from_hf(given)) == explicit_fields(model_config_from_hf(theirs))
 
 
-@pytest.mark.parametrize("kind", ["yarn", "linear"])
+@pytest.mark.parametrize("kind", ["dynamic", "linear"])
 def test_a_stretch_that_was_added_to_a_file_of_transformers_5_is_refused(kind):
     """Model cards say to add it; the section that transformers 5 wrote stands in the same file."""
     plain = {"rope_type": "default", "rope_theta": 1e4}
@@ -139,6 +141,49 @@ def test_rotary_keys_of_transformers_4_and_5_say_the_same():
     written = hf_config_of(model)
     assert written["rope_theta"] == 500000.0
     assert written["rope_scaling"] == written["rope_parameters"]
+
+
+def test_yarn_is_written_and_read_back():
+    given = config_of(
+        "qwen2", num_key_value_heads=4, rope_theta=77.0, rope_scaling={**YARN, "beta_fast": 16, "mscale": 1}
+    )
+    model = model_config_from_hf(given)
+    assert model.longest_sequence == 4 * 32768
+    assert model.rope_scaling is not None
+    assert model.rope_scaling.slow_and_fast == (1.0, 16.0)
+    written = hf_config_of(model, origin=given)
+    theirs = transformers_config(**written)
+    whole = {"rope_theta": 77.0, **YARN, "beta_fast": 16.0, "beta_slow": 1.0}
+    assert theirs.rope_parameters == whole
+    assert explicit_fields(model_config_from_hf(written)) == explicit_fields(model)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"rope_parameters": {"rope_theta": 1e6, **STRETCHED}},
+        {"rope_theta": 1e6, "rope_scaling": STRETCHED},
+        {"rope_theta": 1e6},
+    ],
+)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_scaling": {"rope_theta": 2e6, **YARN}, "max_position_embeddings": 7},
+        {"rope_scaling": YARN},
+        {"rope_theta": 3e6},
+        {"rope_scaling": None},
+    ],
+)
+def test_overrides_take_the_place_of_keys_of_the_file(given, overrides):
+    model = model_config_from_hf(overridden(config_of("llama", **given), overrides))
+    scaling = model.rope_scaling.rope_type if model.rope_scaling else None
+    stretched = "yarn" if overrides.get("rope_scaling") else "llama3" if "llama3" in str(given) else None
+    assert scaling == (None if overrides == {"rope_scaling": None} else stretched)
+    own = (overrides.get("rope_scaling") or {}).get("rope_theta") or overrides.get("rope_theta")
+    assert model.rotary_base == (own or 1e6)
+    assert model.max_position_embeddings == overrides.get("max_position_embeddings", 2048)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +240,16 @@ def test_what_no_family_has_is_named(model, reason):
         ),
         (
             config_of("qwen2", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-            "rope_type: not-supported",
+            "rope_scaling.original_max_position_embeddings: missing",
+        ),
+        (
+            config_of("qwen2", rope_scaling={**YARN, "truncate": False}),
+            "rope_scaling.truncate: not-supported",
+        ),
+        (config_of("qwen2", rope_scaling={**YARN, "mscale": 0.7}), "rope_scaling.mscale: not-supported"),
+        (
+            config_of("qwen2", rope_scaling={**YARN, "attention_factor": 1.2}),
+            "rope_parameters: not-supported",
         ),
         (config_of("qwen2", rope_scaling={"mrope_section": [1, 2]}), "rope_parameters: not-supported"),
         (config_of("llama", partial_rotary_factor=0.5), "partial_rotary_factor: not-supported"),
@@ -231,7 +285,7 @@ def test_unknown_families_and_unsupported_features_are_refused_by_name(config, m
 
 
 def test_every_problem_is_given_at_once():
-    config = config_of("llama", mlp_bias=True, hidden_act="gelu", rope_scaling={"rope_type": "yarn"})
+    config = config_of("llama", mlp_bias=True, hidden_act="gelu", rope_scaling={"rope_type": "linear"})
     assert len(refusal_of(config)) == 3
 
 
@@ -364,6 +418,46 @@ def test_a_recipe_takes_the_architecture_from_the_folder(recipe, tmp_path):
     assert explicit_fields(policy.model) == explicit_fields(
         model_config_from_hf(json.loads((folder / "config.json").read_text()))
     )
+
+
+def test_overrides_are_those_of_the_recipe(recipe, tmp_path):
+    folder = saved_model(
+        tmp_path / "model", config_of("qwen2", num_key_value_heads=4, max_position_embeddings=16)
+    )
+    long = {"rope_scaling": {**YARN, "original_max_position_embeddings": 16}}
+    policy = load_config(recipe(folder, hf_config_overrides=long, max_total_sequence_length=64)).policy
+    assert policy.model.rope_scaling.rope_type == "yarn"
+    with wrong_key("policy.max_total_sequence_length: too-large (max_position_embeddings)"):
+        load_config(recipe(folder, hf_config_overrides=long, max_total_sequence_length=65))
+    long = {"max_position_embeddings": 65}
+    policy = load_config(recipe(folder, hf_config_overrides=long, max_total_sequence_length=65)).policy
+    assert policy.model.max_position_embeddings == 65
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_size": 32}, "policy.hf_config_overrides.hidden_size: not-supported"),
+        ({"rope_scaling": "yarn"}, "policy.hf_config_overrides.rope_scaling: not-allowed"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "policy.hf_config_overrides.rope_type: not-supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "policy.hf_config_overrides.rope_scaling.original_max_position_embeddings: missing",
+        ),
+        ({"max_position_embeddings": 0}, "policy.hf_config_overrides.max_position_embeddings: not-allowed"),
+    ],
+)
+def test_overrides_that_do_not_serve_are_named(recipe, tmp_path, overrides, message):
+    folder = saved_model(tmp_path / "model", config_of("qwen2", num_key_value_heads=4))
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe(folder, hf_config_overrides=overrides))
+    assert briefs(caught.value.problems) == [message]
+
+
+def test_overrides_need_weights(refusals):
+    assert refusals("policy.hf_config_overrides={rope_theta: 5.0}") == [
+        "policy.hf_config_overrides: requires (model_name)"
+    ]
 
 
 def test_settings_of_training_stand_beside_the_weights(recipe, tmp_path):

@@ -1,9 +1,9 @@
 """What a key of NeMo RL does there, and what the migrated recipe does here: effective values side by side."""
 
 import time
-from pathlib import Path
 
 import pytest
+from migrations import told
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.config.base import value_at
@@ -11,30 +11,12 @@ from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.migration.defaults import _OF_LOOPS, write_defaults
 from nemo_rl_mcore.config.migration.draft import Draft, Kind
-from nemo_rl_mcore.config.migration.migrate import migrate
 from nemo_rl_mcore.config.rules.batch_sizes import _divisor_near
 from nemo_rl_mcore.config.schema import field_at
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.data.row import Row
 from nemo_rl_mcore.data.row_readers import RowReader
 from nemo_rl_mcore.generation.engine import Sampling
-
-FOLDER = Path(__file__).parents[2] / "fixtures/nemo_rl"
-
-
-@pytest.fixture
-def migrated(tmp_path):
-    def of(changes="", base="grpo_math_1B_megatron"):
-        path = tmp_path / "theirs.yaml"
-        path.write_text(f"defaults: {FOLDER / base}.yaml\n{changes}\n")
-        return migrate(path)
-
-    return of
-
-
-def told(result, path):
-    return [note.kind for note in result.draft.notes if note.path == path]
-
 
 OWN_ENGINES = "policy: {{generation: {{colocated: {{enabled: false, resources: {{{}}}}}}}}}\ncluster: {{{}}}"
 

@@ -28,7 +28,7 @@ SIX = {
 OTHERS = {
     "grpo_math_1B": 0,
     "grpo_math_1B_megatron_single_controller": 0,
-    "grpo_multiple_datasets": 2,
+    "grpo_multiple_datasets": 0,
     "distillation_math_megatron": 2,
 }
 
@@ -261,7 +261,7 @@ def test_what_is_missing_here_is_refused_and_stays_as_a_comment(changes, path, t
         ),
         ("policy: {model_name: some/thing}", "policy.model_name: not-found"),
         (
-            "data: {train: {dataset_name: DeepScaler}}",
+            "data: {train: {dataset_name: NuminaMath-1.5}}",
             "data.train.dataset_name: not-supported",
         ),
         ("grpo: {num_prompts_per_step: '${gone}'}", "grpo.num_prompts_per_step: reference"),

@@ -90,7 +90,7 @@ def test_a_section_that_is_null_asks_for_nothing(load):
                 f"+async_rl.sampler.name={name}",
                 "async_rl.sampler.name: not-supported",
             )
-            for name in ("windowed", "custom")
+            for name in ("custom", "another")
         ),
         (
             "+async_rl.max_weight_staleness_versions=1",

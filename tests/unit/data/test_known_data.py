@@ -54,6 +54,18 @@ ROWS = {
         "chosen": [USER, {"role": "assistant", "content": "Four."}],
         "rejected": [USER, {"role": "assistant", "content": "Five."}],
     },
+    "aime_2024": {
+        "id": 60,
+        "problem": "2+2?",
+        "solution": "Two and two.",
+        "answer": "4",
+        "url": "x",
+        "year": "2024",
+    },
+    "aime_2026": {"problem_idx": 1, "problem": "2+2?", "answer": 4},
+    "deepscaler": {"problem": "2+2?", "answer": "4", "solution": "Two and two."},
+    "openr1_math_220k": {"problem": "2+2?", "solution": "Two and two.", "answer": "4", "source": "x"},
+    "nemotron_cascade_2_sft_math": {"messages": [USER, {"role": "assistant", "content": "Four."}]},
 }
 ROWS["dapo_aime_2024"] = ROWS["dapo_math_17k"]
 
@@ -97,6 +109,10 @@ def test_each_has_rows_here_and_a_place_on_the_hub():
         ("MATH-500", r"\frac{1}{2}"),
         ("DAPOMath17K", "4"),
         ("DAPOMathAIME2024", "4"),
+        ("AIME2024", "4"),
+        ("AIME2026", "4"),
+        ("DeepScaler", "4"),
+        ("OpenR1-Math-220k", "4"),
         ("OpenMathInstruct-2", "4"),
         ("HelpSteer3", "Four."),
     ],
@@ -114,6 +130,7 @@ def test_what_is_scored_against(read, written, name, answer):
         ("openmathinstruct2", {"output_key": "generated_solution"}, r"Four: \boxed{4}", "4"),
         ("helpsteer3", {}, None, "Four."),
         ("tulu3_sft", {}, None, "Four."),
+        ("nemotron_cascade_2_sft_math", {}, None, "Four."),
     ],
 )
 def test_what_is_imitated_stays_whole(read, written, name, keys, imitated, answer):

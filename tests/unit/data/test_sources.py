@@ -204,6 +204,76 @@ def test_too_few_held_out_rows_that_fit(recipe, tmp_path):
         open_prompts(config, CHAR)
 
 
+def test_rows_that_are_taken_again_are_rows_of_their_own(recipe, tmp_path):
+    """As `Dataset.repeat` does: one time after the other; each has its own noise, and stands on the same side."""
+    (tmp_path / "held_out.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows(3)))
+    validation = {"data_path": str(tmp_path / "held_out.jsonl"), "repeat": 4}
+    section = {"val_at_end": True, "max_val_samples": None, "val_greedy": False}
+    source = open_prompts(recipe(rows(50), section=section, data={"validation": validation}), CHAR)
+    held_out = source.validation(None)
+    assert [prompt.answer for prompt in held_out] == [str(row) for _ in range(4) for row in range(3)]
+    assert [prompt.index for prompt in held_out] == list(range(12))
+    assert source.validation(5) == held_out[:5]
+
+
+def test_what_is_held_out_is_never_trained_on_however_often_rows_are_taken(recipe, tmp_path):
+    config = recipe(rows(100))
+    path = config.data.train.data_path
+    once, twice = (
+        open_prompts(recipe(data={"dataset_name": "files", "train": {"data_path": path, **more}}), CHAR)
+        for more in ({}, {"repeat": 2})
+    )
+    assert [prompt.answer for prompt in twice.train] == 2 * [prompt.answer for prompt in once.train]
+    assert len({prompt.index for prompt in [*twice.train, *twice.held_out]}) == 200
+    assert {prompt.text for prompt in twice.train}.isdisjoint(prompt.text for prompt in twice.held_out)
+
+
+def test_a_sample_of_the_rows_is_always_the_same_one(recipe):
+    path = recipe(rows(100)).data.train.data_path
+
+    def drawn(count):
+        train = {"data_path": path, "max_samples": count, "split_validation_size": 0}
+        source = open_prompts(recipe(data={"dataset_name": "files", "train": train}), CHAR)
+        return [int(prompt.answer) for prompt in source.train]
+
+    some = drawn(20)
+    assert some == drawn(20) == sorted(some)
+    assert len(set(some)) == 20
+    assert some != list(range(20))
+    assert drawn(100) == drawn(1000) == list(range(100))
+
+
+@pytest.mark.parametrize(
+    ("section", "data", "message"),
+    [
+        (
+            {"max_val_samples": None},
+            {"dataset_name": "copy"},
+            "grpo.max_val_samples: incompatible (dataset_name)",
+        ),
+        ({}, {"validation": {"repeat": 2}}, "data.validation.repeat: incompatible (val_greedy)"),
+        ({}, {"train": {"repeat": 2, "streaming": True}}, "data.train.repeat: incompatible (streaming)"),
+        (
+            {},
+            {"train": {"max_samples": 2, "streaming": True}},
+            "data.train.max_samples: incompatible (streaming)",
+        ),
+    ],
+)
+def test_rows_that_are_not_counted_or_answered_alike(recipe, section, data, message):
+    rest = {} if data.get("dataset_name") else {"dataset_name": "files"}
+    for key in ("train", "validation"):
+        if "dataset_name" not in data:
+            rest[key] = {"data_path": "rows.jsonl", **data.get(key, {})}
+    with wrong_key(message):
+        recipe(section={"val_at_end": True, **section}, data={**data, **rest})
+
+
+def test_a_set_is_asked_several_times_by_a_key_of_its_own():
+    sets = {"one": SourceConfig(data_path="rows.jsonl", repeat=2)}
+    assert [one.path for one in EvalConfig(sets=sets).problems()] == ["sets.one.repeat"]
+
+
 def test_a_row_that_cannot_be_encoded_is_named(recipe):
     with refused("unknown-characters", "rows.jsonl:51", "['é']"):
         open_prompts(recipe([*rows(50), {"input": "é", "output": "1"}]), CHAR)
