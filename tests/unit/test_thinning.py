@@ -44,6 +44,10 @@ def test_both(case): pass
 @pytest.mark.parametrize(("first", "second"), ["ac", "ad", "bc", "bd"])
 def test_values(first, second): pass
 
+@pytest.mark.each_value(2)
+@pytest.mark.parametrize(("first", "second"), ["ac", "bd", "ad", "bc"])
+def test_some(first, second): pass
+
 @pytest.mark.stage("docs")
 def test_page(): pass
 
@@ -61,9 +65,9 @@ def test_ranks(): pass
 def test_layout(case): pass
 """
 SELECTED = {
-    EACH_TIME: "plain quick[a] both[a] values[a-c] values[a-d] values[b-c] ranks layout[b]",
-    "exhaustive": "quick[b] quick[c] exhaustive[b] both[b] values[b-d] every_page",
-    "nightly": "long exhaustive[a] exhaustive[c] both[c]",
+    EACH_TIME: "plain quick[a] both[a] values[a-c] values[a-d] values[b-c] some[a-c] some[b-d] ranks layout[b]",
+    "exhaustive": "quick[b] quick[c] exhaustive[b] both[b] values[b-d] some[a-d] every_page",
+    "nightly": "long exhaustive[a] exhaustive[c] both[c] some[b-c]",
     "vllm": "engine",
     "distributed": "layout[a]",
     "docs": "page",
