@@ -31,7 +31,8 @@ class Order(Protocol):
         """Return the READY groups that the open step may take now, at most `room.groups`.
 
         groups: all that are neither leased nor done, in the order of their draw. No choice may leave a group that a
-        later step would have to train when it is more than `max_age` versions old.
+        later step would have to train when it is more than `max_age` versions old. With nothing under way it takes as
+        many as are ready and the room holds, or the step would wait for ever.
         """
         ...
 

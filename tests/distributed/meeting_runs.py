@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -159,7 +160,7 @@ class RecordedAnswers:
     def offload(self) -> None: ...
 
 
-_COMMITTED_WITHIN_S = 0.1
+_COMMITTED_WITHIN_S, _ANSWERED_WITHIN_S = 0.1, 10.0
 
 
 @dataclass
@@ -167,7 +168,8 @@ class RecordedEngines(RecordedAnswers):
     """The same answers, group by group, of the versions that it has while it answers; a `RolloutEngines`.
 
     late: versions for which the first group that is asked of a version waits, at most until `last` is there; what
-    is asked besides overtakes it, but for what is asked of that later version: so the order depends on no clock.
+    is asked besides overtakes it. The run goes on with that later version when it is answered, so that what a checkpoint
+    holds, and with it the order, depends on no clock.
     """
 
     late: int
@@ -180,6 +182,9 @@ class RecordedEngines(RecordedAnswers):
 
     def update_weights(self, version: int) -> None:
         self._version, self._asked_first = version, True
+        deadline = time.monotonic() + _ANSWERED_WITHIN_S
+        while self._awaited_at is not None and version >= self._awaited_at and time.monotonic() < deadline:
+            time.sleep(1e-3)
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
         began, first, self._asked_first = self._version, self._asked_first, False
@@ -189,10 +194,8 @@ class RecordedEngines(RecordedAnswers):
             self._awaited_at = due
             while self._version < due:
                 await asyncio.sleep(1e-3)
-            # Those that wait for it go on when it is committed, which takes no other call.
+            # By then it is committed, which takes no other call.
             asyncio.get_running_loop().call_later(_COMMITTED_WITHIN_S, self._answered)
-        while not first and self._awaited_at is not None and began >= self._awaited_at:
-            await asyncio.sleep(1e-3)
         answers = self.generate(data, step=step)
         versions = torch.full_like(answers["tokens"], self._version)
         versions[:, 0] = began
