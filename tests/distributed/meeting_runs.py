@@ -168,8 +168,8 @@ class RecordedEngines(RecordedAnswers):
     """The same answers, group by group, of the versions that it has while it answers; a `RolloutEngines`.
 
     late: versions for which the first group that is asked of a version waits, at most until `last` is there; what
-    is asked besides overtakes it. The run goes on with that later version when it is answered, so that what a checkpoint
-    holds, and with it the order, depends on no clock.
+    is asked besides overtakes it. The run goes on with that later version when it is answered, so that what a
+    checkpoint holds, and with it the order, depends on no clock.
     """
 
     late: int
