@@ -118,6 +118,13 @@ def load_migrated(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     return migrated
 
 
+_OF_OTHER_COMMANDS = {
+    "eval": "write the section `eval` of this package into a recipe of the model, for the command of that name",
+    "rm": "train the reward model elsewhere: there is no such algorithm here",
+}
+"""What leads on from recipes of NeMo RL that train no policy."""
+
+
 def _require_a_recipe(path: str | Path, tree: Tree) -> None:
     algorithms = [name for name in RUN_CONFIGS if isinstance(tree.get(name), dict)]
     known = ", ".join(RUN_CONFIGS)
@@ -128,6 +135,9 @@ def _require_a_recipe(path: str | Path, tree: Tree) -> None:
             else f"has none of the sections {known}"
         )
         remedy = "name a recipe of one algorithm" + ("" if algorithms else " that this package has")
+        remedy = next(
+            (said for key, said in _OF_OTHER_COMMANDS.items() if key in tree and not algorithms), remedy
+        )
         raise ConfigError([Problem("wrong-kind", str(path), what, remedy)])
     policy = tree.get("policy")
     if not isinstance(policy, dict) or not {"megatron_cfg", "dtensor_cfg"} & cast("Tree", policy).keys():

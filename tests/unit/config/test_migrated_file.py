@@ -1,5 +1,6 @@
 """The file that a migration writes: its head, what it leaves out, comments of theirs, and files of prompts."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from nemo_rl_mcore.config.base import value_at
 from nemo_rl_mcore.config.foreign.recognised import leaf_paths
 from nemo_rl_mcore.config.load import compute
 from nemo_rl_mcore.config.migration.draft import Kind
-from nemo_rl_mcore.config.migration.migrate import migrate
+from nemo_rl_mcore.config.migration.migrate import Migrated, migrate
 from nemo_rl_mcore.config.migration.writer import recipe_text
 from nemo_rl_mcore.config.schema import fields
 from nemo_rl_mcore.config.sources import read_recipe
@@ -110,9 +111,32 @@ def test_what_is_left_out_is_our_default(name, tmp_path):
     whole, short = validate(migrated.draft.tree), validate(resolved(recipe_text(migrated, name), tmp_path))
     assert short.problems == whole.problems
     assert short.config == whole.config
+    if short.config is not None:
+        assert not [*silent_differences(migrated, short.config.plain())]
     if name == "grpo_math_1B_megatron":
         written = [*leaf_paths(yaml.safe_load(recipe_text(migrated, name)))]
         assert len(written) < len([*leaf_paths(migrated.draft.tree)]) / 2
+
+
+def silent_differences(migrated: Migrated, ours: dict[str, Any]) -> Iterator[str]:
+    """Yield each key of theirs whose value is another one in the run, and of which nothing was said.
+
+    A section that is null or empty has defaults, of which it says nothing.
+    """
+    draft, theirs = migrated.draft, migrated.read.tree
+    said = (*(note.path for note in draft.notes), *draft.refused, *draft.dropped)
+    moved = {source: target for target, source in draft.origins.items()}
+    for path in leaf_paths(theirs):
+        value, own = value_at(theirs, path), value_at(ours, moved.get(path, path))
+        is_said = any(path == other or path.startswith(f"{other}.") for other in said)
+        of_a_set = path.startswith(("data.train", "data.validation"))  # completed by what is known of it
+        if (
+            own != value
+            and not is_said
+            and not of_a_set
+            and not (value in ({}, None) and (not own or isinstance(own, dict)))
+        ):
+            yield f"{path}: {value} there, and {own} here"
 
 
 def resolved(text: str, folder: Path) -> dict[str, Any]:
@@ -124,10 +148,16 @@ def resolved(text: str, folder: Path) -> dict[str, Any]:
 def test_a_key_stays_for_which_another_would_stand_in(tmp_path):
     """logprob_batch_size has its default, and left out it would be train_micro_batch_size; the others are left out."""
     default = fields()["policy.logprob_batch_size"].default
-    changes = (
-        f"policy: {{train_micro_batch_size: {2 * default}, logprob_batch_size: {default}, offload: none}}"
-    )
-    migrated = migrate(theirs(tmp_path, f"{changes}\ngrpo: {{max_num_epochs: 1}}"))
+    budget = "{logprob_mb_tokens: 2048}"  # theirs refers to logprob_batch_size, which then stays for that
+    changes = f"""
+policy:
+  train_micro_batch_size: {2 * default}
+  logprob_batch_size: {default}
+  offload: none
+  sequence_packing: {budget}
+  dynamic_batching: {budget}
+grpo: {{max_num_epochs: 1}}"""
+    migrated = migrate(theirs(tmp_path, changes))
     config = validate(resolved(recipe_text(migrated, "x"), tmp_path)).config
     assert config is not None
     assert config.policy.logprob_batch_size == default

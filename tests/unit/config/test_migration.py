@@ -324,6 +324,7 @@ def load_ppo():
         ("- a", "wrong-kind"),
         ("defaults: missing.yaml\ngrpo: {}", "not-found"),
         ("rm: {}\npolicy: {}", "wrong-kind"),
+        ("eval: {}\ngeneration: {}", "wrong-kind"),
         ("grpo: {a: 1}\nsft: {a: 1}", "wrong-kind"),
         ("grpo: {a: 1}", "wrong-kind"),
         ("grpo: {a: 1}\npolicy: {model_name: x}", "wrong-kind"),
