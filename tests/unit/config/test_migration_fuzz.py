@@ -12,6 +12,8 @@ FOUND = {
         "grpo.num_prompts_per_step": 10**30,
         "policy.train_global_batch_size": 7,
     },
+    "a number for a schedule of torch": {"policy.dtensor_cfg.enabled": True, "policy.scheduler": 1e300},
+    "a schedule of texts": {"policy.dtensor_cfg.enabled": True, "policy.scheduler": ["a", {"kwargs": 3}]},
     "no policy.generation": {"policy.generation": LEFT_OUT},
 }
 """What ended in a traceback or took minutes once."""
