@@ -18,6 +18,9 @@ _DESCRIPTION = """Check and run recipes: `check` resolves one on paper, `grpo` a
 what ran. `migrate` makes one of a recipe of NeMo RL."""
 _RESUMES = """Without checkpointing.enabled=true nothing is saved. With it the same command resumes an interrupted run
 from its newest checkpoint; run it again until it says that the run has finished."""
+_STATUSES = """Exit status: 0 where the recipe says all that theirs said and `check` takes it, 2 where the file has
+something refused or left to settle, 1 where no file was written."""
+_MORE = {**dict.fromkeys(RUN_CONFIGS, _RESUMES), "migrate": _STATUSES}
 _EXAMPLES = {
     "grpo": "grpo --config grpo_copy_cpu.yaml grpo.max_num_steps=50 logger.log_dir=results/short",
     "ppo": "ppo --config ppo_cpu.yaml policy.megatron_cfg.optimizer.lr=1e-3",
@@ -46,9 +49,12 @@ class _Formatter(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     """Quotes the command line in its errors as `visible` spells it."""
 
+    status_of_errors = 2
+    """Exit status where the command line is wrong."""
+
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Write the message and end the process."""
-        super().exit(status, message and visible(message))
+        super().exit(status and self.status_of_errors, message and visible(message))
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -63,13 +69,14 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     for add in (_add_report, _add_doctor, _add_migrate, _add_recipes):
         add(commands)
     for name, command in commands.choices.items():
-        resumes = f"\n\n{_RESUMES}" if name in RUN_CONFIGS else ""
-        command.epilog = f"example:\n  nemo-rl-mcore {_EXAMPLES[name]}{resumes}"
+        more = _MORE.get(name, "")
+        command.epilog = "\n\n".join(filter(None, (f"example:\n  nemo-rl-mcore {_EXAMPLES[name]}", more)))
         command.formatter_class = _Formatter
     # argparse takes one group of overrides; those on the other side of --config come back as unknown.
     options, rest = parser.parse_known_args(arguments)
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in options]
     if unknown:
+        parser.status_of_errors = commands.choices[options.command].status_of_errors
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], rest, options)}")
     if options.command == "generate" and options.greedy and options.samples > 1:
         parser.error(f"--greedy gives the same answer {options.samples} times: leave out it or --samples")
@@ -210,13 +217,14 @@ def _add_report(commands: Any) -> None:
 
 
 def _add_migrate(commands: Any) -> None:
-    migrate = commands.add_parser(
-        "migrate",
-        help="write a recipe from one of NeMo RL, and say what became of each key",
-        allow_abbrev=False,
-    )
+    purpose = "write a recipe from one of NeMo RL, and say what became of each key"
+    migrate: _Parser = commands.add_parser("migrate", help=purpose, description=purpose, allow_abbrev=False)
+    migrate.status_of_errors = 1
     migrate.add_argument(
         "recipe", metavar="THEIR.yaml", help="the recipe of NeMo RL, its `defaults:` beside it"
+    )
+    migrate.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="of their recipe, applied before it is migrated"
     )
     migrate.add_argument(
         "--output", metavar="OURS.yaml", help="the file to write; left out, the same name in this folder"

@@ -182,10 +182,22 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> int:
     return run_report(options.runs, options.output)
 
 
-def _migrate(options: argparse.Namespace, _: Sequence[str]) -> int:
-    from nemo_rl_mcore.config.migration.command import run_migrate
+def _migrate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from nemo_rl_mcore.config.migration.command import EXIT_NO_FILE, run_migrate
 
-    return run_migrate(options.recipe, options.output)
+    try:
+        return run_migrate(options.recipe, options.output, overrides, _problems_of_check)
+    except ConfigError as error:
+        write_line(sys.stderr, str(error))
+        return EXIT_NO_FILE
+
+
+def _problems_of_check(config: RunConfig) -> tuple[Problem, ...]:
+    try:
+        preflight(config, elsewhere=not config.cluster.on_cpu)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def _run(config: RunConfig) -> int:

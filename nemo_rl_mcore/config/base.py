@@ -154,9 +154,13 @@ Tree = dict[str, object]
 
 
 def value_at(tree: object, path: str) -> object:
-    """Return the value at a path, or null where the path ends early."""
+    """Return the value at a path, with places in lists as keys, or null where the path ends early."""
     for key in path.split("."):
-        tree = cast("Tree", tree).get(key) if isinstance(tree, dict) else getattr(tree, key, None)
+        if isinstance(tree, list | tuple):
+            many = cast("list[object]", tree)
+            tree = many[int(key)] if key.isdecimal() and int(key) < len(many) else None
+        else:
+            tree = cast("Tree", tree).get(key) if isinstance(tree, dict) else getattr(tree, key, None)
     return tree
 
 

@@ -171,7 +171,7 @@ def _settings(files: Iterable[Path]) -> Iterator[tuple[str, Origin, bool]]:
     """Yield each key of each file, where it is set, and whether it is a section."""
     for place, path in enumerate(files):
         node = yaml.SafeLoader(path.read_text(encoding="utf-8")).get_single_node()
-        for key, line, value in _lines(node, ""):
+        for key, line, value in key_lines(node, ""):
             text = value.value if isinstance(value, yaml.ScalarNode) else ""
             yield key, Origin(place, f"{path}:{line}", text), isinstance(value, yaml.MappingNode)
 
@@ -188,18 +188,19 @@ def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Itera
     ]
 
 
-def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, yaml.Node]]:
+def key_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, yaml.Node]]:
+    """Yield the path of each key below a node, the line on which it stands, from 1, and its value."""
     if isinstance(node, yaml.SequenceNode):
         for place, one in enumerate(cast("list[yaml.Node]", node.value)):
             path = join_path(prefix, str(place))
             yield path, one.start_mark.line + 1, one
-            yield from _lines(one, path)
+            yield from key_lines(one, path)
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in cast("list[tuple[yaml.Node, yaml.Node]]", node.value):
         path = join_path(prefix, str(key.value))
         yield path, key.start_mark.line + 1, value
-        yield from _lines(value, path)
+        yield from key_lines(value, path)
 
 
 def apply_overrides(tree: DictConfig, overrides: Iterable[str]) -> tuple[list[str], list[Problem]]:

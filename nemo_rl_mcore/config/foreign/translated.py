@@ -5,6 +5,7 @@ What async_rl asks for besides stands in the table of unsupported keys, or is un
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem, Tree, join_path, value_at
@@ -98,7 +99,8 @@ def translate(tree: Tree, algorithm: str, written: Tree) -> Translation:
 def _move(source: str, target: str, written: Tree, result: Translation) -> None:
     """Move one key, where there is something to read it; two that contradict each other are told."""
     parent, _, key = source.rpartition(".")
-    if key not in (cast("Tree", value_at(result.tree, parent) or {})):
+    section = value_at(result.tree, parent)
+    if not isinstance(section, dict) or key not in section or not _has_room(result.tree, target):
         return
     value = _section_of(result.tree, source).pop(key)
     if not is_known_of(target, result.tree) and value is not None:
@@ -116,6 +118,12 @@ def _move(source: str, target: str, written: Tree, result: Translation) -> None:
     elif own is None:
         _section_of(result.tree, target)[target.rpartition(".")[2]] = value
         result.origins[target] = source
+
+
+def _has_room(tree: Tree, target: str) -> bool:
+    """Whether what stands above a key is sections, or nothing; else that is told, and the key has no place."""
+    above = accumulate(target.split(".")[:-1], join_path)
+    return all(isinstance(value_at(tree, path), dict | None) for path in above)
 
 
 def _is_read(target: str, tree: Tree) -> bool:

@@ -107,8 +107,13 @@ def _use_optimizer(draft: Draft) -> None:
 def _use_schedule(draft: Draft, lr: object) -> None:
     """A linear warm-up and a constant rate is what the exemplars have; another schedule is refused."""
     given = draft.get("policy.scheduler")
-    single = draft.section("policy.scheduler")
-    steps = cast("list[Tree]", [single] if single else given or [])
+    single = [given] if given else []
+    steps = cast("list[Tree]", given if isinstance(given, list) else single)
+    if not all(_is_step(step) for step in steps):
+        draft.refuse(
+            "policy.scheduler", draft.get("policy.scheduler"), f"set {_MEGATRON}.scheduler", "is no schedule"
+        )
+        return
     # What is left out has torch's defaults.
     for step in steps:
         name = str(step.get("name", "")).rpartition(".")[2]
@@ -126,8 +131,16 @@ def _use_schedule(draft: Draft, lr: object) -> None:
             case "" if "milestones" in step:
                 continue
             case _:
-                draft.refuse("policy.scheduler", given, f"set {_MEGATRON}.scheduler; its warm-up is linear")
+                draft.refuse(
+                    "policy.scheduler",
+                    draft.get("policy.scheduler"),
+                    f"set {_MEGATRON}.scheduler; its warm-up is linear",
+                )
                 return
+
+
+def _is_step(step: object) -> bool:
+    return isinstance(step, dict) and isinstance(cast("Tree", step).get("kwargs"), dict | None)
 
 
 def _take(draft: Draft, target: str, value: object, source: str) -> None:

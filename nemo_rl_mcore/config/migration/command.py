@@ -1,8 +1,7 @@
 """The command `migrate`: reads their recipe, writes ours beside it, and says what became of each key."""
 
 import sys
-import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
@@ -10,27 +9,40 @@ from nemo_rl_mcore.config.environment_values import without_values
 from nemo_rl_mcore.config.foreign.recognised import leaf_paths
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.migration.draft import Kind
-from nemo_rl_mcore.config.migration.migrate import Migrated, load_migrated, migrate
+from nemo_rl_mcore.config.migration.migrate import Migrated, leave_open, load_migrated, migrate
+from nemo_rl_mcore.config.migration.text_files import copy_text_files
 from nemo_rl_mcore.config.migration.writer import recipe_text
 from nemo_rl_mcore.output import write_line
 
-_WIDTH = 120
 EXIT_OPEN = 2
 """Exit status where the recipe is written and does not say all that theirs said."""
+EXIT_NO_FILE = 1
+"""Exit status where no recipe is written."""
 
 
-def run_migrate(recipe: str, output: str | None) -> int:
-    """Write our recipe and the report; raises ConfigError for what is no recipe, or would be overwritten."""
+def run_migrate(
+    recipe: str,
+    output: str | None,
+    overrides: Sequence[str],
+    examine: Callable[[RunConfig], Iterable[Problem]],
+) -> int:
+    """Write our recipe and the report; raises ConfigError for what is no recipe, or would be overwritten.
+
+    examine: what `check` says of a recipe beyond its keys; it is left open.
+    """
     target = Path(output or f"{Path(recipe).stem}_mcore.yaml")
     _require_free(target)
-    migrated = migrate(recipe)
-    text = recipe_text(migrated, Path(recipe).name)
+    migrated = migrate(recipe, overrides)
+    if migrated.config is not None:
+        leave_open(migrated.draft, examine(migrated.config))
     try:
+        copy_text_files(migrated.draft, target)
         with target.open("x", encoding="utf-8") as file:
-            file.write(text)
+            file.write(recipe_text(migrated, Path(recipe).name, overrides))
     except OSError as error:
+        place = error.filename or target
         raise ConfigError(
-            [Problem("not-writable", "--output", f"{target} cannot be written: {error.strerror}")]
+            [Problem("not-writable", "--output", f"{place} cannot be written: {error.strerror}")]
         ) from error
     for line in report(migrated, target):
         write_line(sys.stdout, without_values(line, migrated.read.references))
@@ -76,16 +88,4 @@ def report(migrated: Migrated, target: Path | None = None) -> Iterator[str]:
             yield from (f"  {note}" for note in notes if target or kind not in _IN_SHORT)
     yield f"left out at values that change nothing here: {len(draft.dropped)}"
     if target:
-        yield from _names_by_section(draft.dropped)
         yield f"next: nemo-rl-mcore check --config {target}"
-
-
-def _names_by_section(paths: list[str]) -> Iterator[str]:
-    sections: dict[str, list[str]] = {}
-    for path in paths:
-        section, _, key = path.rpartition(".")
-        sections.setdefault(section or "top level", []).append(key)
-    for section, keys in sections.items():
-        yield from textwrap.wrap(
-            f"{section}: {', '.join(keys)}", _WIDTH, initial_indent="  ", subsequent_indent="    "
-        )

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import cast
 
 from nemo_rl_mcore.config.base import Code, Problem, Tree, value_at
@@ -14,7 +15,7 @@ class Kind(Enum):
     RENAMED = "under another name here"
     CHANGED = "changed, as it would mean something else here"
     WARNED = "left out, which changes speed, memory or what is recorded, and no result"
-    FILES = "files to copy, whose paths start at the recipe or where the command starts"
+    FILES = "files of prompts, copied next to the recipe"
     REFUSED = "refused, and in the file as comments"
     OPEN = "left for you to settle"
 
@@ -50,7 +51,8 @@ class Draft:
 
     tree: the recipe, without interpolations. comments: lines to write above keys of ours.
     refused: keys that are left out, with their values, as comments. dropped: those that say nothing here.
-    problems: why keys were refused. origins: which key of theirs gave which of ours.
+    problems: why keys were refused. origins: which key of theirs gave which of ours. files: those of prompts that were
+    found, by the paths of their keys.
     """
 
     algorithm: str
@@ -61,6 +63,7 @@ class Draft:
     dropped: list[str] = field(default_factory=list[str])
     problems: list[Problem] = field(default_factory=list[Problem])
     origins: dict[str, str] = field(default_factory=dict[str, str])
+    files: dict[str, Path] = field(default_factory=dict[str, Path])
 
     def get(self, path: str) -> object:
         """The value at a path, null where there is none."""

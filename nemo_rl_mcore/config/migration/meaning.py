@@ -143,14 +143,6 @@ def name_sources(draft: Draft) -> None:
     if isinstance(name, str) and name not in _TASKS and not draft.has("data.train"):
         draft.pop("data.dataset_name")
         draft.change("data.train.dataset_name", name, "a data set is named in data.train")
-    for place, source in sources_of(draft):
-        for key in TEXT_FILES:
-            if source.get(key):
-                path = f"{place}.{key}"
-                draft.comments[path] = (
-                    "Copy this file: its path starts at this recipe, or where a command starts."
-                )
-                draft.notes.append(Note(Kind.FILES, path, str(source[key])))
 
 
 _HELD_OUT = ("OpenMathInstruct-2", "tulu3_sft_mixture", "open_assistant")
@@ -161,7 +153,7 @@ def hold_out_as_there(draft: Draft) -> None:
     """Hold out no rows where NeMo RL does not; a validation that has none then is none."""
     if draft.get("data.validation") or draft.get("data.default.split_validation_size") is not None:
         return
-    train = [(place, source) for place, source in sources_of(draft) if place == "data.train"]
+    train = [(place, source) for place, source in sources_of(draft) if place.startswith("data.train")]
     for place, source in train:
         if source.get("split_validation_size") is None and source.get("dataset_name") not in _HELD_OUT:
             source["split_validation_size"] = 0
@@ -186,13 +178,13 @@ def keep_ties(draft: Draft) -> None:
 
 
 def sources_of(draft: Draft) -> list[tuple[str, Tree]]:
-    """Each section of data that names or completes a source, with its path."""
-    found: list[tuple[str, Tree]] = []
-    for name in ("default", "train", "validation"):
-        given = draft.get(f"data.{name}")
-        many = cast("list[object]", given) if isinstance(given, list) else [given]
-        found += [(f"data.{name}", cast("Tree", one)) for one in many if isinstance(one, dict)]
-    return found
+    """Each section of data that names or completes a source, with its path; of a list with its place."""
+    found: list[tuple[str, object]] = []
+    for path in ("data.default", "data.train", "data.validation"):
+        given = draft.get(path)
+        many = enumerate(cast("list[object]", given)) if isinstance(given, list) else None
+        found += [(f"{path}.{place}", one) for place, one in many] if many else [(path, given)]
+    return [(path, cast("Tree", one)) for path, one in found if isinstance(one, dict)]
 
 
 def use_environment(draft: Draft) -> None:

@@ -24,6 +24,7 @@ from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 from nemo_rl_mcore.config.migration.machines import share_out_cluster
 from nemo_rl_mcore.config.migration.memory import offload_beside_engines
 from nemo_rl_mcore.config.migration.schedule import decay_as_scheduled, stretch_schedule
+from nemo_rl_mcore.config.migration.text_files import find_text_files
 from nemo_rl_mcore.config.schema import field_at, section_of
 from nemo_rl_mcore.config.sources import read_recipe
 from nemo_rl_mcore.config.validate import with_pretrained_model
@@ -76,13 +77,11 @@ def migrate(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     use_megatron(draft)
     for step in _STEPS:
         step(draft)
+    find_text_files(draft, reversed(read.recipe.files))
     _sort_out(draft)
     _leave_out_unknown(draft, draft.tree, "")
     config, warnings, problems = _checked(read, draft.tree)
-    for problem in problems:
-        draft.notes.append(
-            Note(Kind.OPEN, problem.path, "; ".join(filter(None, (problem.what, problem.remedy))))
-        )
+    leave_open(draft, problems)
     as_written = [
         replace(problem, path=draft.origins.get(problem.path, problem.path))
         for problem in (*draft.problems, *problems)
@@ -90,6 +89,15 @@ def migrate(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     draft.tree, _ = with_references(draft.tree, read.references)
     written = cast("Tree", OmegaConf.to_container(read.recipe.tree, resolve=False))
     return Migrated(draft, written, read, config, warnings, read.located(as_written))
+
+
+def leave_open(draft: Draft, problems: Iterable[Problem]) -> None:
+    """Note what is left to settle, but for keys of which it is said already."""
+    said = {note.path for note in draft.notes if note.kind is Kind.OPEN}
+    for problem in problems:
+        if problem.path not in said:
+            what = "; ".join(filter(None, (problem.what, problem.remedy)))
+            draft.notes.append(Note(Kind.OPEN, problem.path, what))
 
 
 def _checked(read: Computed, tree: Tree) -> tuple[RunConfig | None, tuple[Problem, ...], tuple[Problem, ...]]:
@@ -110,6 +118,13 @@ def load_migrated(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     return migrated
 
 
+_OF_OTHER_COMMANDS = {
+    "eval": "write the section `eval` of this package into a recipe of the model, for the command of that name",
+    "rm": "train the reward model elsewhere: there is no such algorithm here",
+}
+"""What leads on from recipes of NeMo RL that train no policy."""
+
+
 def _require_a_recipe(path: str | Path, tree: Tree) -> None:
     algorithms = [name for name in RUN_CONFIGS if isinstance(tree.get(name), dict)]
     known = ", ".join(RUN_CONFIGS)
@@ -120,6 +135,9 @@ def _require_a_recipe(path: str | Path, tree: Tree) -> None:
             else f"has none of the sections {known}"
         )
         remedy = "name a recipe of one algorithm" + ("" if algorithms else " that this package has")
+        remedy = next(
+            (said for key, said in _OF_OTHER_COMMANDS.items() if key in tree and not algorithms), remedy
+        )
         raise ConfigError([Problem("wrong-kind", str(path), what, remedy)])
     policy = tree.get("policy")
     if not isinstance(policy, dict) or not {"megatron_cfg", "dtensor_cfg"} & cast("Tree", policy).keys():

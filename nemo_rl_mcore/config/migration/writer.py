@@ -2,38 +2,66 @@
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import cast
 
 import yaml
 
 from nemo_rl_mcore.config.base import Tree, join_path, value_at
 from nemo_rl_mcore.config.environment_values import without_values
+from nemo_rl_mcore.config.migration.brevity import REFERENCE, without_defaults
+from nemo_rl_mcore.config.migration.draft import Draft, Kind
 from nemo_rl_mcore.config.migration.migrate import Migrated
+from nemo_rl_mcore.config.migration.source_comments import SourceComment, comments_of
 from nemo_rl_mcore.config.schema import field_path, fields
 
-_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 _RESOLVERS = re.compile(r"\$\{(?:mul|add|div|max):")
 _WIDTH = 112
+_NO_COMMENT = SourceComment((), "")
 _ORDER = (
     *("seed", "grpo", "ppo", "dpo", "sft", "distillation", "loss_fn", "value", "value_loss_fn", "teacher"),
     *("policy", "data", "env", "eval", "checkpointing", "logger", "cluster"),
 )
 
 
-def recipe_text(migrated: Migrated, source: str) -> str:
-    """The YAML, ending with a line feed; `source` names the recipe that it was made of."""
-    head = _comment(f"Made by `nemo-rl-mcore migrate` of NeMo RL's {source}.", "")
+def recipe_text(migrated: Migrated, source: str, overrides: Iterable[str] = ()) -> str:
+    """The YAML, ending with a line feed; `source` names the recipe that it was made of, with these overrides."""
+    tree, left_out = without_defaults(migrated.draft, migrated.written)
+    made = f"Made by `nemo-rl-mcore migrate` of NeMo RL's {' '.join([source, *overrides])}."
     lines = (
         without_values(line, migrated.read.references) if line.lstrip().startswith("#") else line
-        for line in _Writer(migrated).lines()
+        for line in (*_comment(made, ""), *_head(migrated.draft, left_out), *_Writer(migrated, tree).lines())
     )
-    return "\n".join([*head, *lines]) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+_AT_KEYS = (Kind.REFUSED, Kind.CHANGED)
+"""Groups of which the file says at each key what its head would say of it."""
+
+
+def _head(draft: Draft, left_out: int) -> Iterator[str]:
+    for kind in (Kind.OPEN, Kind.REFUSED, Kind.CHANGED, Kind.WARNED, Kind.FILES):
+        notes = [note for note in draft.notes if note.kind is kind]
+        if not notes:
+            continue
+        title = f"{kind.value[:1].upper()}{kind.value[1:]}: {len(notes)}"
+        in_full = kind not in _AT_KEYS
+        yield from ("#", f"# {title}" if in_full else f"# {title}, with the reason at each key")
+        texts = [str(note) for note in notes] if in_full else [", ".join(note.path for note in notes)]
+        for text in texts:
+            yield from _comment(text, "", "  ")
+    yield "#"
+    said = (
+        f"{len(draft.dropped)} keys at values that change nothing here, {left_out} at this package's defaults"
+    )
+    yield from _comment(f"Not written: {said}.", "")
 
 
 class _Writer:
-    def __init__(self, migrated: Migrated) -> None:
-        self._migrated, self._tree = migrated, migrated.draft.tree
-        self._comments, self._refused = migrated.draft.comments, dict(migrated.draft.refused)
+    def __init__(self, migrated: Migrated, tree: Tree) -> None:
+        self._migrated, self._tree = migrated, tree
+        self._comments, self._refused = _comments(migrated.draft), dict(migrated.draft.refused)
+        self._theirs = comments_of(migrated.read.recipe.files)
 
     def lines(self) -> Iterator[str]:
         yield from self._section(self._tree, "", 0)
@@ -44,18 +72,25 @@ class _Writer:
             inner = join_path(path, key)
             if not depth:
                 yield ""
+            theirs = self._theirs.get(self._migrated.draft.origins.get(inner, inner), _NO_COMMENT)
+            yield from (f"{indent}{line}" for line in theirs.above)
             yield from _comment(self._comments.get(inner, ""), indent)
-            below = self._migrated.draft.section(inner)
-            if below or self._refusals(inner):
-                yield f"{indent}{key}:"
+            beside = f"  {theirs.beside}" if theirs.beside else ""
+            below = self._below(inner)
+            if below or (self._refusals(inner) and not isinstance(section[key], list)):
+                yield f"{indent}{key}:{beside}"
                 yield from self._section(below, inner, depth + 1)
-                for refused in self._refusals(inner):
-                    yield from self._refusal(refused, indent + "  ")
             else:
-                yield f"{indent}{key}: {_inline(self._written(inner, section[key]))}"
+                yield f"{indent}{key}: {_inline(self._written(inner, section[key]))}{beside}"
+            for refused in self._refusals(inner):
+                yield from self._refusal(refused, indent + "  ")
         if not depth:
             for refused in [*self._refused]:
                 yield from ("", *self._refusal(refused, ""))
+
+    def _below(self, path: str) -> Tree:
+        value = value_at(self._tree, path)
+        return cast("Tree", value) if isinstance(value, dict) else {}
 
     def _place(self, path: str, key: str) -> tuple[int, str]:
         """Where a key stands among its neighbours: as in the class of its section."""
@@ -68,13 +103,14 @@ class _Writer:
     def _refusals(self, section: str) -> list[str]:
         """The refused keys whose nearest section in the file this is."""
         found = [path for path in self._refused if path.startswith(f"{section}.")]
-        values = self._migrated.draft.section(section)
+        values = self._below(section)
         inner = [key for key, value in values.items() if isinstance(value, dict)]
         return [p for p in found if not any(p.startswith(f"{section}.{key}.") for key in inner)]
 
     def _refusal(self, path: str, indent: str) -> Iterator[str]:
         value, remedy = self._refused.pop(path)
         text = yaml.safe_dump({path.rpartition(".")[2]: value}, sort_keys=False, width=_WIDTH)
+        yield from (f"{indent}{line}" for line in self._theirs.get(path, _NO_COMMENT).above)
         yield from _comment(f"Refused, {path}: {remedy}", indent)
         yield from (f"{indent}# {line}" for line in text.splitlines())
 
@@ -83,8 +119,8 @@ class _Writer:
         given, known = value_at(self._migrated.written, path), value_at(self._migrated.read.tree, path)
         if not isinstance(given, str) or "${" not in given or known != value:
             return value
-        references = _REFERENCE.findall(given)
-        left = _REFERENCE.sub("", _RESOLVERS.sub("", given))
+        references = REFERENCE.findall(given)
+        left = REFERENCE.sub("", _RESOLVERS.sub("", given))
         holds = all(
             value_at(self._tree, other) == value_at(self._migrated.read.tree, other) is not None
             for other in references
@@ -105,6 +141,13 @@ def _inline(value: object) -> str:
     return text.strip().removesuffix("...").strip()
 
 
-def _comment(text: str, indent: str) -> Iterator[str]:
-    for line in textwrap.wrap(text, _WIDTH - len(indent) - 2):
+def _comments(draft: Draft) -> dict[str, str]:
+    """What is said at a key: of one that changed in a list or by another key's reason, what the report says."""
+    notes = {note.path: f"{note.what}." for note in draft.notes if note.kind is Kind.CHANGED}
+    return notes | draft.comments
+
+
+def _comment(text: str, indent: str, inner: str = "") -> Iterator[str]:
+    width = _WIDTH - len(indent) - 2
+    for line in textwrap.wrap(text, width, initial_indent=inner, subsequent_indent=inner and f"{inner}  "):
         yield f"{indent}# {line}"

@@ -324,6 +324,7 @@ def load_ppo():
         ("- a", "wrong-kind"),
         ("defaults: missing.yaml\ngrpo: {}", "not-found"),
         ("rm: {}\npolicy: {}", "wrong-kind"),
+        ("eval: {}\ngeneration: {}", "wrong-kind"),
         ("grpo: {a: 1}\nsft: {a: 1}", "wrong-kind"),
         ("grpo: {a: 1}", "wrong-kind"),
         ("grpo: {a: 1}\npolicy: {model_name: x}", "wrong-kind"),
@@ -337,14 +338,14 @@ def test_what_is_no_recipe(text, code, tmp_path, capsys):
     (problem,) = caught.value.problems
     assert problem.code == code
     assert str(theirs) in problem.path
-    assert main(["migrate", str(theirs), "--output", str(tmp_path / "ours.yaml")]) == 2
+    assert main(["migrate", str(theirs), "--output", str(tmp_path / "ours.yaml")]) == 1
     assert str(theirs) in capsys.readouterr().err
     assert not (tmp_path / "ours.yaml").exists()
 
 
 def test_no_file_is_overwritten(tmp_path, capsys):
     (tmp_path / "ours.yaml").write_text("mine")
-    assert run("grpo_math_1B_megatron", tmp_path)[0] == 2
+    assert run("grpo_math_1B_megatron", tmp_path)[0] == 1
     assert_holds(capsys.readouterr().err, "--output", tmp_path / "ours.yaml")
     assert (tmp_path / "ours.yaml").read_text() == "mine"
 
@@ -361,8 +362,26 @@ def test_an_unknown_section_is_refused_and_said(tmp_path):
     assert "# new_section:\n#   a: 1\n" in recipe_text(migrated, "theirs.yaml")
 
 
-def test_migrate_takes_no_overrides(tmp_path, capsys):
+@pytest.mark.parametrize("wrong", [["--nonsense"], ["--output"]])
+def test_a_wrong_command_line_writes_no_file_and_says_so_in_its_status(wrong, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
-        main(["migrate", str(FOLDER / "grpo_math_1B_megatron.yaml"), "a=b"])
-    assert caught.value.code == 2
-    assert "unrecognized arguments: a=b" in capsys.readouterr().err
+        main(["migrate", str(FOLDER / "grpo_math_1B_megatron.yaml"), *wrong])
+    assert caught.value.code == 1
+    assert not [*tmp_path.iterdir()]
+
+
+def test_overrides_are_of_their_recipe(tmp_path):
+    ours = tmp_path / "ours.yaml"
+    given = ("policy.train_global_batch_size=256", "policy.megatron_cfg.peft.enabled=true")
+    status = main(
+        ["migrate", str(FOLDER / "grpo_math_1B_megatron.yaml"), given[0], "--output", str(ours), given[1]]
+    )
+    assert status == 2
+    text = ours.read_text()
+    assert text.startswith(
+        "# Made by `nemo-rl-mcore migrate` of NeMo RL's grpo_math_1B_megatron.yaml policy.train_g"
+    )
+    assert given[1] in text.splitlines()[1]
+    assert value_at(yaml.safe_load(text), "policy.megatron_cfg.scheduler.lr_warmup_iters") == 26
+    assert "# Refused, policy.megatron_cfg.peft: " in text
