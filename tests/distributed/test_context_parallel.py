@@ -73,19 +73,27 @@ def assert_same_numbers(found, wanted):
     assert_metrics(found[3], wanted[3])
 
 
-def against_data_parallel(way, experts):
-    """The largest difference of a step's log-probabilities, metrics and gradients to ranks with whole sequences."""
+def against_data_parallel(way, experts, block=512):
+    """The largest difference of a step's log-probabilities, metrics and gradients to ranks with whole sequences.
+
+    block: queries that attend at once.
+    """
+    from unittest.mock import patch
+
     import numpy as np
     import tiny
     from test_microbatching import losses, uneven_batch
+
+    from nemo_rl_mcore.megatron import attention
 
     model = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.5} if experts else {}
     sections = REFERENCE if way == "rows-2" else WAYS[way]
     found = []
     for megatron in (CP2, {}):
         worker = tiny.worker(config(sections, megatron, model))
-        said = worker.get_logprobs(data=uneven_batch())["logprobs"].numpy()
-        step = worker.train(tiny.shard(uneven_batch()), losses()[0])
+        with patch.object(attention, "_BLOCK", block):
+            said = worker.get_logprobs(data=uneven_batch())["logprobs"].numpy()
+            step = worker.train(tiny.shard(uneven_batch()), losses()[0])
         names = ("loss", "global_valid_toks", "global_valid_seqs")
         metrics = [*(step["all_mb_metrics"][name] for name in names), step["grad_norm"].tolist()]
         gradients = as_arrays(tiny.gradients(worker))
@@ -94,5 +102,31 @@ def against_data_parallel(way, experts):
 
 
 def test_a_step_is_that_of_ranks_with_whole_sequences(ranks):
-    for case in (("rows-8", False), ("packing-29", False), ("rows-2", True)):
+    for case in (
+        *(("rows-8", False), ("packing-29", False), ("rows-2", True)),
+        *(("rows-8", False, 2), ("packing-29", False, 2)),
+    ):
         assert max(ranks(2).run(against_data_parallel, *case)) < REORDERED
+
+
+def refused_on_gpus():
+    """Layers of ranks that are told that they have a GPU, on a machine without Transformer Engine."""
+    from unittest.mock import patch
+
+    import tiny
+    from refusals import refused
+
+    from nemo_rl_mcore import accelerator
+    from nemo_rl_mcore.megatron.layer_specs import decoder_spec
+
+    alone = tiny.worker(tiny.policy_config())
+    transformer, shared = alone.backend.config, tiny.policy_config(megatron=CP2).megatron_cfg
+    with patch.object(accelerator, "has_cuda", lambda: True):
+        decoder_spec(alone.policy.megatron_cfg, transformer, None)
+        with refused("missing-package", "policy.megatron_cfg.context_parallel_size: 2"):
+            decoder_spec(shared, transformer, None)
+    return decoder_spec(shared, transformer, None) is not None
+
+
+def test_local_layers_on_gpus_are_refused_when_a_worker_starts(ranks):
+    assert ranks(1).run(refused_on_gpus) == [True]

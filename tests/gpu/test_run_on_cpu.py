@@ -72,6 +72,12 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
                 f"local, {dtype}, {path}: {what}"
                 for what in ("as the local layers", "checkpoint", "packed rows as padded ones")
             }
+        assert groups["context"] == {
+            f"{dtype}, {path}, {rows}: two ranks by p2p as one"
+            for dtype in ("float32", "bfloat16")
+            for path in ("unfused", "fused")
+            for rows in ("padded", "packed")
+        }
     assert "the reference on the device and on the CPU" in groups["worker"]
     assert groups["refit"] == {
         f"{what} over shared_memory" for what in ("a worker's weights", "odd tensors")

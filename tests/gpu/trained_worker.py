@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,11 +75,19 @@ def leave() -> None:
 
 
 def worker_config(
-    folder: Path, precision: str, device: str, fused: bool, *, layers: str = "local", packed: bool = False
+    folder: Path,
+    precision: str,
+    device: str,
+    fused: bool,
+    *,
+    layers: str = "local",
+    packed: bool = False,
+    sharing: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """The policy that starts from the weights in `folder`, with layers of that `transformer_impl`.
 
     packed: two rows' tokens in each microbatch, without padding, in place of two rows.
+    sharing: Megatron's keys of ranks that share sequences.
     """
     import tiny
 
@@ -92,6 +101,8 @@ def worker_config(
             "optimizer": {"lr": 1e-3, "weight_decay": 0.0},
             "fused_linear_logprobs_packed": fused and packed,
             "transformer_impl": layers,
+            "fused_linear_logprobs_context_parallel": fused and bool(sharing),
+            **sharing,
         },
         sequence_packing={"enabled": packed, "train_mb_tokens": tokens, "logprob_mb_tokens": tokens},
         model_name=str(folder / precision),

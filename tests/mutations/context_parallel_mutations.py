@@ -74,14 +74,9 @@ def contiguous_slices() -> AbstractContextManager[Any]:
 
 
 def borders_of_packed_samples_forgotten() -> AbstractContextManager[Any]:
-    import torch
+    from nemo_rl_mcore.megatron import attention
 
-    from nemo_rl_mcore.megatron import attention, context_parallel
-
-    def visible(borders: tuple[int, ...], ranks: int, rank: int) -> torch.Tensor:
-        return context_parallel.zigzag(borders, ranks)[rank].unsqueeze(1) >= torch.arange(borders[-1])
-
-    return patch.object(attention, "_visible_keys", visible)
+    return patch.object(attention, "_first_of_sample", lambda _position, _borders: 0)
 
 
 def balance_counted_for_each_context_rank() -> AbstractContextManager[Any]:

@@ -1,0 +1,92 @@
+"""Two ranks that share sequences against one rank with the same layers, from the same weights.
+
+Each way for keys and values to travel, padded rows and packed ones, fused or not. It takes two GPUs; with
+`--device cpu` two gloo ranks with the local attention stand in, for which there is but one way.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from one_rank import be_the_only_rank
+from report import Report
+from te_part import LAYERS
+from trained_worker import (
+    PRECISIONS,
+    TOLERANCES,
+    compare,
+    leave,
+    prepare,
+    trained,
+    worker_config,
+    write_start,
+)
+
+RANKS = 2
+WAYS = {"cuda": ("p2p", "all_gather", "a2a"), "cpu": ("p2p",)}
+"""Values of cp_comm_type."""
+
+
+def run(report: Report, device: str) -> None:
+    """Both precisions, from weights that the local layers draw."""
+    report.doing("importing Megatron")
+    be_the_only_rank()
+    prepare()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for precision in PRECISIONS:
+            with report.attempt(f"{precision}: the start", "weights are drawn and written"):
+                write_start(folder / precision, precision, device)
+        report.doing(f"{RANKS} ranks that share sequences")
+        be_the_only_rank()  # for another port that is free; this process has its group already
+        torch.multiprocessing.spawn(rank_of_two, (folder, device), nprocs=RANKS)
+        for precision, fused, packed in cases():
+            check_shared(report, folder, device, precision, fused, packed)
+    report.doing("leaving the process group")
+    leave()
+
+
+def cases() -> product[tuple[Any, ...]]:
+    """Return precisions, fused or not, packed or not."""
+    return product(PRECISIONS, (False, True), (False, True))
+
+
+def rank_of_two(rank: int, folder: Path, device: str) -> None:
+    """Train each case on this rank; the first one leaves what it found in the folder."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    torch.set_float32_matmul_precision("highest")
+    prepare(threads=1 if device == "cpu" else None)
+    for precision, fused, packed in cases():
+        for way in WAYS[device]:
+            sharing = {"context_parallel_size": RANKS, "cp_comm_type": way}
+            config = worker_config(
+                folder, precision, device, fused, layers=LAYERS[device], packed=packed, sharing=sharing
+            )
+            found, _ = trained(config, device, fused)
+            if rank == 0:
+                torch.save(found, folder / file_of(precision, fused, packed, way))
+    leave()
+
+
+def check_shared(
+    report: Report, folder: Path, device: str, precision: str, fused: bool, packed: bool
+) -> None:
+    """Compare what one rank makes of a case with what the two have made of it, in each way."""
+    group = f"{precision}, {'fused' if fused else 'unfused'}, {'packed' if packed else 'padded'}"
+    tolerances = TOLERANCES["float32 in TF32" if (device, precision) == ("cuda", "float32") else precision]
+    with report.attempt(group, "one rank trains"):
+        config = worker_config(folder, precision, device, fused, layers=LAYERS[device], packed=packed)
+        expected, _ = trained(config, device, fused)
+        for way in WAYS[device]:
+            found = torch.load(folder / file_of(precision, fused, packed, way), weights_only=True)
+            compare(report, f"{group}: two ranks by {way} as one", found, expected, tolerances)
+
+
+def file_of(precision: str, fused: bool, packed: bool, way: str) -> str:
+    """Return the name of what the two ranks found."""
+    return f"{precision}-{fused}-{packed}-{way}.pt"
