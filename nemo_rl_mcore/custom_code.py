@@ -131,7 +131,10 @@ def function_at(path: str, key: str) -> Callable[..., Any]:
 def _class_at(path: str, key: str) -> type:
     found = _imported(path, key)
     if not isinstance(found, type):
-        raise ValueError(f"{key}: {path} is no class")
+        module, _, name = path.partition(":")
+        raise ValueError(
+            f"{key}: {path}: the module {module} holds something else than a class under the name {name}"
+        )
     return found
 
 

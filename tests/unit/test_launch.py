@@ -139,7 +139,7 @@ def test_an_export_that_is_interrupted_tells_what_is_there(tmp_path, monkeypatch
             folder.mkdir()
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(export, "_export", write)
+    monkeypatch.setattr(export, "export", write)
     folder = tmp_path / "hf"
     assert export.run_export(None, str(folder)) == 130
     left = f"the weights are in {folder}" if written else f"'{folder}' was not written"
@@ -149,6 +149,6 @@ def test_an_export_that_is_interrupted_tells_what_is_there(tmp_path, monkeypatch
 def test_an_interrupted_export_does_not_take_a_folder_that_was_there_for_its_own(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(export, "_export", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(export, "export", lambda *_: signal.raise_signal(signal.SIGINT))
     assert export.run_export(None, str(tmp_path)) == 130
     assert capsys.readouterr().err == f"interrupted; '{tmp_path}' was not written\n"

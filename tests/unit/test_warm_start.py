@@ -24,6 +24,7 @@ def ran(monkeypatch):
         current_stop_signals().limit_time(None)  # as a run does at its end
         checkpoints = open_checkpoints(parts.config, notify=lambda line: None)
         checkpoints.save(parts.config.loop.max_num_steps, {}, {}, {})
+        return ()
 
     monkeypatch.setattr(launch, "_run", run)
     return configs
@@ -86,6 +87,7 @@ def test_the_session_of_a_command_serves_all_its_runs(tmp_path, monkeypatch):
     def train(parts, cluster, checkpoints, *_others):
         ran.append((parts.config.algorithm, cluster.config))
         checkpoints.save(parts.config.loop.max_num_steps, {}, {}, {})
+        return ()
 
     monkeypatch.setattr(launch, "RayCluster", Session)
     monkeypatch.setattr(launch, "_train", train)
