@@ -22,15 +22,28 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from counting import Counts  # noqa: E402
 from extras import lacking  # noqa: E402
-from thinning import has_stages, thin_out  # noqa: E402
+from thinning import has_stages, one_case_in, thin_out  # noqa: E402
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[object]:
     thin_out(items, stages=has_stages(config))
+    others = yield  # among them pytest, which deselects by marks
+    kept = one_case_in(config.option.one_in, items)
+    left_out = {*map(id, items)} - {*map(id, kept)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+    items[:] = kept
+    return others
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--one-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run one in N cases of each test, the first among them",
+    )
     parser.addoption(
         "--skipped", type=Path, metavar="FILE", help="write the ids of skipped tests there, one a line"
     )

@@ -19,31 +19,39 @@ EACH_TIME = " and ".join(f"not {tier}" for tier in TIERS)
 def thin_out(items: Iterable[pytest.Item], *, stages: bool) -> None:
     """Mark the cases of tests that leave some of them to a later tier.
 
-    each_value(n=1): exhaustive are all but those in which some value of some parameter, or of a case that is a dict, is
-    a new one; with an n, one in n of them is, and the others are nightly.
+    each_value: exhaustive are all but those in which some value of some parameter, or of a case that is a dict, is a
+    new one.
     quick_cases(id, ...): exhaustive are all but those of these ids.
     exhaustive_cases(id, ...): exhaustive are those of these ids, and nightly all others that are not quick.
     stage(tier): with `stages`, of this tier are all that are in no other one and that are not smoke tests.
     smoke, smoke(id, ...): all cases, or those of these ids, run each time although their file is a stage.
     """
     seen: dict[str, Values] = defaultdict(set)
-    without_new = Counter[str]()
     for item in items:
         if not isinstance(item, pytest.Function):
             continue
         tier = _tier_by_id(item)
         if tier:
             item.add_marker(tier)
-        if (each := item.get_closest_marker("each_value")) is not None:
-            test = item.nodeid.partition("[")[0]
-            of_test, values = seen[test], _values(item)
+        if item.get_closest_marker("each_value") is not None:
+            of_test, values = seen[item.nodeid.partition("[")[0]], _values(item)
             if values <= of_test:
-                item.add_marker("nightly" if without_new[test] % sum(each.args or (1,)) else "exhaustive")
-                without_new[test] += 1
+                item.add_marker(pytest.mark.exhaustive)
             of_test |= values
         stage = item.get_closest_marker("stage")
         if stages and stage and not _is_smoke(item) and not any(map(item.get_closest_marker, TIERS)):
             item.add_marker(stage.args[0])
+
+
+def one_case_in(n: int, items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return one in n cases of each test, the first among them; a test without cases is one case."""
+    cases, kept = Counter[str](), list[pytest.Item]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if cases[test] % n == 0:
+            kept.append(item)
+        cases[test] += 1
+    return kept
 
 
 def has_stages(config: pytest.Config) -> bool:

@@ -66,7 +66,7 @@ def test_the_plain_sibling_has_the_same_mathematics_and_nothing_else():
         assert plain_sibling(plain) == plain
 
 
-@pytest.mark.each_value(3)
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", meeting_cases.selection(2), ids=name_of)
 def test_features_that_meet_are_refused_by_name_or_equal_the_plain_sibling(matrix, case):
     verdict = matrix.verdict(case)

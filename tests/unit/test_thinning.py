@@ -7,9 +7,10 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from thinning import EACH_TIME, TIERS
+from thinning import EACH_TIME, TIERS, one_case_in
 
 pytest_plugins = "pytester"
 
@@ -43,11 +44,6 @@ def test_both(case): pass
 @pytest.mark.each_value
 @pytest.mark.parametrize(("first", "second"), ["ac", "ad", "bc", "bd"])
 def test_values(first, second): pass
-
-@pytest.mark.each_value(2)
-@pytest.mark.parametrize(("first", "second"), ["ac", "bd", "ad", "bc"])
-def test_some(first, second): pass
-
 @pytest.mark.stage("docs")
 def test_page(): pass
 
@@ -65,9 +61,9 @@ def test_ranks(): pass
 def test_layout(case): pass
 """
 SELECTED = {
-    EACH_TIME: "plain quick[a] both[a] values[a-c] values[a-d] values[b-c] some[a-c] some[b-d] ranks layout[b]",
-    "exhaustive": "quick[b] quick[c] exhaustive[b] both[b] values[b-d] some[a-d] every_page",
-    "nightly": "long exhaustive[a] exhaustive[c] both[c] some[b-c]",
+    EACH_TIME: "plain quick[a] both[a] values[a-c] values[a-d] values[b-c] ranks layout[b]",
+    "exhaustive": "quick[b] quick[c] exhaustive[b] both[b] values[b-d] every_page",
+    "nightly": "long exhaustive[a] exhaustive[c] both[c]",
     "vllm": "engine",
     "distributed": "layout[a]",
     "docs": "page",
@@ -106,6 +102,15 @@ def test_who_names_a_file_runs_what_it_has_of_a_stage(ran):
     assert ran("-m", "docs", "tests/test_suite.py") == "page"
 
 
+def test_one_in_n_cases_of_each_test_are_kept_and_each_test_without_cases():
+    ids = ["a.py::one[1]", "a.py::one[2]", "a.py::two", "a.py::one[3]", "b.py::one[1]", "a.py::one[4]"]
+    items = {name: SimpleNamespace(nodeid=name) for name in ids}
+    kept = one_case_in(2, items.values())
+    assert [name for name, item in items.items() if item in kept] == [
+        *("a.py::one[1]", "a.py::two", "a.py::one[3]", "b.py::one[1]")
+    ]
+
+
 def test_what_is_in_no_tier_runs_each_time():
     options = shlex.split(OPTIONS["addopts"])
     assert options[options.index("-m") + 1] == EACH_TIME
@@ -116,7 +121,7 @@ def test_what_is_in_no_tier_runs_each_time():
 COLLECT = """
 import json, sys
 import pytest
-from thinning import EACH_TIME, TIERS
+from thinning import EACH_TIME, TIERS, one_case_in
 
 class Listed:
     def pytest_collection_modifyitems(self, items):
