@@ -53,7 +53,12 @@ def _layout_rows(plan: Plan) -> Iterator[Row]:
     sequence = " with sequence parallelism" if layout.sequence_parallel else ""
     yield "tensor parallel", f"{layout.tensor}{sequence}"
     yield "pipeline parallel", str(layout.pipeline)
-    slices = f", rows padded to multiples of {2 * layout.context} tokens" if layout.context > 1 else ""
+    slice_pair = 2 * layout.context
+    # Of lengths that are as likely as each other.
+    padding = (
+        f"rows padded to multiples of {slice_pair} tokens, {(slice_pair - 1) / 2:g} more a row on average"
+    )
+    slices = f", {padding}" if layout.context > 1 else ""
     yield "context parallel", f"{layout.context}{slices}"
     yield "expert parallel", str(layout.expert)
     model_ranks = layout.tensor * layout.pipeline * layout.context

@@ -60,6 +60,24 @@ def _overlapped_experts(policy: PolicyConfig) -> Iterator[Problem]:
         yield from _refused(policy, "megatron_cfg.overlap_moe_expert_parallel_comm", "true", "false", reason)
 
 
+def _communication(policy: PolicyConfig) -> Iterator[Problem]:
+    """Yield a way to exchange that needs as many heads as ranks, and one of ranks that share nothing."""
+    megatron, model = policy.megatron_cfg, policy.model
+    size, kind = megatron.context_parallel_size, megatron.cp_comm_type
+    if size == 1 and kind != "p2p":
+        yield has_no_effect(_COMMUNICATION, kind, f"with policy.{CONTEXT}: 1", CONTEXT)
+    shards = size * megatron.tensor_model_parallel_size
+    if size > 1 and kind == "a2a" and model.query_groups % shards:
+        yield Problem(
+            "not-divisible",
+            _COMMUNICATION,
+            f"a2a gives each rank whole heads, and {model.query_groups} groups of them are not divisible by {shards} "
+            "ranks (tensor and context parallel)",
+            "set it to p2p or all_gather",
+            (CONTEXT, "megatron_cfg.tensor_model_parallel_size"),
+        )
+
+
 def _refused(policy: PolicyConfig, other: str, value: object, remedy: str, reason: str) -> Iterator[Problem]:
     size = policy.megatron_cfg.context_parallel_size
     if size > 1:
@@ -91,6 +109,6 @@ def _layers_on_gpus(config: RunConfig) -> Iterator[Problem]:
 
 RULES = Rules(
     of_models=(_prediction_layers,),
-    of_policies=(_fused, _nothing_to_allow, _overlapped_experts),
+    of_policies=(_fused, _nothing_to_allow, _overlapped_experts, _communication),
     of_runs=(_layers_on_gpus,),
 )

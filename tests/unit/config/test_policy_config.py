@@ -240,6 +240,14 @@ def test_fused_goes_with_temperature_and_unfused_with_filtering(load):
             "megatron_cfg.context_parallel_size: incompatible (mtp_num_layers)",
         ),
         (
+            {
+                "megatron_cfg__context_parallel_size": 2,
+                "megatron_cfg__cp_comm_type": "a2a",
+                "model__num_query_groups": 1,
+            },
+            "megatron_cfg.cp_comm_type: not-divisible (context_parallel_size)",
+        ),
+        (
             {"model_name": "Qwen/Qwen3-0.6B"},
             "model.hidden_size: contradicts (model_name)",
         ),

@@ -5,6 +5,7 @@ from refusals import briefs
 from rich.console import Console
 
 from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.config.load import load_with_warnings
 from nemo_rl_mcore.config.rules.fused_logprobs import fused_guardrails
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.memory import estimate_memory
@@ -326,6 +327,15 @@ def test_ranks_on_gpus_that_share_sequences_need_transformer_engine(load, monkey
     assert there.warnings == ()
     monkeypatch.setattr("nemo_rl_mcore.preflight.packages.installed", lambda package: True)
     assert preflight(shared).layout.transformer_impl == "transformer_engine"
+
+
+def test_padding_of_shared_sequences_is_told_in_tokens(load):
+    plan = preflight(load("cluster.cpu_workers_per_node=2", CP2, UNFUSED))
+    told = "".join(str(line) for line in render(plan).renderables)
+    assert "multiples of 4 tokens, 1.5 more" in told
+    key = "policy.megatron_cfg.cp_comm_type"
+    _, warnings = load_with_warnings("grpo_copy_cpu.yaml", [f"{key}=a2a"])
+    assert [problem.path for problem in warnings] == [key]
 
 
 def test_the_first_rows_are_shown(load):
