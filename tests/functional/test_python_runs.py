@@ -65,6 +65,7 @@ def python(folder: Path, algorithm: str, left_after: int = 0) -> str:
     return found.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_left_goes_on_with_a_function_of_the_script(tmp_path: Path) -> None:
     told = python(tmp_path, "grpo", left_after=2).splitlines()
     assert "left [1, 2]" in told
