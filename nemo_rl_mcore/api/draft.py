@@ -134,7 +134,7 @@ def _positions(name: str) -> int:
 
 def _by_name(given: Rewards) -> dict[str, Reward]:
     if isinstance(given, Mapping):
-        return dict(given)
+        return dict(cast("Mapping[str, Reward]", given))
     several = [given] if isinstance(given, str) or callable(given) else [*given]
     return {_name_of(one): one for one in several}
 

@@ -35,7 +35,7 @@ def source_of(given: Data, file: Path, wanted: Sequence[str] = ()) -> tuple[Tree
         place = str(path.absolute()) if path.exists() else str(given)
     else:
         rows = [*given]
-        first = rows[0] if rows else {}
+        first = rows[0] if rows else dict[str, object]()
         place = str(_written(rows, file))
     section: Tree = {"data_path": place}
     return (section, False) if first is None else (section | _columns(first, wanted), _is_chat(first))
