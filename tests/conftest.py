@@ -25,15 +25,24 @@ from extras import lacking  # noqa: E402
 from thinning import has_stages, one_case_in, thin_out  # noqa: E402
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[object]:
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     thin_out(items, stages=has_stages(config))
-    others = yield  # among them pytest, which deselects by marks
-    kept = one_case_in(config.option.one_in, items)
-    left_out = {*map(id, items)} - {*map(id, kept)}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
-    items[:] = kept
-    return others
+
+
+class _OneCaseIn:
+    """Keeps one in so many cases of each test, of those that the marks have left."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> Iterator[object]:
+        others = yield
+        kept = one_case_in(config.option.one_in, items)
+        left_out = {*map(id, items)} - {*map(id, kept)}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+        items[:] = kept
+        return others
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_OneCaseIn())
     if hasattr(config, "workerinput"):  # a process of pytest-xdist, which reports to the one that started it
         return
     skipped: Path | None = config.getoption("--skipped")
