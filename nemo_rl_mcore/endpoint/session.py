@@ -98,8 +98,7 @@ class _Asked:
 class Session:
     """The calls of one sample; made by `Sessions.open`.
 
-    prompt, sample: what is played. respond: answers a prompt. token: opaque, and the only authorization. opening: ids
-    of the first prompt where the session begins with one of the data set's, for rows without a call.
+    prompt, sample: what is played. respond: answers a prompt. token: opaque, and the only authorization.
     """
 
     token: str
@@ -253,11 +252,16 @@ def _call_of(
     )
 
 
+_REMEMBERED = 10_000
+"""Tokens of ended sessions: who still holds one is told that it is closed."""
+
+
 class Sessions:
-    """The sessions of a run by their tokens; those that have ended are known until they are forgotten."""
+    """The sessions of a run by their tokens."""
 
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
+        self._ended: dict[str, None] = {}
 
     def __len__(self) -> int:
         """Return how many sessions are known."""
@@ -270,11 +274,18 @@ class Sessions:
         return session
 
     def get(self, token: str | None) -> Session:
-        """Return a session, open or closed; raises UnknownSessionError."""
-        if token is None or (session := self._open.get(token)) is None:
-            raise UnknownSessionError("no session has this token", "invalid_session")
-        return session
+        """Return a session; raises UnknownSessionError, and ClosedSessionError for one that was ended."""
+        if token is not None and (session := self._open.get(token)) is not None:
+            return session
+        if token in self._ended:
+            raise ClosedSessionError("the session is closed", "session_closed")
+        raise UnknownSessionError("no session has this token", "invalid_session")
 
-    def forget(self, session: Session) -> None:
-        """Forget a session that has ended; its token is unknown from here on."""
-        del self._open[session.token]
+    def end(self, session: Session) -> None:
+        """Close a session, unless its agent has, and forget what it holds; idempotent."""
+        if not session.closed.is_set():
+            session.close()
+        if self._open.pop(session.token, None) is not None:
+            self._ended[session.token] = None
+        while len(self._ended) > _REMEMBERED:
+            del self._ended[next(iter(self._ended))]
