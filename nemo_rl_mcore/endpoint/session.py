@@ -52,10 +52,9 @@ class SessionLimitError(SessionError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a session may do. context: tokens of prompt and answer together; answer: of an answer; calls: of the model."""
+    """What a session may do. context: tokens of prompt and answer together; calls: of the model."""
 
     context: int
-    answer: int
     calls: int
 
 
