@@ -77,11 +77,11 @@ def _require_turns(config: RunConfig, environment: Environment) -> None:
 
 
 def _form(config: RunConfig, tokenizer: Tokenizer) -> EpisodeForm:
-    """What the episodes of the recipe are like; raises ValueError for a chat template that rewrites earlier turns."""
+    """What the episodes of the recipe are like; raises ValueError for a critic of a template that rewrites turns."""
     policy, chat = config.policy, config.data.apply_chat_template
     if config.max_rollout_turns == 1:
         return ONE_ANSWER
-    if chat:
+    if chat and config.algorithm == "ppo":
         require_append_only(tokenizer, policy.tokenizer.name)
     return EpisodeForm(
         config.max_rollout_turns,

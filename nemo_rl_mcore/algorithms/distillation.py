@@ -18,10 +18,10 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.interfaces import PolicyInterface
 from nemo_rl_mcore.losses import make_loss
-from nemo_rl_mcore.rollouts.episodes import trained_columns
 from nemo_rl_mcore.rollouts.player import Rollout
 from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.rollouts.steps import StepGroups
+from nemo_rl_mcore.rollouts.transcript import trained_columns
 
 
 @dataclass(frozen=True)

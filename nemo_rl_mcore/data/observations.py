@@ -36,10 +36,18 @@ class Observer(Protocol):
         """
         ...
 
+    def whole_prompt(self, messages: Sequence[Message], observation: Sequence[Message]) -> list[int] | None:
+        """The ids of all messages, the last of them an answer, and the observation; None where they are those at hand.
+
+        They are others where a template shows earlier turns in another way once more follows, as one does that drops
+        earlier thoughts. Raises ValueError as `ids_of`.
+        """
+        ...
+
 
 def make_observer(tokenizer: Tokenizer, *, chat: bool) -> Observer:
     """chat: observations are messages of the tokenizer's chat template; else plain text, as NeMo RL encodes them."""
-    return _Chat(tokenizer) if chat else _PlainText(tokenizer)
+    return _Chat(tokenizer, _first_rewritten(tokenizer) is not None) if chat else _PlainText(tokenizer)
 
 
 @dataclass(frozen=True)
@@ -52,15 +60,20 @@ class _PlainText:
         """See `Observer.ids_of`."""
         return [token for message in observation for token in content_ids(message.content, self.tokenizer)]
 
+    def whole_prompt(self, messages: Sequence[Message], observation: Sequence[Message]) -> None:
+        """See `Observer.whole_prompt`: nothing is rewritten."""
+
 
 @dataclass(frozen=True)
 class _Chat:
     """The end of the assistant's turn as far as it was not sampled, the observation, and the generation prompt.
 
-    The role `environment` is shown as `user` by a template that does not know it.
+    The role `environment` is shown as `user` by a template that does not know it. rewrites: whether the template may
+    show earlier turns in another way.
     """
 
     tokenizer: Tokenizer
+    rewrites: bool
 
     def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
         """See `Observer.ids_of`; ValueError also for a role that the template refuses or leaves out."""
@@ -72,6 +85,18 @@ class _Chat:
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(end, whole, strict=False))
         end = [token for token, _ in equal]
         return whole[_sampled(answer_ids, end, self.tokenizer.eos_token_id) :]
+
+    def whole_prompt(self, messages: Sequence[Message], observation: Sequence[Message]) -> list[int] | None:
+        """See `Observer.whole_prompt`."""
+        if not self.rewrites:
+            return None
+        *before, answer = messages
+        shown = rendered(before, self.tokenizer, add_generation_prompt=True).text + answer.content
+        known = [self._in_known_role(message) for message in observation]
+        whole = rendered([*messages, *known], self.tokenizer, add_generation_prompt=True)
+        if whole.text.startswith(shown):
+            return None
+        return self.tokenizer.encode(whole.text, whole.literal)
 
     def _in_known_role(self, message: Message) -> Message:
         if _knows(self.tokenizer, message.role):
@@ -89,28 +114,37 @@ def require_append_only(tokenizer: Tokenizer, name: str) -> None:
     """Check that the chat template shows the beginning of a conversation the same, however it goes on.
 
     name: of the tokenizer, for the message. Raises ValueError, with the first text that differs, where it does not:
-    then what the model was shown in training is not what it is shown once it serves.
+    then an episode is several rows.
     """
+    if (difference := _first_rewritten(tokenizer)) is not None:
+        raise RefusedError(
+            f"{_KEY}: the chat template of {name} rewrites earlier turns, so that an episode is several rows, of which "
+            f"a critic cannot say what the next one is worth: {difference}; use a template that keeps earlier turns as "
+            "they were, or grpo",
+            code="rewritten-turns",
+        )
+
+
+def _first_rewritten(tokenizer: Tokenizer) -> str | None:
+    """Where the template shows some beginning of a conversation in another way once more follows."""
     others = [role for role in ("tool", _ENVIRONMENT) if _knows(tokenizer, role)]
     for role in (USER, *others):
         for answer in _ANSWERS:
             turn = (Message(ASSISTANT, answer), Message(role, "the reply"))
-            _require_beginnings(tokenizer, name, [_ASKED, *turn * 2, turn[0]])
+            if (found := _rewritten_in(tokenizer, [_ASKED, *turn * 2, turn[0]])) is not None:
+                return found
+    return None
 
 
-def _require_beginnings(tokenizer: Tokenizer, name: str, messages: Sequence[Message]) -> None:
+def _rewritten_in(tokenizer: Tokenizer, messages: Sequence[Message]) -> str | None:
     shown = [
         tokenizer.render_chat(messages[:count], add_generation_prompt=messages[count - 1].role != ASSISTANT)
         for count in range(1, len(messages) + 1)
     ]
     for count, (before, after) in enumerate(pairwise(shown), start=1):
         if (difference := rewritten(before, after)) is not None:
-            raise RefusedError(
-                f"{_KEY}: the chat template of {name} rewrites earlier turns, so that tokens which were sampled would "
-                f"be shown in another way once the environment has answered: {difference}, when message {count + 1} "
-                f"({messages[count].role}) follows; use a template that keeps earlier turns as they were",
-                code="rewritten-turns",
-            )
+            return f"{difference}, when message {count + 1} ({messages[count].role}) follows"
+    return None
 
 
 def _behind_answer(

@@ -20,7 +20,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.token_digests import digest_of_ids
-from nemo_rl_mcore.rollouts.episodes import DIGESTS, WEIGHT_VERSIONS
+from nemo_rl_mcore.rollouts.transcript import DIGESTS, WEIGHT_VERSIONS
 
 type Respond = Callable[[BatchedDataDict], Awaitable[BatchedDataDict]]
 """Answers one row, see `interfaces.GenerationInterface.generate`; a task that is cancelled gives the answer up."""

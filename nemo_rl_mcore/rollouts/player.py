@@ -20,13 +20,8 @@ from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.interfaces import Environments, GenerationInterface
 from nemo_rl_mcore.rollouts.episode_metrics import check_drops
-from nemo_rl_mcore.rollouts.episodes import (
-    ONE_ANSWER,
-    WEIGHT_VERSIONS,
-    EpisodeForm,
-    Episodes,
-    with_equal_columns,
-)
+from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm, Episodes
+from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS, with_equal_columns
 
 
 @dataclass(frozen=True)

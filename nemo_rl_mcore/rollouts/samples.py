@@ -15,8 +15,8 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.tokenizer import Tokenizer, token_texts
 from nemo_rl_mcore.observability.rollouts import Said, Sample, TokenTable
-from nemo_rl_mcore.rollouts.episodes import REPLIES, TURN_OF_TOKEN, WEIGHT_VERSIONS
 from nemo_rl_mcore.rollouts.player import Rollout, prompt_lengths
+from nemo_rl_mcore.rollouts.transcript import REPLIES, TURN_OF_TOKEN, WEIGHT_VERSIONS
 
 _DECIMALS = 4
 

@@ -16,15 +16,10 @@ from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.rollouts.episode_metrics import episode_metrics
-from nemo_rl_mcore.rollouts.episodes import (
-    ONE_ANSWER,
-    EpisodeForm,
-    Episodes,
-    sampled_versions,
-    trained_columns,
-)
+from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm, Episodes
 from nemo_rl_mcore.rollouts.player import Rollout, RolloutCollector, _ended
 from nemo_rl_mcore.rollouts.samples import samples_of
+from nemo_rl_mcore.rollouts.transcript import sampled_versions, trained_columns
 
 TOKENIZER = load_tokenizer("char")
 PROMPTS = [Prompt(4, "12>", "12"), Prompt(8, "3>", "3")]
@@ -339,6 +334,9 @@ def test_observations_are_encoded_once_and_not_in_the_thread_of_the_loop():
         def ids_of(self, answer_ids, observation):
             self.threads.append(threading.get_ident())
             return make_observer(TOKENIZER, chat=False).ids_of(answer_ids, observation)
+
+        def whole_prompt(self, messages, observation):
+            return None
 
     played, watching = collector(SCRIPT, until("9")), Watching()
     played = replace(played, form=replace(played.form, observer=watching))
