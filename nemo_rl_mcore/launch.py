@@ -38,6 +38,8 @@ from nemo_rl_mcore.config.rules import shrunk
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.endpoint.endpoint import Endpoint
+from nemo_rl_mcore.endpoint.player import AgentCollector
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.embedded.kind import embedded_kind
@@ -207,14 +209,7 @@ def _train(
         )
     )
     environments = stack.enter_context(open_environments(config, cluster, parts.environment))
-    collector = RolloutCollector(
-        generation,
-        tokenizer,
-        config.max_prompt_length,
-        environments,
-        form=parts.form,
-        max_drop_rate=config.env.pool.max_drop_rate,
-    )
+    collector = stack.enter_context(open_collector(parts, generation, environments))
     scheduler: Scheduler[Any] | None = None
     if config.generations_per_prompt:
         opened = open_rollouts(
@@ -347,6 +342,27 @@ def open_generation(
 
 
 @contextmanager
+def open_collector(
+    parts: Parts, generation: GenerationInterface, environments: Environments
+) -> Generator[RolloutCollector]:
+    """What plays episodes: the loop of turns or, behind an endpoint that is open as long as the block, agents."""
+    config = parts.config
+    collector = RolloutCollector(
+        generation,
+        parts.tokenizer,
+        config.max_prompt_length,
+        environments,
+        form=parts.form,
+        max_drop_rate=config.env.pool.max_drop_rate,
+    )
+    if config.env.endpoint is None:
+        yield collector
+        return
+    with Endpoint(config, parts.tokenizer) as endpoint:
+        yield AgentCollector(**vars(collector), endpoint=endpoint, judges=bool(config.env.given))
+
+
+@contextmanager
 def open_environments(
     config: RunConfig, cluster: RayCluster, environment: Environment
 ) -> Iterator[Environments]:
@@ -372,7 +388,7 @@ def engine_kind(config: RunConfig) -> EngineKind:
             folder,
             os.environ,
             on_cpu=config.cluster.on_cpu,
-            reads_texts=config.max_rollout_turns > 1,
+            reads_texts=config.max_rollout_turns > 1 or config.env.endpoint is not None,
         )
     return embedded_kind(
         config.policy,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nemo_rl_mcore.algorithms.custom_estimator import check_estimator
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
@@ -69,7 +69,7 @@ def _columns(config: RunConfig) -> dict[str, tuple[str, ...]]:
 def _require_turns(config: RunConfig, environment: Environment) -> None:
     """Raise ValueError for a class of the user's own that scores one answer where there may be several."""
     turns, own = config.max_rollout_turns, config.env.custom
-    if own is not None and turns > 1 and not hasattr(environment, "step"):
+    if config.env.endpoint is None and own is not None and turns > 1 and not hasattr(environment, "step"):
         raise ValueError(
             f"{config.algorithm}.max_rollout_turns: {turns} does nothing with env.custom.type: {own.type}, which "
             "scores the first answer and has no `step`; set it to 1"
@@ -79,6 +79,8 @@ def _require_turns(config: RunConfig, environment: Environment) -> None:
 def _form(config: RunConfig, tokenizer: Tokenizer) -> EpisodeForm:
     """What the episodes of the recipe are like; raises ValueError for a critic of a template that rewrites turns."""
     policy, chat = config.policy, config.data.apply_chat_template
+    if config.env.endpoint is not None:
+        return replace(ONE_ANSWER, turns=config.max_rollout_turns)
     if config.max_rollout_turns == 1:
         return ONE_ANSWER
     if chat and config.algorithm == "ppo":

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from nemo_rl_mcore.config.answers import AnswerConfig
 from nemo_rl_mcore.config.base import Float, PositiveInt, Problem, StrictModel, has_no_effect, join_path
+from nemo_rl_mcore.config.endpoint import EndpointConfig
 from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
 from nemo_rl_mcore.config.imports import Arguments, ImportPath
 from nemo_rl_mcore.config.shares import MOST_TURNS, whole_weights
@@ -312,6 +313,9 @@ class EnvConfig(StrictModel):
     `episodes/observations_cut`, and the record of the answer says by how much."""
     pool: EnvPoolConfig = EnvPoolConfig()
     """The processes in which it runs (ours)."""
+    endpoint: EndpointConfig | None = None
+    """Agents that play the episodes, each a process of its own (ours); the environment, if there is one, scores those
+    that give no reward themselves."""
 
     @property
     def pool_size(self) -> int:

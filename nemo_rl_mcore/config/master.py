@@ -113,6 +113,8 @@ class RunConfig(WithReferences):
     @property
     def scores_one_answer(self) -> bool:
         """Whether the environment ends each episode with its first answer, as far as the recipe says."""
+        if self.env.endpoint is not None:
+            return False
         environment = next(iter(self.env.given), "arithmetic")
         return environment in ("arithmetic", "math", "rewards") and not self.data.has_turns
 

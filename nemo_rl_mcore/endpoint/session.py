@@ -52,9 +52,10 @@ class SessionLimitError(SessionError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a session may do. context: tokens of prompt and answer together; calls: of the model."""
+    """What a session may do. context: tokens of prompt and answer; prompt: of a prompt alone; calls: of the model."""
 
     context: int
+    prompt: int
     calls: int
 
 
@@ -65,7 +66,8 @@ class Call:
     number: from 1 on, in the order in which calls were answered. prompt_P, answer_N: int64 ids; logprobs_N: fp32, at
     the temperature of the run; versions_N: int64, of the weights that drew each token, None where the engine does not
     say. digest: of the answer, see `data.token_digests`. finished: it ended by itself, not at its length limit.
-    repetition: how many equal prompts the session had sent before. heard: what is new in the prompt, for people.
+    repetition: how many equal prompts the session had sent before. heard: the messages of the prompt that are new,
+    behind the answer that it goes on from, or all of them.
     """
 
     number: int
@@ -175,10 +177,10 @@ class Session:
 
     def _require_room(self, length: int) -> None:
         limits = self.limits
-        if length >= limits.context:
+        if length > limits.prompt:
             self.refused = NoRoomError(
                 f"This model's maximum context length is {limits.context} tokens. However, your prompt has {length} "
-                "tokens, which leaves none for an answer.",
+                f"tokens, and {limits.context - limits.prompt} are kept for the answer.",
                 "context_length_exceeded",
             )
             raise self.refused
@@ -209,6 +211,7 @@ class Session:
             answered = await self.respond(asked)
         except Exception as error:
             self.error = self.error or error
+            self.closed.set()
             raise
         call = _call_of(answered, len(self.calls) + 1, prompt, max_tokens, repetition, heard)
         self.calls.append(call)

@@ -62,6 +62,13 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
             "is not run to evaluate",
             "name the weights: --checkpoint DIR, or --hf DIR",
         )
+    if config.env.endpoint is not None:
+        yield Problem(
+            "incompatible",
+            "env.endpoint",
+            "is of episodes that agents play, and eval asks for one answer to each prompt",
+            "a validation of the run plays them; or override env.endpoint=null",
+        )
     longest = config.policy.max_total_sequence_length
     if _max_new_tokens(config) >= longest and not config.policy.generation.fit_to_sequence:
         yield Problem(

@@ -113,6 +113,12 @@ class Responder:
         asked["sample_index"] = torch.arange(samples).repeat(len(prompts))
         return asked
 
+    def is_answer_to(self, asked: BatchedDataDict, batch: BatchedDataDict) -> bool:
+        """Say whether episodes begin with what was asked, row by row."""
+        shown = asked["input_ids"]
+        first = [rows.start for rows in batch.samples()]
+        return torch.equal(batch["input_ids"][first, : shown.shape[1]], shown)
+
     def as_rollout(self, prompts: Sequence[Prompt], batch: BatchedDataDict) -> Rollout:
         """Read what was answered, as often to each prompt, from the joined rows."""
         episodes = batch.samples()

@@ -7,7 +7,7 @@ token is trained twice. Shapes: B rows, N tokens of a piece, S of the longest ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,11 @@ class Transcript:
         for name, reward in reply.rewards.items():
             self.rewards[name] = self.rewards.get(name, 0.0) + reward
         self.replies.append(reply.to_json())
+
+    @property
+    def has_versions(self) -> bool:
+        """Say whether the engine told the versions of the weights that drew a token."""
+        return any(not isinstance(piece.versions_N, int) for row in self.rows for piece in row)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -141,23 +146,24 @@ def sampled_versions(batch: BatchedDataDict) -> torch.Tensor:
 
 
 def with_equal_columns(batches: Sequence[BatchedDataDict]) -> list[BatchedDataDict]:
-    """Give all batches the columns that one of them has.
+    """Give all batches the columns that depend on their episodes, where one of them has them.
 
-    Rewards by name are 0 where all episodes were dropped, which names none, as are digests where nothing was sampled;
-    each row is an episode where none has several.
+    Where all were dropped, no reward has a name and nothing was sampled; where none has several rows, each row is one.
     """
-    names = dict.fromkeys(name for batch in batches for name in batch if name.startswith(REWARDS_PREFIX))
-    several = any(EPISODE in batch for batch in batches)
-    return [
-        BatchedDataDict(
-            {
-                **batch,
-                **{name: torch.zeros(batch.size) for name in names if name not in batch},
-                **({EPISODE: torch.arange(batch.size)} if several and EPISODE not in batch else {}),
-            }
-        )
-        for batch in batches
-    ]
+    names = dict.fromkeys(name for batch in batches for name in batch)
+    return [_with_columns(batch, names) for batch in batches]
+
+
+def _with_columns(batch: BatchedDataDict, names: Collection[str]) -> BatchedDataDict:
+    absent = {
+        EPISODE: lambda: torch.arange(batch.size),
+        WEIGHT_VERSIONS: lambda: torch.full_like(batch["input_ids"], -1),
+    }
+    for name in names:
+        if name.startswith(REWARDS_PREFIX):
+            absent[name] = lambda: torch.zeros(batch.size)
+    missing = {name: make() for name, make in absent.items() if name in names and name not in batch}
+    return BatchedDataDict({**batch, **missing})
 
 
 def trained_columns(batch: BatchedDataDict) -> BatchedDataDict:
