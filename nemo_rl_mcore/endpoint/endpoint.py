@@ -15,22 +15,29 @@ from types import TracebackType
 from typing import Any, Self
 
 from nemo_rl_mcore.config import RunConfig
+from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
 from nemo_rl_mcore.endpoint.agents import Agents, Ended
-from nemo_rl_mcore.endpoint.app import EndpointOptions, make_app
+from nemo_rl_mcore.endpoint.app import make_app
+from nemo_rl_mcore.endpoint.options import EndpointOptions, RunSampling
 from nemo_rl_mcore.endpoint.rows import last_turn, transcript_of
 from nemo_rl_mcore.endpoint.server import served
 from nemo_rl_mcore.endpoint.session import Limits, NoRoomError, Respond, Session, SessionLimitError, Sessions
+from nemo_rl_mcore.endpoint.tools import hermes, no_tools
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.loop_thread import LoopThread
 from nemo_rl_mcore.output import write_line
-from nemo_rl_mcore.rollouts.transcript import Transcript
+from nemo_rl_mcore.parts import stop_ids_of
+from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS, Transcript
 from nemo_rl_mcore.workers.environment import agent_environment
 from nemo_rl_mcore.workers.environment_actor import given_variables
 
+MODEL = "policy"
+"""What clients call the model; any other name is taken for it."""
 _START_WITHIN_S = 30.0
+_TOOL_PARSERS = {"hermes": hermes, "none": no_tools}
 
 type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]
 """See `interfaces.Environments.replies_soon`."""
@@ -54,8 +61,8 @@ class Endpoint:
             config.max_rollout_turns,
         )
         self._sessions = Sessions()
-        self._app = make_app(self._sessions, EndpointOptions.of(config, tokenizer))
-        self._tokenizer = tokenizer
+        self._tokenizer, self._newest = tokenizer, 0
+        self._app = make_app(self._sessions, self._options(config))
         variables = agent_environment(os.environ) | given_variables(config.env.pool)
         self._agents = Agents(section.command, variables, section.processes, section.timeout_s)
         self._thread = LoopThread("endpoint", self._tell_error)
@@ -64,11 +71,33 @@ class Endpoint:
         self.url = ""
         """Of the server, without a path."""
 
+    def _options(self, config: RunConfig) -> EndpointOptions:
+        generation, context = config.policy.generation, self._limits.context
+        sampling = RunSampling(
+            generation.temperature,
+            generation.top_p,
+            generation.top_k,
+            context if generation.fit_to_sequence else generation.max_new_tokens,
+            generation.stop_strings or (),
+            frozenset(stop_ids_of(config, self._tokenizer)),
+        )
+        return EndpointOptions(
+            model=MODEL,
+            context=context,
+            tokenizer=self._tokenizer,
+            sampling=sampling,
+            tool_parser=_TOOL_PARSERS[self._section.tool_parser],
+            version=lambda: self._newest,
+            failed=self._tell_error,
+        )
+
     def __enter__(self) -> Self:
         """Start to listen."""
-        starting = self._thread.call(self._server.enter_async_context(served(self._app, self._section.port)))
+        starting = self._thread.call(
+            self._server.enter_async_context(served(self._app, port=self._section.port))
+        )
         try:
-            self.url = starting.result(_START_WITHIN_S)
+            self.url = starting.result(_START_WITHIN_S).url
         except OSError as error:
             raise RunStoppedError(
                 f"env.endpoint.port: cannot listen on {self._section.port}: {error.strerror or error}",
@@ -98,7 +127,7 @@ class Endpoint:
         prompt. Raises what the engine has raised.
         """
         for last in (*[False] * self._retries, True):
-            session = self._sessions.open(prompt, sample, self._limits, respond)
+            session = self._sessions.open(prompt, sample, self._limits, self._noting(respond))
             try:
                 ended = await self._agents.run(session, self.url, _task(prompt, sample))
             finally:
@@ -111,6 +140,15 @@ class Endpoint:
             if reply.dropped is None or last:
                 return transcript_of(session, reply, _ending(session, reply), shown)
         raise AssertionError("the last try returns")
+
+    def _noting(self, respond: Respond) -> Respond:
+        async def noted(asked: BatchedDataDict) -> BatchedDataDict:
+            answered = await respond(asked)
+            if WEIGHT_VERSIONS in answered:
+                self._newest = max(self._newest, int(answered[WEIGHT_VERSIONS].max()))
+            return answered
+
+        return noted
 
     async def _reply(self, session: Session, ended: Ended, judge: Judge | None) -> Reply:
         if session.reward is not None and session.calls:

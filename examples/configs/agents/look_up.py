@@ -1,7 +1,7 @@
 """An agent of the standard library alone: asks the model, does what it calls for, and says how good the end is.
 
-A run starts it once for each sample (`env.endpoint.command`). It reads its task from standard input, and finds the model
-where every client of OpenAI's API looks for it. Any harness takes its place that knows a base URL and a key.
+A run starts it once for each sample (`env.endpoint.command`). It reads its task from standard input, and finds the
+model where every client of OpenAI's API looks for it. Any harness that knows a base URL and a key takes its place.
 """
 
 import json
