@@ -75,7 +75,9 @@ class Tokenizer(Protocol):
     ) -> str:
         """Text of a conversation by the chat template, special tokens spelt out.
 
-        tools: functions that answers may call, each as clients of OpenAI describe it. Raises ValueError when there is no template, or when it refuses the messages.
+        tools: functions that answers may call, each as clients of OpenAI describe it.
+
+        Raises ValueError when there is no template, or when it refuses the messages.
         """
         ...
 
