@@ -1,6 +1,7 @@
 """Chat calls over a socket: what is answered, what is kept, and that a conversation goes on in the tokens sampled."""
 
 import asyncio
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def test_a_conversation_goes_on_in_the_tokens_that_were_sampled(tokenizer, sent_
 
     calls = run(play())
     assert len(calls) == 3
-    for before, after in zip(calls, calls[1:], strict=False):
+    for before, after in pairwise(calls):
         known = before.ids
         assert after.ids[: len(known)] == known
         assert tokenizer.text_of(after.prompt_P.tolist()[len(known) :]) == (
