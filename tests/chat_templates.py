@@ -39,6 +39,29 @@ STRICT = (
     "{% elif m.role == 'assistant' %} {{ m.content }} <|im_end|>"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
+# As Qwen2.5's with tools; an answer is shown as it is, calls behind what it says.
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ THOUGHTS }}"
+    "{% for call in m.tool_calls or [] %}{% if not loop.first or m.content %}{{ '\n' }}{% endif %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+) + _BEGIN
+# As Qwen3's: thoughts are shown until a user says more, also between calls of tools.
+FORGETFUL_TOOLS = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+) + TOOLS.replace(
+    "{{ THOUGHTS }}",
+    "{% if m.role == 'assistant' and loop.index0 < ns.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}",
+)
+TOOLS = TOOLS.replace("{{ THOUGHTS }}", "{{ m.content }}")
 
 
 def byte_tokenizer(folder: Path, template: str | None = None, vocabulary: int = 320) -> HuggingFaceTokenizer:

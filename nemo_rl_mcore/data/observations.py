@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise, takewhile
 from typing import Protocol
 
@@ -14,13 +15,14 @@ from nemo_rl_mcore.data.chat import ASSISTANT, USER, rendered, rewritten
 from nemo_rl_mcore.data.literal_text import Rendered
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.token_rows import content_ids
-from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.data.tokenizer import Tokenizer, Tools
 from nemo_rl_mcore.errors import RefusedError
 
 _ENVIRONMENT = "environment"
 _ASKED = Message(USER, "question")
 _ANSWER = "some-answer-7319"
 """A text that no template writes or cuts."""
+_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
 _CONTENT = "some-content-4821"
 _KEY = "data.apply_chat_template"
 _ANSWERS = ("the answer", "<think>\nthe thought\n</think>\n\nthe answer")
@@ -78,13 +80,8 @@ class _Chat:
     def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
         """See `Observer.ids_of`; ValueError also for a role that the template refuses or leaves out."""
         known = [self._in_known_role(message) for message in observation]
-        shown = _behind_answer(self.tokenizer, known, add_generation_prompt=True)
-        whole = self.tokenizer.encode(shown.text, shown.literal)
-        end = self.tokenizer.encode(_behind_answer(self.tokenizer, (), add_generation_prompt=False).text)
-        # A token that joins the end of the turn to what follows is of neither.
-        equal = takewhile(lambda pair: pair[0] == pair[1], zip(end, whole, strict=False))
-        end = [token for token, _ in equal]
-        return whole[_sampled(answer_ids, end, self.tokenizer.eos_token_id) :]
+        behind = _behind_answer(self.tokenizer, known, add_generation_prompt=True)
+        return _ids_behind(self.tokenizer, answer_ids, behind, end_of_answers(self.tokenizer))
 
     def whole_prompt(self, messages: Sequence[Message], observation: Sequence[Message]) -> list[int] | None:
         """See `Observer.whole_prompt`."""
@@ -108,6 +105,61 @@ class _Chat:
             f"environment answers; give them the role {USER!r} or {_ENVIRONMENT!r}",
             code="unknown-role",
         )
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation to be answered, in which some of the answers were sampled.
+
+    tools: functions that answers may call, see `Tokenizer.render_chat`.
+    """
+
+    tokenizer: Tokenizer
+    messages: Sequence[Message]
+    tools: Tools = ()
+
+    @cached_property
+    def shown(self) -> Rendered:
+        """Return all of it, up to the beginning of the next answer, as the template shows it."""
+        return self._beginning(len(self.messages), add_generation_prompt=True)
+
+    def ids_behind(self, place: int, answer_ids: Sequence[int]) -> list[int] | None:
+        """Return the ids between the answer `messages[place]`, whose ids were sampled, and the next answer.
+
+        None where what was shown up to that answer, its thoughts included, is not shown so any more; then the
+        conversation has to be encoded anew.
+        """
+        asked = self._beginning(place, add_generation_prompt=True)
+        answered = self._beginning(place + 1, add_generation_prompt=False)
+        if not (_begins_with(self.shown, asked) and _begins_with(self.shown, answered)):
+            return None
+        if _thought(self.messages[place]) not in answered.text[len(asked.text) :]:
+            return None
+        end = self._end_of(answered, behind=len(asked.text))
+        if end is None:
+            return None
+        behind = _behind(self.shown, len(answered.text) - len(end))
+        return _ids_behind(self.tokenizer, answer_ids, behind, end)
+
+    def _beginning(self, count: int, *, add_generation_prompt: bool) -> Rendered:
+        return rendered(
+            self.messages[:count],
+            self.tokenizer,
+            add_generation_prompt=add_generation_prompt,
+            tools=self.tools,
+        )
+
+    def _end_of(self, answered: Rendered, behind: int) -> str | None:
+        """Return what the template has written behind the last answer; None where that cannot be told.
+
+        It ends other answers in another way: calls of tools, for one.
+        """
+        if answered.text.endswith(end := end_of_answers(self.tokenizer)):
+            return end
+        token = self.tokenizer.text_of([self.tokenizer.eos_token_id])
+        start = answered.text.rfind(token, behind)
+        said = any(first <= start < last for first, last in answered.literal)
+        return None if start < 0 or said else answered.text[start:]
 
 
 def require_append_only(tokenizer: Tokenizer, name: str) -> None:
@@ -147,15 +199,45 @@ def _rewritten_in(tokenizer: Tokenizer, messages: Sequence[Message]) -> str | No
     return None
 
 
+@lru_cache(maxsize=8)
+def end_of_answers(tokenizer: Tokenizer) -> str:
+    """Return what the template writes behind an answer that nothing follows."""
+    return _behind_answer(tokenizer, (), add_generation_prompt=False).text
+
+
 def _behind_answer(
     tokenizer: Tokenizer, observation: Sequence[Message], *, add_generation_prompt: bool
 ) -> Rendered:
     """What the template writes behind an answer, whatever that is."""
     messages = [_ASKED, Message(ASSISTANT, _ANSWER), *observation]
     shown = rendered(messages, tokenizer, add_generation_prompt=add_generation_prompt)
-    before, answer, behind = shown.text.partition(_ANSWER)
-    start = len(before) + len(answer)
-    return Rendered(behind, tuple((first - start, end - start) for first, end in shown.literal))
+    before, answer, _ = shown.text.partition(_ANSWER)
+    return _behind(shown, len(before) + len(answer))
+
+
+def _behind(shown: Rendered, start: int) -> Rendered:
+    literal = ((first - start, end - start) for first, end in shown.literal if first >= start)
+    return Rendered(shown.text[start:], tuple(literal))
+
+
+def _begins_with(shown: Rendered, beginning: Rendered) -> bool:
+    """Whether a text begins with another one, the special tokens that content spells in both alike."""
+    within = takewhile(lambda span: span[1] <= len(beginning.text), shown.literal)
+    return shown.text.startswith(beginning.text) and tuple(within) == beginning.literal
+
+
+def _thought(message: Message) -> str:
+    """What an answer thinks before it says something."""
+    before, end, _ = message.content.partition(_THOUGHT_ENDS)
+    return message.reasoning.strip() or (before.strip().removeprefix(_THOUGHT_BEGINS).strip() if end else "")
+
+
+def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendered, end: str) -> list[int]:
+    """Ids of what stands behind an answer, beginning with the end of its turn, as far as it was not sampled."""
+    whole = tokenizer.encode(behind.text, behind.literal)
+    # A token that joins the end of the turn to what follows is of neither.
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(tokenizer.encode(end), whole, strict=False))
+    return whole[_sampled(answer_ids, [token for token, _ in equal], tokenizer.eos_token_id) :]
 
 
 def _knows(tokenizer: Tokenizer, role: str) -> bool:

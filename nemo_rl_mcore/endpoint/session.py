@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,14 +126,15 @@ class Session:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        stop_ids: Collection[int] = (),
         retry: bool = False,
         heard: Sequence[Message] = (),
     ) -> Call:
         """Answer a prompt of P ids, once for each time that it is asked.
 
         An equal prompt whose answer was not delivered yet (`delivered`), or that is a `retry`, gets the answer of
-        before. max_tokens: of this answer, where that is less than the run's. stop: texts that end it besides those of
-        the run. A task that is cancelled gives the answer up, unless another one waits for it.
+        before. max_tokens: of this answer, where that is less than the run's. stop, stop_ids: texts and tokens that end
+        it besides those of the run. A task that is cancelled gives the answer up, unless another one waits for it.
 
         Raises ClosedSessionError, NoRoomError, SessionLimitError, and what the engine raises.
         """
@@ -143,7 +144,7 @@ class Session:
             asked = earlier[-1]
         else:
             self._require_room(len(prompt))
-            drawing = self._draw(prompt, max_tokens, stop, len(earlier), tuple(heard))
+            drawing = self._draw(prompt, _Cut(max_tokens, stop_ids), stop, len(earlier), tuple(heard))
             earlier.append(asked := _Asked(asyncio.ensure_future(drawing)))
         asked.waiting += 1
         try:
@@ -193,7 +194,7 @@ class Session:
     async def _draw(
         self,
         prompt: Sequence[int],
-        max_tokens: int | None,
+        cut: _Cut,
         stop: Sequence[str],
         repetition: int,
         heard: tuple[Message, ...],
@@ -213,7 +214,7 @@ class Session:
             self.error = self.error or error
             self.closed.set()
             raise
-        call = _call_of(answered, len(self.calls) + 1, prompt, max_tokens, repetition, heard)
+        call = _call_of(answered, len(self.calls) + 1, prompt, cut, repetition, heard)
         self.calls.append(call)
         return call
 
@@ -227,28 +228,41 @@ def noise_of(prompt: Sequence[int], repetition: int) -> int:
     return digest_of_ids([repetition, *prompt]) or 1
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """Where an answer ends before its own end: its beginning is what would have been drawn."""
+
+    max_tokens: int | None
+    stop_ids: Collection[int]
+
+    def length(self, answer_N: NDArray[np.int64]) -> tuple[int, bool]:
+        """Return how many tokens are kept, and whether the last one is why."""
+        length = len(answer_N) if self.max_tokens is None else min(len(answer_N), self.max_tokens)
+        stops = np.isin(answer_N[:length], [*self.stop_ids])
+        return (int(stops.argmax()) + 1, True) if stops.any() else (length, False)
+
+
 def _call_of(
     answered: BatchedDataDict,
     number: int,
     prompt: Sequence[int],
-    max_tokens: int | None,
+    cut: _Cut,
     repetition: int,
     heard: tuple[Message, ...],
 ) -> Call:
-    """Cut an answer to `max_tokens` tokens: its beginning is what would have been drawn."""
     drawn = int(answered["lengths"][0])
-    length = drawn if max_tokens is None else min(drawn, max_tokens)
-    answer_N = answered["tokens"][0, :length].numpy().astype(np.int64)
-    whole = digest_of_ids(answered["tokens"][0, :drawn].numpy())
+    answer_N = answered["tokens"][0, :drawn].numpy().astype(np.int64)
+    whole = digest_of_ids(answer_N)
     assert DIGESTS not in answered or whole == int(answered[DIGESTS][0]), "ids changed on the way"
+    length, stopped = cut.length(answer_N)
     return Call(
         number,
         np.array([*prompt], dtype=np.int64),
-        answer_N,
+        answer_N[:length],
         answered["logprobs"][0, :length].numpy().astype(np.float32),
         answered[WEIGHT_VERSIONS][0, :length].numpy() if WEIGHT_VERSIONS in answered else None,
-        whole if length == drawn else digest_of_ids(answer_N),
-        bool(answered["finished"][0]) and length == drawn,
+        whole if length == drawn else digest_of_ids(answer_N[:length]),
+        stopped or (bool(answered["finished"][0]) and length == drawn),
         repetition,
         heard,
     )
