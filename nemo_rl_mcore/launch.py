@@ -64,6 +64,8 @@ from nemo_rl_mcore.signals import current_stop_signals
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.engine_generation import EngineGeneration
+from nemo_rl_mcore.workers.environment import agent_environment
+from nemo_rl_mcore.workers.environment_actor import given_variables
 from nemo_rl_mcore.workers.environment_pool import EnvironmentPool
 from nemo_rl_mcore.workers.policy import Policy
 
@@ -358,7 +360,9 @@ def open_collector(
     if config.env.endpoint is None:
         yield collector
         return
-    with Endpoint(config, parts.tokenizer) as endpoint:
+    variables = agent_environment(os.environ) | given_variables(config.env.pool)
+    stop_ids = stop_ids_of(config, parts.tokenizer)
+    with Endpoint(config, parts.tokenizer, stop_ids, variables) as endpoint:
         yield AgentCollector(**vars(collector), endpoint=endpoint, judges=bool(config.env.given))
 
 

@@ -1,7 +1,6 @@
 """Configuration of the endpoint by which agents call the policy."""
 
 from collections.abc import Iterator
-from typing import Literal
 
 from nemo_rl_mcore.config.base import NonNegativeInt, PositiveInt, Problem, Seconds, StrictModel, StrTuple
 
@@ -21,9 +20,9 @@ class EndpointConfig(StrictModel):
     timeout_s: Seconds = 600.0
     """Deadline of an agent, from its start to the end of its session; one that passes it is killed, and started again
     as often as env.pool.retries allows."""
-    tool_parser: Literal["hermes", "none"] = "hermes"
+    tool_parser: str = "hermes"
     """How calls of tools stand in an answer: hermes, also that of Qwen, as JSON between <tool_call> and </tool_call>;
-    none reads no calls."""
+    none reads no calls; any other name is one of the library renderers, of the extra tool-parsers."""
     port: NonNegativeInt = 0
     """Port of the endpoint on the loopback interface; 0 takes a free one."""
 

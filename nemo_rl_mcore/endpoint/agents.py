@@ -10,18 +10,19 @@ import asyncio
 import json
 import os
 import signal
-from asyncio.subprocess import PIPE, STDOUT, Process
-from collections.abc import Mapping, Sequence
+from asyncio.subprocess import STDOUT, Process
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from nemo_rl_mcore.endpoint.session import Session
 from nemo_rl_mcore.errors import RunStoppedError
 
-_GRACE_S = 5.0
+_GRACE_S = 2.0
 """For an agent that has closed its session to exit by itself."""
-_KEPT_BYTES, _SHOWN_CHARS = 4096, 200
+_SHOWN_BYTES = 200
 
 
 @dataclass(frozen=True)
@@ -53,24 +54,23 @@ class Agents:
 
         url: of the endpoint. task: what it is told. Raises RunStoppedError where the program cannot be started.
         """
+        # Files, not pipes: nobody has to read on for it to go on, and nothing of it holds the loop's end up.
         async with self._room:
-            process = await self._start(session, url)
-            said = bytearray()
-            reading = asyncio.ensure_future(
-                _talk(process, json.dumps(task, default=str).encode() + b"\n", said)
-            )
-            try:
-                async with asyncio.timeout(self.timeout_s):
-                    why = await _ended(session, process)
-            except TimeoutError:
-                why = f"no end within {self.timeout_s:g} s (env.endpoint.timeout_s)"
-            finally:
-                _kill(process)
-                reading.cancel()
-                await process.wait()
-            return Ended(why, said.decode(errors="replace").strip()[-_SHOWN_CHARS:])
+            with TemporaryFile() as told, TemporaryFile() as said:
+                told.write(json.dumps(task, default=str).encode() + b"\n")
+                told.seek(0)
+                starting = asyncio.ensure_future(self._start(session, url, told, said))
+                try:
+                    process = await asyncio.shield(starting)
+                    async with asyncio.timeout(self.timeout_s):
+                        why = await _ended(session, process)
+                except TimeoutError:
+                    why = f"no end within {self.timeout_s:g} s (env.endpoint.timeout_s)"
+                finally:
+                    await _to_its_end(_kill(starting))
+                return Ended(why, _end_of(said))
 
-    async def _start(self, session: Session, url: str) -> Process:
+    async def _start(self, session: Session, url: str, told: IO[bytes], said: IO[bytes]) -> Process:
         own = f"{url}/sessions/{session.token}"
         given = {
             "OPENAI_BASE_URL": f"{own}/v1",
@@ -80,8 +80,8 @@ class Agents:
         try:
             return await asyncio.create_subprocess_exec(
                 *self.command,
-                stdin=PIPE,
-                stdout=PIPE,
+                stdin=told,
+                stdout=said,
                 stderr=STDOUT,
                 env={**self.environment, **given},
                 start_new_session=True,  # what it starts is ended with it
@@ -109,19 +109,28 @@ async def _ended(session: Session, process: Process) -> str:
         closes.cancel()
 
 
-async def _talk(process: Process, task: bytes, said: bytearray) -> None:
-    """Give an agent its task, and keep the end of what it says: a full pipe would hold it up."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with suppress(BrokenPipeError, ConnectionResetError):  # it does not read it
-        process.stdin.write(task)
-        await process.stdin.drain()
-        process.stdin.close()
-    while chunk := await process.stdout.read(_KEPT_BYTES):
-        said += chunk
-        del said[:-_KEPT_BYTES]
+async def _to_its_end(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Wait for a coroutine that no cancellation breaks off."""
+    task, cancelled = asyncio.ensure_future(coroutine), False
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    task.result()
 
 
-def _kill(process: Process) -> None:
-    with suppress(ProcessLookupError):  # it and all that it started have ended
-        os.killpg(process.pid, signal.SIGKILL)
+async def _kill(starting: asyncio.Task[Process]) -> None:
+    """End an agent with all that it has started; one that is just being started, too."""
+    with suppress(RunStoppedError):  # it never was
+        process = await starting
+        with suppress(ProcessLookupError):  # it and all that it started have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+def _end_of(said: IO[bytes]) -> str:
+    said.seek(max(0, said.seek(0, os.SEEK_END) - _SHOWN_BYTES))
+    return said.read().decode(errors="replace").strip()

@@ -6,9 +6,9 @@ All of it is in one thread, with an asyncio loop. The threads that train or ask 
 
 from __future__ import annotations
 
-import os
+import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -25,19 +25,15 @@ from nemo_rl_mcore.endpoint.options import EndpointOptions, RunSampling
 from nemo_rl_mcore.endpoint.rows import last_turn, transcript_of
 from nemo_rl_mcore.endpoint.server import served
 from nemo_rl_mcore.endpoint.session import Limits, NoRoomError, Respond, Session, SessionLimitError, Sessions
-from nemo_rl_mcore.endpoint.tools import hermes, no_tools
+from nemo_rl_mcore.endpoint.tools import tool_parser
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.loop_thread import LoopThread
 from nemo_rl_mcore.output import write_line
-from nemo_rl_mcore.parts import stop_ids_of
 from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS, Transcript
-from nemo_rl_mcore.workers.environment import agent_environment
-from nemo_rl_mcore.workers.environment_actor import given_variables
 
 MODEL = "policy"
 """What clients call the model; any other name is taken for it."""
-_START_WITHIN_S = 30.0
-_TOOL_PARSERS = {"hermes": hermes, "none": no_tools}
+_START_WITHIN_S = _END_WITHIN_S = 30.0
 
 type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]
 """See `interfaces.Environments.replies_soon`."""
@@ -46,32 +42,32 @@ type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]
 class Endpoint:
     """A context manager: the server listens inside the block, and all agents have ended behind it.
 
-    Raises RunStoppedError for an environment variable that is to be handed on and is not set, and for a port that is
+    stop_ids: end an answer. variables: what agents see of the environment. Raises RunStoppedError for a port that is
     taken.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: RunConfig, tokenizer: Tokenizer, stop_ids: Sequence[int], variables: Mapping[str, str]
+    ) -> None:
         section = config.env.endpoint
         assert section is not None
         policy = config.policy
         self._section, self._retries = section, config.env.pool.retries
         self._limits = Limits(
-            policy.max_total_sequence_length,
-            policy.max_total_sequence_length - policy.reserved_tokens,
-            config.max_rollout_turns,
+            policy.max_total_sequence_length, config.max_rollout_turns, policy.reserved_tokens
         )
         self._sessions = Sessions()
         self._tokenizer, self._newest = tokenizer, 0
-        self._app = make_app(self._sessions, self._options(config))
-        variables = agent_environment(os.environ) | given_variables(config.env.pool)
+        self._app = make_app(self._sessions, self._options(config, stop_ids))
         self._agents = Agents(section.command, variables, section.processes, section.timeout_s)
         self._thread = LoopThread("endpoint", self._tell_error)
         self._server = AsyncExitStack()
         self._reported = set[str]()
+        self._playing = set[asyncio.Task[Transcript]]()
         self.url = ""
         """Of the server, without a path."""
 
-    def _options(self, config: RunConfig) -> EndpointOptions:
+    def _options(self, config: RunConfig, stop_ids: Sequence[int]) -> EndpointOptions:
         generation, context = config.policy.generation, self._limits.context
         sampling = RunSampling(
             generation.temperature,
@@ -79,14 +75,14 @@ class Endpoint:
             generation.top_k,
             context if generation.fit_to_sequence else generation.max_new_tokens,
             generation.stop_strings or (),
-            frozenset(stop_ids_of(config, self._tokenizer)),
+            frozenset(stop_ids),
         )
         return EndpointOptions(
             model=MODEL,
             context=context,
             tokenizer=self._tokenizer,
             sampling=sampling,
-            tool_parser=_TOOL_PARSERS[self._section.tool_parser],
+            tool_parser=tool_parser(self._section.tool_parser, self._tokenizer),
             version=lambda: self._newest,
             failed=self._tell_error,
         )
@@ -109,7 +105,7 @@ class Endpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the agents, then the server."""
-        self._thread.call(self._server.aclose()).result(_START_WITHIN_S)
+        self._thread.call(self._end()).result(_END_WITHIN_S)
         self._thread.close()
 
     def begin[Result](self, coroutine: Coroutine[Any, Any, Result]) -> Future[Result]:
@@ -117,6 +113,25 @@ class Endpoint:
         return self._thread.call(coroutine)
 
     # The thread of the endpoint
+
+    async def _end(self) -> None:
+        playing = [*self._playing]
+        for episode in playing:
+            episode.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
+        await self._server.aclose()
+
+    async def play(self, episodes: Sequence[Coroutine[Any, Any, Transcript]]) -> list[Transcript]:
+        """Play episodes at the same time; one that fails ends the others, and its error is raised."""
+        playing = [asyncio.ensure_future(episode) for episode in episodes]
+        self._playing.update(playing)
+        try:
+            return await asyncio.gather(*playing)
+        finally:
+            for one in playing:
+                one.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+            self._playing.difference_update(playing)
 
     async def episode(
         self, prompt: Prompt, sample: int, respond: Respond, judge: Judge | None, shown: Sequence[int]

@@ -82,16 +82,12 @@ class AgentCollector(RolloutCollector):
         of_rows = [(prompt, sample) for prompt in prompts for sample in range(samples)]
         shown = zip(asked["input_ids"].tolist(), asked["input_lengths"].tolist(), strict=True)
         judge = self.environments.replies_soon if self.judges else None
-        playing = [
-            asyncio.ensure_future(self.endpoint.episode(prompt, sample, respond, judge, ids[:length]))
-            for (prompt, sample), (ids, length) in zip(of_rows, shown, strict=True)
-        ]
-        try:
-            episodes = await asyncio.gather(*playing)
-        finally:
-            for one in playing:
-                one.cancel()
-            await asyncio.gather(*playing, return_exceptions=True)
+        episodes = await self.endpoint.play(
+            [
+                self.endpoint.episode(prompt, sample, respond, judge, ids[:length])
+                for (prompt, sample), (ids, length) in zip(of_rows, shown, strict=True)
+            ]
+        )
         return batch_of(
             episodes,
             pad_token_id=self.tokenizer.pad_token_id,

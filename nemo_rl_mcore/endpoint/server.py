@@ -206,6 +206,7 @@ def _config(app: ASGIApp, limits: ServerLimits) -> Config:
 
 async def _stop(state: ServerState, seconds: float) -> None:
     """End all connections: those without request now, the others when they are answered or have had their time."""
+    await _rounds()  # those that were accepted just now are connections then
     for connection in [*state.connections]:
         connection.shutdown()
     for timeout in (seconds, seconds):
@@ -217,4 +218,10 @@ async def _stop(state: ServerState, seconds: float) -> None:
             task.cancel()
     for connection in [*state.connections]:
         connection.transport.abort()
-    await asyncio.sleep(0)
+    await _rounds()
+
+
+async def _rounds() -> None:
+    """Let the loop do what it has to do already, and what follows from that."""
+    for _ in range(4):
+        await asyncio.sleep(0)

@@ -52,11 +52,11 @@ class SessionLimitError(SessionError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a session may do. context: tokens of prompt and answer; prompt: of a prompt alone; calls: of the model."""
+    """What a session may do: tokens of prompt and answer, calls of the model; reserved are tokens for an answer."""
 
     context: int
-    prompt: int
     calls: int
+    reserved: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,10 +178,10 @@ class Session:
 
     def _require_room(self, length: int) -> None:
         limits = self.limits
-        if length > limits.prompt:
+        if length + limits.reserved > limits.context:
             self.refused = NoRoomError(
                 f"This model's maximum context length is {limits.context} tokens. However, your prompt has {length} "
-                f"tokens, and {limits.context - limits.prompt} are kept for the answer.",
+                f"tokens, and {limits.reserved} are kept for the answer.",
                 "context_length_exceeded",
             )
             raise self.refused

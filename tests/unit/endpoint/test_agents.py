@@ -14,7 +14,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.endpoint.agents import Agents
 from nemo_rl_mcore.endpoint.session import Limits, Sessions
 
-LIMITS = Limits(context=40, prompt=30, calls=4)
+LIMITS = Limits(context=40, calls=4)
 
 
 def ran(code, *, timeout_s=30.0, close_after=None):

@@ -1,6 +1,7 @@
 """Groups that agents play, with real processes and sockets, in front of an engine that draws by its noise alone."""
 
 import asyncio
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,12 +61,16 @@ class Scoring:
         return [Reply(float(len(turn.messages))) for turn in turns]
 
 
+def opened(config, tokenizer):
+    return Endpoint(config, tokenizer, [tokenizer.eos_token_id], dict(os.environ))
+
+
 def played(*overrides, drawing=None, soon=False, judges=False, environments=None):
     config = load_config(RECIPE, [*overrides])
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
     prompts = [with_template(Prompt(i, f"{i:02d}?", f"{7 * i:02d}"), tokenizer) for i in range(2)]
     engine = Engine(drawing or Drawing(vocabulary=18))
-    with Endpoint(config, tokenizer) as endpoint:
+    with opened(config, tokenizer) as endpoint:
         collector = AgentCollector(
             engine,
             tokenizer,
@@ -138,8 +143,8 @@ def test_what_an_engine_raises_ends_the_group_and_its_agents(soon):
 def test_a_port_that_is_taken_is_named():
     config = load_config(RECIPE)
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
-    with Endpoint(config, tokenizer) as endpoint:
+    with opened(config, tokenizer) as endpoint:
         port = endpoint.url.rpartition(":")[2]
         taken = load_config(RECIPE, [f"env.endpoint.port={port}"])
-        with refused("port-taken", "env.endpoint.port", port), Endpoint(taken, tokenizer):
+        with refused("port-taken", "env.endpoint.port", port), opened(taken, tokenizer):
             pass

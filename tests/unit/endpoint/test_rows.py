@@ -17,7 +17,7 @@ from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.rollouts.transcript import batch_of
 
 CALLS = 12
-LIMITS = Limits(context=10_000, prompt=9_000, calls=CALLS)
+LIMITS = Limits(context=10_000, calls=CALLS)
 
 
 def next_prompt(ids, draws):

@@ -17,7 +17,7 @@ from nemo_rl_mcore.endpoint.session import (
 )
 
 PROMPT = Prompt(7, "what?", "4")
-LIMITS = Limits(context=40, prompt=30, calls=4)
+LIMITS = Limits(context=40, calls=4, reserved=10)
 
 
 def opened(drawing, sessions=None):
