@@ -117,7 +117,7 @@ class Answer:
 
     def of_generation(self) -> dict[str, Any]:
         """Return a generation, ids in and ids out: its tokens are called as vLLM does and as verifiers does."""
-        content = [
+        content: list[dict[str, Any]] = [
             {
                 "token": f"token_id:{token}",
                 "token_id": token,

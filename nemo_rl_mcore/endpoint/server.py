@@ -71,7 +71,7 @@ class Connection(H11Protocol):
     @property
     def idle(self) -> bool:
         """Whether no request of it is answered."""
-        return self.cycle is None or self.cycle.response_complete
+        return not self.cycle or self.cycle.response_complete
 
     @property
     def spare(self) -> bool:
