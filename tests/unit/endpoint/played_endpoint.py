@@ -51,15 +51,29 @@ class FakeModel:
     asked: list[BatchedDataDict] = field(default_factory=list)
     given_up: int = 0
 
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
     def __post_init__(self):
         self.answering.set()
 
+    async def was_asked(self, times):
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.asked) >= times)
+
+    async def gave_up(self, times):
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.given_up >= times)
+
     async def __call__(self, data):
         self.asked.append(data)
+        async with self.changed:
+            self.changed.notify_all()
         try:
             await self.answering.wait()
         except asyncio.CancelledError:
             self.given_up += 1
+            async with self.changed:
+                self.changed.notify_all()
             raise
         if self.error is not None:
             raise self.error

@@ -174,8 +174,7 @@ def test_an_answer_that_was_not_delivered_is_given_again_and_a_retry_too(tokeniz
             anew = await endpoint.chat(session, [USER])
             endpoint.model.answering.clear()
             both = [asyncio.create_task(endpoint.chat(session, [USER])) for _ in range(2)]
-            while len(endpoint.model.asked) < 3:
-                await asyncio.sleep(0.01)
+            await endpoint.model.was_asked(3)
             endpoint.model.answering.set()
             return first, retried, anew, await asyncio.gather(*both), session.calls
 
@@ -195,12 +194,11 @@ def test_who_goes_away_has_the_answer_given_up_unless_another_one_waits(tokenize
             for others in (0, 1):
                 waiting = [asyncio.create_task(endpoint.chat(session, [USER])) for _ in range(others)]
                 leaving = asyncio.create_task(endpoint.chat(session, [USER]))
-                while len(model.asked) < 1 + others:
-                    await asyncio.sleep(0.01)
+                await model.was_asked(1 + others)
                 await asyncio.sleep(0.05)
                 leaving.cancel()
-                while not others and not model.given_up:
-                    await asyncio.sleep(0.01)
+                if not others:
+                    await model.gave_up(1)
             await asyncio.sleep(0.05)
             model.answering.set()
             return (await waiting[0]).status, model.given_up, session.calls
