@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,8 +26,10 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", 
 
 
 def spelt(tokenizer, text):
-    """Ids of a text as its tokenizer would not write it: letter by letter."""
-    return [token for letter in text for token in tokenizer.encode(letter)]
+    """Ids of a text as its tokenizer would not write it: letter by letter, but for special tokens."""
+    marks = "|".join(map(re.escape, tokenizer.special_tokens))
+    pieces = re.findall(f"{marks}|(?s:.)", text)
+    return [token for piece in pieces for token in tokenizer.encode(piece)]
 
 
 def calling(**arguments):
