@@ -34,7 +34,7 @@ def spelt(tokenizer, text):
 
 def calling(**arguments):
     """What an answer says to call the tool."""
-    return f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+    return f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
 
 
 @dataclass

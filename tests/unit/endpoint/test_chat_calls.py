@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from message_forms import gym, parts, sdk
 from played_endpoint import LONGEST, MODEL, TOOL, VERSION, calling, played, spelt
 
 USER = {"role": "user", "content": "add 1 and 2"}
@@ -83,31 +84,6 @@ def test_without_tools_a_call_is_text(tokenizer, fields):
     reply = run(play())
     assert reply.message["content"] == calling(a=1)
     assert reply.json["choices"][0]["finish_reason"] == "stop"
-
-
-def gym(message):
-    """An answer as NeMo Gym sends it back: thoughts apart, the three lists of ids along."""
-    thought, end, words = (message["content"] or "").partition("</think>")
-    back = {**message, "content": words if end else message["content"] or ""}
-    back.pop("weight_versions")
-    if end:
-        back["reasoning_content"] = back["reasoning"] = thought.removeprefix("<think>")
-    return back
-
-
-def sdk(message):
-    """An answer as most harnesses send it back: content and calls alone."""
-    kept = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
-    return kept if kept["content"] else {**kept, "content": None}
-
-
-def parts(message):
-    """An answer in parts, its arguments spelt in another way."""
-    back = sdk(message)
-    back["content"] = [{"type": "text", "text": back["content"] or ""}]
-    for call in back.get("tool_calls", []):
-        call["function"]["arguments"] = call["function"]["arguments"].replace(" ", "")
-    return back
 
 
 @pytest.mark.parametrize("sent_back", [gym, sdk, parts])
