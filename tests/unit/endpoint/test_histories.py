@@ -91,13 +91,13 @@ class Harness:
         self.messages.append(message)
         self.sent.append(sent)
 
-    async def ask(self):
+    async def ask(self, answer=None):
         out = [sent or message for message, sent in zip(self.messages, self.sent, strict=True)]
         chat = chat_of({"messages": out, "tools": self.tools})
         history = History.of(self.session)
         prompt = history.prompt(chat, self.tokenizer)
         self.check(prompt.ids)
-        self.next = self.draw(ANSWERS)
+        self.next = self.draw(ANSWERS) if answer is None else answer
         call = await self.session.ask(prompt.ids, retry=self.draw([False, False, True]), heard=prompt.heard)
         self.session.delivered(call)
         text = self.tokenizer.text_of(
@@ -179,10 +179,13 @@ class Harness:
             if edit == "ask":
                 await self.ask()
             elif edit == "again":
-                answered = len(self.messages)
+                asked = [*self.messages], [*self.sent]
                 await self.ask()
-                del self.messages[answered:], self.sent[answered:]
-                await self.ask()
+                first = [*self.messages], [*self.sent]
+                self.messages, self.sent = asked
+                await self.ask(self.draw([self.next, ANSWERS[0]]))
+                if self.draw([False, True]):
+                    self.messages, self.sent = first
             else:
                 self.edit(edit)
         await self.ask()
