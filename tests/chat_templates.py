@@ -64,15 +64,20 @@ FORGETFUL_TOOLS = (
 TOOLS = TOOLS.replace("{{ THOUGHTS }}", "{{ m.content }}")
 
 
-def byte_tokenizer(folder: Path, template: str | None = None, vocabulary: int = 320) -> HuggingFaceTokenizer:
-    """BPE over bytes: what it has not learnt to merge falls back to them. vocabulary: ids, marks included."""
+def byte_tokenizer(
+    folder: Path, template: str | None = None, vocabulary: int = 320, marks: tuple[str, ...] = ()
+) -> HuggingFaceTokenizer:
+    """BPE over bytes: what it has not learnt to merge falls back to them.
+
+    vocabulary: ids, marks included. marks: more special tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[PAD, EOS, START],
+        special_tokens=[PAD, EOS, START, *marks],
         initial_alphabet=alphabet,
         show_progress=False,
     )
@@ -81,7 +86,7 @@ def byte_tokenizer(folder: Path, template: str | None = None, vocabulary: int = 
         tokenizer_object=tokenizer,
         eos_token=EOS,
         pad_token=PAD,
-        additional_special_tokens=[START],
+        additional_special_tokens=[START, *marks],
         clean_up_tokenization_spaces=False,
     )
     saved.chat_template = template

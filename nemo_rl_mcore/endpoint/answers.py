@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 from nemo_rl_mcore.data.messages import Message
@@ -105,11 +105,10 @@ class Answer:
         shown = None
         if self.wishes.logprobs:
             names = self._token_names()
-            offsets = [sum(map(len, names[:place])) for place in range(len(names))]
             shown = {
                 "tokens": names,
                 "token_logprobs": self.logprobs,
-                "text_offset": offsets,
+                "text_offset": [*accumulate(map(len, names[:-1]), initial=0)] if names else [],
                 "top_logprobs": [{name: one} for name, one in zip(names, self.logprobs, strict=True)],
             }
         choice = self._choice(self.finish_reason, shown) | {"text": self.text}
@@ -117,7 +116,7 @@ class Answer:
 
     def of_generation(self) -> dict[str, Any]:
         """Return a generation, ids in and ids out: its tokens are called as vLLM does and as verifiers does."""
-        content = [
+        content: list[dict[str, Any]] = [
             {
                 "token": f"token_id:{token}",
                 "token_id": token,

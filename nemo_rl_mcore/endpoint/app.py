@@ -100,6 +100,8 @@ class _Endpoint:
                 return Response(status_code=499)
             except asyncio.CancelledError:  # the server stops
                 return _refused(busy("the endpoint stops"))
+            except RecursionError:
+                return _refused(Refusal(400, "the body is nested too deeply"))
             except Exception as error:  # noqa: BLE001 whatever fails has an answer
                 if (refusal := refusal_of(error)) is None:
                     self._options.failed(error)

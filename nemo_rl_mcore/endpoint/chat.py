@@ -19,6 +19,7 @@ from nemo_rl_mcore.data.tokenizer import Tokenizer, Tools
 from nemo_rl_mcore.endpoint.session import Call, Session
 
 _MEMORY = "chat"
+type _Said = tuple[str, str, tuple[tuple[str, str], ...]]
 _THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
 
 
@@ -68,6 +69,8 @@ class History:
     """The chat calls of a session, by the conversation that each has answered."""
 
     _calls: dict[bytes, list[_Answered]] = field(default_factory=dict[bytes, list[_Answered]])
+    _contents: dict[_Said, str] = field(default_factory=dict[_Said, str])
+    """Of all answers: clients take thoughts apart from what is said, where a template may show them together."""
 
     @classmethod
     def of(cls, session: Session) -> History:
@@ -81,10 +84,12 @@ class History:
         """
         messages, answered = [*chat.messages], dict[int, Call]()
         state = _digest(b"", [*chat.tools])
-        for place, claim in enumerate(chat.claims):
-            found = self._find(state, messages[place], claim)
+        for place, (message, claim) in enumerate(zip(chat.messages, chat.claims, strict=True)):
+            found = self._find(state, message, claim) if message.role == ASSISTANT else None
             if found is not None:
                 messages[place], answered[place] = found.message, found.call
+            elif message.role == ASSISTANT and (content := self._contents.get(_said(message))) is not None:
+                messages[place] = replace(message, content=content, reasoning="")
             state = _digest(
                 state, _to_json(messages[place]), found and [found.call.digest, found.call.repetition]
             )
@@ -101,11 +106,10 @@ class History:
         known = self._calls.setdefault(prompt.state, [])
         if not any(answered.call is call for answered in known):
             known.append(_Answered(call, message))
+            self._contents[_said(message)] = message.content
 
     def _find(self, state: bytes, message: Message, claim: Claim | None) -> _Answered | None:
         """Return the answer to a conversation that a message is; of equal ones that to the last repetition."""
-        if message.role != ASSISTANT:
-            return None
         known = sorted(self._calls.get(state, ()), key=lambda answered: -answered.call.repetition)
         by_ids = (answered for answered in known if claim is not None and claim.is_of(answered.call))
         said = _said(message)
@@ -113,7 +117,7 @@ class History:
         return next(by_ids, None) or next(by_words, None)
 
 
-def _said(message: Message) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+def _said(message: Message) -> _Said:
     """Return thought, words and calls, however a client has arranged them, but for the ids that it calls them by."""
     thought, end, words = message.content.partition(_THOUGHT_ENDS)
     if message.reasoning or not end:

@@ -55,6 +55,8 @@ _NEUTRAL: dict[str, Sequence[object]] = {
 }
 """What may be said of a field that would change how answers are drawn, besides null; nothing else is known to do so."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ALL = -1
+"""The value of top_k that keeps all tokens, as 0 does."""
 _MOST_STOPS, _LONGEST_STOP = 16, 1000
 
 
@@ -83,7 +85,7 @@ def wishes_of(body: Body, options: EndpointOptions, sampling: Body | None = None
     for place in (body, values):
         _require_neutral(place)
     _require_runs(values, options.sampling)
-    streaming = _of_type(body, "stream_options", dict) or {}
+    streaming = _object(body, "stream_options") or {}
     return Wishes(
         max_tokens=_max_tokens(values, options.sampling.max_new_tokens),
         stop=_stop(values),
@@ -99,9 +101,9 @@ def wishes_of(body: Body, options: EndpointOptions, sampling: Body | None = None
 
 def chat_of(body: Body) -> Chat:
     """Read the conversation of a body. Raises RefusedCallError."""
-    given = _required(body, "messages", list)
+    given = _list(body, "messages")
     if not given:
-        raise RefusedCallError("messages must not be empty", param="messages")
+        raise RefusedCallError("messages are missing", param="messages")
     read = [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
     tools = _tools(body) if body.get("tool_choice") != "none" else ()
     return Chat(tuple(message for message, _ in read), tuple(claim for _, claim in read), tools)
@@ -109,14 +111,13 @@ def chat_of(body: Body) -> Chat:
 
 def prompt_of(body: Body, options: EndpointOptions) -> list[int]:
     """Return the ids of the prompt of a completion: one text, or one list of ids, also as the only one of a list."""
-    given = body.get("prompt")
-    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], list | str):
-        given = given[0]
-    if isinstance(given, str):
-        return encoded(given, options)
-    if not isinstance(given, list):
-        raise RefusedCallError("prompt must be a text, or a list of token ids", param="prompt")
-    return _ids(given, "prompt", options)
+    given = cast("object", body.get("prompt"))
+    several = cast("list[object]", given) if isinstance(given, list) else []
+    if len(several) == 1 and isinstance(several[0], list | str):
+        [given] = several
+    return (
+        encoded(given, options) if isinstance(given, str) else _ids(cast("object", given), "prompt", options)
+    )
 
 
 def encoded(text: str, options: EndpointOptions) -> list[int]:
@@ -129,18 +130,18 @@ def encoded(text: str, options: EndpointOptions) -> list[int]:
 
 def token_ids_of(body: Body, options: EndpointOptions) -> list[int]:
     """Return the ids of the prompt of a generation."""
-    return _ids(_required(body, "token_ids", list), "token_ids", options)
+    return _ids(body.get("token_ids"), "token_ids", options)
 
 
 def sampling_params_of(body: Body) -> Body:
     """Return the sampling parameters of a generation."""
-    return _of_type(body, "sampling_params", dict) or {}
+    return _object(body, "sampling_params") or {}
 
 
 def rewards_of(body: Body) -> tuple[float | None, dict[str, float]]:
     """Return the reward of a session, None where it gives none, and its parts by name."""
     reward = body.get("reward")
-    parts = _of_type(body, "rewards", dict) or {}
+    parts = _object(body, "rewards") or {}
     return (
         None if reward is None else _number(reward, "reward"),
         {name: _number(part, f"rewards.{name}") for name, part in parts.items()},
@@ -181,9 +182,10 @@ def _require_runs(values: Body, run: RunSampling) -> None:
         given = values.get(name)
         if given is not None and _number(given, name) != own:
             raise _differs(name, given, own)
-    given = values.get("top_k")
-    if given is not None and (int(_number(given, "top_k")) if given not in (0, -1) else None) != run.top_k:
-        raise _differs("top_k", given, run.top_k)
+    if values.get("top_k") is not None:
+        given = _number(values["top_k"], "top_k")
+        if given != (run.top_k or 0) and not (given == _ALL and run.top_k is None):
+            raise _differs("top_k", values["top_k"], run.top_k)
 
 
 def _differs(name: str, given: object, own: object) -> RefusedCallError:
@@ -195,27 +197,28 @@ def _differs(name: str, given: object, own: object) -> RefusedCallError:
 
 
 def _max_tokens(values: Body, most: int) -> int | None:
-    found = None
-    for name in ("max_tokens", "max_completion_tokens"):
-        given = values.get(name)
-        if given is None:
-            continue
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise RefusedCallError(f"{name} must be a positive integer, got {given!r:.100}", param=name)
-        found = given if found is None else min(found, given)
-    return None if found is None or found >= most else found
+    given = [_count(values, name) for name in ("max_tokens", "max_completion_tokens")]
+    least = min((count for count in given if count is not None), default=most)
+    return least if least < most else None
+
+
+def _count(values: Body, name: str) -> int | None:
+    given = values.get(name)
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
+        return given
+    raise RefusedCallError(f"{name} must be a positive integer, got {given!r:.100}", param=name)
 
 
 def _stop(values: Body) -> tuple[str, ...]:
-    given = values.get("stop")
-    texts = [given] if isinstance(given, str) else given or []
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+    given: object = values.get("stop")
+    texts = [given] if isinstance(given, str) else _list(values, "stop") or []
+    if not all(isinstance(text, str) and text for text in texts):
         raise RefusedCallError("stop must be a text, or a list of texts", param="stop")
-    if len(texts) > _MOST_STOPS or any(len(text) > _LONGEST_STOP for text in texts):
+    if len(texts) > _MOST_STOPS or any(len(str(text)) > _LONGEST_STOP for text in texts):
         raise RefusedCallError(
             f"stop may hold {_MOST_STOPS} texts of {_LONGEST_STOP} characters each", param="stop"
         )
-    return tuple(texts)
+    return tuple(map(str, texts))
 
 
 def _wants_logprobs(values: Body) -> bool:
@@ -238,7 +241,7 @@ def _message(given: object, path: str) -> tuple[Message, Claim | None]:
         raise RefusedCallError(
             f"{path}.role is {role!r:.100}; known roles are {', '.join(_ROLES)}", param=f"{path}.role"
         )
-    calls = _of_type(said, "tool_calls", list, path) or []
+    calls = _list(said, "tool_calls", path) or []
     if role != "assistant" and calls:
         raise RefusedCallError(
             f"{path}.tool_calls: an assistant alone calls tools", param=f"{path}.tool_calls"
@@ -275,7 +278,7 @@ def _text(content: object, path: str) -> str:
 
 def _tool_call(given: object, path: str) -> ToolCall:
     call = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-    function = cast("dict[str, Any]", call.get("function")) if isinstance(call.get("function"), dict) else {}
+    function = _object(call, "function", path) or {}
     name, arguments = function.get("name"), function.get("arguments", "{}")
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments, ensure_ascii=False)
@@ -293,12 +296,13 @@ def _claim(said: Body) -> Claim | None:
 
 
 def _tools(body: Body) -> list[dict[str, Any]]:
-    tools = _of_type(body, "tools", list) or []
+    tools = _list(body, "tools") or []
     for place, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RefusedCallError(f"tools[{place}] must be a function with a name", param=f"tools[{place}]")
-    return tools
+        path = f"tools[{place}]"
+        function = _object(cast("dict[str, Any]", tool), "function", path) if isinstance(tool, dict) else None
+        if function is None or not isinstance(function.get("name"), str):
+            raise RefusedCallError(f"{path} must be a function with a name", param=path)
+    return cast("list[dict[str, Any]]", tools)
 
 
 def _ids(given: object, name: str, options: EndpointOptions) -> list[int]:
@@ -310,19 +314,20 @@ def _ids(given: object, name: str, options: EndpointOptions) -> list[int]:
     raise RefusedCallError(f"{name} must be a list of token ids from 0 to {size - 1}", param=name)
 
 
-def _required[T](body: Body, name: str, kind: type[T]) -> T:
-    found = _of_type(body, name, kind)
-    if found is None:
-        raise RefusedCallError(f"{name} is missing", param=name)
-    return found
-
-
 def _of_type[T](values: Body, name: str, kind: type[T], path: str = "") -> T | None:
-    given = values.get(name)
+    given: object = values.get(name)
     if given is None or isinstance(given, kind):
         return given
     where = f"{path}.{name}" if path else name
     raise RefusedCallError(f"{where} must be of type {kind.__name__}, got {given!r:.100}", param=where)
+
+
+def _list(values: Body, name: str, path: str = "") -> list[object] | None:
+    return cast("list[object] | None", _of_type(values, name, list, path))
+
+
+def _object(values: Body, name: str, path: str = "") -> dict[str, Any] | None:
+    return cast("dict[str, Any] | None", _of_type(values, name, dict, path))
 
 
 def _flag(values: Body, name: str) -> bool:

@@ -24,6 +24,8 @@ CONNECTION = "connection"
 """Where the state of a request has its `Connection`."""
 HEADER_BYTES = 32 << 10
 _BACKLOG = 1024
+_UNREAD_BYTES = 128 << 10
+"""That the kernel may hold of an answer: else one that nobody reads would count as delivered up to some megabytes."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Connection(H11Protocol):
     @property
     def idle(self) -> bool:
         """Whether no request of it is answered."""
-        return self.cycle is None or self.cycle.response_complete
+        return not self.cycle or self.cycle.response_complete
 
     @property
     def spare(self) -> bool:
@@ -91,6 +93,7 @@ class Connection(H11Protocol):
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
         self.used = self.loop.time()
         self._expect_head()
         most = _within_descriptors(self._limits.connections)

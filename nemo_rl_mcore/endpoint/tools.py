@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, Protocol, cast
 
 from nemo_rl_mcore.data.messages import ToolCall
@@ -67,18 +68,13 @@ class _OfRenderers:
     """A parser of the library `renderers`, which reads ids."""
 
     def __init__(self, name: str, tokenizer: Tokenizer) -> None:
-        from renderers.parsers import (  # pyright: ignore[reportMissingImports]
-            TOOL_PARSERS,
-            get_tool_parser,
-        )
-
-        if name not in TOOL_PARSERS:
-            raise RefusedError(
-                f"tool_parser {name!r} is none of {', '.join((*_OWN, *TOOL_PARSERS))}",
-                code="unknown-tool-parser",
-            )
+        library = import_module("renderers.parsers")
+        known: list[str] = [*library.TOOL_PARSERS]
+        if name not in known:
+            allowed = ", ".join((*_OWN, *known))
+            raise RefusedError(f"tool_parser {name!r} is none of {allowed}", code="unknown-tool-parser")
         self._tokenizer = tokenizer
-        self._parser: Any = get_tool_parser(name, _AsRenderersAsk(tokenizer))
+        self._parser = library.get_tool_parser(name, _AsRenderersAsk(tokenizer))
 
     def __call__(self, text: str, ids: Sequence[int]) -> tuple[str, list[Function]]:
         said, found = self._parser.extract([*ids])

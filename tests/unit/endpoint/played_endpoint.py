@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,13 +26,15 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", 
 
 
 def spelt(tokenizer, text):
-    """Ids of a text as its tokenizer would not write it: letter by letter."""
-    return [token for letter in text for token in tokenizer.encode(letter)]
+    """Ids of a text as its tokenizer would not write it: letter by letter, but for special tokens."""
+    marks = "|".join(map(re.escape, tokenizer.special_tokens))
+    pieces = re.findall(f"{marks}|(?s:.)", text)
+    return [token for piece in pieces for token in tokenizer.encode(piece)]
 
 
 def calling(**arguments):
     """What an answer says to call the tool."""
-    return f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+    return f'<tool_call>\n{{"name": "add", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
 
 
 @dataclass
@@ -51,15 +54,29 @@ class FakeModel:
     asked: list[BatchedDataDict] = field(default_factory=list)
     given_up: int = 0
 
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
     def __post_init__(self):
         self.answering.set()
 
+    async def was_asked(self, times):
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.asked) >= times)
+
+    async def gave_up(self, times):
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.given_up >= times)
+
     async def __call__(self, data):
         self.asked.append(data)
+        async with self.changed:
+            self.changed.notify_all()
         try:
             await self.answering.wait()
         except asyncio.CancelledError:
             self.given_up += 1
+            async with self.changed:
+                self.changed.notify_all()
             raise
         if self.error is not None:
             raise self.error

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from message_forms import gym, parts, sdk
 from played_endpoint import LONGEST, MODEL, TOOL, VERSION, calling, played, spelt
 
 USER = {"role": "user", "content": "add 1 and 2"}
@@ -85,31 +86,6 @@ def test_without_tools_a_call_is_text(tokenizer, fields):
     assert reply.json["choices"][0]["finish_reason"] == "stop"
 
 
-def gym(message):
-    """An answer as NeMo Gym sends it back: thoughts apart, the three lists of ids along."""
-    thought, end, words = (message["content"] or "").partition("</think>")
-    back = {**message, "content": words if end else message["content"] or ""}
-    back.pop("weight_versions")
-    if end:
-        back["reasoning_content"] = back["reasoning"] = thought.removeprefix("<think>")
-    return back
-
-
-def sdk(message):
-    """An answer as most harnesses send it back: content and calls alone."""
-    kept = {key: message[key] for key in ("role", "content", "tool_calls") if key in message}
-    return kept if kept["content"] else {**kept, "content": None}
-
-
-def parts(message):
-    """An answer in parts, its arguments spelt in another way."""
-    back = sdk(message)
-    back["content"] = [{"type": "text", "text": back["content"] or ""}]
-    for call in back.get("tool_calls", []):
-        call["function"]["arguments"] = call["function"]["arguments"].replace(" ", "")
-    return back
-
-
 @pytest.mark.parametrize("sent_back", [gym, sdk, parts])
 def test_a_conversation_goes_on_in_the_tokens_that_were_sampled(tokenizer, sent_back):
     turns = {0: f"<think>one</think>{calling(count=1)}", 1: f"Now.\n{calling(count=2)}", 2: "it is three"}
@@ -174,8 +150,7 @@ def test_an_answer_that_was_not_delivered_is_given_again_and_a_retry_too(tokeniz
             anew = await endpoint.chat(session, [USER])
             endpoint.model.answering.clear()
             both = [asyncio.create_task(endpoint.chat(session, [USER])) for _ in range(2)]
-            while len(endpoint.model.asked) < 3:
-                await asyncio.sleep(0.01)
+            await endpoint.model.was_asked(3)
             endpoint.model.answering.set()
             return first, retried, anew, await asyncio.gather(*both), session.calls
 
@@ -195,12 +170,11 @@ def test_who_goes_away_has_the_answer_given_up_unless_another_one_waits(tokenize
             for others in (0, 1):
                 waiting = [asyncio.create_task(endpoint.chat(session, [USER])) for _ in range(others)]
                 leaving = asyncio.create_task(endpoint.chat(session, [USER]))
-                while len(model.asked) < 1 + others:
-                    await asyncio.sleep(0.01)
+                await model.was_asked(1 + others)
                 await asyncio.sleep(0.05)
                 leaving.cancel()
-                while not others and not model.given_up:
-                    await asyncio.sleep(0.01)
+                if not others:
+                    await model.gave_up(1)
             await asyncio.sleep(0.05)
             model.answering.set()
             return (await waiting[0]).status, model.given_up, session.calls
