@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import NonNegativeInt, PositiveInt, Problem, Seconds, StrictModel, StrTuple
 
+OWN_TOOL_PARSERS = ("hermes", "none")
+"""Names of tool_parser that need no package."""
+
 
 class EndpointConfig(StrictModel):
     """Agents play the episodes: a command for each, which calls the policy over HTTP as a model of OpenAI's API (ours).

