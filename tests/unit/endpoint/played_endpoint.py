@@ -88,7 +88,8 @@ class FakeModel:
         ids = spelt(self.tokenizer, text) + [self.tokenizer.eos_token_id] * ended
         finished, ids = len(ids) <= LONGEST, ids[:LONGEST]
         tokens, lengths = torch.tensor([ids]), torch.tensor([len(ids)])
-        key = f"{data['prompt_index']} {data['sample_index']} {data['turn_index']}".encode()
+        names = ("prompt_index", "sample_index", "turn_index")
+        key = " ".join(str(int(data[name])) for name in names).encode()
         draws = [hashlib.blake2b(key + bytes([i % 256]), digest_size=4).digest() for i in range(len(ids))]
         return BatchedDataDict(
             tokens=tokens,
