@@ -54,7 +54,10 @@ class Endpoint:
         policy = config.policy
         self._section, self._retries = section, config.env.pool.retries
         self._limits = Limits(
-            policy.max_total_sequence_length, config.max_rollout_turns, policy.reserved_tokens
+            policy.max_total_sequence_length,
+            config.max_rollout_turns,
+            policy.reserved_tokens,
+            section.max_session_tokens,
         )
         self._sessions = Sessions()
         self._tokenizer, self._newest = tokenizer, 0

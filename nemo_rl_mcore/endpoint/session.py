@@ -52,11 +52,16 @@ class SessionLimitError(SessionError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a session may do: tokens of prompt and answer, calls of the model; reserved are tokens for an answer."""
+    """What a session may do.
+
+    context: tokens of prompt and answer. calls: of the model. reserved: tokens for an answer. drawn: tokens of all
+    answers, behind which no further call is taken; None for no such bound.
+    """
 
     context: int
     calls: int
     reserved: int = 1
+    drawn: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,10 +191,13 @@ class Session:
             )
             raise self.refused
         if sum(len(several) for several in self._asked.values()) >= limits.calls:
-            self.refused = SessionLimitError(
-                f"a session may call the model {limits.calls} times", "session_limit_exceeded"
-            )
-            raise self.refused
+            raise self._at_limit(f"a session may call the model {limits.calls} times")
+        if limits.drawn is not None and sum(len(call.answer_N) for call in self.calls) >= limits.drawn:
+            raise self._at_limit(f"the answers to a session may have {limits.drawn} tokens together")
+
+    def _at_limit(self, message: str) -> SessionLimitError:
+        self.refused = refused = SessionLimitError(message, "session_limit_exceeded")
+        return refused
 
     async def _draw(
         self,

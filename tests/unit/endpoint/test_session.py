@@ -121,6 +121,17 @@ def test_limits_are_met_by_name():
     asyncio.run(play())
 
 
+def test_a_session_that_has_drawn_its_tokens_draws_no_more():
+    async def play():
+        session = Sessions().open(PROMPT, 0, Limits(40, 4, drawn=1), Drawing())
+        call = await session.ask([1])
+        with pytest.raises(SessionLimitError):
+            await session.ask([2])
+        assert await session.ask([1], retry=True) is call
+
+    asyncio.run(play())
+
+
 def test_a_closed_session_is_told_from_one_that_never_was():
     async def play():
         sessions = Sessions()
