@@ -106,6 +106,14 @@ def test_the_end_of_an_answer_that_calls_tools_may_be_another_one(load):
     assert behind(tokenizer, [USER, THOUGHT, USER], 1).startswith("\n<|im_start|>user")
 
 
+def test_a_turn_that_ends_only_where_another_one_follows_ends_once(load):
+    tokenizer = load(
+        "{% for m in messages %}{{ m.content }}{{ '' if loop.last else '<|im_end|>' }}{% endfor %}"
+    )
+    assert behind(tokenizer, [USER, CALLED, USER], 1) == "question"
+    assert behind(tokenizer, [USER, CALLED, USER], 1, [5]) == "<|im_end|>question"
+
+
 @pytest.mark.parametrize("template", [REWRITING, FORGETFUL_TOOLS], ids=["answers", "tools"])
 def test_an_answer_that_is_not_shown_so_any_more_has_nothing_behind_it(load, template):
     tokenizer = load(template)
