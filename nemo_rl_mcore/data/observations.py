@@ -235,6 +235,8 @@ def _thought(message: Message) -> str:
 def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendered, end: str) -> list[int]:
     """Ids of what stands behind an answer, beginning with the end of its turn, as far as it was not sampled."""
     whole = tokenizer.encode(behind.text, behind.literal)
+    if not end and [*answer_ids[-1:]] == whole[:1] == [tokenizer.eos_token_id]:
+        return whole[1:]  # the template ends a turn only once another one follows
     # A token that joins the end of the turn to what follows is of neither.
     equal = takewhile(lambda pair: pair[0] == pair[1], zip(tokenizer.encode(end), whole, strict=False))
     return whole[_sampled(answer_ids, [token for token, _ in equal], tokenizer.eos_token_id) :]

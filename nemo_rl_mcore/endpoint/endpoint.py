@@ -32,7 +32,7 @@ from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS, Transcript
 
 MODEL = "policy"
-"""What clients call the model; any other name is taken for it."""
+"""What clients call the model; another name is refused, as what is said to a judge is not to be trained on."""
 _START_WITHIN_S = _END_WITHIN_S = 30.0
 
 type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]

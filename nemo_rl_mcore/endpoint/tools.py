@@ -115,12 +115,12 @@ def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
 
 def calls_of(call: Call, functions: Sequence[Function]) -> tuple[ToolCall, ...]:
     """Return the functions that an answer calls, with ids that are the same whenever the same tokens are drawn."""
-    drawn = hashlib.blake2b(call.prompt_P.tobytes() + call.answer_N.tobytes(), digest_size=16).hexdigest()
+    drawn = f"{_hash_of(call.prompt_P.tobytes())}.{_hash_of(call.answer_N.tobytes())}.{call.repetition}"
     return tuple(
-        ToolCall(_id_of(f"{drawn}.{call.repetition}.{place}"), *function)
+        ToolCall(_hash_of(f"{drawn}.{place}".encode())[:_ID_LENGTH], *function)
         for place, function in enumerate(functions)
     )
 
 
-def _id_of(text: str) -> str:
-    return hashlib.blake2b(text.encode()).hexdigest()[:_ID_LENGTH]
+def _hash_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
