@@ -17,6 +17,7 @@ from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.load import load_recipe_with_warnings
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.sources import COMMAND_LINE, Recipe
+from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.custom_code import handed
 from nemo_rl_mcore.preflight.evaluation import as_evaluated
 from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
@@ -40,12 +41,10 @@ class RunPlan:
         return tuple(self.plan.warnings)
 
     def __repr__(self) -> str:
-        from rich.console import Console
-
         from nemo_rl_mcore.preflight.render import render
 
         text = StringIO()
-        Console(file=text, highlight=False).print(render(self.plan), soft_wrap=True)
+        open_console(text, highlight=False).print(render(self.plan), soft_wrap=True)
         return text.getvalue()
 
 
