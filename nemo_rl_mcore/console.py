@@ -33,5 +33,5 @@ def open_console(file: IO[str] | None = None, **options: Any) -> Console:
     plain text, which rich would show in place of writing it.
     """
     stream = cast("IO[str]", BestEffortStream(file or sys.stdout))
-    plain = {"force_jupyter": False, "force_terminal": False} if Console().is_jupyter else {}
+    plain: dict[str, Any] = {"force_jupyter": False, "force_terminal": False} if Console().is_jupyter else {}
     return VisibleConsole(file=stream, **(plain | options))
