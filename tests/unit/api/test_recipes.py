@@ -11,6 +11,7 @@ import yaml
 
 import nemo_rl_mcore
 from nemo_rl_mcore import DPO, GRPO, PPO, SFT, ConfigError, Distillation, load_config, load_recipe
+from nemo_rl_mcore.custom_code import function_at, handed
 
 MODEL = {
     "model": {
@@ -63,6 +64,19 @@ def test_functions_have_names_and_those_of_no_module_are_handed_over(tmp_path):
     run = grpo(tmp_path, reward={"exact": right, "own": lambda responses: [0.0] * len(responses)})
     assert run.config.env.rewards == {"exact": f"{__name__}:right", "own": "__main__:own"}
     assert [*run._code.objects] == ["__main__:own"]
+
+
+def test_what_is_imported_for_a_run_leaves_the_search_path_as_it_was(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_folder.py").write_text(
+        "def right(responses):\n    return [1.0] * len(responses)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    before = [*sys.path]
+    with handed({}):
+        assert function_at("rewards_of_folder:right", "env.rewards.right")(["1"]) == [1.0]
+        assert str(tmp_path) in sys.path
+    assert sys.path == before
 
 
 def test_classes_stand_anywhere_in_the_recipe(tmp_path):
