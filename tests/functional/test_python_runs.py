@@ -108,9 +108,9 @@ def of_process():
 
 
 if __name__ == "__main__":
-    (folder / "held.jsonl").write_text('{"input": "527>", "output": "527"}\\n')
+    (folder / "held.jsonl").write_text('{"input": "527>", "output": "527", "target": 527}\\n')
     mine = {"grpo": {"adv_estimator": {"type": MeanOfAll}}, "loss_fn": {"type": Halved, "args": {"share": 0.5}}}
-    mine |= {"eval": {"sets": {"held": {"data_path": str(folder / "held.jsonl")}}}}
+    mine |= {"eval": {"sets": {"held": {"data_path": str(folder / "held.jsonl"), "columns": ["target"]}}}}
     sampled = common | {"train": answers, "prompts_per_step": 4, "generations": 4, "max_new_tokens": 4}
     run = GRPO(None, reward=near, **sampled | {"recipe": TINY | mine})
     seen = []

@@ -10,8 +10,19 @@ import pytest
 import yaml
 
 import nemo_rl_mcore
-from nemo_rl_mcore import DPO, GRPO, PPO, SFT, ConfigError, Distillation, load_config, load_recipe
+from nemo_rl_mcore import (
+    DPO,
+    GRPO,
+    PPO,
+    SFT,
+    ConfigError,
+    Distillation,
+    RunStoppedError,
+    load_config,
+    load_recipe,
+)
 from nemo_rl_mcore.custom_code import function_at, handed
+from nemo_rl_mcore.errors import code_of
 
 MODEL = {
     "model": {
@@ -64,6 +75,15 @@ def test_functions_have_names_and_those_of_no_module_are_handed_over(tmp_path):
     run = grpo(tmp_path, reward={"exact": right, "own": lambda responses: [0.0] * len(responses)})
     assert run.config.env.rewards == {"exact": f"{__name__}:right", "own": "__main__:own"}
     assert [*run._code.objects] == ["__main__:own"]
+
+
+def test_a_set_that_lacks_a_column_of_a_reward_is_refused_before_ranks_start(tmp_path):
+    (tmp_path / "held.jsonl").write_text('{"input": "527>", "output": "527"}\n')
+    sets = {"held": {"data_path": str(tmp_path / "held.jsonl")}}
+    run = grpo(tmp_path, reward=near, recipe={"policy": MODEL, "eval": {"sets": sets}})
+    with pytest.raises(RunStoppedError, match=r"eval\.sets\.held\.columns") as caught:
+        run.eval()
+    assert code_of(caught.value.__cause__) == "unknown-column"
 
 
 def test_what_is_imported_for_a_run_leaves_the_search_path_as_it_was(tmp_path, monkeypatch):
