@@ -54,6 +54,13 @@ class Run:
     Iterating trains, and yields the metrics of each step as it ends. Where the loop is left early, by `break`, an error
     or Ctrl-C, the last finished step is saved, and the next iteration goes on behind it. One run trains at a time in a
     process: another one that was left open ends when this one begins.
+
+    >>> from nemo_rl_mcore import load_recipe
+    >>> run = load_recipe("sft_cpu.yaml", ["logger.log_dir=runs/sft"])
+    >>> run.plan().warnings
+    ()
+    >>> run.metrics()  # no step yet
+    []
     """
 
     def __init__(self, recipe: Recipe, overrides: Sequence[str] = (), code: Code | None = None) -> None:
@@ -97,7 +104,10 @@ class Run:
     def metrics(self) -> list[Metrics]:
         """Return the metrics of each finished step, also of earlier calls that this run has gone on from."""
         from nemo_rl_mcore.observability.report import read_history
+        from nemo_rl_mcore.observability.sinks import METRICS_FILE
 
+        if not (self.folder / METRICS_FILE).exists():
+            return []
         return cast("list[Metrics]", [*read_history(self.folder)])
 
     def report(self, output: str | Path | None = None) -> Path:
