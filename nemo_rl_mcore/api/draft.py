@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from math import gcd
 from pathlib import Path
-from types import FunctionType
 from typing import cast
 
 from omegaconf import OmegaConf
 
 from nemo_rl_mcore.api.code import Code
 from nemo_rl_mcore.api.rows import Data, source_of
-from nemo_rl_mcore.config.base import ConfigError, Tree
+from nemo_rl_mcore.config.base import Code as ProblemCode
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree
 from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS
 from nemo_rl_mcore.config.hf.pretrained import read_hf_config
 from nemo_rl_mcore.config.sources import Recipe
 from nemo_rl_mcore.preflight.visible_gpus import visible_gpus
 
 type Reward = Callable[..., object] | str
-"""A function, its import path, or a class with `score` or `step`."""
+"""A function or what else can be called, its import path, or a class with `score` or `step`."""
 type Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 
 _LONGEST = 1024
@@ -134,9 +134,22 @@ def _positions(name: str) -> int:
 
 def _by_name(given: Rewards) -> dict[str, Reward]:
     if isinstance(given, Mapping):
-        return dict(cast("Mapping[str, Reward]", given))
-    several = [given] if isinstance(given, str) or callable(given) else [*given]
-    return {_name_of(one): one for one in several}
+        named = [*cast("Mapping[str, Reward]", given).items()]
+    else:
+        alone = isinstance(given, str) or not isinstance(given, Sequence)
+        several = [cast("Reward", given)] if alone else [*cast("Sequence[Reward]", given)]
+        named = [(_name_of(one), one) for one in several]
+    if any(not isinstance(one, str) and (isinstance(one, type) or not callable(one)) for _, one in named):
+        remedy = "give functions, or one class alone, whose arguments recipe={'env': {'custom': ...}} has"
+        raise _refused("wrong-kind", "one of them is no function", remedy)
+    if len(functions := dict(named)) < len(named):
+        what = f"several have the same name: {', '.join(name for name, _ in named)}"
+        raise _refused("already-there", what, "give them by their names, as a dict")
+    return functions
+
+
+def _refused(code: ProblemCode, what: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(code, "env.rewards", what, remedy, where="argument reward")])
 
 
 def _name_of(reward: Reward) -> str:
@@ -147,10 +160,13 @@ def _name_of(reward: Reward) -> str:
 
 
 def _columns_of(reward: Reward) -> list[str]:
-    if not isinstance(reward, FunctionType):
+    if isinstance(reward, str):
         return []
     kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    named = signature(reward).parameters.items()
+    try:
+        named = signature(reward).parameters.items()
+    except ValueError:  # one that is written in C, which its first call judges
+        return []
     return [name for name, one in named if one.kind in kinds and name not in GIVEN_TO_REWARDS]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -20,6 +21,8 @@ from nemo_rl_mcore import (
     load_recipe,
 )
 from nemo_rl_mcore.custom_code import function_at, handed
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.environments import make_environment
 from nemo_rl_mcore.errors import code_of
 
 MODEL = {
@@ -170,3 +173,47 @@ def test_a_recipe_of_the_package_opens_by_its_name():
     run = load_recipe("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
     assert run.config == load_config("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
     assert "samples" in repr(run.plan())
+
+
+class Shorter:
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __call__(self, responses, target):
+        return [float(len(response) < self.most) for response in responses]
+
+    def of_target(self, responses, target):
+        return self(responses, target)
+
+
+def test_what_can_be_called_is_a_reward(tmp_path):
+    given = {
+        "partial": partial(near),
+        "own": Shorter(3),
+        "method": Shorter(4).of_target,
+        "path": f"{__name__}:right",
+    }
+    run = grpo(tmp_path, reward=given)
+    own = {name: f"__main__:{name}" for name in ("partial", "own")}
+    assert run.config.env.rewards == own | {"method": "__main__:of_target", "path": f"{__name__}:right"}
+    assert run.config.data.train.columns == ("target",)
+    with handed(run._code.objects):
+        environment = make_environment(run.config.env)
+    assert environment.score([Prompt(0, "1>", "1", columns={"target": "12"})], ["12"], [True]) == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "code"),
+    [
+        ([lambda responses: responses, lambda responses: responses], "already-there"),
+        ([Shorter], "wrong-kind"),
+        ({"own": Shorter}, "wrong-kind"),
+        (object(), "wrong-kind"),
+        ([3], "wrong-kind"),
+    ],
+)
+def test_rewards_that_are_no_functions_or_share_a_name_are_refused(tmp_path, reward, code):
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, reward=reward)
+    [problem] = caught.value.problems
+    assert (problem.code, problem.path, problem.where) == (code, "env.rewards", "argument reward")
