@@ -69,10 +69,11 @@ class GRPO(Run):
         """
         draft = _sampling("grpo", prompts_per_step, generations, lr, gpus, seed)
         draft.model(model, max_length, max_new_tokens)
-        draft.data(train, validation, Path(out) / "data", draft.rewards(reward, reward_weights))
+        draft.rewards(reward, reward_weights)
+        draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=True)
         draft.saved_in(out)
-        super().__init__(draft.recipe(recipe), overrides, draft.code)
+        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
 class PPO(Run):
@@ -110,10 +111,11 @@ class PPO(Run):
         draft = _sampling("ppo", prompts_per_step, generations, lr, gpus, seed)
         draft.set("value.optimizer.lr", critic_lr, "critic_lr")
         draft.model(model, max_length, max_new_tokens)
-        draft.data(train, validation, Path(out) / "data", draft.rewards(reward, reward_weights))
+        draft.rewards(reward, reward_weights)
+        draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=True)
         draft.saved_in(out)
-        super().__init__(draft.recipe(recipe), overrides, draft.code)
+        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
 class Distillation(Run):
@@ -152,10 +154,11 @@ class Distillation(Run):
         if teacher is not None:
             draft.set("teacher.model_name", str(teacher), "teacher")
         draft.model(model, max_length, max_new_tokens)
-        draft.data(train, validation, Path(out) / "data", draft.rewards(reward, None))
+        draft.rewards(reward)
+        draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=True)
         draft.saved_in(out)
-        super().__init__(draft.recipe(recipe), overrides, draft.code)
+        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
 class SFT(Run):
@@ -192,7 +195,7 @@ class SFT(Run):
         draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=False)
         draft.saved_in(out)
-        super().__init__(draft.recipe(recipe), overrides, draft.code)
+        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
 class DPO(Run):
@@ -229,7 +232,7 @@ class DPO(Run):
         draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=False)
         draft.saved_in(out)
-        super().__init__(draft.recipe(recipe), overrides, draft.code)
+        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
 def _begun(algorithm: str, lr: float, gpus: int | None, seed: int) -> Draft:

@@ -63,10 +63,19 @@ class Run:
     []
     """
 
-    def __init__(self, recipe: Recipe, overrides: Sequence[str] = (), code: Code | None = None) -> None:
-        """Check a recipe; raises ConfigError with every problem. code: what its import paths stand for."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        overrides: Sequence[str] = (),
+        code: Code | None = None,
+        problems: Sequence[Problem] = (),
+    ) -> None:
+        """Check a recipe; raises ConfigError with every problem.
+
+        code: what its import paths stand for. problems: what is known to be wrong before.
+        """
         self._code = code or Code()
-        with _told_in_python():
+        with _told_in_python(problems):
             self._config, self._warnings = load_recipe_with_warnings(recipe, overrides)
 
     @property
@@ -193,8 +202,8 @@ atexit.register(_end_open_run)
 
 
 @contextmanager
-def _told_in_python() -> Generator[None]:
-    """Have problems of the recipe say where in Python a key is set."""
+def _told_in_python(problems: Sequence[Problem] = ()) -> Generator[None]:
+    """Have problems of the recipe say where in Python a key is set, and raise those that are known with them."""
     try:
         yield
     except ConfigError as error:
@@ -202,4 +211,6 @@ def _told_in_python() -> Generator[None]:
             replace(problem, where="overrides") if problem.where == COMMAND_LINE else problem
             for problem in error.problems
         ]
-        raise ConfigError(told) from None
+        raise ConfigError([*problems, *told]) from None
+    if problems:
+        raise ConfigError(problems)

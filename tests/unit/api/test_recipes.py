@@ -137,6 +137,20 @@ def test_a_mistake_names_the_argument(tmp_path, given, wanted):
     assert wanted <= {(problem.path, problem.where) for problem in caught.value.problems}
 
 
+def test_a_parameter_that_is_no_column_is_told_with_all_else_that_is_wrong(tmp_path):
+    def judged(completions, target, other=None, missing=0, **columns):
+        return completions
+
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, reward=judged, lr=-1.0, validation=[{"prompt": "527>", "answer": "527"}])
+    assert [(problem.path, problem.code) for problem in caught.value.problems][:3] == [
+        ("env.rewards.judged", "missing"),  # completions, of train
+        ("env.rewards.judged", "missing"),  # completions, of validation
+        ("env.rewards.judged", "missing"),  # target
+    ]
+    assert "policy.megatron_cfg.optimizer.lr" in {problem.path for problem in caught.value.problems}
+
+
 def test_rows_without_a_prompt_are_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         grpo(tmp_path, train=[{"text": "527>"}])
