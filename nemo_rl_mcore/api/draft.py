@@ -76,7 +76,7 @@ class Draft:
 
     def loop(self, steps: int | None, epochs: int, validation: bool, *, answers: bool) -> None:
         """Set how long the run is, and its validations; answers: whether a validation has answers to score."""
-        self.set(f"{self.algorithm}.max_num_steps", steps or 1_000_000, "steps")
+        self.set(f"{self.algorithm}.max_num_steps", 1_000_000 if steps is None else steps, "steps")
         self.set(f"{self.algorithm}.max_num_epochs", epochs if steps is None else 1_000_000, "epochs")
         for key in ("val_at_start", "val_at_end"):
             self.set(f"{self.algorithm}.{key}", validation, "validation")
@@ -99,6 +99,15 @@ class Draft:
                 self.set("data.apply_chat_template", True, key)
         if train is not None:
             self.set("data.dataset_name", "files", "train")
+
+    def require_rewards(self, recipe: Mapping[str, object] | None, overrides: Sequence[str]) -> None:
+        """Note that nothing says how answers are scored: a recipe without `env` scores sums."""
+        given = [*(recipe or {}), *(override.lstrip("+").partition(".")[0] for override in overrides)]
+        if "env" not in self.tree and "env" not in given:
+            remedy = "give a function, or recipe={'env': ...}"
+            self.problems.append(
+                Problem("missing", "env", "nothing scores the answers", remedy, where="argument reward")
+            )
 
     def _require_columns(self, key: str, there: Collection[str]) -> None:
         """Note each parameter of a reward function that nothing is given for."""
@@ -155,10 +164,10 @@ def _by_name(given: Rewards) -> dict[str, Reward]:
         named = [(_name_of(one), one) for one in several]
     if any(not isinstance(one, str) and (isinstance(one, type) or not callable(one)) for _, one in named):
         remedy = "give functions, or one class alone, whose arguments recipe={'env': {'custom': ...}} has"
-        raise _refused("wrong-kind", "one of them is no function", remedy)
+        raise _refused("not-allowed", "one of them is no function", remedy)
     if len(functions := dict(named)) < len(named):
         what = f"several have the same name: {', '.join(name for name, _ in named)}"
-        raise _refused("already-there", what, "give them by their names, as a dict")
+        raise _refused("contradicts", what, "give them by their names, as a dict")
     return functions
 
 

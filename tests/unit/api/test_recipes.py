@@ -124,6 +124,8 @@ def test_the_recipe_of_a_run_is_one_of_the_commands(tmp_path):
         ({"lr": -1.0}, {("policy.megatron_cfg.optimizer.lr", "argument lr")}),
         ({"generations": 0}, {("grpo.num_generations_per_prompt", "argument generations")}),
         ({"steps": -3}, {("grpo.max_num_steps", "argument steps")}),
+        ({"steps": 0}, {("grpo.max_num_steps", "argument steps")}),
+        ({"reward": None}, {("env", "argument reward")}),
         ({"overrides": ["grpo.val_peroid=3"]}, {("grpo.val_peroid", "overrides")}),
         (
             {"recipe": {"policy": MODEL, "loss_fn": {"ratio_clip_mix": 0.2}}},
@@ -156,6 +158,12 @@ def test_rows_without_a_prompt_are_refused(tmp_path):
         grpo(tmp_path, train=[{"text": "527>"}])
     [problem] = caught.value.problems
     assert (problem.code, problem.path) == ("missing", "data.train.input_key")
+
+
+def test_a_recipe_may_say_how_answers_are_scored(tmp_path):
+    assert grpo(tmp_path, reward=None, overrides=["env.arithmetic={}"]).config.env.arithmetic is not None
+    given = {"policy": MODEL, "env": {"arithmetic": {}}}
+    assert grpo(tmp_path, reward=None, recipe=given).config.env.arithmetic is not None
 
 
 def test_rows_without_an_answer_need_reward_functions(tmp_path):
@@ -219,11 +227,11 @@ def test_what_can_be_called_is_a_reward(tmp_path):
 @pytest.mark.parametrize(
     ("reward", "code"),
     [
-        ([lambda responses: responses, lambda responses: responses], "already-there"),
-        ([Shorter], "wrong-kind"),
-        ({"own": Shorter}, "wrong-kind"),
-        (object(), "wrong-kind"),
-        ([3], "wrong-kind"),
+        ([lambda responses: responses, lambda responses: responses], "contradicts"),
+        ([Shorter], "not-allowed"),
+        ({"own": Shorter}, "not-allowed"),
+        (object(), "not-allowed"),
+        ([3], "not-allowed"),
     ],
 )
 def test_rewards_that_are_no_functions_or_share_a_name_are_refused(tmp_path, reward, code):
