@@ -189,7 +189,7 @@ class Run:
 
 
 _under_way: list[weakref.ref[Generator[Any]]] = []
-"""The run that trains now, or was left before its end and is still referred to, as by a traceback in a notebook."""
+"""The run that trains now, or was left before its end by who keeps its iterator."""
 
 
 def _end_open_run() -> None:
