@@ -100,6 +100,15 @@ def test_what_is_imported_for_a_run_leaves_the_search_path_as_it_was(tmp_path, m
     assert sys.path == before
 
 
+def test_code_that_cannot_travel_is_refused_before_ranks_start(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        run = grpo(tmp_path, reward={"own": lambda responses: [log.write(one) for one in responses]})
+        with pytest.raises(ConfigError) as caught:
+            next(iter(run))
+    [problem] = caught.value.problems
+    assert (problem.code, problem.path) == ("not-supported", "__main__:own")
+
+
 def test_classes_stand_anywhere_in_the_recipe(tmp_path):
     class Own:
         def compute_advantage(self, prompt_ids, rewards, mask, **logprobs):
