@@ -28,14 +28,20 @@ _HANDED: dict[str, object] = {}
 
 @contextmanager
 def handed(objects: Mapping[str, object]) -> Generator[None]:
-    """Have import paths, such as `__main__:right`, stand for these functions and classes inside the block."""
-    before = dict(_HANDED)
+    """Have import paths, such as `__main__:right`, stand for these functions and classes inside the block.
+
+    Behind it modules are searched for where they were before.
+    """
+    before, here = dict(_HANDED), os.getcwd()
+    seen = here in sys.path
     _HANDED.update(objects)
     try:
         yield
     finally:
         _HANDED.clear()
         _HANDED.update(before)
+        if not seen and here in sys.path:
+            sys.path.remove(here)
 
 
 def handed_objects() -> dict[str, object]:

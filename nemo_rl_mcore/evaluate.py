@@ -16,6 +16,7 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.sources import open_sets
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.environments import make_environment, require_answers
+from nemo_rl_mcore.environments.functions import RewardFunctions, require_columns
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.evaluation.evaluator import Evaluator, SetResult
 from nemo_rl_mcore.evaluation.folder import enter, identity_of
@@ -79,6 +80,9 @@ def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[st
                 "env: eval asks for one answer to each prompt, and this environment takes part in episodes of several; "
                 "a validation of the run plays them"
             )
+        if isinstance(environment, RewardFunctions) and config.eval is not None:
+            sources = config.eval.sets.items()
+            require_columns(environment, {f"eval.sets.{name}": source.columns for name, source in sources})
         sets = open_sets(config, tokenizer)
         require_answers(config, [prompt for prompts in sets.values() for prompt in prompts])
     except ValueError as error:

@@ -11,6 +11,7 @@ _PACKAGES = {
     "endpoint-clients": ("renderers", "the group endpoint-clients: uv sync --group endpoint-clients"),
     "docs": ("mkdocs", "the group docs: uv sync --group docs"),
     "test-oracle": ("trl", "the group test-oracle: uv sync --group test-oracle"),
+    "notebook": ("ipykernel", "the group notebook: uv sync --group notebook"),
     "browser": ("playwright", "the group browser: uv sync --group browser"),
 }
 """By extra or group of pyproject.toml: a module that it brings, and what to install."""

@@ -29,6 +29,13 @@ ENVIRONMENTS = ("arithmetic", *TURN_TASKS, "math", "rewards", "custom")
 
 GIVEN_TO_REWARDS = ("prompts", "responses", "answers", "finished")
 """What a function of env.rewards may take besides columns of the data."""
+SAME_AS_GIVEN = {
+    "completions": "responses",
+    "prompt": "prompts",
+    "answer": "answers",
+    "ground_truth": "answers",
+}
+"""Names that other trainers have for it."""
 
 
 class RowKind(Enum):

@@ -12,19 +12,12 @@ from typing import Any, cast
 
 import torch
 
-from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS
+from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
 from nemo_rl_mcore.custom_code import custom_code, function_at
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments.replies import number_of
 from nemo_rl_mcore.errors import CustomCodeError, RefusedError
 from nemo_rl_mcore.interfaces import EnvironmentReturn
-
-_OTHER_NAMES = {
-    "completions": "responses",
-    "prompt": "prompts",
-    "answer": "answers",
-    "ground_truth": "answers",
-}
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,7 @@ def require_columns(functions: RewardFunctions, there: Mapping[str, Iterable[str
         for path, columns in there.items():
             if lacking := sorted(needed - {*columns}):
                 name = lacking[0]
-                known = _OTHER_NAMES.get(name)
+                known = SAME_AS_GIVEN.get(name)
                 hint = f"; or did you mean {known}?" if known else ""
                 raise RefusedError(
                     f"{key}: the function takes {', '.join(lacking)}, which {path}.columns does not list; functions "

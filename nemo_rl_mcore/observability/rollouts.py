@@ -54,7 +54,8 @@ class Sample:
     """One response, and what became of it.
 
     source: the name of the prompt's source, where there are several. reward: of the environment. shaped_reward: what
-    the advantages are made of. advantage: the mean over the response's tokens, and advantage_first that of its first
+    the advantages are made of. rewards: the parts of the reward that have names, before their weights; None where none
+    has. advantage: the mean over the response's tokens, and advantage_first that of its first
     one; None where the algorithm has none. sample_mask: 0 for a response that taught nothing, None for one of a
     validation. Weight versions: the steps after which the weights were that drew the oldest and the newest token.
     turns: where there may be several, all that was said behind the prompt. tokens: of the first answers of a step.
@@ -77,6 +78,7 @@ class Sample:
     sample_mask: float | None = None
     advantage: float | None = None
     advantage_first: float | None = None
+    rewards: dict[str, float | None] | None = None
     turns: list[Said] | None = None
     tokens: TokenTable | None = None
 

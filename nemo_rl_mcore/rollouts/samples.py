@@ -16,7 +16,7 @@ from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.tokenizer import Tokenizer, token_texts
 from nemo_rl_mcore.observability.rollouts import Said, Sample, TokenTable
 from nemo_rl_mcore.rollouts.player import Rollout, prompt_lengths
-from nemo_rl_mcore.rollouts.transcript import REPLIES, TURN_OF_TOKEN, WEIGHT_VERSIONS
+from nemo_rl_mcore.rollouts.transcript import REPLIES, REWARDS_PREFIX, TURN_OF_TOKEN, WEIGHT_VERSIONS
 
 _DECIMALS = 4
 
@@ -40,7 +40,7 @@ def samples_of(
         **_weight_versions(batch, step if of_validation else step - 1),
     }
     values: list[list[Any]] = [column.tolist() for column in columns.values()]  # pyright: ignore[reportUnknownMemberType]
-    several = TURN_OF_TOKEN in batch
+    several, by_name = TURN_OF_TOKEN in batch, _rewards_by_name(batch)
 
     def table(row: int) -> TokenTable:
         return _token_table(batch.slice(row, row + 1), tokenizer, of_validation)
@@ -52,12 +52,24 @@ def samples_of(
             answer=rollout.prompts[row].answer,
             response=rollout.responses[row],
             source=rollout.prompts[row].source,
+            rewards={name: rewards[row] for name, rewards in by_name.items()} or None,
             turns=[*_said(batch, row, tokenizer)] if several else None,
             tokens=table(row) if row < tables else None,
             **dict(zip(columns, of_row, strict=True)),
         )
         for row, of_row in enumerate(zip(*values, strict=True))
     ]
+
+
+def _rewards_by_name(batch: BatchedDataDict) -> dict[str, list[float | None]]:
+    """By name the reward of each row; None where it is more than a float32 holds."""
+    return {
+        name.removeprefix(REWARDS_PREFIX): [
+            reward if math.isfinite(reward) else None for reward in column.tolist()
+        ]
+        for name, column in batch.items()
+        if name.startswith(REWARDS_PREFIX)
+    }
 
 
 def _advantages(batch: BatchedDataDict) -> dict[str, torch.Tensor]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import socket
+import sys
 import threading
 import traceback
 import warnings
@@ -13,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from nemo_rl_mcore import activity
@@ -38,7 +41,8 @@ _LOOK_EVERY_S = 1.0
 class OneProcess:
     """The one process as the place of the only rank, where `RayCluster` would start a session; a context manager.
 
-    Inside it the process has the environment and the threads of a rank, so that results are those of one.
+    Inside it the process has the environment and the threads of a rank, so that results are those of one. Afterwards it
+    has its own again, its random generators as they were, and the hook that shows its errors.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -54,6 +58,11 @@ class OneProcess:
         if self.config.on_cpu:
             self._as_before.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
+        self._as_before.callback(setattr, sys, "excepthook", sys.excepthook)
+        self._as_before.callback(random.setstate, random.getstate())
+        self._as_before.callback(np.random.set_state, np.random.get_state())
+        used = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        self._as_before.enter_context(torch.random.fork_rng(used))
         return self
 
     def __exit__(
