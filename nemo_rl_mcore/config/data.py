@@ -60,6 +60,8 @@ class DataConfig(StrictModel):
     """Of files: the rows to validate with, as data.train, or names of eval.sets; null holds out a share of data.train.
 
     A section here takes the keys that it leaves out from a data.train that is a section."""
+    shuffle: bool = True
+    """Of files: take the rows of each pass in a random order of its own; false takes them as they lie."""
     apply_chat_template: bool = False
     """Show prompts to the model as its tokenizer's chat template does; false gives it the plain text (ours)."""
     special_tokens_in_content: Literal["text", "parse"] | None = None
@@ -195,6 +197,7 @@ class DataConfig(StrictModel):
             ("train", self.train is not None, "files", True),
             ("default", self.default is not None and not self.has_turns, "files", False),
             ("validation", self.validation is not None, "files", False),
+            ("shuffle", not self.shuffle, "files", False),
             ("type", self.type is not None, "custom", True),
             ("args", bool(self.args), "custom", False),
         )

@@ -132,7 +132,6 @@ _DATA: dict[str, Judgement] = {
     "data.add_generation_prompt": refused(
         True, remedy="set it to true; a chat template opens the answer before it is given"
     ),
-    "data.shuffle": refused(True, remedy="set it to true; prompts are drawn at random"),
     "data.num_workers": UNREAD,  # prompts are in memory
     "data.use_multiple_dataloader": refused(False, remedy="set it to false"),
     "env.math.math_verify_impl": refused("hf_math_verify", remedy="set it to hf_math_verify"),

@@ -168,6 +168,7 @@ def test_every_default_that_is_not_ours_is_written_where_a_recipe_says_nothing(l
             {"moe_backend": "triton"},
         ),
         ("cluster: {segment_size: 4}", "cluster.segment_size", None),
+        ("data: {shuffle: false}", "data.shuffle", False),
         (
             "policy: {sequence_packing: {enabled: false, algorithm: odd}}",
             "policy.sequence_packing.algorithm",
