@@ -127,11 +127,7 @@ _DATA: dict[str, Judgement] = {
     "data.custom_dataloader": refused(_ONE_LOADER, remedy="remove it, and give the sources weights"),
     "data.prompt_file": refused(None, remedy="remove it, and set data.default.prompt_file"),
     "data.system_prompt_file": refused(None, remedy="remove it, and set data.default.system_prompt_file"),
-    "data.add_bos": UNREAD,  # a chat template writes its own; text alone has none
-    "data.add_eos": refused(True, remedy="set it to true; an answer ends with the token that ends it"),
-    "data.add_generation_prompt": refused(
-        True, remedy="set it to true; a chat template opens the answer before it is given"
-    ),
+    "data.add_generation_prompt": refused(None, remedy="set data.imitated"),  # which a migration does
     "data.num_workers": UNREAD,  # prompts are in memory
     "data.use_multiple_dataloader": refused(False, remedy="set it to false"),
     "env.math.math_verify_impl": refused("hf_math_verify", remedy="set it to hf_math_verify"),

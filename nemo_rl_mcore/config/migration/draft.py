@@ -21,7 +21,7 @@ class Kind(Enum):
 
 
 ONLY_OURS = (
-    *("data.apply_chat_template", "data.special_tokens_in_content", "data.overlong"),
+    *("data.apply_chat_template", "data.special_tokens_in_content", "data.overlong", "data.imitated"),
     *(f"{loop}.val_greedy" for loop in ("grpo", "ppo", "distillation")),
     *(
         "loss_fn.tail_mass",

@@ -36,6 +36,40 @@ def use_chat_template(draft: Draft) -> None:
     draft.change("data.special_tokens_in_content", "parse", parsed)
 
 
+_SHOWN = ("add_bos", "add_eos", "add_generation_prompt")
+
+
+def show_given_answers(draft: Draft) -> None:
+    """Train on what NeMo RL does of a given answer: all that the chat template adds for its turn.
+
+    data/llm_message_utils.py, get_formatted_message_log: what opens the answer is the prompt's with
+    add_generation_prompt, which SFT reads of the recipe, as the two others; DPO has their defaults.
+    """
+    given = {key: draft.get(f"data.{key}") for key in _SHOWN if draft.algorithm == "sft"}
+    for key in _SHOWN if draft.algorithm != "sft" else ():
+        if draft.has(f"data.{key}"):
+            draft.pop(f"data.{key}")
+            draft.dropped.append(f"data.{key}")
+    if draft.algorithm not in ("sft", "dpo"):
+        return
+    if given.get("add_bos") is None:
+        draft.change("data.add_bos", True, "NeMo RL begins a row with the begin of sequence, if there is one")
+    if not draft.get("data.apply_chat_template"):
+        return  # text alone ends with the end of sequence in both
+    if given.get("add_eos") is None:
+        draft.change("data.add_eos", True, "NeMo RL ends a row with the end of sequence")
+    opened = given.get("add_generation_prompt")
+    if opened is None or isinstance(opened, bool):
+        if opened is not None:
+            draft.pop("data.add_generation_prompt")
+            draft.notes.append(Note(Kind.RENAMED, "data.add_generation_prompt", "data.imitated"))
+        imitated = "to_turn_end" if opened else "turn"
+        opening = "" if opened else "what opens it and "
+        draft.change(
+            "data.imitated", imitated, f"NeMo RL trains on {opening}what is behind its end of sequence"
+        )
+
+
 def use_engine(draft: Draft) -> None:
     """Name an engine, also of SFT and DPO, which ask for answers only where max_val_samples says so."""
     backend = "policy.generation.backend"
@@ -261,6 +295,7 @@ def update_between_answers(draft: Draft) -> None:
 
 STEPS = (
     use_chat_template,
+    show_given_answers,
     use_engine,
     fit_lengths,
     name_sources,

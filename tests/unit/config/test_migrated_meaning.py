@@ -225,6 +225,27 @@ def test_a_validation_of_given_answers_asks_for_none(migrated, base):
     assert config.loop.validates
 
 
+SFT, DPO = (f"{name}-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs" for name in ("sft", "dpo"))
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "expected"),
+    [
+        (SFT, "", (True, True, "to_turn_end")),
+        (SFT, "data: {add_generation_prompt: false, add_bos: false}", (False, True, "turn")),
+        (SFT, "data: {add_eos: false}", (True, False, "to_turn_end")),
+        (DPO, "", (True, True, "turn")),
+        (DPO, "data: {add_generation_prompt: true, add_eos: false}", (True, True, "turn")),
+        ("grpo_math_1B_megatron", "data: {add_bos: true}", (False, False, "answer")),
+    ],
+)
+def test_of_a_given_answer_is_trained_what_is_trained_there(migrated, base, changes, expected):
+    """data/llm_message_utils.py: SFT passes what the recipe says, DPO the defaults, and prompts get nothing."""
+    config = migrated(changes, base).config
+    assert config is not None
+    assert (config.data.add_bos, config.data.add_eos, config.data.imitated) == expected
+
+
 UNKNOWN = "policy: {{model_name: nobody/has-this, megatron_cfg: {{{}}}}}"
 
 
