@@ -27,7 +27,7 @@ UNFUSED = f"{MEGATRON}.use_fused_linear_logprobs=false"
             ],
             "grpo.batch_multiplier: has-no-effect (enabled)",
         ),
-        (["+data.add_eos=true"], "data.add_eos: has-no-effect (data.apply_chat_template)"),
+        (["+data.add_eos=true"], "data.add_eos: has-no-effect (apply_chat_template)"),
         (["grpo.max_rollout_turns=2"], "grpo.max_rollout_turns: has-no-effect (arithmetic)"),
         (["+env.pool.max_drop_rate=0.1"], "env.pool.max_drop_rate: has-no-effect (size)"),
         (["+loss_fn.args={scale: 1}"], "loss_fn.args: has-no-effect (type)"),
