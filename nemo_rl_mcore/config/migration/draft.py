@@ -28,6 +28,7 @@ ONLY_OURS = (
         "env.math.response.regex",
         "env.math.unparsable",
         "policy.generation.fit_to_sequence",
+        "policy.megatron_cfg.optimizer.decay_norms_and_biases",
     ),
 )
 """Keys that a migration sets, and that no recipe of NeMo RL has."""

@@ -211,6 +211,12 @@ def test_every_default_that_is_not_ours_is_written_where_a_recipe_says_nothing(l
             "policy.megatron_cfg.optimizer.weight_decay",
             0.01,  # torch's own default
         ),
+        (
+            "policy: {dtensor_cfg: {enabled: true}, optimizer: {name: torch.optim.AdamW, kwargs: {lr: 1.0e-6}}}",
+            "policy.megatron_cfg.optimizer.decay_norms_and_biases",
+            True,
+        ),
+        ("", "policy.megatron_cfg.optimizer.decay_norms_and_biases", None),
     ],
 )
 def test_the_effective_value_is_theirs(migrated, changes, path, value):
