@@ -117,15 +117,20 @@ def validate_as_there(draft: Draft) -> None:
                 "NeMo RL takes the loss of held-out rows alone; a number asks for answers to as many prompts"
             )
             draft.change(f"{loop}.max_val_samples", 0, why)
-    elif validates:
+        return
+    if validates or (draft.number(f"{loop}.val_num_generations_per_prompt") or 1) > 1:
         draft.change(f"{loop}.val_greedy", False, "NeMo RL's validation samples as training does")
+    if validates:
         _count_held_out(draft)
-        several = draft.get("data.validation")
-        if isinstance(several, list) and len(cast("list[object]", several)) > 1:
-            path = f"{loop}.max_val_samples"
-            what = "as many rows of each source; NeMo RL takes one source after the other, and the last may have none"
-            draft.notes.append(Note(Kind.CHANGED, path, what))
-            draft.comments.setdefault(path, f"{what[:1].upper()}{what[1:]}.")
+        _share_out_held_out(draft)
+
+
+def _share_out_held_out(draft: Draft) -> None:
+    several, path = draft.get("data.validation"), f"{draft.algorithm}.max_val_samples"
+    if isinstance(several, list) and len(cast("list[object]", several)) > 1:
+        what = "as many rows of each source; NeMo RL takes one source after the other, and the last may have none"
+        draft.notes.append(Note(Kind.CHANGED, path, what))
+        draft.comments.setdefault(path, f"{what[:1].upper()}{what[1:]}.")
 
 
 _ROWS = {"AIME2024": 30, "AIME2026": 30}

@@ -169,6 +169,18 @@ def test_every_default_that_is_not_ours_is_written_where_a_recipe_says_nothing(l
         ),
         ("cluster: {segment_size: 4}", "cluster.segment_size", None),
         ("data: {shuffle: false}", "data.shuffle", False),
+        ("grpo: {val_batch_size: null, max_val_samples: null}", "grpo.val_batch_size", None),
+        ("policy: {megatron_cfg: {mtp_num_layers: 2}}", "policy.model.mtp_num_layers", 2),
+        (
+            "policy: {megatron_cfg: {mtp_num_layers: 2, mtp_loss_scaling_factor: 0.3}}",
+            "policy.model.mtp_loss_scaling_factor",
+            0.3,
+        ),
+        (
+            "grpo: {val_num_generations_per_prompt: 4, val_period: 0, val_at_start: false}",
+            "grpo.val_greedy",
+            False,
+        ),
         (
             "policy: {sequence_packing: {enabled: false, algorithm: odd}}",
             "policy.sequence_packing.algorithm",
@@ -261,6 +273,27 @@ def test_nothing_is_neutral_that_rests_on_a_model_that_is_not_known(migrated, ke
     path = f"policy.megatron_cfg.{key.partition(':')[0]}"
     assert path not in result.draft.dropped
     assert told(result, path) == [Kind.REFUSED]
+
+
+@pytest.mark.parametrize("layers", ["0", "null"])
+def test_without_prediction_layers_nothing_reads_their_keys_whatever_the_model(migrated, layers):
+    """models/megatron/setup.py, _apply_mtp_config: the number there takes the place of the model's own."""
+    result = migrated(UNKNOWN.format(f"mtp_num_layers: {layers}, mtp_loss_scaling_factor: 0.3"))
+    assert "policy.megatron_cfg.mtp_loss_scaling_factor" in result.draft.dropped
+    own = migrated(UNKNOWN.format("mtp_num_layers: 1, mtp_use_repeated_layer: true, mtp_detach_heads: true"))
+    for key in ("mtp_use_repeated_layer", "mtp_detach_heads"):
+        assert told(own, f"policy.megatron_cfg.{key}") == [Kind.REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "same"),
+    [("temperature: 1.0", True), ("temperature: 0.7", False), ("top_k: 5", False), ("top_p: 0.9", False)],
+)
+def test_raw_logprobs_are_those_of_plain_sampling(migrated, sampling, same):
+    result = migrated(f"policy: {{generation: {{{sampling}, vllm_cfg: {{logprobs_mode: raw_logprobs}}}}}}")
+    path = "policy.generation.vllm_cfg.logprobs_mode"
+    assert (path in result.draft.dropped) == same
+    assert (path in result.draft.refused) != same
 
 
 @pytest.mark.parametrize("lr", ["null", "fast", "[1]"])
