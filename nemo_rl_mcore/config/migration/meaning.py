@@ -39,19 +39,27 @@ def use_chat_template(draft: Draft) -> None:
 _SHOWN = ("add_bos", "add_eos", "add_generation_prompt")
 
 
+def _leave_out_of_given_answers(draft: Draft) -> None:
+    """Drop what only SFT reads there, and the prompt of a system, which SFT and DPO do not."""
+    for key in _SHOWN if draft.algorithm != "sft" else ():
+        if draft.has(f"data.{key}"):
+            draft.pop(f"data.{key}")
+            draft.dropped.append(f"data.{key}")
+    for place, source in sources_of(draft) if draft.algorithm in ("sft", "dpo") else ():
+        if source.pop("system_prompt_file", None) is not None:
+            draft.dropped.append(f"{place}.system_prompt_file")
+
+
 def show_given_answers(draft: Draft) -> None:
     """Train on what NeMo RL does of a given answer: all that the chat template adds for its turn.
 
     data/llm_message_utils.py, get_formatted_message_log: what opens the answer is the prompt's with
     add_generation_prompt, which SFT reads of the recipe, as the two others; DPO has their defaults.
     """
-    given = {key: draft.get(f"data.{key}") for key in _SHOWN if draft.algorithm == "sft"}
-    for key in _SHOWN if draft.algorithm != "sft" else ():
-        if draft.has(f"data.{key}"):
-            draft.pop(f"data.{key}")
-            draft.dropped.append(f"data.{key}")
+    _leave_out_of_given_answers(draft)
     if draft.algorithm not in ("sft", "dpo"):
         return
+    given = {key: draft.get(f"data.{key}") for key in _SHOWN}
     if given.get("add_bos") is None:
         draft.change("data.add_bos", True, "NeMo RL begins a row with the begin of sequence, if there is one")
     if not draft.get("data.apply_chat_template"):

@@ -264,6 +264,14 @@ def test_of_a_given_answer_is_trained_what_is_trained_there(migrated, base, chan
     assert (config.data.add_bos, config.data.add_eos, config.data.imitated) == expected
 
 
+@pytest.mark.parametrize(("base", "read"), [(SFT, False), (DPO, False), ("grpo_math_1B_megatron", True)])
+def test_a_system_prompt_is_shown_where_answers_are_sampled(migrated, base, read):
+    """data/processors.py: sft_processor and preference_preprocessor read the prompt of a task alone."""
+    result = migrated("data: {default: {system_prompt_file: examples/prompts/math.txt}}", base)
+    assert (value_at(result.draft.tree, "data.default.system_prompt_file") is not None) == read
+    assert ("data.default.system_prompt_file" in result.draft.dropped) != read
+
+
 UNKNOWN = "policy: {{model_name: nobody/has-this, megatron_cfg: {{{}}}}}"
 
 
