@@ -1,8 +1,10 @@
 """Keys of NeMo RL that are read there under another name, or only where something is on that is off."""
 
+from nemo_rl_mcore.config.base import value_at
 from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 from nemo_rl_mcore.config.migration.meaning import sources_of
 from nemo_rl_mcore.config.policy import PACKING_ALGORITHMS
+from nemo_rl_mcore.config.validate import with_pretrained_model
 from nemo_rl_mcore.config.vllm_kwargs import is_passed_on
 
 _MEGATRON = "policy.megatron_cfg"
@@ -102,17 +104,19 @@ def read_prediction_layers(draft: Draft) -> None:
     if number is None or number == 0:
         for key in _PREDICTION:
             _drop(draft, f"{_MEGATRON}.{key}")
-    elif draft.number(layers) is not None:
+    elif draft.number(layers) is not None and _knows_the_model(draft):
         for key in _PREDICTION[:2]:
             path, own = f"{_MEGATRON}.{key}", f"policy.model.{key}"
-            if (
-                draft.has(path)
-                and draft.get(own) is None
-                and isinstance(draft.get("policy.model"), dict | None)
-            ):
+            if draft.has(path) and draft.get(own) is None:
                 draft.set(own, draft.pop(path))
                 draft.origins[own] = path
                 draft.notes.append(Note(Kind.RENAMED, path, own))
+
+
+def _knows_the_model(draft: Draft) -> bool:
+    """Whether the sizes of the model are known, without which no key of it has a place."""
+    filled, _ = with_pretrained_model(draft.tree)
+    return value_at(filled, "policy.model.num_layers") is not None
 
 
 def read_logprobs(draft: Draft) -> None:

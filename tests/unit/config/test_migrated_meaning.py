@@ -289,7 +289,7 @@ def test_without_prediction_layers_nothing_reads_their_keys_whatever_the_model(m
     result = migrated(UNKNOWN.format(f"mtp_num_layers: {layers}, mtp_loss_scaling_factor: 0.3"))
     assert "policy.megatron_cfg.mtp_loss_scaling_factor" in result.draft.dropped
     own = migrated(UNKNOWN.format("mtp_num_layers: 1, mtp_use_repeated_layer: true, mtp_detach_heads: true"))
-    for key in ("mtp_use_repeated_layer", "mtp_detach_heads"):
+    for key in ("mtp_num_layers", "mtp_use_repeated_layer", "mtp_detach_heads"):
         assert told(own, f"policy.megatron_cfg.{key}") == [Kind.REFUSED]
 
 
