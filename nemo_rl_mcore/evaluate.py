@@ -46,7 +46,7 @@ def evaluate(config: RunConfig) -> Mapping[str, SetResult]:
     """Evaluate, and return the metrics of each set by its name; raises ConfigError and RunStoppedError."""
     if config.policy.init_checkpoint is not None:
         require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
-    tokenizer = tokenizer_of(config.policy, parse_content=config.data.parses_content)
+    tokenizer = tokenizer_of(config.policy, config.data)
     environment, sets = _open(config, tokenizer)
     folder = Path(config.logger.log_dir)
     _say(f"weights: {_weights(config)}")

@@ -64,7 +64,7 @@ def answers(config: RunConfig, asked: Asked) -> Generator[Rollout]:
     """Answer the prompts batch by batch, by the ranks of the policy; raises ConfigError and RunStoppedError."""
     if config.policy.init_checkpoint is not None:
         require_whole(config.policy.init_checkpoint, "--checkpoint", config.checkpointing, say_aside)
-    tokenizer = tokenizer_of(config.policy, parse_content=config.data.parses_content)
+    tokenizer = tokenizer_of(config.policy, config.data)
     prompts = prompts_to_answer(config, asked, tokenizer)
     stop_ids = stop_ids_of(config, tokenizer)
     with open_place(config) as cluster, start_frozen(config, cluster) as policy:

@@ -6,13 +6,19 @@ from dataclasses import dataclass, replace
 
 from nemo_rl_mcore.algorithms.custom_estimator import check_estimator
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
-from nemo_rl_mcore.config.data import RowKind
+from nemo_rl_mcore.config.data import DataConfig, RowKind
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.data.hub import fetch_tokenizer, fetched_folder
 from nemo_rl_mcore.data.observations import make_observer, require_append_only
 from nemo_rl_mcore.data.sources import open_prompts
-from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, ChatTemplate, Tokenizer, load_tokenizer
+from nemo_rl_mcore.data.tokenizer import (
+    CHAR_TOKENIZER_NAME,
+    ChatTemplate,
+    GivenAnswers,
+    Tokenizer,
+    load_tokenizer,
+)
 from nemo_rl_mcore.environments import hold_to_golds, make_environment, require_golds_run_first
 from nemo_rl_mcore.environments.functions import RewardFunctions, require_columns
 from nemo_rl_mcore.errors import RunStoppedError
@@ -39,7 +45,7 @@ class Parts:
 
 def open_parts(config: RunConfig) -> Parts:
     """Open tokenizer, prompts and environment; RunStoppedError for what does not serve."""
-    tokenizer = tokenizer_of(config.policy, parse_content=config.data.parses_content)
+    tokenizer = tokenizer_of(config.policy, config.data)
     try:
         check_losses(config)
         check_estimator(config)
@@ -93,10 +99,10 @@ def _form(config: RunConfig, tokenizer: Tokenizer) -> EpisodeForm:
     )
 
 
-def tokenizer_of(policy: PolicyConfig, *, parse_content: bool = False) -> Tokenizer:
+def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokenizer:
     """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads.
 
-    parse_content: see `load_tokenizer`. Its files may come from the hub with the weights, which are fetched here: the
+    data: how it shows rows. Its files may come from the hub with the weights, which are fetched here: the
     ranks have less time to start.
     """
     try:
@@ -106,7 +112,11 @@ def tokenizer_of(policy: PolicyConfig, *, parse_content: bool = False) -> Tokeni
             fetch_tokenizer(policy.tokenizer.name)
         given = policy.tokenizer
         template = ChatTemplate(given.chat_template, given.chat_template_kwargs or {})
-        tokenizer = load_tokenizer(given.name, parse_content=parse_content, template=template)
+        if data is not None:
+            answers = GivenAnswers(data.add_eos, data.imitated)
+            template = replace(template, add_bos=data.add_bos, answers=answers)
+        parses = data is not None and data.parses_content
+        tokenizer = load_tokenizer(given.name, parse_content=parses, template=template)
     except ValueError as error:
         raise RunStoppedError(str(error)) from error
     if tokenizer.vocab_size > policy.model.vocab_size:

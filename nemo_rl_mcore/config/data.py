@@ -68,8 +68,18 @@ class DataConfig(StrictModel):
     """Of files: the rows to validate with, as data.train, or names of eval.sets; null holds out a share of data.train.
 
     A section here takes the keys that it leaves out from a data.train that is a section."""
+    shuffle: bool = True
+    """Of files: take the rows of each pass in a random order of its own; false takes them as they lie."""
     apply_chat_template: bool = False
     """Show prompts to the model as its tokenizer's chat template does; false gives it the plain text (ours)."""
+    add_bos: bool = False
+    """Begin each prompt with the tokenizer's begin of sequence, where the chat template or the text has none."""
+    add_eos: bool = False
+    """Of answers given in conversations (SFT, DPO): end the row with the end of sequence where the chat template writes
+    none; plain text always has it."""
+    imitated: Literal["answer", "to_turn_end", "turn"] = "answer"
+    """Of answers given in conversations the tokens that are trained on (ours): answer, with its end of sequence;
+    to_turn_end, with what the template writes behind that, too; turn, with what opens it as well."""
     special_tokens_in_content: Literal["text", "parse"] | None = None
     """What a special token of the tokenizer is that a row spells, such as `<|im_end|>` (ours): text, the characters, as
     all of a row is; parse, the token itself, which ends a turn. Null refuses data with such rows. What an environment
@@ -203,6 +213,7 @@ class DataConfig(StrictModel):
             ("train", self.train is not None, "files", True),
             ("default", self.default is not None and not self.has_turns, "files", False),
             ("validation", self.validation is not None, "files", False),
+            ("shuffle", not self.shuffle, "files", False),
             ("type", self.type is not None, "custom", True),
             ("args", bool(self.args), "custom", False),
         )

@@ -29,7 +29,9 @@ class OptimizerConfig(StrictModel):
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of a decay."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay."""
+    """Decoupled weight decay; of norms and biases only with decay_norms_and_biases."""
+    decay_norms_and_biases: bool = False
+    """Let norms and biases decay as well, as torch's AdamW does unless it is told (ours)."""
     adam_beta1: Fraction = 0.9
     """Decay of the running mean of gradients."""
     adam_beta2: Fraction = 0.999

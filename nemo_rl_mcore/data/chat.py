@@ -53,19 +53,26 @@ def conversation_row(
     """Tokens of a conversation that ends with the answer; trained on are the assistant's, the answer's alone or all.
 
     A turn is trained on from behind the generation prompt to its end of sequence, or to its end where the template
-    writes none. Raises ValueError when the template shows a turn in another way once others follow it: its tokens are
-    then not those that the model answers with.
+    writes none; `GivenAnswers.imitated` may take in what the template writes around that, and `add_eos` an end of
+    sequence at the end of the row. Raises ValueError when the template shows a turn in another way once others follow
+    it: its tokens are then not those that the model answers with.
     """
     messages = [*context, Message(ASSISTANT, answer)]
-    ids = _ids(messages, tokenizer, add_generation_prompt=False)
+    shown = rendered(messages, tokenizer, add_generation_prompt=False)
+    ids, imitated = tokenizer.encode(shown.text, shown.literal), tokenizer.answers.imitated
     trained = [False] * len(ids)
     for turn, message in enumerate(messages):
         if message.role != ASSISTANT or not (imitate_all or turn == len(messages) - 1):
             continue
-        start = _length_of_beginning(ids, messages[:turn], tokenizer, add_generation_prompt=True)
+        asked = imitated != "turn"
+        start = _length_of_beginning(ids, messages[:turn], tokenizer, add_generation_prompt=asked)
         end = _length_of_beginning(ids, messages[: turn + 1], tokenizer, add_generation_prompt=False)
-        end = _behind_last(ids, tokenizer.eos_token_id, start, end)
+        if imitated == "answer":
+            end = _behind_last(ids, tokenizer.eos_token_id, start, end)
         trained[start:end] = [True] * (end - start)
+    ended = shown.text.rstrip("\n").endswith(tokenizer.text_of([tokenizer.eos_token_id]))
+    if tokenizer.answers.add_eos and not ended:
+        ids, trained = [*ids, tokenizer.eos_token_id], [*trained, True]
     return TokenRow(ids, trained)
 
 

@@ -1,4 +1,4 @@
-"""Prompts that are all there: shuffled anew for every pass, each taken once a pass."""
+"""Prompts that are all there: shuffled anew for every pass, or in their order, each taken once a pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EpochSource(PromptSource):
     twice either: the next pass begins with rows that the last one has not just ended with.
 
     weights: by the name of their source, what share of the prompts its rows are; each source then has passes of its
-    own. Null takes the rows of all sources alike.
+    own. Null takes the rows of all sources alike. shuffle: false takes the rows of each pass in their order.
     """
 
     train: Sequence[Prompt]
@@ -30,6 +30,7 @@ class EpochSource(PromptSource):
     seed: int
     per_step: int
     weights: Mapping[str, float] | None = None
+    shuffle: bool = True
 
     def train_batch(self, step: int, count: int) -> list[Prompt]:
         """Give the first `count` of the step's rows; raises ValueError where the data set, or a step, has fewer."""
@@ -77,7 +78,8 @@ class EpochSource(PromptSource):
         return [self._passes(source, rows[name], f":{name}") for source, name in enumerate(rows)]
 
     def _passes(self, source: int, rows: Sequence[int], key: str) -> _Passes:
-        return _Passes(rows, self.seed, key, lambda position: self._step_around(source, position))
+        seed = self.seed if self.shuffle else None
+        return _Passes(rows, seed, key, lambda position: self._step_around(source, position))
 
     def _step_around(self, source: int, position: int) -> tuple[int, int]:
         """The first row of a source, counted through its passes, of the step that takes a row, and behind its last."""
@@ -102,11 +104,12 @@ class EpochSource(PromptSource):
 class _Passes:
     """The rows of a source, pass after pass; `step_around` gives the first position of a step, and the end of it.
 
-    key: what sets its orders apart from those of other sources.
+    seed: of the orders; None takes each pass as the rows lie. key: what sets the orders apart from those of other
+    sources.
     """
 
     rows: Sequence[int]
-    seed: int
+    seed: int | None
     key: str
     step_around: Callable[[int], tuple[int, int]]
     _orders: list[array[int]] = field(default_factory=list["array[int]"], init=False, repr=False)
@@ -131,6 +134,8 @@ class _Passes:
 
     def _order(self, epoch: int) -> array[int]:
         rows = len(self.rows)
+        if self.seed is None:
+            return array("I", range(rows))  # in which no step that ends in the next pass has a row twice
         order = array("I", shuffled(rows, f"epoch:{self.seed}:{epoch}{self.key}"))
         begin, end = self.step_around(epoch * rows)
         begun = epoch * rows - begin

@@ -79,7 +79,11 @@ class Limits:
             )
         if data.apply_chat_template:
             return with_template(prompt, self.tokenizer, frame)
-        return replace(prompt, literal=literal_spans(prompt.text, tokens, frame))
+        literal, opening = literal_spans(prompt.text, tokens, frame), self.tokenizer.opening
+        if prompt.text.startswith(opening) and not (literal and literal[0][0] == 0):
+            return replace(prompt, literal=literal)
+        shifted = tuple((start + len(opening), end + len(opening)) for start, end in literal)
+        return replace(prompt, text=opening + prompt.text, literal=shifted)
 
     @property
     def _kind(self) -> RowKind:

@@ -168,7 +168,14 @@ def _open_files(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
     train = [*limits.fitting(examples.train, sampled=config.row_kind is RowKind.PROMPTS)]
     held_out = [*limits.fitting(examples.held_out, sampled=config.loop.validates)]
     require_enough_left(config, train, held_out)
-    return EpochSource(train, held_out, config.seed, config.prompts_per_step, config.source_weights)
+    return EpochSource(
+        train,
+        held_out,
+        config.seed,
+        config.prompts_per_step,
+        config.source_weights,
+        config.data.shuffle,
+    )
 
 
 def open_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]]:

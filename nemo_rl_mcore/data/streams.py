@@ -1,4 +1,4 @@
-"""Prompts of a source that is read as it is needed: shuffled within a buffer, and never counted."""
+"""Prompts of a source that is read as it is needed: shuffled within a buffer, or not, and never counted."""
 
 # datasets leaves most of its types open.
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
@@ -52,8 +52,8 @@ def open_streamed(limits: Limits) -> StreamSource:
 class StreamSource(PromptSource):
     """A `PromptSource` over a stream: a step takes the next rows, and a resumed run passes over those before.
 
-    At its end the stream begins anew in another order; rows that fill no step are left over, so that none holds a row
-    twice. What has been read is not kept: a step before the last one is read again from the start.
+    At its end the stream begins anew, shuffled in another order; rows that fill no step are left over, so that none
+    holds a row twice. What has been read is not kept: a step before the last one is read again from the start.
     """
 
     limits: Limits
@@ -142,7 +142,9 @@ class StreamSource(PromptSource):
         except SourceError as error:
             raise ConfigError([error.problem.below(self.path)]) from error
         seed = self.limits.config.seed + (epoch << 31)
-        placed = stream.map(_with_place, with_indices=True).shuffle(seed=seed, buffer_size=BUFFER)
+        placed = stream.map(_with_place, with_indices=True)
+        if self.limits.config.data.shuffle:
+            placed = placed.shuffle(seed=seed, buffer_size=BUFFER)
         for values in _read(cast("Iterable[dict[str, object]]", placed), f"{self.path}.data_path"):
             place = cast("int", values.pop(_PLACE))
             yield Row(f"{self.source.paths[0]}, row {place + 1}", values), place

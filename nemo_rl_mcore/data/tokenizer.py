@@ -51,6 +51,16 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def opening(self) -> str:
+        """What each prompt begins with that does not say it itself: text of the begin of sequence, or nothing."""
+        ...
+
+    @property
+    def answers(self) -> GivenAnswers:
+        """How given answers in a conversation are shown and trained on."""
+        ...
+
+    @property
     def special_tokens(self) -> Sequence[str]:
         """Texts of the tokens that content must not stand for; none where content is parsed, too."""
         ...
@@ -87,11 +97,24 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
+class GivenAnswers:
+    """What a recipe asks of given answers in a conversation, see `DataConfig`."""
+
+    add_eos: bool = False
+    imitated: str = "answer"
+
+
+@dataclass(frozen=True)
 class ChatTemplate:
-    """The Jinja text of a template in place of the tokenizer's own, None for that one, and variables of either."""
+    """The Jinja text of a template in place of the tokenizer's own, None for that one, and variables of either.
+
+    add_bos: prompts begin with the begin of sequence, if there is one. answers: see `Tokenizer.answers`.
+    """
 
     text: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    add_bos: bool = False
+    answers: GivenAnswers = GivenAnswers()
 
 
 def load_tokenizer(
@@ -103,7 +126,7 @@ def load_tokenizer(
     """
     if name == CHAR_TOKENIZER_NAME:
         return CharTokenizer()
-    return HuggingFaceTokenizer(name, parse_content=parse_content, template=template or ChatTemplate())
+    return HuggingFaceTokenizer(name, parse_content=parse_content, template=template)
 
 
 def strip_response(ids: Sequence[int], pad_token_id: int, eos_token_id: int) -> list[int]:
@@ -123,6 +146,8 @@ class CharTokenizer:
     """
 
     special_tokens: Sequence[str] = ()
+    opening = ""
+    answers = GivenAnswers()
 
     def __init__(self) -> None:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -184,9 +209,13 @@ class HuggingFaceTokenizer:
         self, directory: str, *, parse_content: bool = False, template: ChatTemplate | None = None
     ) -> None:
         self._tokenizer = _load_pretrained(directory)
-        self._variables: Mapping[str, Any] = {} if template is None else template.variables
-        if template is not None and template.text is not None:
+        template = template or ChatTemplate()
+        self._variables = template.variables
+        if template.text is not None:
             self._tokenizer.chat_template = template.text
+        bos = self._tokenizer.bos_token if template.add_bos else None
+        self.opening = bos if isinstance(bos, str) else ""
+        self.answers = template.answers
         self._literal = LiteralEncoder(self._tokenizer)
         self.special_tokens: Sequence[str] = () if parse_content else self._literal.tokens
         eos_token_id = self._tokenizer.eos_token_id
@@ -241,7 +270,7 @@ class HuggingFaceTokenizer:
                 f"data.apply_chat_template: the chat template refuses it: {error}", code="refused-messages"
             ) from error
         assert isinstance(text, str)
-        return text
+        return text if text.startswith(self.opening) else self.opening + text
 
     def save_as_hugging_face(self, folder: Path) -> None:
         """See `Tokenizer.save_as_hugging_face`."""

@@ -32,6 +32,7 @@ def build_optimizer(policy: PolicyConfig, chunks: list[DistributedDataParallel])
             clip_grad=policy.max_grad_norm,
         ),
         [*chunks],
+        config_overrides={} if optimizer.decay_norms_and_biases else None,  # None sets their decay to 0
     )
 
 

@@ -265,9 +265,10 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         "policy.offload": case["offload"],
         f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce": case["overlap"],
         f"{OPTIMIZER}.use_distributed_optimizer": case["distributed optimizer"],
+        f"{OPTIMIZER}.decay_norms_and_biases": case["kl"],  # a factor that the plain sibling has, too
     }
     if case["layout"] in EXPERT_LAYOUTS:
-        values[f"{MEGATRON}.freeze_moe_router"] = case["kl"]  # a factor that the plain sibling has, too
+        values[f"{MEGATRON}.freeze_moe_router"] = case["kl"]  # as above
     if algorithm.shipped.algorithm in ("grpo", "ppo"):
         values["policy.recompute_prev_logprobs"] = "auto" if case["updates"] == "one pass" else "always"
     if algorithm.shipped.algorithm == "ppo":

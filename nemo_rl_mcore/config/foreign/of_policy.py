@@ -97,7 +97,7 @@ _VLLM: dict[str, Judgement] = {
     "enable_expert_parallel": refused(False, None, remedy="set it to false"),
     "kv_cache_dtype": refused("auto", None, remedy="set it to auto"),
     "logprobs_mode": refused(
-        "processed_logprobs", None, remedy="remove it; log-probabilities are those at the temperature"
+        "processed_logprobs", None, remedy="remove it; log-probabilities are those that are drawn from"
     ),
     "load_format": UNREAD,  # weights come by refit
     "skip_tokenizer_init": UNREAD,  # one is loaded for stop_strings alone
@@ -134,7 +134,9 @@ _GENERATION: dict[str, Judgement] = {
     "quant_cfg": refused(None, remedy="set it to null; the engine computes in vllm_cfg.precision"),
     "real_quant": refused(False, None, remedy="set it to false"),
     "real_quant_ignore": UNREAD,
-    "bad_words": refused(None, [], remedy="remove it"),
+    "bad_words": refused(
+        None, [], remedy="remove it; the log-probabilities of training know of no words that are left out"
+    ),
     "port_range_low": UNREAD,
     "port_range_high": UNREAD,
     "val_temperature": refused(None, SameAs("temperature"), remedy=_NO_VAL_SAMPLING),

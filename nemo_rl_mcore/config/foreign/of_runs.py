@@ -12,7 +12,10 @@ from nemo_rl_mcore.config.foreign.judgement import (
 )
 
 _OTHER_SINKS = "set it to false; use tensorboard_enabled, wandb_enabled or mlflow_enabled"
-_STEPS_END_IT = "remove it; max_num_steps ends the run"
+_STEPS_END_IT = (
+    "remove it; max_num_steps ends the run, and checkpointing.metric_name keeps the best checkpoints"
+)
+_NO_GYM = "set it to null, or remove it; rewards of env.rewards may count what NeMo Gym flags there"
 _NO_WATCH = "remove it; policy.generation has the deadlines and restarts of engines"
 _SAME_BATCHES = "a validation takes batches of policy.train_global_batch_size, cut as those of training are"
 _ONE_LOADER = AnyUnless("data.use_multiple_dataloader")
@@ -27,8 +30,8 @@ _OF_ROLLOUTS: dict[str, Judgement] = {
         None,
         remedy="set it to null; policy.generation.mismatch: {threshold: ..., action: mask} does this",
     ),
-    "invalid_tool_call_advantage": refused(None, remedy=OFF_OR_REMOVED),
-    "malformed_thinking_advantage": refused(None, remedy=OFF_OR_REMOVED),
+    "invalid_tool_call_advantage": refused(None, remedy=_NO_GYM),
+    "malformed_thinking_advantage": refused(None, remedy=_NO_GYM),
     "calculate_advantages_on_gpu": told(False, cost="it costs speed; they are computed on CPU"),
     "skip_reference_policy_logprobs_calculation": refused(
         False,
@@ -89,7 +92,7 @@ _LOOPS: dict[str, Judgement] = {
     **_OF_PPO,
     **_ASYNC_OF_GRPO,
     **_ONE_TURN,
-    "reward_penalties": refused(OFF, remedy="remove it"),
+    "reward_penalties": refused(OFF, remedy=_NO_GYM),
     "loss_fn.positive_example_nll_weight": refused(0.0, 0, remedy="set it to 0"),
     "loss_fn.zero_outside_topk": refused(False, remedy="set it to false"),
 }
@@ -127,12 +130,7 @@ _DATA: dict[str, Judgement] = {
     "data.custom_dataloader": refused(_ONE_LOADER, remedy="remove it, and give the sources weights"),
     "data.prompt_file": refused(None, remedy="remove it, and set data.default.prompt_file"),
     "data.system_prompt_file": refused(None, remedy="remove it, and set data.default.system_prompt_file"),
-    "data.add_bos": UNREAD,  # a chat template writes its own; text alone has none
-    "data.add_eos": refused(True, remedy="set it to true; an answer ends with the token that ends it"),
-    "data.add_generation_prompt": refused(
-        True, remedy="set it to true; a chat template opens the answer before it is given"
-    ),
-    "data.shuffle": refused(True, remedy="set it to true; prompts are drawn at random"),
+    "data.add_generation_prompt": refused(None, remedy="set data.imitated"),  # which a migration does
     "data.num_workers": UNREAD,  # prompts are in memory
     "data.use_multiple_dataloader": refused(False, remedy="set it to false"),
     "env.math.math_verify_impl": refused("hf_math_verify", remedy="set it to hf_math_verify"),

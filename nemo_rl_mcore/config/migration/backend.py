@@ -93,9 +93,9 @@ def _use_optimizer(draft: Draft) -> None:
             "policy.optimizer.kwargs.lr", kwargs["lr"], f"set {_MEGATRON}.optimizer.lr", "is no number"
         )
     if kwargs["weight_decay"]:
-        what = "torch decays norms and biases too, and Megatron's optimizer leaves them as they are"
-        draft.notes.append(Note(Kind.CHANGED, f"{_MEGATRON}.optimizer.weight_decay", what))
-        draft.comments[f"{_MEGATRON}.optimizer.weight_decay"] = f"{what[:1].upper()}{what[1:]}."
+        draft.change(
+            f"{_MEGATRON}.optimizer.decay_norms_and_biases", True, "torch decays norms and biases too"
+        )
     for key, of in _OPTIMIZER.items():
         _take(draft, f"{_MEGATRON}.optimizer.{key}", of(kwargs), "policy.optimizer")
     # They are copies of the optimizer's there, which has just got other values.

@@ -8,7 +8,7 @@ from typing import cast
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from nemo_rl_mcore.config.base import StrictModel, Tree, join_path
+from nemo_rl_mcore.config.base import StrictModel, Tree, join_path, value_at
 from nemo_rl_mcore.config.foreign.recognised import leaf_paths
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.migration.draft import Draft
@@ -32,7 +32,58 @@ def without_defaults(draft: Draft, written: Tree) -> tuple[Tree, int]:
             if _meaning(with_it) != _meaning(short):
                 kept.add(path)
                 short = with_it
+    short = _without_copies(short, kept)
     return short, len([*leaf_paths(draft.tree)]) - len([*leaf_paths(short)])
+
+
+_ENGINE = "policy.generation.vllm_cfg"
+_OF_THE_ENGINE = {
+    f"{_ENGINE}.precision": "policy.precision",
+    f"{_ENGINE}.max_model_len": "policy.max_total_sequence_length",
+}
+"""Keys of vLLM that are those of the policy where they are left out."""
+COPIES = (
+    *_OF_THE_ENGINE,
+    *(f"policy.megatron_cfg.{key}" for key in ("pipeline_dtype", "optimizer.bf16", "optimizer.clip_grad")),
+    *(f"data.{source}.processor" for source in ("default", "train", "validation")),
+    *(f"data.{source}.split_validation_size" for source in ("train", "validation")),
+)
+"""Keys that say again what other ones say, or what a known data set has."""
+
+
+def _without_copies(short: Tree, kept: Collection[str]) -> Tree:
+    """Take the keys out that say again what others say, where the run is the same without them."""
+    run = _run(short)
+    for path in COPIES if run is not None else ():
+        value, same = value_at(short, path), _OF_THE_ENGINE.get(path)
+        if value is None or path in kept or (same and value != value_at(short, same)):
+            continue
+        shorter = _without(short, path)
+        if _run(shorter) == run:
+            short = shorter
+    return short
+
+
+def _run(tree: Tree) -> dict[str, object] | None:
+    """What is run, but for the keys that are copies; None where a recipe has problems."""
+    validated = validate(copy.deepcopy(tree))
+    if validated.config is None:
+        return None
+    plain = validated.config.plain()
+    return {
+        path: value_at(plain, path)
+        for path in leaf_paths(plain)
+        if path not in COPIES or path.endswith("split_validation_size")
+    }
+
+
+def _without(tree: Tree, path: str) -> Tree:
+    """A copy without a key, and without sections that are empty then."""
+    key, _, inner = path.partition(".")
+    if not inner:
+        return {name: value for name, value in tree.items() if name != key}
+    below = _without(cast("Tree", tree[key]), inner)
+    return {name: below if name == key else value for name, value in tree.items() if name != key or below}
 
 
 def _meaning(tree: Tree) -> tuple[object, object]:

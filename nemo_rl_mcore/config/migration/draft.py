@@ -21,13 +21,14 @@ class Kind(Enum):
 
 
 ONLY_OURS = (
-    *("data.apply_chat_template", "data.special_tokens_in_content", "data.overlong"),
+    *("data.apply_chat_template", "data.special_tokens_in_content", "data.overlong", "data.imitated"),
     *(f"{loop}.val_greedy" for loop in ("grpo", "ppo", "distillation")),
     *(
         "loss_fn.tail_mass",
         "env.math.response.regex",
         "env.math.unparsable",
         "policy.generation.fit_to_sequence",
+        "policy.megatron_cfg.optimizer.decay_norms_and_biases",
     ),
 )
 """Keys that a migration sets, and that no recipe of NeMo RL has."""

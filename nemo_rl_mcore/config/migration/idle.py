@@ -1,10 +1,13 @@
 """Keys of NeMo RL that are read there under another name, or only where something is on that is off."""
 
+from nemo_rl_mcore.config.base import value_at
 from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 from nemo_rl_mcore.config.migration.meaning import sources_of
 from nemo_rl_mcore.config.policy import PACKING_ALGORITHMS
+from nemo_rl_mcore.config.validate import with_pretrained_model
 from nemo_rl_mcore.config.vllm_kwargs import is_passed_on
 
+_MEGATRON = "policy.megatron_cfg"
 _DDP = "policy.megatron_cfg.distributed_data_parallel_config"
 _KWARGS = "policy.generation.vllm_kwargs"
 _OWN_NAMES = ("max_num_seqs", "kv_cache_memory_bytes")
@@ -89,6 +92,48 @@ def send_weights(draft: Draft) -> None:
         draft.notes.append(Note(Kind.WARNED, path, what))
 
 
+_PREDICTION = ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_use_repeated_layer", "mtp_detach_heads")
+
+
+def read_prediction_layers(draft: Draft) -> None:
+    """Move prediction layers and their factor to the model; where there are none, nothing reads the rest."""
+    layers = f"{_MEGATRON}.{_PREDICTION[0]}"
+    if not draft.has(layers):
+        return  # the model's own, if it has any
+    number = draft.get(layers)
+    if number is None or number == 0:
+        for key in _PREDICTION:
+            _drop(draft, f"{_MEGATRON}.{key}")
+    elif draft.number(layers) is not None and _knows_the_model(draft):
+        for key in _PREDICTION[:2]:
+            path, own = f"{_MEGATRON}.{key}", f"policy.model.{key}"
+            if draft.has(path) and draft.get(own) is None:
+                draft.set(own, draft.pop(path))
+                draft.origins[own] = path
+                draft.notes.append(Note(Kind.RENAMED, path, own))
+
+
+def _knows_the_model(draft: Draft) -> bool:
+    """Whether the sizes of the model are known, without which no key of it has a place."""
+    filled, _ = with_pretrained_model(draft.tree)
+    return value_at(filled, "policy.model.num_layers") is not None
+
+
+def read_logprobs(draft: Draft) -> None:
+    """Drop the mode of log-probabilities where both are the same: nothing divides or filters what is sampled."""
+    path, generation = "policy.generation.vllm_cfg.logprobs_mode", draft.section("policy.generation")
+    plain = generation.get("temperature") == 1.0 and generation.get("top_p") in (None, 1.0)
+    if draft.get(path) == "raw_logprobs" and plain and generation.get("top_k") in (None, -1):
+        _drop(draft, path)
+
+
+def validate_at_once(draft: Draft) -> None:
+    """Drop a null batch of validations, with which there is one of all rows: answers do not depend on it."""
+    path = f"{draft.algorithm}.val_batch_size"
+    if draft.has(path) and draft.get(path) is None:
+        _drop(draft, path)
+
+
 def draw_without_end(draft: Draft) -> None:
     """Let an asynchronous PPO go on to max_num_steps: NeMo RL's begins the rows anew, and counts no passes."""
     path = "ppo.max_num_epochs"
@@ -133,6 +178,9 @@ STEPS = (
     mask_mismatch,
     overlap_as_can_be,
     send_weights,
+    read_prediction_layers,
+    read_logprobs,
+    validate_at_once,
     draw_without_end,
     answer_one_by_one,
     pass_on_vllm_kwargs,

@@ -36,6 +36,48 @@ def use_chat_template(draft: Draft) -> None:
     draft.change("data.special_tokens_in_content", "parse", parsed)
 
 
+_SHOWN = ("add_bos", "add_eos", "add_generation_prompt")
+
+
+def _leave_out_of_given_answers(draft: Draft) -> None:
+    """Drop what only SFT reads there, and the prompt of a system, which SFT and DPO do not."""
+    for key in _SHOWN if draft.algorithm != "sft" else ():
+        if draft.has(f"data.{key}"):
+            draft.pop(f"data.{key}")
+            draft.dropped.append(f"data.{key}")
+    for place, source in sources_of(draft) if draft.algorithm in ("sft", "dpo") else ():
+        if source.pop("system_prompt_file", None) is not None:
+            draft.dropped.append(f"{place}.system_prompt_file")
+
+
+def show_given_answers(draft: Draft) -> None:
+    """Train on what NeMo RL does of a given answer: all that the chat template adds for its turn.
+
+    data/llm_message_utils.py, get_formatted_message_log: what opens the answer is the prompt's with
+    add_generation_prompt, which SFT reads of the recipe, as the two others; DPO has their defaults.
+    """
+    _leave_out_of_given_answers(draft)
+    if draft.algorithm not in ("sft", "dpo"):
+        return
+    given = {key: draft.get(f"data.{key}") for key in _SHOWN}
+    if given.get("add_bos") is None:
+        draft.change("data.add_bos", True, "NeMo RL begins a row with the begin of sequence, if there is one")
+    if not draft.get("data.apply_chat_template"):
+        return  # text alone ends with the end of sequence in both
+    if given.get("add_eos") is None:
+        draft.change("data.add_eos", True, "NeMo RL ends a row with the end of sequence")
+    opened = given.get("add_generation_prompt")
+    if opened is None or isinstance(opened, bool):
+        if opened is not None:
+            draft.pop("data.add_generation_prompt")
+            draft.notes.append(Note(Kind.RENAMED, "data.add_generation_prompt", "data.imitated"))
+        imitated = "to_turn_end" if opened else "turn"
+        opening = "" if opened else "what opens it and "
+        draft.change(
+            "data.imitated", imitated, f"NeMo RL trains on {opening}what is behind its end of sequence"
+        )
+
+
 def use_engine(draft: Draft) -> None:
     """Name an engine, also of SFT and DPO, which ask for answers only where max_val_samples says so."""
     backend = "policy.generation.backend"
@@ -83,15 +125,20 @@ def validate_as_there(draft: Draft) -> None:
                 "NeMo RL takes the loss of held-out rows alone; a number asks for answers to as many prompts"
             )
             draft.change(f"{loop}.max_val_samples", 0, why)
-    elif validates:
+        return
+    if validates or (draft.number(f"{loop}.val_num_generations_per_prompt") or 1) > 1:
         draft.change(f"{loop}.val_greedy", False, "NeMo RL's validation samples as training does")
+    if validates:
         _count_held_out(draft)
-        several = draft.get("data.validation")
-        if isinstance(several, list) and len(cast("list[object]", several)) > 1:
-            path = f"{loop}.max_val_samples"
-            what = "as many rows of each source; NeMo RL takes one source after the other, and the last may have none"
-            draft.notes.append(Note(Kind.CHANGED, path, what))
-            draft.comments.setdefault(path, f"{what[:1].upper()}{what[1:]}.")
+        _share_out_held_out(draft)
+
+
+def _share_out_held_out(draft: Draft) -> None:
+    several, path = draft.get("data.validation"), f"{draft.algorithm}.max_val_samples"
+    if isinstance(several, list) and len(cast("list[object]", several)) > 1:
+        what = "as many rows of each source; NeMo RL takes one source after the other, and the last may have none"
+        draft.notes.append(Note(Kind.CHANGED, path, what))
+        draft.comments.setdefault(path, f"{what[:1].upper()}{what[1:]}.")
 
 
 _ROWS = {"AIME2024": 30, "AIME2026": 30}
@@ -143,6 +190,15 @@ def name_sources(draft: Draft) -> None:
     if isinstance(name, str) and name not in _TASKS and not draft.has("data.train"):
         draft.pop("data.dataset_name")
         draft.change("data.train.dataset_name", name, "a data set is named in data.train")
+
+
+def show_held_out_as_there(draft: Draft) -> None:
+    """Give a validation the texts of data.default, and not of data.train, as NeMo RL does."""
+    train, held_out = draft.section("data.train"), draft.section("data.validation")
+    for key in TEXT_FILES if train and held_out else ():
+        if key in train and key not in held_out:
+            path, default = f"data.validation.{key}", draft.get(f"data.default.{key}")
+            draft.change(path, default, "a validation takes data.default's there, and not data.train's")
 
 
 _HELD_OUT = ("OpenMathInstruct-2", "tulu3_sft_mixture", "open_assistant")
@@ -261,9 +317,11 @@ def update_between_answers(draft: Draft) -> None:
 
 STEPS = (
     use_chat_template,
+    show_given_answers,
     use_engine,
     fit_lengths,
     name_sources,
+    show_held_out_as_there,
     hold_out_as_there,
     keep_ties,
     validate_as_there,

@@ -51,9 +51,8 @@ def _head(draft: Draft, left_out: int) -> Iterator[str]:
         for text in texts:
             yield from _comment(text, "", "  ")
     yield "#"
-    said = (
-        f"{len(draft.dropped)} keys at values that change nothing here, {left_out} at this package's defaults"
-    )
+    idle = f"{len(draft.dropped)} keys at values that change nothing here"
+    said = f"{idle}, {left_out} at this package's defaults or said by another key"
     yield from _comment(f"Not written: {said}.", "")
 
 

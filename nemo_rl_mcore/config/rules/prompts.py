@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import Problem, has_no_effect, join_path
+from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 from nemo_rl_mcore.config.source import each
@@ -131,6 +132,17 @@ def _gold_answers(config: RunConfig) -> Iterator[Problem]:
             return
 
 
+def _given_turns(config: RunConfig) -> Iterator[Problem]:
+    """Yield how given answers are shown where there are none, or no conversations."""
+    data = config.data
+    for key, default in (("add_eos", False), ("imitated", "answer")):
+        value = getattr(data, key)
+        if value != default and not data.apply_chat_template:
+            yield has_no_effect(f"data.{key}", value, "without a chat template", "data.apply_chat_template")
+        elif value != default and config.row_kind is RowKind.PROMPTS:
+            yield has_no_effect(f"data.{key}", value, "where no answers are given")
+
+
 def _repeated(config: RunConfig) -> Iterator[Problem]:
     """Yield held-out rows that are taken again, and answered again alike."""
     loop = config.loop
@@ -188,5 +200,14 @@ def _streams(config: RunConfig) -> Iterator[Problem]:
 
 
 RULES = Rules(
-    of_runs=(_drawn_prompts, _given_rows, _held_out_prompts, _named_sets, _gold_answers, _repeated, _streams)
+    of_runs=(
+        _drawn_prompts,
+        _given_rows,
+        _held_out_prompts,
+        _named_sets,
+        _gold_answers,
+        _given_turns,
+        _repeated,
+        _streams,
+    )
 )

@@ -24,6 +24,7 @@ from nemo_rl_mcore.preflight import preflight
             "validation: incompatible (dataset_name)",
         ),
         ({"dataset_name": "copy", "type": "a:B"}, "type: incompatible (dataset_name)"),
+        ({"dataset_name": "copy", "shuffle": False}, "shuffle: incompatible (dataset_name)"),
         (
             {"dataset_name": "custom", "type": "a:B", "train": {"data_path": "a"}},
             "train: incompatible (dataset_name)",

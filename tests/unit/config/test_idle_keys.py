@@ -27,6 +27,7 @@ UNFUSED = f"{MEGATRON}.use_fused_linear_logprobs=false"
             ],
             "grpo.batch_multiplier: has-no-effect (enabled)",
         ),
+        (["+data.add_eos=true"], "data.add_eos: has-no-effect (apply_chat_template)"),
         (["grpo.max_rollout_turns=2"], "grpo.max_rollout_turns: has-no-effect (arithmetic)"),
         (["+env.pool.max_drop_rate=0.1"], "env.pool.max_drop_rate: has-no-effect (size)"),
         (["+loss_fn.args={scale: 1}"], "loss_fn.args: has-no-effect (type)"),
@@ -82,6 +83,15 @@ def test_what_has_no_effect_changes_no_size(exemplar):
     config = load_config(exemplar, ["++grpo.batch_multiplier=1.3", "++grpo.max_rollout_turns=9"])
     assert config.prompts_per_step == config.grpo.num_prompts_per_step
     assert config.max_rollout_turns == 1
+
+
+@pytest.mark.parametrize(("algorithm", "idle"), [("grpo", True), ("sft", False)])
+def test_where_no_answers_are_given_nothing_says_how_they_are_trained_on(warnings, algorithm, idle):
+    data = "++data={dataset_name: files, train: {data_path: a}, apply_chat_template: true, imitated: turn}"
+    found = warnings(
+        data, "++policy.tokenizer.name=a", recipe=f"{algorithm}_copy_cpu.yaml" if idle else "sft_cpu.yaml"
+    )
+    assert ("data.imitated: has-no-effect" in found) == idle
 
 
 def test_a_stream_has_no_passes(warnings):

@@ -168,6 +168,19 @@ def test_every_default_that_is_not_ours_is_written_where_a_recipe_says_nothing(l
             {"moe_backend": "triton"},
         ),
         ("cluster: {segment_size: 4}", "cluster.segment_size", None),
+        ("data: {shuffle: false}", "data.shuffle", False),
+        ("grpo: {val_batch_size: null, max_val_samples: null}", "grpo.val_batch_size", None),
+        ("policy: {megatron_cfg: {mtp_num_layers: 2}}", "policy.model.mtp_num_layers", 2),
+        (
+            "policy: {megatron_cfg: {mtp_num_layers: 2, mtp_loss_scaling_factor: 0.3}}",
+            "policy.model.mtp_loss_scaling_factor",
+            0.3,
+        ),
+        (
+            "grpo: {val_num_generations_per_prompt: 4, val_period: 0, val_at_start: false}",
+            "grpo.val_greedy",
+            False,
+        ),
         (
             "policy: {sequence_packing: {enabled: false, algorithm: odd}}",
             "policy.sequence_packing.algorithm",
@@ -210,6 +223,12 @@ def test_every_default_that_is_not_ours_is_written_where_a_recipe_says_nothing(l
             "policy.megatron_cfg.optimizer.weight_decay",
             0.01,  # torch's own default
         ),
+        (
+            "policy: {dtensor_cfg: {enabled: true}, optimizer: {name: torch.optim.AdamW, kwargs: {lr: 1.0e-6}}}",
+            "policy.megatron_cfg.optimizer.decay_norms_and_biases",
+            True,
+        ),
+        ("", "policy.megatron_cfg.optimizer.decay_norms_and_biases", None),
     ],
 )
 def test_the_effective_value_is_theirs(migrated, changes, path, value):
@@ -224,6 +243,47 @@ def test_a_validation_of_given_answers_asks_for_none(migrated, base):
     assert config.loop.validates
 
 
+SFT, DPO = (f"{name}-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs" for name in ("sft", "dpo"))
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "expected"),
+    [
+        (SFT, "", (True, True, "to_turn_end")),
+        (SFT, "data: {add_generation_prompt: false, add_bos: false}", (False, True, "turn")),
+        (SFT, "data: {add_eos: false}", (True, False, "to_turn_end")),
+        (DPO, "", (True, True, "turn")),
+        (DPO, "data: {add_generation_prompt: true, add_eos: false}", (True, True, "turn")),
+        ("grpo_math_1B_megatron", "data: {add_bos: true}", (False, False, "answer")),
+    ],
+)
+def test_of_a_given_answer_is_trained_what_is_trained_there(migrated, base, changes, expected):
+    """data/llm_message_utils.py: SFT passes what the recipe says, DPO the defaults, and prompts get nothing."""
+    config = migrated(changes, base).config
+    assert config is not None
+    assert (config.data.add_bos, config.data.add_eos, config.data.imitated) == expected
+
+
+@pytest.mark.parametrize(("base", "read"), [(SFT, False), (DPO, False), ("grpo_math_1B_megatron", True)])
+def test_a_system_prompt_is_shown_where_answers_are_sampled(migrated, base, read):
+    """data/processors.py: sft_processor and preference_preprocessor read the prompt of a task alone."""
+    result = migrated("data: {default: {system_prompt_file: examples/prompts/math.txt}}", base)
+    assert (value_at(result.draft.tree, "data.default.system_prompt_file") is not None) == read
+    assert ("data.default.system_prompt_file" in result.draft.dropped) != read
+
+
+@pytest.mark.parametrize("default", ["examples/prompts/cot.txt", None])
+def test_a_validation_has_the_texts_of_the_defaults_and_not_of_the_rows_to_train_on(migrated, default):
+    """data/utils.py: `update_single_dataset_config(cfg, data_config["default"])`, for each source alike."""
+    written = "null" if default is None else default
+    train = "train: {dataset_name: DeepScaler, prompt_file: examples/prompts/math.txt}"
+    held_out = "validation: {dataset_name: AIME2024}"
+    result = migrated(f"data: {{default: {{prompt_file: {written}}}, {train}, {held_out}}}")
+    assert result.config is not None
+    shown = {path: source.prompt_file for path, source in result.config.validation_sources.items()}
+    assert [name and name.rpartition("/")[2] for name in shown.values()] == [default and "cot.txt"]
+
+
 UNKNOWN = "policy: {{model_name: nobody/has-this, megatron_cfg: {{{}}}}}"
 
 
@@ -233,6 +293,27 @@ def test_nothing_is_neutral_that_rests_on_a_model_that_is_not_known(migrated, ke
     path = f"policy.megatron_cfg.{key.partition(':')[0]}"
     assert path not in result.draft.dropped
     assert told(result, path) == [Kind.REFUSED]
+
+
+@pytest.mark.parametrize("layers", ["0", "null"])
+def test_without_prediction_layers_nothing_reads_their_keys_whatever_the_model(migrated, layers):
+    """models/megatron/setup.py, _apply_mtp_config: the number there takes the place of the model's own."""
+    result = migrated(UNKNOWN.format(f"mtp_num_layers: {layers}, mtp_loss_scaling_factor: 0.3"))
+    assert "policy.megatron_cfg.mtp_loss_scaling_factor" in result.draft.dropped
+    own = migrated(UNKNOWN.format("mtp_num_layers: 1, mtp_use_repeated_layer: true, mtp_detach_heads: true"))
+    for key in ("mtp_num_layers", "mtp_use_repeated_layer", "mtp_detach_heads"):
+        assert told(own, f"policy.megatron_cfg.{key}") == [Kind.REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "same"),
+    [("temperature: 1.0", True), ("temperature: 0.7", False), ("top_k: 5", False), ("top_p: 0.9", False)],
+)
+def test_raw_logprobs_are_those_of_plain_sampling(migrated, sampling, same):
+    result = migrated(f"policy: {{generation: {{{sampling}, vllm_cfg: {{logprobs_mode: raw_logprobs}}}}}}")
+    path = "policy.generation.vllm_cfg.logprobs_mode"
+    assert (path in result.draft.dropped) == same
+    assert (path in result.draft.refused) != same
 
 
 @pytest.mark.parametrize("lr", ["null", "fast", "[1]"])
@@ -292,6 +373,12 @@ def test_a_constant_weight_decay_is_the_schedules(migrated):
     config = migrated(changes).config
     assert config is not None
     assert config.policy.megatron_cfg.optimizer.weight_decay == 0.1
+
+
+def test_a_weight_decay_that_changes_is_told_to_end_elsewhere(migrated):
+    schedule = "start_weight_decay: 0.0, end_weight_decay: 0.1, weight_decay_incr_style: linear"
+    result = migrated(f"policy: {{megatron_cfg: {{scheduler: {{{schedule}}}}}}}")
+    assert told(result, "policy.megatron_cfg.scheduler.end_weight_decay") == [Kind.CHANGED]
 
 
 @pytest.mark.parametrize(("action", "stall"), [("warn", None), ("abort", 600.0)])

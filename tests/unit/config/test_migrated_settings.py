@@ -121,3 +121,38 @@ def test_the_window_of_ages_is_kept_and_what_is_discarded_there_is_told(migrated
     assert not result.draft.refused
     freshest = migrated(WINDOWED.format(", sample_freshest_first: true"), base)
     assert "async_rl.sampler.name" in freshest.draft.refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "kind"),
+    [
+        ("grpo: {val_start_at: 5}", "grpo.val_start_at", Kind.REFUSED),
+        ("grpo: {stop_at_validation_metric: accuracy}", "grpo.stop_at_validation_metric", Kind.REFUSED),
+        ("grpo: {stop_at_validation_threshold: 0.9}", "grpo.stop_at_validation_threshold", Kind.REFUSED),
+        ("policy: {generation: {bad_words: [no]}}", "policy.generation.bad_words", Kind.REFUSED),
+        ("grpo: {invalid_tool_call_advantage: -5.0}", "grpo.invalid_tool_call_advantage", Kind.REFUSED),
+        ("grpo: {malformed_thinking_advantage: -5.0}", "grpo.malformed_thinking_advantage", Kind.REFUSED),
+        ("reward_penalties: {penalize_unwanted_tokens: true}", "reward_penalties", Kind.REFUSED),
+        (
+            "grpo: {skip_reference_policy_logprobs_calculation: true}",
+            "grpo.skip_reference_policy_logprobs_calculation",
+            Kind.REFUSED,
+        ),
+        ("grpo: {adv_estimator: {name: gdpo}}", "grpo.adv_estimator.name", Kind.OPEN),
+        ("data: {train: {dataset_name: squad}}", "data.train.dataset_name", Kind.OPEN),
+        ("data: {validation: {dataset_name: AIME2025}}", "data.validation.dataset_name", Kind.OPEN),
+        ("data: {add_generation_prompt: maybe}", "data.add_generation_prompt", None),
+        (
+            "loss_fn: {reference_policy_kl_penalty: 0}\ngrpo: {skip_reference_policy_logprobs_calculation: true}",
+            "grpo.skip_reference_policy_logprobs_calculation",
+            None,
+        ),
+        ("reward_penalties: {penalize_unwanted_tokens: false}", "reward_penalties", None),
+        ("policy: {generation: {bad_words: []}}", "policy.generation.bad_words", None),
+    ],
+)
+def test_what_is_not_here_is_refused_by_name_and_what_changes_nothing_is_not(migrated, changes, path, kind):
+    result = migrated(changes)
+    assert told(result, path) == ([] if kind is None else [kind])
+    if kind is None:
+        assert path in result.draft.dropped

@@ -1,13 +1,18 @@
+import json
+from pathlib import Path
+
 import pytest
 from chat_tokenizer import FORGETFUL, VOCABULARY, chat_tokenizer, save_chat_tokenizer
 from refusals import refused
 
-from nemo_rl_mcore.data.answers import given_answers
+from nemo_rl_mcore.config import load_config
+from nemo_rl_mcore.data.answers import answer_row, given_answers
 from nemo_rl_mcore.data.chat import conversation_row, with_template
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.limits import Limits
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.preference import Preference, preference_rows
-from nemo_rl_mcore.data.tokenizer import ChatTemplate, load_tokenizer
+from nemo_rl_mcore.data.tokenizer import ChatTemplate, GivenAnswers, load_tokenizer
 
 TURNS = (
     Message("system", "Be brief."),
@@ -20,6 +25,11 @@ TURNS = (
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def recipe_with(data):
+    config = load_config("examples/configs/sft_cpu.yaml")
+    return config.model_copy(update={"data": config.data.model_copy(update=data)})
 
 
 def shown(tokenizer, ids, kept):
@@ -82,6 +92,53 @@ def test_a_turn_is_trained_on_to_its_end_where_the_template_writes_no_end_of_seq
     tokenizer = chat_tokenizer(tmp_path, template)
     row = conversation_row(TURNS, "five", tokenizer, imitate_all=True)
     assert shown(tokenizer, row.ids, row.trained) == "4. ... five."
+
+
+@pytest.mark.parametrize(
+    ("imitated", "trained"),
+    [
+        ("answer", "4<end> ... five<end>"),
+        ("to_turn_end", "4<end>\n ... five<end>\n"),
+        ("turn", "<turn>assistant\n4<end>\n ... <turn>assistant\nfive<end>\n"),
+    ],
+)
+def test_a_recipe_says_what_of_a_turn_is_trained_on(tmp_path, imitated, trained):
+    template = ChatTemplate(answers=GivenAnswers(imitated=imitated))
+    tokenizer = load_tokenizer(save_chat_tokenizer(tmp_path), template=template)
+    row = conversation_row(TURNS, "five", tokenizer, imitate_all=True)
+    assert shown(tokenizer, row.ids, row.trained) == trained
+
+
+@pytest.mark.parametrize("ends", ["", "\n", "<end>", "<end>\n"])
+def test_a_row_ends_with_the_end_of_sequence_where_a_recipe_asks_for_it(tmp_path, ends):
+    """As llm_message_utils.py of NeMo RL: unless line feeds alone stand behind one."""
+    text = f"{{% for m in messages %}}{{{{ m.content }}}}{ends}{{% endfor %}}"
+    folder = save_chat_tokenizer(tmp_path)
+    for add_eos in (False, True):
+        template = ChatTemplate(text, answers=GivenAnswers(add_eos, "turn"))
+        tokenizer = load_tokenizer(folder, template=template)
+        row = conversation_row(TURNS[1:2], "4", tokenizer, imitate_all=False)
+        added = "<end>" if add_eos and "<end>" not in ends else ""
+        assert shown(tokenizer, row.ids, row.trained) == f"4{ends}{added}"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_prompts_begin_with_the_begin_of_sequence_once(tmp_path, chat):
+    text = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    folder = Path(save_chat_tokenizer(tmp_path))
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token": "<turn>"}))
+    with_bos, without = (
+        load_tokenizer(str(folder), parse_content=True, template=ChatTemplate(text, add_bos=bos))
+        for bos in (True, False)
+    )
+    data = {"apply_chat_template": chat, "special_tokens_in_content": "parse"}
+    limits = [Limits(recipe_with(data), one) for one in (with_bos, without)]
+    plain, marked = Prompt(0, "2+2?", "4"), Prompt(1, "<turn>2+2?", "4")
+    assert [one.rendered(plain).text for one in limits] == ["<turn>2+2?", "2+2?"]
+    assert [one.rendered(marked).text for one in limits] == ["<turn>2+2?"] * 2
+    row = answer_row(limits[0].rendered(plain), with_bos)
+    assert shown(with_bos, row.ids, [not one for one in row.trained]) == "<turn>2+2?"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):

@@ -10,9 +10,9 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.epochs import EpochSource
 
 
-def source(rows, per_step, seed=0, held_out=3):
+def source(rows, per_step, seed=0, held_out=3, **options):
     prompts = [Prompt(index, f"question {index}", "answer") for index in range(rows + held_out)]
-    return EpochSource(prompts[:rows], prompts[rows:], seed, per_step)
+    return EpochSource(prompts[:rows], prompts[rows:], seed, per_step, **options)
 
 
 def indices(source, step, count):
@@ -47,6 +47,15 @@ def test_passes_are_in_different_orders():
     assert tuple(range(20)) not in orders
 
 
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_without_a_shuffle_each_pass_is_as_the_rows_lie(rows, per_step):
+    rows = max(rows, per_step)
+    drawn = source(rows, per_step, shuffle=False)
+    stream = [row for step in range(1, 3 * rows // per_step + 1) for row in indices(drawn, step, per_step)]
+    assert stream == [place % rows for place in range(len(stream))]
+    assert drawn.first_steps(1, per_step) == [1] * per_step
+
+
 def test_more_rows_than_there_are_is_an_error():
     with refused("too-few-rows", 4, 3, "data.train"):
         source(3, 6).train_batch(1, 4)
@@ -64,10 +73,10 @@ def test_validation_gives_the_same_held_out_rows():
 # Sources with weights
 
 
-def mixture(rows, weights, per_step, seed=0):
+def mixture(rows, weights, per_step, seed=0, *, shuffle=True):
     names = [name for name, count in rows.items() for _ in range(count)]
     prompts = [Prompt(index, f"question {index}", "", source=name) for index, name in enumerate(names)]
-    return EpochSource(prompts, [], seed, per_step, weights)
+    return EpochSource(prompts, [], seed, per_step, weights, shuffle)
 
 
 @st.composite
@@ -137,3 +146,10 @@ def test_the_first_step_is_known_to_a_source_that_is_opened_in_a_later_pass():
     wanted = source(20, 6)
     assert source(20, 6).first_steps(9, 6) == wanted.first_steps(9, 6)
     assert max(wanted.first_steps(9, 6)) <= 4
+
+
+def test_weights_share_out_sources_that_are_each_in_their_order():
+    drawn = mixture({"a": 6, "b": 4}, {"a": 1, "b": 1}, 4, shuffle=False)
+    taken = [row for step in (1, 2) for row in indices(drawn, step, 4)]
+    assert [row for row in taken if row < 6] == [0, 1, 2, 3]
+    assert [row for row in taken if row >= 6] == [6, 7, 8, 9]

@@ -380,7 +380,7 @@ def test_a_class_that_does_not_serve_names_its_key(recipe, data, message):
 @pytest.mark.parametrize(("algorithm", "output"), [("grpo", 1), ("sft", "1" * 10**6)])
 def test_what_is_far_too_long_is_not_encoded_to_be_counted(recipe, algorithm, output):
     class Failing:
-        special_tokens = ()
+        special_tokens, opening = (), ""
 
         def encode(self, text, literal=()):
             raise AssertionError(f"{len(text)} characters were encoded")

@@ -68,6 +68,11 @@ def test_passes_are_shuffled_anew_and_a_step_holds_no_row_twice(recipe):
     assert first != sorted(first)
 
 
+def test_without_a_shuffle_each_pass_is_as_the_rows_lie(recipe):
+    source = open_prompts(recipe(shuffle=False), CHAR)
+    assert [*chain(*(indices(source, step) for step in range(1, 13)))] == [*range(96)] * 2
+
+
 def test_rows_that_are_too_long_are_left_out_or_end_the_run(recipe):
     rows = [*ROWS, *({"input": "1" * 9, "output": 1} for _ in range(100))]
     source = open_prompts(recipe(rows, overlong="drop"), CHAR)
