@@ -191,6 +191,11 @@ def to_json(value: object) -> bytes:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
+def plain(value: object) -> Any:
+    """Return what JSON can say of a value of a data set: dates and such as texts, what is no number as null."""
+    return json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)
+
+
 def tokenized(ids: list[int], options: EndpointOptions) -> dict[str, Any]:
     """Return the ids of a prompt."""
     return {"count": len(ids), "max_model_len": options.context, "tokens": ids}

@@ -191,7 +191,7 @@ class _Endpoint:
             "text": prompt.text,
             "answer": prompt.answer,
             "messages": [{"role": one.role, "content": one.content} for one in prompt.context],
-            "columns": {**prompt.columns},
+            "columns": answers.plain({**prompt.columns}),
         }
         state = "closed" if session.closed.is_set() else "open"
         return JsonResponse(

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import resource
 
 import psutil
 import pytest
@@ -24,6 +25,16 @@ async def play_session(endpoint, number):
     endpoint.sessions.end(session)
 
 
+@pytest.fixture
+def many_descriptors():
+    """Both ends of the connections are in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_descriptors")
 def test_500_open_sessions_are_all_answered(tokenizer):
     async def play():
         async with played(tokenizer) as endpoint:

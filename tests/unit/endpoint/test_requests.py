@@ -1,6 +1,7 @@
 """What bodies may say: the run's sampling or none, and refusals by name in the shape that clients know."""
 
 import asyncio
+import random
 
 import pytest
 from played_endpoint import LONGEST, MODEL, TOOL, played
@@ -235,3 +236,87 @@ def test_tokenize_tells_the_ids_that_a_call_would_ask_with(tokenizer):
     assert told["tokens"] == asked
     assert (told["count"], told["max_model_len"]) == (len(asked), 4000)
     assert text["tokens"] == tokenizer.encode("hi<|im_end|>")
+
+
+ODD = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    10**400,
+    "",
+    "a",
+    "\ud800",
+    "<|im_end|>",
+    [],
+    [1],
+    [None],
+    {},
+    {"a": []},
+    [[[]]],
+]
+WHOLE = {
+    "model": MODEL,
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "a"}]},
+        USER,
+        {
+            "role": "assistant",
+            "content": "b",
+            "reasoning_content": "c",
+            "tool_calls": [
+                {"id": "d", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+            ],
+            "prompt_token_ids": [1],
+            "generation_token_ids": [2],
+        },
+        {"role": "tool", "tool_call_id": "d", "name": "add", "content": "3"},
+    ],
+    "tools": [TOOL],
+    "prompt": [5, 6],
+    "token_ids": [5, 6],
+    "sampling_params": {"temperature": 1.0, "stop_token_ids": [1], "logprobs": 1},
+    "stop": ["a"],
+    "max_tokens": 5,
+    "stream": False,
+    "stream_options": {"include_usage": True},
+    "temperature": 1.0,
+    "top_p": 0.9,
+    "top_k": -1,
+    "logprobs": True,
+    "reward": 1.0,
+    "rewards": {"a": 1},
+}
+
+
+def changed(value, draws):
+    """A value in which something, somewhere, is odd."""
+    if not isinstance(value, dict | list) or not value or draws.random() < 0.2:
+        return draws.choice(ODD)
+    places = [*value] if isinstance(value, dict) else range(len(value))
+    place = draws.choice(places)
+    copy = value.copy()
+    copy[place] = changed(value[place], draws)
+    return copy
+
+
+def test_no_odd_body_is_more_than_refused(tokenizer):
+    """And nothing in the endpoint fails on it."""
+    draws = random.Random(0)
+    paths = ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/tokenize", "/close"]
+
+    async def play():
+        async with played(tokenizer) as endpoint:
+            found = []
+            for _ in range(400):
+                session, path = endpoint.open(), draws.choice(paths)
+                body = changed(WHOLE, draws)
+                reply = await endpoint.ask("POST", f"/sessions/{session.token}{path}", body)
+                found.append(reply.status)
+                assert reply.status == 200 or reply.error[0] in (400, 404), (path, body, reply.body)
+                endpoint.sessions.end(session)
+            return found
+
+    found = run(play())
+    assert min(found.count(status) for status in (200, 400)) > 50

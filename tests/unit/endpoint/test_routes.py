@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import math
+from datetime import date
 
 import pytest
 from played_endpoint import MODEL, VERSION, played
 
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.endpoint.session import Limits
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.generation.engine import EngineDiedError
 
@@ -108,6 +112,17 @@ def test_a_session_tells_its_row_and_takes_a_reward_once(tokenizer):
     assert after["state"] == "closed"
     assert again == (410, None, "session_closed")
     assert (session.reward, session.rewards) == (0.5, {"format": 1.0})
+
+
+def test_columns_that_json_does_not_know_are_told_as_texts(tokenizer):
+    async def play():
+        async with played(tokenizer) as endpoint:
+            columns = {"day": date(2020, 1, 2), "score": math.nan, "several": [1, {"a": math.inf}]}
+            prompt = Prompt(1, "a", "b", columns=columns)
+            session = endpoint.sessions.open(prompt, 0, Limits(100, 1), endpoint.model)
+            return (await endpoint.ask("GET", f"/sessions/{session.token}")).json["prompt"]["columns"]
+
+    assert run(play()) == {"day": "2020-01-02", "score": None, "several": [1, {"a": None}]}
 
 
 WRONG = [
