@@ -17,7 +17,7 @@ from nemo_rl_mcore.data.sources import open_sets
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.environments import make_environment, require_answers
 from nemo_rl_mcore.environments.functions import RewardFunctions, require_columns
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.evaluation.evaluator import Evaluator, SetResult
 from nemo_rl_mcore.evaluation.folder import enter, identity_of
 from nemo_rl_mcore.evaluation.metrics import Estimate
@@ -86,7 +86,7 @@ def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[st
         sets = open_sets(config, tokenizer)
         require_answers(config, [prompt for prompts in sets.values() for prompt in prompts])
     except ValueError as error:
-        raise RunStoppedError(str(error)) from error
+        raise RunStoppedError(str(error), code=code_of(error)) from error
     return environment, sets
 
 

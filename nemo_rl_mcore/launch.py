@@ -41,7 +41,7 @@ from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.endpoint.endpoint import Endpoint
 from nemo_rl_mcore.endpoint.player import AgentCollector
 from nemo_rl_mcore.environments.replies import LocalEnvironments
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.generation.embedded.kind import embedded_kind
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.engine import EngineKind
@@ -261,7 +261,7 @@ def with_weights(plan: ModelPlan, config: RunConfig, cluster: RayCluster) -> Mod
         try:
             fetched_folder(plan.policy.model_name)
         except ValueError as error:
-            raise RunStoppedError(str(error)) from error
+            raise RunStoppedError(str(error), code=code_of(error)) from error
     if plan.warm_start is None:
         return plan
     weights = _weights_of(plan.warm_start, config, plan.name, cluster)

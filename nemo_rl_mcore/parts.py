@@ -21,7 +21,7 @@ from nemo_rl_mcore.data.tokenizer import (
 )
 from nemo_rl_mcore.environments import hold_to_golds, make_environment, require_golds_run_first
 from nemo_rl_mcore.environments.functions import RewardFunctions, require_columns
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.interfaces import Environment
 from nemo_rl_mcore.losses import check_losses
 from nemo_rl_mcore.preflight.data_files import steps_of_epochs
@@ -57,7 +57,7 @@ def open_parts(config: RunConfig) -> Parts:
         prompts = hold_to_golds(config, open_prompts(config, tokenizer))
         require_golds_run_first(config)
     except ValueError as error:
-        raise RunStoppedError(str(error)) from error
+        raise RunStoppedError(str(error), code=code_of(error)) from error
     if isinstance(prompts, EpochSource):
         steps = steps_of_epochs(config, len(prompts.train))
         loop = config.loop.model_copy(update={"max_num_steps": steps})
@@ -118,7 +118,7 @@ def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokeni
         parses = data is not None and data.parses_content
         tokenizer = load_tokenizer(given.name, parse_content=parses, template=template)
     except ValueError as error:
-        raise RunStoppedError(str(error)) from error
+        raise RunStoppedError(str(error), code=code_of(error)) from error
     if tokenizer.vocab_size > policy.model.vocab_size:
         raise RunStoppedError(
             f"policy.model.vocab_size: {policy.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
