@@ -52,7 +52,7 @@ def _head(draft: Draft, left_out: int) -> Iterator[str]:
             yield from _comment(text, "", "  ")
     yield "#"
     idle = f"{len(draft.dropped)} keys at values that change nothing here"
-    said = f"{idle}, {left_out} at this package's defaults or said by another key"
+    said = f"{idle}, {left_out} at this package's defaults"
     yield from _comment(f"Not written: {said}.", "")
 
 
