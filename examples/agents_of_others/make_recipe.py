@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
+TOKENIZER = "tokenizer"
 PAD, END, START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 # As Qwen's, but for the tools themselves, which the model knows by heart.
@@ -51,51 +52,50 @@ def talk(question: str, *said: str, system: str = "") -> Messages:
     return [*first, {"role": "user", "content": question}, *turns]
 
 
+type Row = tuple[dict[str, Any], Messages]
+"""A task, and a conversation that does it."""
+_NUMBERS = [(f"{number:02d}?", f"{number * 7 % 100:02d}") for number in range(40)]
+_LOOK_UP = calling("look_up")
+_READ, _SUBMIT = (
+    calling("bash", command=f"{before}cat number.txt")
+    for before in ("", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; ")
+)
+
+
+def _of_look_up() -> Iterator[Row]:
+    """Yield numbers, and what belongs to them; a tool says it."""
+    for question, answer in _NUMBERS:
+        yield {"input": question, "output": answer}, talk(question, _LOOK_UP, answer, answer)
+
+
+def _of_a_shell() -> Iterator[Row]:
+    """Yield numbers, and what a file says; half of the conversations read it first, which is not needed."""
+    for place, (question, answer) in enumerate(_NUMBERS):
+        read = (_READ, f"<returncode>0</returncode>\n<output>\n{answer}</output>") * (place % 2)
+        yield {"input": question, "output": answer}, talk(question, *read, _SUBMIT, system="shell")
+
+
+def _of_verifiers() -> Iterator[Row]:
+    """Yield tasks of the taskset in verifiers_agent.py, which says what is asked and what is right, by their places."""
+    for place in range(40):
+        question = f"{place:02d}"
+        yield {"input": str(place)}, talk(f"say {question}", question)
+
+
 @dataclass(frozen=True)
 class Stack:
-    """agent: its command, behind its Python. calls: those of tools that are one token. turns: calls of the model."""
+    """agent: its command, behind its Python. calls: of tools, each of which is a token. turns: calls of the model."""
 
     agent: tuple[str, ...]
+    rows: Callable[[], Iterator[Row]]
     calls: tuple[str, ...] = ()
     turns: int = 3
 
-    def rows(self) -> Iterator[tuple[dict[str, Any], Messages]]:
-        """Yield tasks, each with a conversation that does it."""
-        raise NotImplementedError
-
-
-class LookUp(Stack):
-    """A tool says what belongs to a number."""
-
-    def rows(self) -> Iterator[tuple[dict[str, Any], Messages]]:
-        for number in range(40):
-            question, answer = f"{number:02d}?", f"{number * 7 % 100:02d}"
-            yield {"input": question, "output": answer}, talk(question, self.calls[0], answer, answer)
-
-
-class ReadFile(Stack):
-    """A shell says what a file does."""
-
-    def rows(self) -> Iterator[tuple[dict[str, Any], Messages]]:
-        read, submit = self.calls
-        for number in range(40):
-            question, answer = f"{number:02d}?", f"{number * 7 % 100:02d}"
-            said = f"<returncode>0</returncode>\n<output>\n{answer}</output>"
-            yield (
-                {"input": question, "output": answer},
-                talk(question, *((read, said, submit) if number % 2 else (submit,)), system="shell"),
-            )
-
 
 STACKS = {
-    "openai_agents": LookUp(("openai_agents.py",), (calling("look_up"),)),
-    "mini_swe_agent": ReadFile(
-        ("mini_swe_agent.py",),
-        (
-            calling("bash", command="cat number.txt"),
-            calling("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat number.txt"),
-        ),
-    ),
+    "openai_agents": Stack(("openai_agents.py",), _of_look_up, (_LOOK_UP,)),
+    "mini_swe_agent": Stack(("mini_swe_agent.py",), _of_a_shell, (_READ, _SUBMIT)),
+    "verifiers": Stack(("verifiers_agent.py", TOKENIZER), _of_verifiers, turns=1),
 }
 
 
@@ -129,14 +129,14 @@ def main() -> None:
     folder, stack = given.folder.absolute(), STACKS[given.stack]
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(stack.calls)
-    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizer.save_pretrained(folder / TOKENIZER)
     rows = [*stack.rows()]
     _write_rows(folder / "tasks.jsonl", [task for task, _ in rows])
     _write_rows(folder / "conversations.jsonl", [{"messages": conversation} for _, conversation in rows])
     # What both recipes share: the models must be the same.
     policy: dict[str, Any] = {
         "model": {"vocab_size": len(tokenizer), "max_position_embeddings": 512},
-        "tokenizer": {"name": "tokenizer"},
+        "tokenizer": {"name": TOKENIZER},
         "max_total_sequence_length": 512,
     }
     sft = {
@@ -164,7 +164,13 @@ def main() -> None:
         "data": {"train": {"data_path": "tasks.jsonl"}},
         "env": {
             "endpoint": {
-                "command": [str(given.python.absolute()), str(HERE / program), *arguments, "--record", record],
+                "command": [
+                    str(given.python.absolute()),
+                    str(HERE / program),
+                    *arguments,
+                    "--record",
+                    record,
+                ],
                 "processes": 2,
                 "timeout_s": 300,
                 "port": given.port,

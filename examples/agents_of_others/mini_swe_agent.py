@@ -55,7 +55,9 @@ def play(session: Session, folder: Path) -> None:
         ended = agent.run(session.question)
     except Exception as error:  # noqa: BLE001 it raises what litellm does, and has told it already
         ended = {"exit_status": type(error).__name__}
-    answers = [message["extra"]["response"] for message in agent.messages if "response" in message.get("extra", {})]
+    answers = [
+        message["extra"]["response"] for message in agent.messages if "response" in message.get("extra", {})
+    ]
     submitted = ended.get("submission", "")
     rewards = {
         "submitted": 0.5 * (ended["exit_status"] == "Submitted"),

@@ -30,7 +30,9 @@ class Session:
         """
         body = json.dumps({"reward": reward, "rewards": rewards}).encode()
         headers = {"content-type": "application/json"}
-        with urlopen(Request(f"{os.environ['NEMO_RL_SESSION_URL']}/close", body, headers), timeout=60) as answer:
+        with urlopen(
+            Request(f"{os.environ['NEMO_RL_SESSION_URL']}/close", body, headers), timeout=60
+        ) as answer:
             recorded = json.load(answer)["calls"]
         if self._record is not None:
             line = {key: self.task[key] for key in ("index", "sample")}
@@ -41,4 +43,4 @@ class Session:
 
 def agreement(said: str, answer: str) -> float:
     """Return the share of characters that are right, from 0 to 1."""
-    return sum(a == b for a, b in zip(said, answer)) / max(len(said), len(answer), 1)
+    return sum(a == b for a, b in zip(said, answer, strict=False)) / max(len(said), len(answer), 1)
