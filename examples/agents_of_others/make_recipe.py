@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,40 +63,75 @@ _READ, _SUBMIT = (
 )
 
 
-def _of_look_up() -> Iterator[Row]:
+def _of_look_up(_: Path) -> Iterator[Row]:
     """Yield numbers, and what belongs to them; a tool says it."""
     for question, answer in _NUMBERS:
         yield {"input": question, "output": answer}, talk(question, _LOOK_UP, answer, answer)
 
 
-def _of_a_shell() -> Iterator[Row]:
+def _of_a_shell(_: Path) -> Iterator[Row]:
     """Yield numbers, and what a file says; half of the conversations read it first, which is not needed."""
     for place, (question, answer) in enumerate(_NUMBERS):
         read = (_READ, f"<returncode>0</returncode>\n<output>\n{answer}</output>") * (place % 2)
         yield {"input": question, "output": answer}, talk(question, *read, _SUBMIT, system="shell")
 
 
-def _of_verifiers() -> Iterator[Row]:
+def _of_verifiers(_: Path) -> Iterator[Row]:
     """Yield tasks of the taskset in verifiers_agent.py, which says what is asked and what is right, by their places."""
     for place in range(40):
         question = f"{place:02d}"
         yield {"input": str(place)}, talk(f"say {question}", question)
 
 
+def _add(count: int) -> str:
+    return calling("increment_counter", count=count)
+
+
+_COUNT = calling("get_counter_value")
+_COUNTER = "resources_servers/example_session_state_mgmt/data/example.jsonl"
+
+
+def _of_nemo_gym(environment: Path) -> Iterator[Row]:
+    """Yield the rows that NeMo Gym has for its counter."""
+    [rows] = environment.glob(f"lib/python*/site-packages/{_COUNTER}")
+    for line in rows.read_text("utf-8").splitlines() * 4:
+        row = json.loads(line)
+        [asked] = row["responses_create_params"]["input"]
+        question, count = asked["content"], row["expected_count"]
+        done = '{"success":true}'
+        first, second = map(int, re.findall(r"add (\d+)", question))
+        counted = talk(
+            question, _add(first), done, _add(second), done, _COUNT, f'{{"count":{count}}}', str(count)
+        )
+        yield {"input": question, "row": row}, counted
+
+
 @dataclass(frozen=True)
 class Stack:
-    """agent: its command, behind its Python. calls: of tools, each of which is a token. turns: calls of the model."""
+    """agent: its command, behind its Python. rows: by the folder of its environment.
+
+    calls: of tools, each of which is one token. turns: calls of the model.
+    """
 
     agent: tuple[str, ...]
-    rows: Callable[[], Iterator[Row]]
+    rows: Callable[[Path], Iterator[Row]]
     calls: tuple[str, ...] = ()
     turns: int = 3
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    """More of `env`."""
 
 
 STACKS = {
     "openai_agents": Stack(("openai_agents.py",), _of_look_up, (_LOOK_UP,)),
     "mini_swe_agent": Stack(("mini_swe_agent.py",), _of_a_shell, (_READ, _SUBMIT)),
     "verifiers": Stack(("verifiers_agent.py", TOKENIZER), _of_verifiers, turns=1),
+    "nemo_gym": Stack(
+        ("nemo_gym_agent.py",),
+        _of_nemo_gym,
+        (_COUNT, *(_add(count) for count in range(16))),
+        turns=4,
+        settings={"pool": {"variables": ["NEMO_GYM_AGENT_URL"]}},
+    ),
 }
 
 
@@ -130,7 +166,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(stack.calls)
     tokenizer.save_pretrained(folder / TOKENIZER)
-    rows = [*stack.rows()]
+    rows = [*stack.rows(given.python.absolute().parent.parent)]
     _write_rows(folder / "tasks.jsonl", [task for task, _ in rows])
     _write_rows(folder / "conversations.jsonl", [{"messages": conversation} for _, conversation in rows])
     # What both recipes share: the models must be the same.
@@ -161,7 +197,10 @@ def main() -> None:
         "policy": policy
         | {"train_global_batch_size": 8, "train_micro_batch_size": 8, "logprob_batch_size": 8}
         | {"generation": {"max_new_tokens": 12}},
-        "data": {"train": {"data_path": "tasks.jsonl"}},
+        # Some of these agents know by themselves what is right.
+        "data": {
+            "train": {"data_path": "tasks.jsonl", "output_key": "output" if "output" in rows[0][0] else None}
+        },
         "env": {
             "endpoint": {
                 "command": [
@@ -174,7 +213,8 @@ def main() -> None:
                 "processes": 2,
                 "timeout_s": 300,
                 "port": given.port,
-            }
+            },
+            **stack.settings,
         },
         "logger": {"log_dir": str(folder / "run")},
         "cluster": {"cpu_workers_per_node": 1},
