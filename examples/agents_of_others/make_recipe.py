@@ -94,7 +94,7 @@ _COUNTER = "resources_servers/example_session_state_mgmt/data/example.jsonl"
 def _of_nemo_gym(environment: Path) -> Iterator[Row]:
     """Yield the rows that NeMo Gym has for its counter."""
     [rows] = environment.glob(f"lib/python*/site-packages/{_COUNTER}")
-    for line in rows.read_text("utf-8").splitlines() * 4:
+    for line in rows.read_text("utf-8").splitlines() * 16:
         row = json.loads(line)
         [asked] = row["responses_create_params"]["input"]
         question, count = asked["content"], row["expected_count"]

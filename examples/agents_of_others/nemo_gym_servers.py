@@ -79,7 +79,9 @@ def servers_of(config: DictConfig) -> Iterator[tuple[str, uvicorn.Server]]:
 
 
 def _serving(app: object, host: str, port: int) -> uvicorn.Server:
-    return uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning"))  # type: ignore[arg-type]
+    return uvicorn.Server(
+        uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    )  # type: ignore[arg-type]
 
 
 async def run(config: DictConfig, command: list[str]) -> int:
@@ -100,7 +102,7 @@ async def run(config: DictConfig, command: list[str]) -> int:
             process.terminate()
             await process.wait()
         for _, server in servers:
-            server.force_exit = server.should_exit = True
+            server.should_exit = True
         await asyncio.gather(*serving)
 
 
