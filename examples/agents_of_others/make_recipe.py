@@ -197,10 +197,7 @@ def main() -> None:
         "policy": policy
         | {"train_global_batch_size": 8, "train_micro_batch_size": 8, "logprob_batch_size": 8}
         | {"generation": {"max_new_tokens": 12}},
-        # Some of these agents know by themselves what is right.
-        "data": {
-            "train": {"data_path": "tasks.jsonl", "output_key": "output" if "output" in rows[0][0] else None}
-        },
+        "data": {"train": {"data_path": "tasks.jsonl", **_keys(rows[0][0])}},
         "env": {
             "endpoint": {
                 "command": [
@@ -221,6 +218,12 @@ def main() -> None:
     }
     for name, recipe in (("sft.yaml", sft), ("grpo.yaml", grpo)):
         (folder / name).write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
+
+
+def _keys(task: dict[str, Any]) -> dict[str, Any]:
+    """Return where the answer of a row is, which some of these agents know by themselves, and what else it has."""
+    others = [key for key in task if key not in ("input", "output")]
+    return {"output_key": "output" if "output" in task else None, "columns": others}
 
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
