@@ -117,6 +117,7 @@ class Stack:
     rows: Callable[[Path], Iterator[Row]]
     calls: tuple[str, ...] = ()
     turns: int = 3
+    warm_steps: int = 20
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     """More of `env`."""
 
@@ -130,6 +131,7 @@ STACKS = {
         _of_nemo_gym,
         (_COUNT, *(_add(count) for count in range(16))),
         turns=4,
+        warm_steps=60,
         settings={"pool": {"variables": ["NEMO_GYM_AGENT_URL"]}},
     ),
 }
@@ -177,7 +179,7 @@ def main() -> None:
     }
     sft = {
         "defaults": "sft_agents_cpu.yaml",
-        "sft": {"max_num_steps": 20, "max_num_epochs": 100},
+        "sft": {"max_num_steps": stack.warm_steps, "max_num_epochs": 100},
         "policy": policy,
         "data": {"train": {"data_path": "conversations.jsonl"}},
         "cluster": {"cpu_workers_per_node": 1},
@@ -196,7 +198,9 @@ def main() -> None:
         },
         "policy": policy
         | {"train_global_batch_size": 8, "train_micro_batch_size": 8, "logprob_batch_size": 8}
-        | {"generation": {"max_new_tokens": 12}},
+        | {"generation": {"max_new_tokens": 12}}
+        # So little that what the warm start has taught is still there behind two steps.
+        | {"megatron_cfg": {"optimizer": {"lr": 1.0e-4, "min_lr": 1.0e-5}}},
         "data": {"train": {"data_path": "tasks.jsonl", **_keys(rows[0][0])}},
         "env": {
             "endpoint": {
