@@ -17,7 +17,8 @@ _SETTINGS = {
     "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "2",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
 }
-os.environ.update(_SETTINGS, MSWEA_GLOBAL_CONFIG_DIR=tempfile.mkdtemp())  # read when it is imported
+_OWN = tempfile.TemporaryDirectory()
+os.environ.update(_SETTINGS, MSWEA_GLOBAL_CONFIG_DIR=_OWN.name)  # read when it is imported
 
 from minisweagent.agents.default import DefaultAgent  # noqa: E402
 from minisweagent.environments.local import LocalEnvironment  # noqa: E402
@@ -74,5 +75,5 @@ def play(session: Session, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch:
+    with _OWN, tempfile.TemporaryDirectory() as scratch:
         play(Session(), Path(scratch))
