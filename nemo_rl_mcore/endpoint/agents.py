@@ -17,11 +17,16 @@ from dataclasses import dataclass, field
 from tempfile import TemporaryFile
 from typing import IO, Any
 
+import psutil
+
 from nemo_rl_mcore.endpoint.session import Session
 from nemo_rl_mcore.errors import RunStoppedError
 
 _GRACE_S = 2.0
 """For an agent that has closed its session to exit by itself."""
+_DIES_WITHIN_S = 1.0
+_ROUNDS = 10
+_SESSION_URL = "NEMO_RL_SESSION_URL"
 _SHOWN_BYTES = 200
 
 
@@ -67,7 +72,7 @@ class Agents:
                 except TimeoutError:
                     why = f"no end within {self.timeout_s:g} s (env.endpoint.timeout_s)"
                 finally:
-                    await _to_its_end(_kill(starting))
+                    await _to_its_end(_kill(starting, session.token))
                 return Ended(why, _end_of(said))
 
     async def _start(self, session: Session, url: str, told: IO[bytes], said: IO[bytes]) -> Process:
@@ -75,7 +80,7 @@ class Agents:
         given = {
             "OPENAI_BASE_URL": f"{own}/v1",
             "OPENAI_API_KEY": session.token,
-            "NEMO_RL_SESSION_URL": own,
+            _SESSION_URL: own,
         }
         try:
             return await asyncio.create_subprocess_exec(
@@ -122,13 +127,54 @@ async def _to_its_end(coroutine: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-async def _kill(starting: asyncio.Task[Process]) -> None:
+async def _kill(starting: asyncio.Task[Process], token: str) -> None:
     """End an agent with all that it has started; one that is just being started, too."""
     with suppress(RunStoppedError):  # it never was
         process = await starting
-        with suppress(ProcessLookupError):  # it and all that it started have ended
-            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(_kill_family, process.pid, token)
         await process.wait()
+
+
+def _kill_family(agent: int, token: str) -> None:
+    """End an agent, what is below it, and what has its token in its environment, in whatever group or session it is.
+
+    A shell of an agent puts a command into a session of its own, where the end of the agent's group does not reach it.
+    """
+    family = _below(agent)
+    with suppress(ProcessLookupError):  # it and all of its group have ended
+        os.killpg(agent, signal.SIGKILL)
+    for _ in range(_ROUNDS):  # what is killed may just have started another one
+        # The agent itself is left to asyncio, which waits for it.
+        family = {one for one in family | _marked(token) if one.pid != agent and _still_runs(one)}
+        if not family:
+            return
+        for one in family:
+            with suppress(psutil.Error):
+                one.kill()
+        psutil.wait_procs(family, timeout=_DIES_WITHIN_S)
+
+
+def _below(agent: int) -> set[psutil.Process]:
+    try:
+        return {*psutil.Process(agent).children(recursive=True)}
+    except psutil.Error:
+        return set()
+
+
+def _marked(token: str) -> set[psutil.Process]:
+    found = set[psutil.Process]()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has ended, or is another user's
+            if token in process.environ().get(_SESSION_URL, ""):
+                found.add(process)
+    return found
+
+
+def _still_runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 def _end_of(said: IO[bytes]) -> str:

@@ -99,19 +99,19 @@ def _said(batch: BatchedDataDict, row: int, tokenizer: Tokenizer) -> Iterator[Sa
     Of an episode of several rows each has the answers of which it has sampled tokens, and of these only its own tokens.
     """
     ids_S, turn_S = batch["input_ids"][row].numpy(), batch[TURN_OF_TOKEN][row].numpy()
-    replies, sampled = batch[REPLIES][row], turn_S[turn_S > 0]
-    first, last = 1, len(replies)
+    replies = batch[REPLIES][row]
+    turns = [*range(1, len(replies) + 1)]
     if EPISODE in batch:
-        first, last = (int(sampled.min()), int(sampled.max())) if len(sampled) else (1, 0)
-    for turn in range(first, last + 1):
+        turns = [turn for turn in turns if turn in turn_S]
+    for place, turn in enumerate(turns):
+        # What the model was shown before it; what is said to the last one it is not.
+        for role, content in replies[turn - 2].get("observation", ()) if place else ():
+            yield Said(role=role, content=content)
         reply = replies[turn - 1]
         said = Said(role="assistant", content=tokenizer.decode(ids_S[turn_S == turn].tolist()))
         if "dropped" not in reply:
             said["reward"] = reply["reward"]
         yield said
-        # What is said to the last one is not shown to the model.
-        for role, content in reply.get("observation", ()) if turn < last else ():
-            yield Said(role=role, content=content)
 
 
 def _token_table(batch: BatchedDataDict, tokenizer: Tokenizer, of_validation: bool) -> TokenTable:

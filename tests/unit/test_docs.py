@@ -50,6 +50,7 @@ NOT_IN_REPOSITORY = {
     "policy/",  # of a checkpoint, as is
     "groups.1.jsonl",
     "rollouts.jsonl",  # of an earlier version
+    "sessions.jsonl",  # of examples/agents_of_others
 }
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -51,23 +52,40 @@ def test_an_agent_that_fails_says_how(code, why):
     assert ran(code)[0].why == why
 
 
-def test_an_agent_that_does_not_end_is_killed_with_all_that_it_started():
-    code = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-ISc', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(600)"
-    )
-    ended, _ = ran(code, timeout_s=2.0)
-    assert "env.endpoint.timeout_s" in ended.why
-    child = int(ended.said)
+CHILD = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, '-ISc', 'import time; time.sleep(600)'], {options})
+print(child.pid, flush=True)
+{then}
+"""
+BY_ITSELF = (
+    "start_new_session=True"  # as shells of agents run a command, to end all of it at its own deadline
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "then", "why"),
+    [
+        ("", "time.sleep(600)", "env.endpoint.timeout_s"),
+        (BY_ITSELF, "time.sleep(600)", "env.endpoint.timeout_s"),
+        (f"{BY_ITSELF}, env={{}}", "time.sleep(600)", "env.endpoint.timeout_s"),
+        (BY_ITSELF, "", ""),
+    ],
+    ids=["group", "session", "environment", "left behind"],
+)
+def test_an_agent_is_ended_with_all_that_it_started(caplog, options, then, why):
+    ended, _ = ran(CHILD.format(options=options, then=then), timeout_s=2.0 if then else 30.0)
+    assert why in ended.why
+    assert caplog.records == [], "asyncio has heard of the agent's end"
+    child = Path(f"/proc/{ended.said}/stat")
     for _ in range(100):
         try:
-            if Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":
+            if child.read_text().split()[2] == "Z":
                 return
         except FileNotFoundError:
             return
         time.sleep(0.05)
+    os.kill(int(ended.said), signal.SIGKILL)
     pytest.fail("what the agent started lives on")
 
 

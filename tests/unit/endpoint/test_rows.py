@@ -10,13 +10,18 @@ from scripted_engine import Drawing
 
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.tokenizer import CharTokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
 from nemo_rl_mcore.endpoint.rows import transcript_of
 from nemo_rl_mcore.endpoint.session import Limits, Sessions
+from nemo_rl_mcore.rollouts.player import Rollout
 from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
+from nemo_rl_mcore.rollouts.samples import samples_of
 from nemo_rl_mcore.rollouts.transcript import batch_of
 
 CALLS = 12
+TEXTS = CharTokenizer()
 LIMITS = Limits(context=10_000, calls=CALLS)
 
 
@@ -116,6 +121,25 @@ def test_calls_that_go_on_are_one_row_and_others_begin_one():
     assert batch[EPISODE].tolist() == [0, 0, 0]
     turns = [sorted(set(row[row > 0].tolist())) for row in batch["turn_of_token"]]
     assert sorted(map(len, turns)) == [1, 1, 3]
+
+
+def test_what_is_written_of_rows_that_alternate_is_what_each_was_told_and_has_said():
+    async def play():
+        session = Sessions().open(Prompt(4, "", ""), 0, LIMITS, Drawing())
+        first = await session.ask([1], heard=[Message("user", "one")])
+        other = await session.ask([2, 3], heard=[Message("user", "two")])
+        await session.ask([*first.ids, 7], heard=[Message("tool", "three")])
+        await session.ask([*other.ids, 8], heard=[Message("tool", "four")])
+        return session
+
+    batch = batch_from(asyncio.run(play()))
+    rollout = Rollout(batch, [Prompt(4, "", "")] * 2, [""] * 2)
+    told = [
+        [one["content"] for one in row.turns if one["role"] != "assistant"]
+        for row in samples_of(rollout, 1, TEXTS)
+    ]
+    said = [[one["role"] for one in row.turns].count("assistant") for row in samples_of(rollout, 1, TEXTS)]
+    assert (told, said) == ([["three"], ["four"]], [2, 2])
 
 
 def test_a_session_without_a_call_is_its_prompt():
