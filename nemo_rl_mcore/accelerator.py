@@ -54,6 +54,11 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def kept_generators() -> contextlib.AbstractContextManager[None]:
+    """Return a context after which torch's generators are as before; a device that nothing has used stays unused."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
+
+
 def device() -> torch.device:
     """The device that this process computes on."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else _CPU

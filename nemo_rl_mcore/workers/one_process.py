@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from nemo_rl_mcore import activity
+from nemo_rl_mcore import accelerator, activity
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.rendezvous import LISTENING_SOCKET, listen_at
 from nemo_rl_mcore.signals import FailedFromOutsideError, current_stop_signals
@@ -61,8 +61,7 @@ class OneProcess:
         self._as_before.callback(setattr, sys, "excepthook", sys.excepthook)
         self._as_before.callback(random.setstate, random.getstate())
         self._as_before.callback(np.random.set_state, np.random.get_state())
-        used = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        self._as_before.enter_context(torch.random.fork_rng(used))
+        self._as_before.enter_context(accelerator.kept_generators())
         return self
 
     def __exit__(
