@@ -75,7 +75,7 @@ class custom_code:  # a context manager; contextlib's would let a StopIteration 
 
 
 def _told(error: BaseException) -> str:
-    """The error, the user's line, and the traceback from where the user's code begins."""
+    """Return the error, the user's line, and the traceback from where the user's code begins."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     trace = _from_first(error.__traceback__, _LIBRARIES) or _from_first(error.__traceback__, (_OURS,))
     if trace is None:
@@ -87,7 +87,7 @@ def _told(error: BaseException) -> str:
 
 
 def _from_first(trace: TracebackType | None, others: tuple[str, ...]) -> TracebackType | None:
-    """The traceback without the frames of other files that it begins with."""
+    """Return the traceback without the frames of other files that it begins with."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(others):
         trace = trace.tb_next
     return trace

@@ -97,7 +97,7 @@ def _evaluator(
     sets: Mapping[str, Sequence[Prompt]],
     started: ExitStack,
 ) -> Evaluator:
-    """An evaluator that starts ranks and engine when there is something left to ask; they end with the stack."""
+    """Return an evaluator that starts ranks and engine when there is something left to ask; they end with the stack."""
     section = config.eval
     assert section is not None
 
@@ -122,7 +122,7 @@ def _evaluator(
 def _generation(
     config: RunConfig, tokenizer: Tokenizer, first: Sequence[Prompt], started: ExitStack
 ) -> GenerationInterface:
-    """The engine over started ranks, with their weights; first: the set whose prompts engines are compared on."""
+    """Open the engine over started ranks, with their weights; first: the set whose prompts engines are compared on."""
     startup = Startup(open_console(highlight=False)).part
     place = open_place(config, engines=not config.policy.generation.decodes_on_ranks)
     alone = isinstance(place, OneProcess)

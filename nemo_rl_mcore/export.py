@@ -47,7 +47,7 @@ def export(config: RunConfig, output: Path) -> None:
 
 
 def _origin(config: RunConfig, output: Path) -> str | None:
-    """The model that the run started from, if it is still here; refuses what would fail after the ranks started."""
+    """Return the model that the run started from, if it still exists; refuse what would fail after ranks started."""
     policy = config.policy
     assert policy.init_checkpoint is not None
     folder = Path(policy.init_checkpoint)

@@ -132,7 +132,7 @@ def prompts_to_answer(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> 
 
 
 def _input_key(config: RunConfig) -> str | None:
-    """The key of a prompt in the rows that are trained on."""
+    """Return the key of a prompt in the rows that are trained on."""
     train = config.data.train
     first = train[0] if isinstance(train, tuple) else train
     return None if first is None else first.input_key

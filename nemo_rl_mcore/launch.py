@@ -163,7 +163,7 @@ def fewer_machines(config: RunConfig) -> Callable[[int], ClusterConfig | None]:
 
 
 def _weights_of(recipe: str, config: RunConfig, name: str, cluster: RayCluster) -> str:
-    """The last checkpoint of a recipe that is run first, in a folder of this run; it is not run twice.
+    """Return the last checkpoint of a recipe that is run first, in a folder of this run; it is not run twice.
 
     One that another seed or recipe left there is set aside.
     """
@@ -256,7 +256,7 @@ def algorithm_of(
 
 
 def with_weights(plan: ModelPlan, config: RunConfig, cluster: RayCluster) -> ModelPlan:
-    """A model of the run, whose start weights then are on this machine."""
+    """Return a model of the run, whose start weights then are on this machine."""
     if plan.policy.model_name is not None:
         try:
             fetched_folder(plan.policy.model_name)
@@ -276,7 +276,7 @@ def _start(
     stack: ExitStack,
     colocated_with: Policy | None = None,
 ) -> Policy:
-    """The ranks of a model, which end with the stack; how long they take is told."""
+    """Return the ranks of a model, which end with the stack; how long they take is told."""
     told_as = f"starting {count_of(cluster.config.world_size, 'rank')} of the {plan.name}"
     with recorder.startup(plan.name, told_as) as pieces:
         model = stack.enter_context(start_model(plan, config, cluster, colocated_with))
@@ -288,7 +288,7 @@ def _start(
 def start_model(
     plan: ModelPlan, config: RunConfig, cluster: RayCluster, colocated_with: Policy | None = None
 ) -> Policy:
-    """The ranks of a model of the run."""
+    """Return the ranks of a model of the run."""
     return Policy(
         plan.policy,
         cluster,
@@ -313,7 +313,7 @@ def open_generation(
     to_compare: Callable[[], Sequence[Sequence[int]]],
     startup: Callable[[str, str], AbstractContextManager[object]],
 ) -> Iterator[GenerationInterface]:
-    """The engine that the recipe asks for; one of its own ends with the block.
+    """Open the engine that the recipe asks for; one of its own ends with the block.
 
     to_compare: gives the token ids after which engines apart from the ranks are compared with them at first.
     startup: entered around a part of the start, with its name and what a person is told.
@@ -347,7 +347,7 @@ def open_generation(
 def open_collector(
     parts: Parts, generation: GenerationInterface, environments: Environments
 ) -> Generator[RolloutCollector]:
-    """What plays episodes: the loop of turns or, behind an endpoint that is open as long as the block, agents."""
+    """Return the player of episodes: the loop of turns or, behind an endpoint open as long as the block, agents."""
     config = parts.config
     collector = RolloutCollector(
         generation,
@@ -384,7 +384,7 @@ def open_environments(
 
 
 def engine_kind(config: RunConfig) -> EngineKind:
-    """The engines apart from the ranks that the recipe asks for."""
+    """Return the engines apart from the ranks that the recipe asks for."""
     if config.policy.generation.backend == "vllm":
         folder = Path(config.logger.log_dir)
         return vllm_kind(

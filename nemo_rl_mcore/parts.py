@@ -66,7 +66,7 @@ def open_parts(config: RunConfig) -> Parts:
 
 
 def _columns(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """The columns that are kept of each source whose prompts are answered; of an embedded task none."""
+    """Return the columns that are kept of each source whose prompts are answered; of an embedded task none."""
     trained = config.train_sources if config.row_kind is RowKind.PROMPTS else {}
     sources = trained | config.validation_sources
     return {path: source.columns for path, source in sources.items()} or {"data.train": ()}
@@ -83,7 +83,7 @@ def _require_turns(config: RunConfig, environment: Environment) -> None:
 
 
 def _form(config: RunConfig, tokenizer: Tokenizer) -> EpisodeForm:
-    """What the episodes of the recipe are like; raises ValueError for a critic of a template that rewrites turns."""
+    """Return what the recipe's episodes are like; ValueError for a critic with a template that rewrites turns."""
     policy, chat = config.policy, config.data.apply_chat_template
     if config.env.endpoint is not None:
         return replace(ONE_ANSWER, turns=config.max_rollout_turns)
@@ -128,5 +128,5 @@ def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokeni
 
 
 def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token ids that end a response."""
+    """Return the token ids that end a response."""
     return tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ())

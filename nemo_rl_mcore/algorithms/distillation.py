@@ -46,7 +46,7 @@ class Distillation(Algorithm[DistillationMasterConfig]):
         return StepOutcome(metrics | train_metrics(result), result["skip_reasons"], batch)
 
     def _sampled(self, step: int, groups: StepGroups) -> Rollout:
-        """The student's answers; with what the policy gradient needs, where there is one."""
+        """Return the student's answers; with what the policy gradient needs, where there is one."""
         with self.observer.phase("generation"):
             rollout = groups.whole()
         if self.config.loss_fn.rl_weight:

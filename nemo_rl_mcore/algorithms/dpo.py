@@ -86,7 +86,7 @@ class DPO(Algorithm[DPOMasterConfig]):
 
     @cached_property
     def _reference(self) -> ReferenceBlocks | None:
-        """That of given pairs."""
+        """Return that of given pairs."""
         if self.pairs is None:
             return None
         policy = self.config.policy

@@ -160,7 +160,7 @@ class GRPO(Algorithm[GRPOMasterConfig]):
 
     @cached_property
     def _passes_before(self) -> bool:
-        """Whether a pass before training gives prev_logprobs."""
+        """Return whether a pass before training gives prev_logprobs."""
         return reader_of_prev_logprobs(self.config) is not None
 
     @cached_property

@@ -183,7 +183,7 @@ def _name_of(reward: Reward) -> str:
 
 
 def _columns_of(reward: Reward, *, needed: bool = False) -> list[str]:
-    """The parameters of a function that are columns; needed: those without a default."""
+    """Return the parameters of a function that are columns; needed: those without a default."""
     if isinstance(reward, str):
         return []
     kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)

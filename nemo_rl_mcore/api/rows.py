@@ -55,7 +55,7 @@ def source_of(given: Data, file: Path, wanted: Collection[str] = ()) -> Source:
 
 
 def _first_of_file(path: Path) -> Mapping[str, object] | None:
-    """The first row of a JSONL file; None for anything else, whose columns have their usual names or are given."""
+    """Return the first row of a JSONL file; None for other formats, whose columns are given or named as usual."""
     if path.suffix != ".jsonl" or not path.is_file():
         return None
     with path.open(encoding="utf-8") as file:
@@ -83,7 +83,7 @@ def _written(rows: Sequence[Mapping[str, object]], file: Path) -> Path:
 
 
 def _columns(first: Mapping[str, object], wanted: Collection[str]) -> Tree:
-    """The keys that name the columns of a row, as far as their names are others than those of the recipe."""
+    """Return the keys that name the columns of a row, as far as their names are others than those of the recipe."""
     found: Tree = {}
     if kept := [name for name in wanted if name in first]:
         found["columns"] = kept

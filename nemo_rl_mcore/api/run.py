@@ -37,7 +37,7 @@ class RunPlan:
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """What is suspicious of the recipe, and not wrong."""
+        """Return what is suspicious of the recipe, and not wrong."""
         return tuple(self.plan.warnings)
 
     def __repr__(self) -> str:
@@ -80,12 +80,12 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """The recipe as it was checked, with every default."""
+        """Return the recipe as it was checked, with every default."""
         return self._config
 
     @property
     def folder(self) -> Path:
-        """The folder of the run, `logger.log_dir`: metrics, answers, report."""
+        """Return the folder of the run, `logger.log_dir`: metrics, answers, report."""
         return Path(self._config.logger.log_dir)
 
     def recipe(self) -> str:
@@ -174,7 +174,7 @@ class Run:
     def _over_weights(
         self, checkpoint: str | Path | None, *, few_ranks: bool = False
     ) -> Generator[RunConfig]:
-        """The configuration of a command that trains nothing, over the weights of a checkpoint, the newest one."""
+        """Return the configuration of a command that trains nothing, over the weights of the newest checkpoint."""
         from nemo_rl_mcore.training.checkpoints import CheckpointStore
 
         _end_open_run()

@@ -136,13 +136,13 @@ class LoopConfig(StrictModel):
 
     @property
     def estimator_type(self) -> str | None:
-        """The class of the user's own that takes the place of the advantage estimator."""
+        """Return the class of the user's own that takes the place of the advantage estimator."""
         estimator = getattr(self, "adv_estimator", None)
         return estimator.type if isinstance(estimator, AdvantageEstimatorConfig) else None
 
     @property
     def validates(self) -> bool:
-        """Whether there is any validation."""
+        """Return whether there is any validation."""
         return bool(self.val_period) or self.val_at_start or self.val_at_end
 
     @property
@@ -295,7 +295,7 @@ class GRPOConfig(EpisodesConfig):
 
     @property
     def _compares_nothing(self) -> bool:
-        """Whether the baseline of an answer is the answer's own reward."""
+        """Return whether the baseline of an answer is the answer's own reward."""
         name, minus = self.adv_estimator.name, self.adv_estimator.minus_baseline
         built_in = self.adv_estimator.type is None and (name == "grpo" or minus)
         return built_in and self.num_generations_per_prompt == 1

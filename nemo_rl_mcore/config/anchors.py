@@ -13,13 +13,13 @@ RECIPES = ("warm_start",)
 
 
 def recipe_file(folder: Path, name: str | Path) -> Path:
-    """The recipe of that name: a file seen from the folder, or else one that is shipped."""
+    """Return the recipe of that name: a file seen from the folder, or else one that is shipped."""
     path = folder / name
     return path if path.exists() else shipped_recipe(name) or path
 
 
 def anchored(tree: dict[str, object], folder: Path, prefix: str = "") -> dict[str, object]:
-    """The tree of a recipe, with the paths that start at its folder made absolute."""
+    """Return the tree of a recipe, with the paths that start at its folder made absolute."""
     return {key: _anchored(value, folder, f"{prefix}.{key}") for key, value in tree.items()}
 
 

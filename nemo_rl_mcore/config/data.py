@@ -116,34 +116,34 @@ class DataConfig(StrictModel):
 
     @property
     def train_sources(self) -> dict[str, SourceConfig]:
-        """The sources to train on, by their path in this section."""
+        """Return the sources to train on, by their path in this section."""
         return {
             join_path("train", place): cast("SourceConfig", one) for place, one in each(self.train).items()
         }
 
     @property
     def from_files(self) -> bool:
-        """Whether the prompts are those of data.train."""
+        """Return whether the prompts are those of data.train."""
         return self.dataset_name == "files"
 
     @property
     def parses_content(self) -> bool:
-        """Whether special tokens that rows and environments spell are those tokens."""
+        """Return whether special tokens that rows and environments spell are those tokens."""
         return self.special_tokens_in_content == "parse"
 
     @property
     def embedded(self) -> bool:
-        """Whether the prompts are those of an embedded task."""
+        """Return whether the prompts are those of an embedded task."""
         return self.dataset_name not in ("files", "custom")
 
     @property
     def has_turns(self) -> bool:
-        """Whether the prompts are those of an embedded task of several turns."""
+        """Return whether the prompts are those of an embedded task of several turns."""
         return self.dataset_name in TURN_TASKS
 
     @property
     def shown_in_texts(self) -> bool:
-        """Whether other text than the prompt's own is shown with it: a chat template's, or that of a file."""
+        """Return whether other text than the prompt's own is shown with it: a chat template's, or that of a file."""
         return self.apply_chat_template or self.default is not None
 
     @property
@@ -349,7 +349,7 @@ class EnvConfig(StrictModel):
 
     @property
     def given(self) -> list[str]:
-        """The environments that there are sections of."""
+        """Return the environments that there are sections of."""
         return [name for name in ENVIRONMENTS if getattr(self, name) is not None]
 
     def problems(self) -> Iterator[Problem]:

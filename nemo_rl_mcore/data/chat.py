@@ -17,7 +17,7 @@ _SHOWN_TEXT = 40
 
 
 def with_template(prompt: Prompt, tokenizer: Tokenizer, frame: tuple[int, int] = (0, 0)) -> Prompt:
-    """The prompt with the text that the template makes of its context; a plain text is a user's message.
+    """Return the prompt with the text that the template makes of its context; a plain text is a user's message.
 
     frame: of a plain text, see `Message.frame`.
     """
@@ -29,7 +29,7 @@ def with_template(prompt: Prompt, tokenizer: Tokenizer, frame: tuple[int, int] =
 def rendered(
     messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools = ()
 ) -> Rendered:
-    """The text of a conversation by the chat template; special tokens that messages and tools spell stay text."""
+    """Return a conversation's text by the chat template; special tokens that messages and tools spell stay text."""
     tokens, texts = tuple(tokenizer.special_tokens), [*contents(messages)]
     with_strings([*tools], lambda text: texts.append(text) or text)
     if tokens and any(map(pattern_of(tokens).search, texts)):
@@ -77,7 +77,7 @@ def conversation_row(
 
 
 def rewritten(before: str, after: str) -> str | None:
-    """Where a rendering differs from that of fewer messages, and both texts there; None if it begins with it."""
+    """Return where a rendering differs from that of fewer messages, and both texts there; None if it begins with it."""
     if after.startswith(before):
         return None
     place = next(

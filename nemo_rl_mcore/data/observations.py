@@ -32,14 +32,14 @@ class Observer(Protocol):
     """Turns observations into token ids."""
 
     def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
-        """The ids between a sampled answer, its end of sequence or stop string included, and the next answer.
+        """Return the ids between a sampled answer, its end of sequence or stop string included, and the next answer.
 
         Raises ValueError for what the tokenizer or its template does not take.
         """
         ...
 
     def whole_prompt(self, messages: Sequence[Message], observation: Sequence[Message]) -> list[int] | None:
-        """The ids of all messages, the last of them an answer, and the observation; None where they are those at hand.
+        """Return the ids of all messages, of which the last is an answer, and the observation; None for those at hand.
 
         They are others where a template shows earlier turns in another way once more follows, as one does that drops
         earlier thoughts. Raises ValueError as `ids_of`.
@@ -178,7 +178,7 @@ def require_append_only(tokenizer: Tokenizer, name: str) -> None:
 
 
 def _first_rewritten(tokenizer: Tokenizer) -> str | None:
-    """Where the template shows some beginning of a conversation in another way once more follows."""
+    """Return where the template shows some beginning of a conversation in another way once more follows."""
     others = [role for role in ("tool", _ENVIRONMENT) if _knows(tokenizer, role)]
     for role in (USER, *others):
         for answer in _ANSWERS:
@@ -208,7 +208,7 @@ def end_of_answers(tokenizer: Tokenizer) -> str:
 def _behind_answer(
     tokenizer: Tokenizer, observation: Sequence[Message], *, add_generation_prompt: bool
 ) -> Rendered:
-    """What the template writes behind an answer, whatever that is."""
+    """Return what the template writes behind an answer, whatever that is."""
     messages = [_ASKED, Message(ASSISTANT, _ANSWER), *observation]
     shown = rendered(messages, tokenizer, add_generation_prompt=add_generation_prompt)
     before, answer, _ = shown.text.partition(_ANSWER)
@@ -221,13 +221,13 @@ def _behind(shown: Rendered, start: int) -> Rendered:
 
 
 def _begins_with(shown: Rendered, beginning: Rendered) -> bool:
-    """Whether a text begins with another one, the special tokens that content spells in both alike."""
+    """Return whether a text begins with another one, the special tokens that content spells in both alike."""
     within = takewhile(lambda span: span[1] <= len(beginning.text), shown.literal)
     return shown.text.startswith(beginning.text) and tuple(within) == beginning.literal
 
 
 def _thought(message: Message) -> str:
-    """What an answer thinks before it says something."""
+    """Return what an answer thinks before it says something."""
     before, end, _ = message.content.partition(_THOUGHT_ENDS)
     return message.reasoning.strip() or (before.strip().removeprefix(_THOUGHT_BEGINS).strip() if end else "")
 
@@ -243,7 +243,7 @@ def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendere
 
 
 def _knows(tokenizer: Tokenizer, role: str) -> bool:
-    """Whether the template shows messages of a role; those of other ones it may refuse, or leave out."""
+    """Return whether the template shows messages of a role; those of other ones it may refuse, or leave out."""
     try:
         shown = _behind_answer(tokenizer, [Message(role, _CONTENT)], add_generation_prompt=True)
     except ValueError:
@@ -252,7 +252,7 @@ def _knows(tokenizer: Tokenizer, role: str) -> bool:
 
 
 def _sampled(answer_ids: Sequence[int], end: Sequence[int], eos_token_id: int) -> int:
-    """How many of the ids that end a turn the answer has sampled itself."""
+    """Return how many of the ids that end a turn the answer has sampled itself."""
     if answer_ids and answer_ids[-1] == eos_token_id and eos_token_id in end:
         return end.index(eos_token_id) + 1
     longest = min(len(answer_ids), len(end))

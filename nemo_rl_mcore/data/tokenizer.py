@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 
     @property
     def answers(self) -> GivenAnswers:
-        """How given answers in a conversation are shown and trained on."""
+        """Return how given answers in a conversation are shown and trained on."""
         ...
 
     @property
@@ -163,7 +163,7 @@ class CharTokenizer:
         self.eos_token_id = vocabulary[CHAR_EOS]
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
-        """One id per character; ValueError names the characters that are not in the vocabulary."""
+        """Return one id per character; ValueError names the characters that are not in the vocabulary."""
         foreign = sorted(set(text) - self._ordinary)
         if foreign:
             raise RefusedError(
@@ -344,5 +344,5 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def _is_next(text: str, whole: str, start: int) -> bool:
-    """Whether a text is all that some tokens stand for, and not the beginning of a character."""
+    """Return whether a text is all that some tokens stand for, and not the beginning of a character."""
     return bool(text) and not text.endswith(_NO_CHARACTER) and whole.startswith(text, start)

@@ -33,7 +33,7 @@ class Package:
 
     @property
     def question(self) -> Question:
-        """What to ask of it."""
+        """Return what to ask of it."""
         return ("torch",) if self.name == "torch" else ("imports", self.imported)
 
 

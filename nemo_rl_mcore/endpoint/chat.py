@@ -31,7 +31,7 @@ class Claim:
     answer_ids: tuple[int, ...]
 
     def is_of(self, call: Call) -> bool:
-        """Whether they are those of a call."""
+        """Return whether they are those of a call."""
         return (
             len(self.prompt_ids) == len(call.prompt_P)
             and self.answer_ids == tuple(call.answer_N.tolist())

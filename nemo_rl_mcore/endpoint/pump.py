@@ -19,7 +19,7 @@ class _Waiting:
     answer: asyncio.Future[BatchedDataDict]
 
     def give(self, answered: BatchedDataDict) -> None:
-        """Called from another thread."""
+        """Hand the answer over; called from another thread."""
         self.answer.get_loop().call_soon_threadsafe(self._set, answered)
 
     def _set(self, answered: BatchedDataDict) -> None:

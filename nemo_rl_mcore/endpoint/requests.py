@@ -173,7 +173,7 @@ def _require_neutral(values: Body) -> None:
 
 
 def _alike(given: object, value: object) -> bool:
-    """Whether neither is a flag, or both are: True is 1 to Python."""
+    """Return whether neither is a flag, or both are: True is 1 to Python."""
     return isinstance(given, bool) == isinstance(value, bool)
 
 

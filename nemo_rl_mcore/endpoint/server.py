@@ -67,17 +67,17 @@ class Connection(H11Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether its client has gone, or was cut off."""
+        """Return whether its client has gone, or was cut off."""
         return self.transport.is_closing()
 
     @property
     def idle(self) -> bool:
-        """Whether no request of it is answered."""
+        """Return whether no request of it is answered."""
         return not self.cycle or self.cycle.response_complete
 
     @property
     def spare(self) -> bool:
-        """Whether no request that has come to its end waits for an answer."""
+        """Return whether no request that has come to its end waits for an answer."""
         return self.idle or self.cycle.more_body
 
     def abort(self) -> None:

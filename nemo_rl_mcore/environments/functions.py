@@ -29,7 +29,7 @@ class _Function:
     takes_all: bool
 
     def __call__(self, given: Mapping[str, Sequence[Any]]) -> Any:
-        """What the function gives, or the coroutine that will."""
+        """Return what the function gives, or the coroutine that will."""
         with custom_code(self.key):
             return self.call(**{name: values for name, values in given.items() if self._takes(name)})
 
@@ -53,7 +53,7 @@ class RewardFunctions:
 
     @property
     def columns(self) -> dict[str, frozenset[str]]:
-        """The columns of the data that each function cannot do without, by its key."""
+        """Return the columns of the data that each function cannot do without, by its key."""
         return {one.key: one.needs - {*GIVEN_TO_REWARDS} for one in self._functions.values()}
 
     def step(
@@ -109,7 +109,7 @@ class RewardFunctions:
         return {name: _numbers(self._functions[name].key, values, count) for name, values in found.items()}
 
     def _wait(self, awaited: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
-        """What coroutines give, which wait side by side; in a thread, since this one may run a loop already."""
+        """Return what coroutines give, which wait side by side; in a thread, since this one may run a loop already."""
 
         async def result(name: str, one: Awaitable[Any]) -> Any:
             with custom_code(self._functions[name].key):

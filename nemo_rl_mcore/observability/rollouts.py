@@ -84,7 +84,7 @@ class Sample:
 
     @property
     def of_validation(self) -> bool:
-        """Whether nothing is trained on it."""
+        """Return whether nothing is trained on it."""
         return self.sample_mask is None
 
 
@@ -137,7 +137,7 @@ class RolloutSink:
 
     @property
     def unwritten(self) -> list[Path]:
-        """The files whose answers are in memory alone."""
+        """Return the files whose answers are in memory alone."""
         return [path for path, _ in self._unwritten]
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ _SCORING = "env."
 
 
 def as_evaluated(config: RunConfig) -> RunConfig:
-    """The configuration whose sampling, lengths and folder are those of its section eval.
+    """Return the configuration whose sampling, lengths and folder are those of its section eval.
 
     A temperature of 0, which asks for greedy answers, leaves that of the recipe. Raises ConfigError.
     """

@@ -48,7 +48,7 @@ def _observations_cut(batch: BatchedDataDict) -> float:
 
 
 def _replies(batch: BatchedDataDict) -> list[list[dict[str, Any]]]:
-    """What was said to each episode, once."""
+    """Return what was said to each episode, once."""
     return [batch[REPLIES][row] for row in first_rows(batch)] if REPLIES in batch else []
 
 

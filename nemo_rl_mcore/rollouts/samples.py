@@ -83,7 +83,7 @@ def _advantages(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
 
 
 def _weight_versions(batch: BatchedDataDict, current: int) -> dict[str, torch.Tensor]:
-    """The oldest and the newest that drew a token of each response; `current` where one has drawn all."""
+    """Return the oldest and the newest that drew a token of each response; `current` where one has drawn all."""
     if WEIGHT_VERSIONS in batch:
         versions = batch[WEIGHT_VERSIONS]
         newest = versions.amax(1)
@@ -94,7 +94,7 @@ def _weight_versions(batch: BatchedDataDict, current: int) -> dict[str, torch.Te
 
 
 def _said(batch: BatchedDataDict, row: int, tokenizer: Tokenizer) -> Iterator[Said]:
-    """A row's answers, and the observations between them.
+    """Yield a row's answers, and the observations between them.
 
     Of an episode of several rows each has the answers of which it has sampled tokens, and of these only its own tokens.
     """

@@ -73,7 +73,7 @@ class EngineRequests:
         )
 
     async def _answered(self, engine: StartedEngine, answer: Any) -> list[Response]:
-        """What the engine gives, as long as it gets on."""
+        """Return what the engine gives, as long as it gets on."""
         watch, limit_s = engine.watch, self._kind.call_timeout_s
         watch.tick()
         watch.moved()
@@ -96,7 +96,7 @@ class EngineRequests:
             raise self._gone(engine, str(why)) from None
 
     async def _failed(self, engine: StartedEngine, failure: RankFailure) -> Exception:
-        """What a failed answer means: an engine that is gone, or one that has raised."""
+        """Return what a failed answer means: an engine that is gone, or one that has raised."""
         if failure.died or not await _is_well(engine):
             died = "died: " if failure.died else ""
             return self._gone(engine, f"{died}{failure.headline()}", failure.details())

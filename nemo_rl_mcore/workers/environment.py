@@ -96,7 +96,7 @@ def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def hub_token(environ: Mapping[str, str]) -> dict[str, str]:
-    """The token of the hub, for ranks that fetch weights; in no environment above, since Ray logs those."""
+    """Return the token of the hub, for ranks that fetch weights; in no environment above, since Ray logs those."""
     return {name: environ[name] for name in _HUB_TOKENS if name in environ}
 
 

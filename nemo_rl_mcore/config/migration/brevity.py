@@ -64,7 +64,7 @@ def leave_out_copies(draft: Draft) -> None:
 
 
 def _run(tree: Tree) -> dict[str, object] | None:
-    """What is run, but for the keys that are copies; None where a recipe has problems."""
+    """Return what is run, but for the keys that are copies; None where a recipe has problems."""
     validated = validate(copy.deepcopy(tree))
     if validated.config is None:
         return None
@@ -77,7 +77,7 @@ def _run(tree: Tree) -> dict[str, object] | None:
 
 
 def _without(tree: Tree, path: str) -> Tree:
-    """A copy without a key, and without sections that are empty then."""
+    """Return a copy without a key, and without sections that are empty then."""
     key, _, inner = path.partition(".")
     if not inner:
         return {name: value for name, value in tree.items() if name != key}

@@ -234,7 +234,7 @@ def keep_ties(draft: Draft) -> None:
 
 
 def sources_of(draft: Draft) -> list[tuple[str, Tree]]:
-    """Each section of data that names or completes a source, with its path; of a list with its place."""
+    """Return each section of data that names or completes a source, with its path; of a list with its place."""
     found: list[tuple[str, object]] = []
     for path in ("data.default", "data.train", "data.validation"):
         given = draft.get(path)

@@ -47,12 +47,12 @@ class Migrated:
 
     @property
     def kind(self) -> type[RunConfig]:
-        """The class of the recipe."""
+        """Return the class of the recipe."""
         return RUN_CONFIGS[self.draft.algorithm]
 
     @property
     def settled(self) -> bool:
-        """Whether the recipe says all that theirs said."""
+        """Return whether the recipe says all that theirs said."""
         return not any(note.kind in (Kind.REFUSED, Kind.OPEN) for note in self.draft.notes)
 
 

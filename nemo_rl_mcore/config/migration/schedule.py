@@ -42,7 +42,7 @@ def decay_as_scheduled(draft: Draft) -> None:
 
 
 def _optimizer_steps(draft: Draft) -> int:
-    """Those of a rollout; 1 where there is none, or `check` refuses the numbers."""
+    """Return those of a rollout; 1 where there is none, or `check` refuses the numbers."""
     loop = draft.algorithm
     prompts, answers = (
         draft.number(f"{loop}.num_prompts_per_step"),
