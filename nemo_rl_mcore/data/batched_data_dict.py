@@ -101,7 +101,7 @@ class BatchedDataDict(dict[str, Any]):
 
     def without(self, key: str) -> Self:
         """Return the batch less this entry, if it is there."""
-        return type(self)({other: value for other, value in self.items() if other != key})
+        return self._with_equal_rows({other: value for other, value in self.items() if other != key})
 
     def samples(self, rows_per_sample: int = 1) -> list[range]:
         """Return the rows of each sample, in order: an episode, or what a loss compares, as two answers to a prompt.
@@ -205,9 +205,15 @@ class BatchedDataDict(dict[str, Any]):
         return self.select_indices([row for sample in samples for row in sample])
 
     def _map(self, on_tensor: Callable[[Tensor], Tensor], on_list: Callable[[list[Any]], list[Any]]) -> Self:
-        return type(self)(
+        return self._with_equal_rows(
             {key: on_tensor(v) if isinstance(v, Tensor) else on_list(v) for key, v in self.items()}
         )
+
+    def _with_equal_rows(self, entries: Mapping[str, Any]) -> Self:
+        """Return a batch of entries that were all made alike from those of a checked one, unchecked."""
+        batch = type(self)()
+        dict[str, Any].update(batch, entries)
+        return batch
 
 
 def _rows(key: str, value: Any) -> int:

@@ -116,7 +116,7 @@ class GroupDraw:
 
     def check_drops(self, step: int, batches: Sequence[BatchedDataDict]) -> None:
         """See `Draw.check_drops`."""
-        self.collector.check_drops(step, concatenate_batches(batches, self.collector.tokenizer.pad_token_id))
+        self.collector.check_drops(step, batches)
 
     def take_counts(self) -> Mapping[str, float]:
         """See `Draw.take_counts`."""

@@ -6,7 +6,7 @@ Of these, which are dropped, a run bears a limited number.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemo_rl_mcore.data import BatchedDataDict
@@ -62,17 +62,19 @@ def _ending_rates(batch: BatchedDataDict) -> dict[str, float]:
 _KEY = "env.pool.max_drop_rate"
 
 
-def check_drops(step: int, batch: BatchedDataDict, limit: float, reasons: Mapping[str, int]) -> None:
+def check_drops(
+    step: int, batches: Sequence[BatchedDataDict], limit: float, reasons: Mapping[str, int]
+) -> None:
     """Raise RunStoppedError when more than a share `limit` of a step's episodes, in [0, 1], was dropped.
 
-    reasons: how often each one had an answer dropped, since the run began, besides those that stand in the batch; the
-    most frequent one is named.
+    batches: all of the step. reasons: how often each one had an answer dropped, since the run began, besides those that
+    stand in the batches; the most frequent one is named.
     """
-    of_episodes = dropped_rows(batch)[first_rows(batch)]
-    dropped, episodes = int(of_episodes.sum()), len(of_episodes)
+    of_batches = [dropped_rows(batch)[first_rows(batch)] for batch in batches]
+    dropped, episodes = sum(int(of_one.sum()) for of_one in of_batches), sum(map(len, of_batches))
     if dropped <= limit * episodes:
         return
-    reasons = {**_reasons_of(batch), **reasons}
+    reasons = {**sum(map(_reasons_of, batches), Counter[str]()), **reasons}
     most = max(reasons, key=lambda reason: reasons[reason], default="")
     raise RunStoppedError(
         f"step {step}: {dropped} of {episodes} episodes ({dropped / episodes:.1%}) were dropped, to which the "

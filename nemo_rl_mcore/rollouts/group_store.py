@@ -92,9 +92,10 @@ def _bytes(group: BatchedDataDict) -> int:
 def digest_of_group(batch: BatchedDataDict) -> str:
     """Return 16 hexadecimal digits of what was asked, answered, and how likely; the padding does not enter."""
     found = hashlib.blake2b(digest_size=8)
+    columns = [batch[column].contiguous().numpy() for column in ("input_ids", "generation_logprobs")]
     for row, length in enumerate(batch["input_lengths"].tolist()):
-        for column in ("input_ids", "generation_logprobs"):
-            found.update(batch[column][row, :length].contiguous().numpy().tobytes())
+        for column in columns:
+            found.update(column[row, :length])
     return found.hexdigest()
 
 

@@ -173,7 +173,7 @@ class RolloutCollector(Responder):
         Raises RunStoppedError where more episodes were dropped than may be.
         """
         batch = self.play_now(prompts, self.ask(prompts, samples), step=step, greedy=greedy)
-        self.check_drops(step, batch)
+        self.check_drops(step, [batch])
         return self.as_rollout(prompts, batch)
 
     def play_now(
@@ -191,9 +191,9 @@ class RolloutCollector(Responder):
 
         return _ended(self.play(prompts, asked, respond, replies, apart=_here))
 
-    def check_drops(self, step: int, batch: BatchedDataDict) -> None:
+    def check_drops(self, step: int, batches: Sequence[BatchedDataDict]) -> None:
         """See `episode_metrics.check_drops`."""
-        check_drops(step, batch, self.max_drop_rate, self.environments.drop_reasons)
+        check_drops(step, batches, self.max_drop_rate, self.environments.drop_reasons)
 
     async def play(
         self,

@@ -163,7 +163,7 @@ def _with_columns(batch: BatchedDataDict, names: Collection[str]) -> BatchedData
         if name.startswith(REWARDS_PREFIX):
             absent[name] = lambda: torch.zeros(batch.size)
     missing = {name: make() for name, make in absent.items() if name in names and name not in batch}
-    return BatchedDataDict({**batch, **missing})
+    return BatchedDataDict({**batch, **missing}) if missing else batch
 
 
 def trained_columns(batch: BatchedDataDict) -> BatchedDataDict:

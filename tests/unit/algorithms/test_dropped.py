@@ -27,14 +27,14 @@ def batch_of(*dropped, **columns):
 def test_a_run_bears_as_many_as_it_is_told(dropped, limit, ends):
     batch = batch_of(*[True] * dropped, *[False] * (4 - dropped))
     if not ends:
-        check_drops(3, batch, limit, {})
+        check_drops(3, [batch], limit, {})
         return
     message = (
         rf"step 3: {dropped} of 4 episodes \({dropped * 25}\.0%\) were dropped.*env\.pool\.max_drop_rate: {limit:g} is"
         r" the most; most often: it hung \(3 answers since the run began\)"
     )
     with pytest.raises(RunStoppedError, match=message):
-        check_drops(3, batch, limit, {"it died": 1, "it hung": 3, "it raised": 2})
+        check_drops(3, [batch], limit, {"it died": 1, "it hung": 3, "it raised": 2})
 
 
 def test_a_batch_without_endings_has_dropped_none():

@@ -181,9 +181,9 @@ def test_metrics_leave_dropped_episodes_out():
 
 def test_a_dropped_episode_of_several_rows_is_one_of_those_that_a_run_bears():
     _, parts = whole_and_parts(dropped=(2,))
-    check_drops(1, parts, 1 / 6, {})
+    check_drops(1, [parts], 1 / 6, {})
     with pytest.raises(RunStoppedError, match=r"1 of 6 episodes \(16\.7%\)"):
-        check_drops(1, parts, 0.1, {})
+        check_drops(1, [parts], 0.1, {})
 
 
 def test_a_step_of_dropped_episodes_alone_tells_how_many():

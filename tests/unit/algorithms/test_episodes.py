@@ -327,7 +327,7 @@ def test_an_observation_that_cannot_be_encoded_drops_its_episode_alone():
     assert batch["rewards"].tolist() == [0, 1, 0, 0.5]
     assert "cannot encode" in batch["replies"][0][-1]["dropped"]
     with refused("too-many-dropped", "2 of 4", "encode", by=RunStoppedError):
-        replace(played, max_drop_rate=0.25).check_drops(5, batch)
+        replace(played, max_drop_rate=0.25).check_drops(5, [batch])
 
 
 def test_observations_are_encoded_once_and_not_in_the_thread_of_the_loop():
