@@ -196,6 +196,8 @@ class Session:
             raise self._at_limit(f"the answers to a session may have {limits.drawn} tokens together")
 
     def _at_limit(self, message: str) -> SessionLimitError:
+        # Clients end an episode where a refusal speaks of max_tokens, and fail at any other one.
+        message = f"{message}: max_tokens of a further answer is 0"
         self.refused = refused = SessionLimitError(message, "session_limit_exceeded")
         return refused
 

@@ -65,6 +65,9 @@ def _refused_of(name: str) -> Iterator[Refusal]:
     """Yield what an algorithm refuses of asynchrony."""
     chunks = {"algorithm": name, "asynchrony": "in chunks"}
     needs_all = "it needs all groups of a step"
+    if ALGORITHMS[name].shipped.algorithm != "grpo":
+        agents = {"algorithm": name, "player": "agents"}
+        yield Refusal(agents, "incompatible", "env.endpoint", "a session may fork into several rows")
     for asynchrony in ASYNCHRONOUS:
         values, sampled = {"algorithm": name, "asynchrony": asynchrony}, "nothing is sampled"
         if name == "sft":

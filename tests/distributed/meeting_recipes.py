@@ -114,6 +114,8 @@ ASYNCHRONY: dict[str, Overrides] = {
     "in chunks": {"max_trajectory_age_steps": 1, "min_groups_for_streaming_train": 1},
 }
 STALL_S = 300.0
+CALLS = 3
+"""Of an agent at most."""
 
 # The first value of each is the plain one, which a combination has unless a pair asks for another.
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -131,9 +133,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "updates": ("two", "one", "one pass"),
     "correction": (False, True),  # importance sampling, from the weights that drew to those that train
     "asynchrony": tuple(ASYNCHRONY),
+    "player": ("engine", "agents"),  # the latter's sessions are one to three rows
 }
 # What changes the mathematics; the plain sibling of a combination shares it.
-MATHEMATICS = ("algorithm", "temperature", "kl", "updates", "correction")
+MATHEMATICS = ("algorithm", "temperature", "kl", "updates", "correction", "player")
 
 
 def plain_sibling(case: Case) -> Case:
@@ -162,6 +165,7 @@ def name_of(case: Case) -> str:
         "updates": {"two": "two updates", "one": "one update"}.get(case["updates"], "one pass"),
         "correction": "corrected" if case["correction"] else "as drawn",
         "asynchrony": "synchronous" if case["asynchrony"] == "none" else case["asynchrony"],
+        "player": "played by agents" if case["player"] == "agents" else "answered",
     }
     return ", ".join(str(said.get(name, value)) for name, value in case.items())
 
@@ -283,6 +287,9 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         values |= {f"{section}.{key}": value for key, value in ({"enabled": True} | sizes).items()}
     if isinstance(algorithm.shipped.loop, RolloutConfig):
         values["policy.train_global_batch_size"] = 8 if case["updates"] == "two" else 16
+    if case["player"] == "agents":
+        turns = f"{algorithm.shipped.algorithm}.max_rollout_turns"
+        values |= {"env.endpoint.command": ["an-agent"], "env.endpoint.timeout_s": 60, turns: CALLS}
     return values | _kl(case, algorithm) | _correction(case, algorithm) | _asynchrony(case, algorithm)
 
 

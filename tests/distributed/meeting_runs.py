@@ -9,7 +9,7 @@ import asyncio
 import pickle
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,9 @@ from nemo_rl_mcore.config import ClusterConfig, RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
+from nemo_rl_mcore.endpoint import endpoint
+from nemo_rl_mcore.endpoint.agents import Ended
+from nemo_rl_mcore.endpoint.session import NoRoomError, Session
 from nemo_rl_mcore.observability import Sample
 from nemo_rl_mcore.rollouts import start
 from nemo_rl_mcore.rollouts.draw import DrawnGroup, GroupDraw
@@ -123,17 +126,14 @@ class Observer:
 
 @dataclass
 class RecordedAnswers:
-    """Answers that depend on (step, prompt, sample) alone, of uneven lengths; a `GenerationInterface`."""
+    """Answers that depend on (step, prompt, sample, turn) alone, of uneven lengths; a `GenerationInterface`."""
 
     max_new_tokens: int
 
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
-        rows = [
-            self._answer(step, prompt, sample)
-            for prompt, sample in zip(
-                data["prompt_index"].tolist(), data["sample_index"].tolist(), strict=True
-            )
-        ]
+        prompts, samples = data["prompt_index"].tolist(), data["sample_index"].tolist()
+        turns = data["turn_index"].tolist() if "turn_index" in data else [0] * data.size
+        rows = [self._answer(step, *key) for key in zip(prompts, samples, turns, strict=True)]
         tokens, logprobs, lengths, finished = zip(*rows, strict=True)
         return BatchedDataDict(
             tokens=torch.stack(tokens),
@@ -142,8 +142,11 @@ class RecordedAnswers:
             finished=torch.tensor(finished),
         )
 
-    def _answer(self, step: int, prompt: int, sample: int) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
-        generator = torch.Generator().manual_seed((step * 1009 + prompt) * 1009 + sample)
+    def _answer(
+        self, step: int, prompt: int, sample: int, turn: int
+    ) -> tuple[torch.Tensor, torch.Tensor, int, bool]:
+        seed = ((step * 1009 + prompt) * 1009 + sample) ^ turn
+        generator = torch.Generator().manual_seed(seed)
         longest = self.max_new_tokens
         length = int(torch.randint(1, longest + 1, (), generator=generator))
         finished = length < longest
@@ -220,10 +223,32 @@ class RecordedRewards:
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> list[float]:
-        return [
-            REWARDS[(prompt.index + row * bool(prompt.index % 5)) % len(REWARDS)]
-            for row, prompt in enumerate(prompts)
-        ]
+        return [_reward(prompt.index, row) for row, prompt in enumerate(prompts)]
+
+
+def _reward(prompt: int, answer: int) -> float:
+    return REWARDS[(prompt + answer * bool(prompt % 5)) % len(REWARDS)]
+
+
+class RecordedAgents:
+    """Agents without a process: they call the model once, twice or three times; an `endpoint.agents.Agents`.
+
+    A second call forgets the first token of the prompt, and so begins a row. A third one, which goes on from the second
+    answer, has no room where that is long.
+    """
+
+    def __init__(self, *_args: Any) -> None: ...
+
+    async def run(self, session: Session, _url: str, _task: Mapping[str, Any]) -> Ended:
+        shown = TOKENIZER.encode(session.prompt.text)
+        call = await session.ask(shown)
+        if session.sample % 3:
+            call = await session.ask(shown[1:])
+        if session.sample % 3 == 2:
+            with suppress(NoRoomError):
+                await session.ask([*call.ids, TOKENIZER.eos_token_id], max_tokens=1)
+        session.close(_reward(session.prompt.index, session.sample))
+        return Ended()
 
 
 type Metrics = dict[str, float]
@@ -294,6 +319,7 @@ def run(
     with ExitStack() as stack:
         stack.enter_context(patch.object(launch, "Policy", partial(Policy, group=groups)))
         stack.enter_context(patch.object(launch, "open_generation", _recorded))
+        stack.enter_context(patch.object(endpoint, "Agents", RecordedAgents))
         if like is not None:
             stack.enter_context(patch.object(start, "GroupDraw", partial(DrawnLike, trained=like)))
         saved = start.read_saved(config, checkpoints.start)

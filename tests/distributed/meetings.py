@@ -55,7 +55,7 @@ class Matrix:
     folder: Path
     steps: int = 2
     _plain: dict[tuple[str, str], Outcome] = field(default_factory=dict)
-    _trained: dict[tuple[str, str], Trained] = field(default_factory=dict)
+    _trained: dict[tuple[str, str, str], Trained] = field(default_factory=dict)
     _made: set[Path] = field(default_factory=set)
     _world_size: int = 1
     _runs: int = 0
@@ -103,7 +103,7 @@ class Matrix:
 
     def _trained_as_completed(self, case: Case) -> Trained:
         """The groups of each step, of a run on one rank: they depend on who waits for whom, and not on the layout."""
-        name = case["algorithm"], case["state"]
+        name = case["algorithm"], case["state"], case["player"]
         if name not in self._trained:
             on_one = plain_sibling(case) | {key: case[key] for key in ("asynchrony", "state")}
             self._trained[name] = self._run(on_one, lambda *_: None).trained

@@ -37,9 +37,12 @@ def _room(config: RunConfig) -> Iterator[Problem]:
 
 
 def _second_answer(config: RunConfig) -> Iterator[Problem]:
-    """Yield episodes of several turns that end with the first one, as a second answer never fits."""
+    """Yield episodes of several turns that end with the first one, as a second answer never fits.
+
+    An agent may show less in its next call.
+    """
     policy = config.policy
-    if config.max_rollout_turns == 1:
+    if config.max_rollout_turns == 1 or config.env.endpoint is not None:
         return
     shortest = 1 + 2 * policy.reserved_tokens
     if shortest > (longest := policy.max_total_sequence_length):

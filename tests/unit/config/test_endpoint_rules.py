@@ -56,3 +56,8 @@ def test_a_tool_parser_of_the_library_needs_it():
     config = load_config(RECIPE, ["env.endpoint.tool_parser=glm"])
     assert "renderers" in [one.package for one in needed_packages(config)]
     assert "renderers" not in [one.package for one in needed_packages(load_config(RECIPE))]
+
+
+def test_an_agent_whose_calls_show_less_needs_no_room_for_two_answers():
+    lengths = ["policy.max_total_sequence_length=20", "policy.generation.max_new_tokens=12"]
+    assert load_config(RECIPE, [*lengths, "data.max_input_seq_length=8"]).max_rollout_turns > 1

@@ -171,9 +171,11 @@ def test_a_session_that_has_made_its_calls_is_refused(tokenizer):
         async with played(tokenizer) as endpoint:
             session = endpoint.open(calls=1)
             replies = [await endpoint.chat(session, [*BODY["messages"]] * count) for count in (1, 2)]
-            return replies[0].status, replies[1].error
+            return replies[0].status, replies[1].error, replies[1].json["error"]["message"]
 
-    assert run(play()) == (200, (400, None, "session_limit_exceeded"))
+    status, error, message = run(play())
+    assert (status, error) == (200, (400, None, "session_limit_exceeded"))
+    assert "max_tokens" in message  # the word by which clients such as NeMo Gym's end an episode
 
 
 @pytest.mark.parametrize(
