@@ -42,10 +42,8 @@ from nemo_rl_mcore.endpoint.endpoint import Endpoint
 from nemo_rl_mcore.endpoint.player import AgentCollector
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, code_of
-from nemo_rl_mcore.generation.embedded.kind import embedded_kind
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
-from nemo_rl_mcore.generation.engine import EngineKind
-from nemo_rl_mcore.generation.vllm.kind import vllm_kind
+from nemo_rl_mcore.generation.kinds import engine_kind
 from nemo_rl_mcore.interfaces import Environment, Environments, GenerationInterface
 from nemo_rl_mcore.observability import RunFacts, RunRecorder, finish_report
 from nemo_rl_mcore.observability.ending import exit_status
@@ -381,20 +379,3 @@ def open_environments(
         if config.row_kind is RowKind.PROMPTS:
             pool.start()
         yield pool
-
-
-def engine_kind(config: RunConfig) -> EngineKind:
-    """Return the engines apart from the ranks that the recipe asks for."""
-    if config.policy.generation.backend == "vllm":
-        folder = Path(config.logger.log_dir)
-        return vllm_kind(
-            config.policy,
-            folder,
-            os.environ,
-            on_cpu=config.cluster.on_cpu,
-            reads_texts=config.max_rollout_turns > 1 or config.env.endpoint is not None,
-        )
-    return embedded_kind(
-        config.policy,
-        reread_after_refit=config.asynchrony.recompute_kv_cache_after_weight_updates,
-    )

@@ -129,11 +129,11 @@ class _Replay:
 
     def _rescoring(self) -> Rescoring:
         config = self.parts.config
-        vllm = config.policy.generation.backend == "vllm"
         return Rescoring(
             self.models["policy"],
             _allowed(config),
-            rereads=vllm or config.asynchrony.recompute_kv_cache_after_weight_updates,
+            rereads=config.policy.generation.engine.always_rereads
+            or config.asynchrony.recompute_kv_cache_after_weight_updates,
             pad_token_id=self.parts.tokenizer.pad_token_id,
             first_version=self.steps.start - 1,
         )
@@ -152,7 +152,7 @@ class _Replay:
 def _allowed(config: RunConfig) -> float:
     """Return by how much a log-probability may differ from that of an engine, nats; see docs/numerics.md."""
     allowed = bounds_of(config.policy).difference
-    exact = config.policy.generation.backend == "embedded" and config.policy.precision == "float32"
+    exact = _held_as(config) is None and config.policy.precision == "float32"
     return min(allowed, _DECODING) if exact else allowed
 
 
@@ -204,7 +204,4 @@ def _start_of(config: RunConfig, after: int) -> Path | None:
 
 def _held_as(config: RunConfig) -> str | None:
     """Return the number format that the run's engines held the weights in, if it was not that of training."""
-    generation = config.policy.generation
-    if generation.backend != "vllm":
-        return None
-    return generation.vllm_cfg.precision or config.policy.precision
+    return config.policy.generation.engine.number_format(config.policy.precision)

@@ -145,8 +145,7 @@ def compare_at_start(
 
 def bounds_of(policy: PolicyConfig) -> Bounds:
     """Return the bounds of the coarser number format, of training or of its engines."""
-    generation = policy.generation
-    own = generation.vllm_cfg.precision if generation.backend == "vllm" else None
+    own = policy.generation.engine.number_format(policy.precision)
     both = BOUNDS[policy.precision], BOUNDS[own or policy.precision]
     return max(both, key=lambda bounds: bounds.difference)
 

@@ -14,7 +14,8 @@ from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
 from nemo_rl_mcore.config.data import ArithmeticEnvConfig, DataConfig, EnvConfig
-from nemo_rl_mcore.config.generation import EmbeddedConfig, GenerationConfig
+from nemo_rl_mcore.config.engines import EmbeddedConfig, EngineConfig
+from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.load import load_config
 from nemo_rl_mcore.config.logger import (
     LoggerConfig,
@@ -73,6 +74,7 @@ __all__ = [
     "DistributedDataParallelConfig",
     "DynamicBatchingConfig",
     "EmbeddedConfig",
+    "EngineConfig",
     "EnvConfig",
     "GRPOConfig",
     "GRPOMasterConfig",

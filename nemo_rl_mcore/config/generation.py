@@ -8,31 +8,15 @@ from pydantic import Field, model_validator
 from nemo_rl_mcore.config.base import (
     Float,
     IntTuple,
-    NonNegativeInt,
     PositiveInt,
     Problem,
-    Seconds,
     StrictModel,
     StrTuple,
 )
+from nemo_rl_mcore.config.engines import EmbeddedConfig, EngineConfig
 from nemo_rl_mcore.config.imports import Arguments
 from nemo_rl_mcore.config.vllm import ColocatedConfig, MismatchConfig, VllmConfig
 from nemo_rl_mcore.config.vllm_kwargs import kwargs_problems
-
-
-class EmbeddedConfig(StrictModel):
-    """The embedded engines of their own (ours); read when backend is embedded and colocated.enabled is false."""
-
-    engines: PositiveInt = 1
-    """Processes, each with the whole model, on a GPU of its own where there are some; each answers a share."""
-    max_restarts: NonNegativeInt = 0
-    """Times in a run that an engine which died or hangs is started anew, all engines together."""
-    restart_backoff_s: Seconds = 1.0
-    """Time before an engine that died is started anew; it doubles with each restart, up to a minute."""
-    start_timeout_s: Seconds = 600.0
-    """Deadline of an engine's start."""
-    call_timeout_s: Seconds = 1800.0
-    """Deadline of a batch, and of an engine's acknowledgement of a bucket of weights."""
 
 
 class GenerationConfig(StrictModel):
@@ -97,9 +81,14 @@ class GenerationConfig(StrictModel):
         return {key: value for key, value in section.items() if key != "journal" or value is not False}
 
     @property
+    def engine(self) -> EngineConfig:
+        """Return the section of the engine that answers, which says what it can do."""
+        return {"embedded": self.embedded_cfg, "vllm": self.vllm_cfg}[self.backend]
+
+    @property
     def decodes_on_ranks(self) -> bool:
         """Return whether the training ranks answer themselves; otherwise engines do, to which weights are sent."""
-        return self.backend == "embedded" and self.colocated.enabled
+        return self.engine.may_be_the_ranks and self.colocated.enabled
 
     @property
     def takes_turns(self) -> bool:

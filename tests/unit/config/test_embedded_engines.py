@@ -3,8 +3,7 @@
 import pytest
 
 from nemo_rl_mcore.config import EmbeddedConfig, load_config
-from nemo_rl_mcore.config.rules.generation import RULES
-from nemo_rl_mcore.config.vllm import VllmConfig
+from nemo_rl_mcore.config.rules.embedded import RULES
 
 GENERATION = "policy.generation"
 APART = f"{GENERATION}.colocated.enabled=false"
@@ -20,19 +19,6 @@ def test_the_ranks_answer_unless_a_recipe_asks_for_engines(load):
     assert not load(APART).policy.generation.decodes_on_ranks
     vllm = load(f"{GENERATION}.backend=vllm", "policy.model.num_attention_heads=2").policy.generation
     assert not vllm.decodes_on_ranks
-
-
-def test_its_keys_are_those_of_vllm():
-    shared = EmbeddedConfig.model_fields.keys() - {"engines"}
-    assert shared == {"start_timeout_s", "call_timeout_s", "max_restarts", "restart_backoff_s"}
-    for name in shared:
-        own, other = EmbeddedConfig.model_fields[name], VllmConfig.model_fields[name]
-        assert (own.annotation, own.default, own.metadata) == (
-            other.annotation,
-            other.default,
-            other.metadata,
-        )
-        assert own.description == (other.description or "").replace(" (ours)", "")
 
 
 @pytest.mark.parametrize(

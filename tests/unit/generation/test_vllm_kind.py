@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_mcore.config import ConfigError, load_config
+from nemo_rl_mcore.generation.kinds import engine_kind
 from nemo_rl_mcore.generation.vllm.kind import vllm_environment
-from nemo_rl_mcore.launch import engine_kind
 
 LONGER = ("policy.max_total_sequence_length=16", "policy.model.max_position_embeddings=16")
 RECIPES = Path(__file__).parents[3] / "examples/configs"
