@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore.api.draft import Draft, Rewards
+from nemo_rl_mcore.api.draft import Draft, Rewards, Weights
+from nemo_rl_mcore.api.known_arguments import reports_unknown
 from nemo_rl_mcore.api.rows import Data
 from nemo_rl_mcore.api.run import Run
 from nemo_rl_mcore.config.sources import read_recipe
@@ -28,13 +29,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 class GRPO(Run):
     """Group relative policy optimization: `generations` answers to each prompt are compared by their rewards."""
 
+    @reports_unknown
     def __init__(
         self,
         model: str | Path | None,
         *,
         train: Data | None = None,
         reward: Rewards | None = None,
-        reward_weights: Mapping[str, float] | None = None,
+        reward_weights: Weights | None = None,
         validation: Data | None = None,
         steps: int | None = None,
         epochs: int = 1,
@@ -80,13 +82,14 @@ class GRPO(Run):
 class PPO(Run):
     """Proximal policy optimization: a critic with the policy's architecture judges each token."""
 
+    @reports_unknown
     def __init__(
         self,
         model: str | Path | None,
         *,
         train: Data | None = None,
         reward: Rewards | None = None,
-        reward_weights: Mapping[str, float] | None = None,
+        reward_weights: Weights | None = None,
         validation: Data | None = None,
         steps: int | None = None,
         epochs: int = 1,
@@ -123,6 +126,7 @@ class PPO(Run):
 class Distillation(Run):
     """On-policy distillation: a teacher says how probable each token of the policy's own answers is."""
 
+    @reports_unknown
     def __init__(
         self,
         model: str | Path | None,
@@ -166,6 +170,7 @@ class Distillation(Run):
 class SFT(Run):
     """Supervised fine-tuning: prompts with their answers, or conversations (`messages`), are imitated."""
 
+    @reports_unknown
     def __init__(
         self,
         model: str | Path | None,
@@ -203,6 +208,7 @@ class SFT(Run):
 class DPO(Run):
     """Direct preference optimization on pairs: prompt, chosen and rejected answer."""
 
+    @reports_unknown
     def __init__(
         self,
         model: str | Path | None,
@@ -251,7 +257,7 @@ def _sampling(
     draft = _begun(algorithm, lr, gpus, seed)
     draft.set(f"{algorithm}.num_prompts_per_step", prompts, "prompts_per_step")
     draft.set(f"{algorithm}.num_generations_per_prompt", generations, "generations")
-    draft.batch(prompts * generations, "prompts_per_step")
+    draft.batch(prompts, "prompts_per_step", generations)
     return draft
 
 
