@@ -54,11 +54,13 @@ class GRPO(Run):
         """Check a run; raises ConfigError with every problem.
 
         model: a Hugging Face folder or hub id; None where `recipe` gives `policy.model`. train, validation: see `Data`.
-        reward: a function of lists, called by the names of its parameters: prompts, responses, answers, finished, or
-        any column of the data; several by name; or a class with `score` or `step`. steps: left out, `epochs` passes
-        over the data. max_length: tokens of prompt and answer; max_new_tokens: of an answer, what its prompt leaves if
-        left out. gpus: all that there are; 0 trains on the CPU. out: the folder of the run; the same call resumes it.
-        recipe, overrides: other keys of a recipe, the latter in Hydra's grammar; they come last.
+        reward: a function that takes lists by name (prompts, responses, answers, finished, or any column of the data)
+        and returns a number for each response; several as a list or a dict; or a class with `score` or `step`.
+        reward_weights: a list in the same order, or a dict by name. steps: by default, `epochs` passes over the data.
+        max_length: tokens of prompt and response. max_new_tokens: tokens of a response; by default, what its prompt
+        leaves of max_length. gpus: by default, all that there are; 0 trains on the CPU. out: the folder of the run,
+        which the same call resumes. recipe, overrides: other keys of a recipe, the latter in Hydra's grammar; they
+        take precedence over arguments.
 
         >>> rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3=", "answer": "5"}]
         >>> def right(responses, answers):
