@@ -119,12 +119,23 @@ def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokeni
         tokenizer = load_tokenizer(given.name, parse_content=parses, template=template)
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
-    if tokenizer.vocab_size > policy.model.vocab_size:
-        raise RunStoppedError(
-            f"policy.model.vocab_size: {policy.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
-            f"policy.tokenizer.name: {policy.tokenizer.name}; raise it"
-        )
+    _require_room(policy, tokenizer)
     return tokenizer
+
+
+def _require_room(policy: PolicyConfig, tokenizer: Tokenizer) -> None:
+    """Raise RunStoppedError for a tokenizer with more tokens than the model has rows of embeddings."""
+    rows = policy.model.vocab_size
+    if tokenizer.vocab_size <= rows:
+        return
+    shown = f"{tokenizer.vocab_size} tokens of policy.tokenizer.name: {policy.tokenizer.name}"
+    if policy.model_name is None:
+        raise RunStoppedError(f"policy.model.vocab_size: {rows} is less than the {shown}; raise it")
+    lacking = ", ".join(repr(tokenizer.text_of([token])) for token in range(rows, tokenizer.vocab_size)[:3])
+    raise RunStoppedError(
+        f"policy.model_name: {policy.model_name} has embeddings of {rows} tokens, and not of all {shown}; it lacks "
+        f"{lacking}, which the tokenizer's class may have added; resize the embeddings, or name another tokenizer"
+    )
 
 
 def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore.api.draft import Draft, Rewards
+from nemo_rl_mcore.api.draft import Draft, Rewards, Weights
+from nemo_rl_mcore.api.known_arguments import reports_unknown
 from nemo_rl_mcore.api.rows import Data
 from nemo_rl_mcore.api.run import Run
 from nemo_rl_mcore.config.sources import read_recipe
@@ -28,13 +29,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
 class GRPO(Run):
     """Group relative policy optimization: `generations` answers to each prompt are compared by their rewards."""
 
+    @reports_unknown
     def __init__(
         self,
         model: str | Path | None,
         *,
         train: Data | None = None,
         reward: Rewards | None = None,
-        reward_weights: Mapping[str, float] | None = None,
+        reward_weights: Weights | None = None,
         validation: Data | None = None,
         steps: int | None = None,
         epochs: int = 1,
@@ -52,11 +54,13 @@ class GRPO(Run):
         """Check a run; raises ConfigError with every problem.
 
         model: a Hugging Face folder or hub id; None where `recipe` gives `policy.model`. train, validation: see `Data`.
-        reward: a function of lists, called by the names of its parameters: prompts, responses, answers, finished, or
-        any column of the data; several by name; or a class with `score` or `step`. steps: left out, `epochs` passes
-        over the data. max_length: tokens of prompt and answer; max_new_tokens: of an answer, what its prompt leaves if
-        left out. gpus: all that there are; 0 trains on the CPU. out: the folder of the run; the same call resumes it.
-        recipe, overrides: other keys of a recipe, the latter in Hydra's grammar; they come last.
+        reward: a function that takes lists by name (prompts, responses, answers, finished, or any column of the data)
+        and returns a number for each response; several as a list or a dict; or a class with `score` or `step`.
+        reward_weights: a list in the same order, or a dict by name. steps: by default, `epochs` passes over the data.
+        max_length: tokens of prompt and response. max_new_tokens: tokens of a response; by default, what its prompt
+        leaves of max_length. gpus: by default, all that there are; 0 trains on the CPU. out: the folder of the run,
+        which the same call resumes. recipe, overrides: other keys of a recipe, the latter in Hydra's grammar; they
+        take precedence over arguments.
 
         >>> rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3=", "answer": "5"}]
         >>> def right(responses, answers):
@@ -80,13 +84,14 @@ class GRPO(Run):
 class PPO(Run):
     """Proximal policy optimization: a critic with the policy's architecture judges each token."""
 
+    @reports_unknown
     def __init__(
         self,
         model: str | Path | None,
         *,
         train: Data | None = None,
         reward: Rewards | None = None,
-        reward_weights: Mapping[str, float] | None = None,
+        reward_weights: Weights | None = None,
         validation: Data | None = None,
         steps: int | None = None,
         epochs: int = 1,
@@ -123,6 +128,7 @@ class PPO(Run):
 class Distillation(Run):
     """On-policy distillation: a teacher says how probable each token of the policy's own answers is."""
 
+    @reports_unknown
     def __init__(
         self,
         model: str | Path | None,
@@ -166,6 +172,7 @@ class Distillation(Run):
 class SFT(Run):
     """Supervised fine-tuning: prompts with their answers, or conversations (`messages`), are imitated."""
 
+    @reports_unknown
     def __init__(
         self,
         model: str | Path | None,
@@ -203,6 +210,7 @@ class SFT(Run):
 class DPO(Run):
     """Direct preference optimization on pairs: prompt, chosen and rejected answer."""
 
+    @reports_unknown
     def __init__(
         self,
         model: str | Path | None,
@@ -251,7 +259,7 @@ def _sampling(
     draft = _begun(algorithm, lr, gpus, seed)
     draft.set(f"{algorithm}.num_prompts_per_step", prompts, "prompts_per_step")
     draft.set(f"{algorithm}.num_generations_per_prompt", generations, "generations")
-    draft.batch(prompts * generations, "prompts_per_step")
+    draft.batch(prompts, "prompts_per_step", generations)
     return draft
 
 

@@ -23,6 +23,8 @@ from nemo_rl_mcore.preflight.visible_gpus import visible_gpus
 type Reward = Callable[..., object] | str
 """A function or what else can be called, its import path, or a class with `score` or `step`."""
 type Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
+type Weights = Mapping[str, float] | Sequence[float]
+"""The weights of reward functions: by name, 1 where there is none, or one of each in their order."""
 
 _LONGEST = 1024
 """Tokens of prompt and answer together, where the model has room for them."""
@@ -66,9 +68,14 @@ class Draft:
         self.set("cluster.gpus_per_node", count, "gpus")
         self.set("policy.precision", "bfloat16" if count else "float32", "gpus")
 
-    def batch(self, samples: int, argument: str) -> None:
-        """Set the samples of a step, all in one optimizer step."""
-        ranks = max(1, cast("int", cast("Tree", self.tree["cluster"])["gpus_per_node"]))
+    def batch(self, rows: int, argument: str, answers: int = 1) -> None:
+        """Set the samples of a step, all in one optimizer step; answers: to each row."""
+        ranks = cast("Tree", self.tree["cluster"])["gpus_per_node"]
+        if not all(isinstance(one, int) for one in (rows, answers, ranks)):
+            return  # each is reported by its own key
+        self._samples(rows * answers, max(1, cast("int", ranks)), argument)
+
+    def _samples(self, samples: int, ranks: int, argument: str) -> None:
         self.set("policy.train_global_batch_size", samples, argument)
         rows = gcd(max(1, samples // ranks), _ROWS)
         self.set("policy.train_micro_batch_size", rows)
@@ -123,7 +130,7 @@ class Draft:
                     Problem("missing", f"env.rewards.{name}", what, remedy, where="argument reward")
                 )
 
-    def rewards(self, given: Rewards | None, weights: Mapping[str, float] | None = None) -> None:
+    def rewards(self, given: Rewards | None, weights: Weights | None = None) -> None:
         """Set the environment."""
         if isinstance(given, type):
             self.set("env.custom", {"type": given}, "reward")
@@ -131,7 +138,17 @@ class Draft:
             self._functions = _by_name(given)
             self.set("env.rewards", dict(self._functions), "reward")
         if weights is not None:
-            self.set("env.reward_weights", dict(weights), "reward_weights")
+            self.set("env.reward_weights", self._weights_by_name(weights), "reward_weights")
+
+    def _weights_by_name(self, weights: Weights) -> dict[str, float]:
+        if isinstance(weights, Mapping):
+            return dict(weights)
+        if len(weights) != len(self._functions):
+            what = f"{len(weights)} weights of {len(self._functions)} reward functions"
+            remedy = "give one of each, or a dict by name"
+            where = "argument reward_weights"
+            self.problems.append(Problem("not-allowed", "env.reward_weights", what, remedy, where=where))
+        return dict(zip(self._functions, weights, strict=False))
 
     def saved_in(self, out: str | Path) -> None:
         """Set the folder of the run, in which it saves its steps, so that the same call resumes it."""

@@ -35,7 +35,7 @@ def source_of(given: Data, file: Path, wanted: Collection[str] = ()) -> Source:
     """Return what a recipe has of a source.
 
     Rows in memory are written to `file`. Columns are named by what the first row has; wanted: columns that reward
-    functions take, those of which that are there are kept. Raises ConfigError for rows without a prompt.
+    functions take, of which those that are there are kept. Raises ConfigError for no rows, and rows without a prompt.
     """
     if isinstance(given, Mapping):
         section = dict(cast("Mapping[str, object]", given))
@@ -46,12 +46,18 @@ def source_of(given: Data, file: Path, wanted: Collection[str] = ()) -> Source:
         place = str(path.absolute()) if path.exists() else str(given)
     else:
         rows = [*given]
-        first = rows[0] if rows else dict[str, object]()
+        if not rows:
+            raise ConfigError([Problem("too-few-rows", _key_of(file), "no rows", "give at least one")])
+        first = rows[0]
         place = str(_written(rows, file))
     section: Tree = {"data_path": place}
     if first is None:
         return Source(section)
-    return Source(section | _columns(first, wanted), [*first], _is_chat(first))
+    return Source(section | _columns(first, wanted, _key_of(file)), [*first], _is_chat(first))
+
+
+def _key_of(file: Path) -> str:
+    return f"data.{file.stem}"
 
 
 def _first_of_file(path: Path) -> Mapping[str, object] | None:
@@ -76,13 +82,13 @@ def _written(rows: Sequence[Mapping[str, object]], file: Path) -> Path:
             except (TypeError, ValueError) as error:
                 what = f"row {number} cannot be written as JSON: {error}"
                 raise ConfigError(
-                    [Problem("wrong-row", "data.train", what, "give text, numbers and lists")]
+                    [Problem("wrong-row", _key_of(file), what, "give text, numbers and lists")]
                 ) from error
             written.write(f"{line}\n".encode())
     return file.absolute()
 
 
-def _columns(first: Mapping[str, object], wanted: Collection[str]) -> Tree:
+def _columns(first: Mapping[str, object], wanted: Collection[str], key: str) -> Tree:
     """Return the keys that name the columns of a row, as far as their names are others than those of the recipe."""
     found: Tree = {}
     if kept := [name for name in wanted if name in first]:
@@ -93,8 +99,11 @@ def _columns(first: Mapping[str, object], wanted: Collection[str]) -> Tree:
     if prompt is None:
         there = ", ".join(map(repr, first)) or "none"
         what = f"no column is the prompt; it has {there}"
-        remedy = f"call it {PROMPT_NAMES[1]}, or name it: train={{'data_path': ..., 'input_key': ...}}"
-        raise ConfigError([Problem("missing", "data.train.input_key", what, remedy)])
+        argument = key.rpartition(".")[2]
+        remedy = f"call it {PROMPT_NAMES[1]}, or name it: {argument}={{'data_path': ..., 'input_key': ...}}"
+        raise ConfigError(
+            [Problem("missing", f"{key}.input_key", what, remedy, where=f"argument {argument}")]
+        )
     answer = next((name for name in ANSWER_NAMES if name in first), None)
     return found | {"input_key": prompt, "output_key": answer}
 

@@ -11,7 +11,7 @@ from refusals import refused
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.parts import open_parts
+from nemo_rl_mcore.parts import open_parts, tokenizer_of
 
 EXEMPLAR = Path(__file__).parents[2] / "examples/configs/grpo_copy_cpu.yaml"
 
@@ -86,3 +86,18 @@ def test_a_class_that_scores_takes_one_answer(opened, tmp_path):
     message = "grpo.max_rollout_turns: 2 does nothing with env.custom.type: custom_parts:LengthReward"
     with pytest.raises(RunStoppedError, match=message):
         open_parts(load_config(recipe))
+
+
+@pytest.mark.parametrize("of_weights", [False, True])
+def test_tokens_that_the_model_lacks_are_named(tmp_path, of_weights):
+    folder = str(tmp_path / "tokenizer")
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer", APPENDING)
+    policy = load_config(EXEMPLAR).policy
+    model = policy.model.model_copy(update={"vocab_size": tokenizer.vocab_size - 1})
+    named = {"tokenizer": policy.tokenizer.model_copy(update={"name": folder}), "model": model}
+    policy = policy.model_copy(update=named | {"model_name": folder if of_weights else None})
+    with pytest.raises(RunStoppedError) as caught:
+        tokenizer_of(policy)
+    assert str(caught.value).startswith("policy.model_name" if of_weights else "policy.model.vocab_size")
+    last = tokenizer.text_of([tokenizer.vocab_size - 1])
+    assert (repr(last) in str(caught.value)) == of_weights

@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import datasets
@@ -20,6 +21,9 @@ from nemo_rl_mcore import (
     load_config,
     load_recipe,
 )
+from nemo_rl_mcore.api.known_arguments import OTHERS, SAME_IN_TRL
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.config.schema import fields
 from nemo_rl_mcore.custom_code import function_at, handed
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments import make_environment
@@ -248,3 +252,72 @@ def test_rewards_that_are_no_functions_or_share_a_name_are_refused(tmp_path, rew
         grpo(tmp_path, reward=reward)
     [problem] = caught.value.problems
     assert (problem.code, problem.path, problem.where) == (code, "env.rewards", "argument reward")
+
+
+def test_arguments_of_other_trainers_are_told_together_with_what_is_wrong_with_their_values(tmp_path):
+    of_trl = {"train_dataset": ROWS, "reward_funcs": right, "num_generations": 1, "learning_rate": -1.0}
+    with pytest.raises(ConfigError) as caught:
+        GRPO(None, recipe={"policy": MODEL}, gpus=0, max_length=8, out=tmp_path, beta=0.0, **of_trl)
+    told = [(problem.code, problem.path) for problem in caught.value.problems]
+    assert told[:5] == [("unknown-key", name) for name in ("beta", *of_trl)]
+    assert {path for _, path in told[5:]} == {
+        "policy.megatron_cfg.optimizer.lr",
+        "grpo.num_generations_per_prompt",
+    }
+
+
+def test_what_is_meant_by_an_argument_of_another_trainer_exists():
+    of_all = {name for make in (GRPO, PPO, DPO, SFT, Distillation) for name in signature(make).parameters}
+    assert {*SAME_IN_TRL.values()} <= of_all
+    assert not {*SAME_IN_TRL} & of_all
+    keys = {
+        ending
+        for kind in RUN_CONFIGS.values()
+        for path in fields(kind)
+        for ending in (path, path.split(".")[-1])
+    }
+    assert {*OTHERS.values()} <= of_all | keys
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "meant"),
+    [
+        (GRPO, "num_generations", "generations"),
+        (GRPO, "prompt_per_step", "prompts_per_step"),
+        (GRPO, "max_num_steps", "grpo.max_num_steps"),
+        (GRPO, "per_device_train_batch_size", "prompts_per_step"),
+        (SFT, "per_device_train_batch_size", "batch_size"),
+        (DPO, "beta", "dpo.reference_policy_kl_penalty"),
+    ],
+)
+def test_an_unknown_argument_has_its_nearest_one(make, given, meant):
+    with pytest.raises(ConfigError) as caught:
+        make("model", **{given: 1})
+    [problem] = [problem for problem in caught.value.problems if problem.code == "unknown-key"]
+    assert problem.path == given
+    assert meant in problem.remedy
+
+
+@pytest.mark.parametrize("given", ["generations", "prompts_per_step", "gpus", "steps", "max_length", "seed"])
+def test_an_argument_of_another_type_is_a_problem_like_others(tmp_path, given):
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, **{given: "8"})
+    assert f"argument {given}" in {problem.where for problem in caught.value.problems}
+
+
+def test_weights_may_stand_in_the_order_of_the_functions(tmp_path):
+    run = grpo(tmp_path, reward=[right, near], reward_weights=[1.0, 0.5])
+    assert run.config.env.reward_weights == {"right": 1.0, "near": 0.5}
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, reward=[right, near], reward_weights=[1.0])
+    assert [(problem.path, problem.where) for problem in caught.value.problems] == [
+        ("env.reward_weights", "argument reward_weights")
+    ]
+
+
+def test_no_rows_are_told_as_such(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, train=[])
+    assert [(problem.code, problem.path) for problem in caught.value.problems] == [
+        ("too-few-rows", "data.train")
+    ]
