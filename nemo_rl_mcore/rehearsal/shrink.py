@@ -128,6 +128,8 @@ def _on_cpu(config: RunConfig) -> Tree:
         f"{megatron}.apply_rope_fusion": False,
         f"{megatron}.optimizer.bf16": None,
     }
+    if "value" in config.models:
+        keys["value.optimizer.bf16"] = None
     chunk = config.policy.megatron_cfg.fused_linear_logprobs_chunk_size
     if chunk is not None:
         keys[f"{megatron}.fused_linear_logprobs_chunk_size"] = min(chunk, 16)
@@ -267,7 +269,7 @@ def scaled(tree: Tree, factor: float) -> None:
 
 
 def rollout_steps(config: RunConfig) -> int:
-    """Return the optimizer steps of a rollout, of all its epochs; 1 where there is none."""
+    """Return the optimizer steps of one pass over a rollout; 1 where there is none."""
     if not isinstance(config.loop, RolloutConfig):
         return 1
     return max(1, config.loop.samples_per_step // config.policy.train_global_batch_size)
