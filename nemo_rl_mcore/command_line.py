@@ -20,8 +20,8 @@ _RESUMES = """Without checkpointing.enabled=true nothing is saved. With it the s
 from its newest checkpoint; run it again until it says that the run has finished."""
 _STATUSES = """Exit status: 0 where the recipe says all that theirs said and `check` takes it, 2 where the file has
 something refused or left to settle, 1 where no file was written."""
-_OF_REHEARSALS = """Exit status: 0 where all that ran is as it is to be, 1 where something is not, 2 where the recipe has
-problems and nothing ran."""
+_OF_REHEARSALS = """Exit status: 0 where all that ran is as it is to be, 1 where something is not, 2 where the recipe
+has problems and nothing ran."""
 _MORE = {
     **dict.fromkeys(RUN_CONFIGS, _RESUMES),
     "migrate": _STATUSES,

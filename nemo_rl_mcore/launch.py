@@ -147,7 +147,9 @@ def _run_from(
             config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
         leave_recipe(config)
         with ExitStack() as stack:
-            yield from _train(replace(parts, config=config), cluster, checkpoints, recorder, stack, watch, saved)
+            yield from _train(
+                replace(parts, config=config), cluster, checkpoints, recorder, stack, watch, saved
+            )
 
 
 @contextmanager

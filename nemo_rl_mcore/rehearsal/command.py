@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import sys
 import tempfile
@@ -15,17 +16,19 @@ from nemo_rl_mcore.config.load import load_with_warnings
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.migration.draft import Kind
 from nemo_rl_mcore.config.migration.migrate import migrate
+from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.observability.ending import EXIT_FAILED, exit_status
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import ONE_RANK
 from nemo_rl_mcore.rehearsal import proofs
-from nemo_rl_mcore.rehearsal.layouts import apart, layouts_of
+from nemo_rl_mcore.rehearsal.layouts import Layout, apart, layouts_of
 from nemo_rl_mcore.rehearsal.ran import Ran, Row, loaded, resumed, run_in
 from nemo_rl_mcore.rehearsal.schedule import Schedule
 from nemo_rl_mcore.rehearsal.shrink import put, rollout_steps, scaled, shrinks, shrunk, teacher_folder
 from nemo_rl_mcore.rehearsal.table import Line, Table, Verdict
+from nemo_rl_mcore.workers.cluster import RayCluster
 
 EXIT_NOT_REHEARSED = 2
 """Exit status of a recipe that has problems, so that nothing ran."""
@@ -99,31 +102,32 @@ def _factor(read: Rehearsed) -> float:
 
 
 def _shrunk(
-    read: Rehearsed, layouts: list, number: int, folder: Path, factor: float, table: Table
+    read: Rehearsed, layouts: list[Layout], number: int, folder: Path, factor: float, table: Table
 ) -> Ran:
     own = folder / f"layout_{number + 1}"
     own.mkdir()
     small = shrunk(read.config, layouts, number, own)
     scaled(small.tree, factor)
     for key in ("optimizer.lr", "optimizer.min_lr", "scheduler.lr_warmup_init"):
-        small.why[f"policy.megatron_cfg.{key}"] = f"all rates times {factor:.6g}; the schedule keeps its shape"
-    if number == 0:
-        table.shrinks = shrinks(read.config, small)
+        small.why[f"policy.megatron_cfg.{key}"] = (
+            f"all rates times {factor:.6g}; the schedule keeps its shape"
+        )
     if value_at(small.tree, "teacher") is not None:
         proofs.make_teacher(_alone(small.tree), teacher_folder(own))
-    preflight(loaded(small.tree), elsewhere=False, of_a_run=True)
+    config = loaded(small.tree)
+    preflight(config, elsewhere=False, of_a_run=True)
+    if number == 0:
+        table.shrinks = shrinks(read.config, config, small.why)
     return Ran(small.tree, layouts[number], own)
 
 
-def _alone(tree: Tree):
-    """The policy of a recipe on one rank."""
-    from nemo_rl_mcore.config import PolicyConfig
-
-    recipe: Tree = {"policy": dict(tree["policy"])}
+def _alone(tree: Tree) -> PolicyConfig:
+    """Return the policy of a recipe on one rank."""
+    alone: Tree = {"policy": copy.deepcopy(tree["policy"])}
     for path, value in ONE_RANK.items():
         if path.startswith("policy."):
-            put(recipe, path, value)
-    return PolicyConfig.model_validate(recipe["policy"])
+            put(alone, path, value)
+    return PolicyConfig.model_validate(alone["policy"])
 
 
 def _told(table: Table) -> list[str]:
@@ -133,8 +137,6 @@ def _told(table: Table) -> list[str]:
 
 
 def _rehearse(runs: list[Ran], read: Rehearsed, factor: float, table: Table) -> None:
-    from nemo_rl_mcore.workers.cluster import RayCluster
-
     largest = max((ran.config.cluster for ran in runs), key=lambda cluster: cluster.world_size)
     with RayCluster(largest, more_cpus=runs[0].config.env.pool_cpus) as session:
         went_on: list[Row] = []
@@ -149,12 +151,12 @@ def _rehearse(runs: list[Ran], read: Rehearsed, factor: float, table: Table) -> 
             _prove(table, ran, name, proof)
 
 
-def _ran(ran: Ran, session) -> str:
+def _ran(ran: Ran, session: RayCluster) -> str:
     run_in(ran, session)
     return f"on {ran.layout.ranks} ranks"
 
 
-def _went_on(ran: Ran, session, went_on: list[Row]) -> str:
+def _went_on(ran: Ran, session: RayCluster, went_on: list[Row]) -> str:
     went_on += resumed(ran, session)
     return "from a copy of the folder behind step 1"
 

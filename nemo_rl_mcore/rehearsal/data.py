@@ -37,13 +37,16 @@ def made_source(source: SourceConfig, kind: RowKind, file: Path, first: int = 0)
     numbers = range(first, first + ROWS)
     file.write_text("".join(f"{json.dumps(row)}\n" for row in _rows(source, kind, numbers)), encoding="utf-8")
     written = source.model_dump(mode="json")
-    return {**{key: written[key] for key in _KEPT}, "data_path": str(file)}
+    kept = {key: written[key] for key in _KEPT}
+    if source.answer is not None and source.answer.regex is not None:
+        kept["answer"] = None  # a made answer is all of its text
+    return {**kept, "data_path": str(file)}
 
 
 def _rows(source: SourceConfig, kind: RowKind, numbers: range) -> Iterator[Tree]:
     for number in numbers:
         asked, found = f"{number} + {number * 7 % 10} = ?", str(number + number * 7 % 10)
-        row: Tree = {name: f"{number}" for name in source.columns}
+        row: Tree = dict.fromkeys(source.columns, f"{number}")
         if kind is RowKind.PAIRS:
             _put(row, source.prompt_key, asked)
             _put(row, source.chosen_key, found)

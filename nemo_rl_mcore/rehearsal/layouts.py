@@ -82,7 +82,7 @@ def _layout(config: RunConfig, shared: list[str], data: int, expert: int) -> Lay
     pipeline = "pipeline" in shared
     return Layout(
         data=data,
-        **{name: 2 for name in shared},
+        **dict.fromkeys(shared, 2),
         expert=expert,
         sequence=megatron.sequence_parallel and "tensor" in shared,
         virtual=2 if pipeline and (megatron.virtual_pipeline_model_parallel_size or 1) > 1 else None,

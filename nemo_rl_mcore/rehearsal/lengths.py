@@ -46,10 +46,7 @@ def _total(config: RunConfig) -> int:
     if config.data.from_files and all(map(is_here, config.train_sources.values())):
         own = min(_LONGEST_OWN, policy.max_total_sequence_length)
         return _rounded(own)
-    if config.data.embedded:
-        prompt = config.data.prompt_length
-    else:
-        prompt = LONGEST
+    prompt = config.data.prompt_length if config.data.embedded else LONGEST
     answers = LONGEST if config.row_kind is not RowKind.PROMPTS else 0
     return _rounded(prompt + answers + _texts(config) + response)
 

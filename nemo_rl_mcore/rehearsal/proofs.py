@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from nemo_rl_mcore.config.hf.hf_config import missing_family
+from nemo_rl_mcore.config.offline import DPOConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.losses.custom import make_loss
+from nemo_rl_mcore.losses.dpo import DPOLossFn
 from nemo_rl_mcore.rehearsal import tolerances
 from nemo_rl_mcore.rehearsal.one_rank import Tensors, difference, one_rank
 from nemo_rl_mcore.rehearsal.ran import Ran, Row
@@ -23,11 +25,11 @@ _MOVED = 100
 """How many tolerances a step has to move some weight by, if what it trains is to be compared."""
 
 
-class Refused(Exception):  # noqa: N818
+class Refused(Exception):
     """Why something is not proven: the recipe has no such thing, or it cannot be compared."""
 
 
-class Found(Exception):  # noqa: N818
+class Found(Exception):
     """What is not as it is to be."""
 
 
@@ -53,13 +55,17 @@ def _optimizer_steps(ran: Ran, call: Any) -> int:
 def resumes(ran: Ran, rows: Sequence[Row]) -> str:
     """Compare the last step of a run that went on from a copy with that of the run itself, bit by bit."""
     if ran.config.asynchrony.off_policy:
-        raise Refused("which weights sample what in an asynchronous run depends on time; see layout = one rank")
+        raise Refused(
+            "which weights sample what in an asynchronous run depends on time; see layout = one rank"
+        )
     before, after = ran.rows[-1], rows[-1]
     names = [name for name in before if not name.startswith(_OF_THE_MACHINE) and name in after]
     wrong = [name for name in names if _differ(before[name], after[name])]
     if wrong:
         name = wrong[0]
-        raise Found(f"{name} is {after[name]:.8g}, and {before[name]:.8g} undisturbed; {len(wrong)} metrics differ")
+        raise Found(
+            f"{name} is {after[name]:.8g}, and {before[name]:.8g} undisturbed; {len(wrong)} metrics differ"
+        )
     return f"{len(names)} metrics equal"
 
 
@@ -142,7 +148,9 @@ class Twins:
         policy = self.ran.config.policy
         by_microbatch = policy.model.moe_router_load_balancing_type == "aux_loss"
         if policy.model.load_balancing_loss and by_microbatch:
-            raise Refused("aux_loss balances a microbatch, and one rank has others (seq_aux_loss can be compared)")
+            raise Refused(
+                "aux_loss balances a microbatch, and one rank has others (seq_aux_loss can be compared)"
+            )
 
     def split(self) -> str:
         """Compare the split step with `train`."""
@@ -176,8 +184,7 @@ class Twins:
         loss = config.losses.get("loss_fn")
         if loss is not None:
             return make_loss(loss)
-        given = self._calls[0].loss_fn
-        return type(given)(config.loop.loss, False) if hasattr(config.loop, "loss") else None
+        return DPOLossFn(config.loop.loss) if isinstance(config.loop, DPOConfig) else None
 
     def packed(self) -> str:
         """Compare rows that share rows, or have a token budget, with padded ones."""
@@ -230,5 +237,3 @@ def make_teacher(policy: PolicyConfig, folder: Path) -> None:
     """Write random weights of an architecture as a Hugging Face folder."""
     with one_rank(policy, seed=7, trained=False) as one:
         one.export(folder)
-
-

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
-from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, value_at
+from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path, value_at
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.shipped import SHIPPED
-from nemo_rl_mcore.preflight.saved_run import leaves, shown_value
+from nemo_rl_mcore.preflight.saved_run import shown_value
 from nemo_rl_mcore.rehearsal.batches import batch_keys
 from nemo_rl_mcore.rehearsal.layouts import Layout, layers_of, stage_keys
 from nemo_rl_mcore.rehearsal.lengths import length_keys
@@ -55,14 +55,15 @@ def shrunk(config: RunConfig, layouts: list[Layout], number: int, folder: Path) 
     """Return the recipe in one of its layouts; folder: for its files, those of made rows among them."""
     layout = layouts[number]
     small = Small(copy.deepcopy(config.plain()))
-    small.why["policy.megatron_cfg"] = f"as {layout}, on {layout.ranks} ranks"
+    told = f"{layout}, on {layout.ranks} ranks"
+    small.why |= {f"policy.megatron_cfg.{key}": told for key in layout.keys}
     for change in _changes(config, layouts, layout, folder):
         for path, value in change.items():
             put(small.tree, path, value)
     if value_at(small.tree, "env.math") is not None:
         put(small.tree, "env.math", None)
         put(small.tree, "env.rewards", {"variety": "nemo_rl_mcore.rehearsal.signal:variety"})
-        small.why["env"] = "answers of random weights earn nothing else, and nothing would be trained"
+        small.why["env.rewards"] = "answers of random weights earn nothing else, and nothing would be trained"
     return small
 
 
@@ -77,19 +78,35 @@ def put(tree: Tree, path: str, value: object) -> None:
     tree[last] = value
 
 
-def shrinks(config: RunConfig, small: Small) -> list[Shrink]:
-    """Return every key of the recipe that has another value, but for folders."""
-    before, after = dict(leaves(config.plain())), dict(leaves(small.tree))
-    changed = (
-        Shrink(path, before.get(path), after.get(path), _why(small, path))
-        for path in {**before, **after}
-        if before.get(path) != after.get(path) and not path.startswith(("logger.", "checkpointing."))
-    )
-    return sorted(changed, key=lambda one: one.path)
+def shrinks(config: RunConfig, small: RunConfig, why: Mapping[str, str]) -> list[Shrink]:
+    """Return every key of the recipe that has another value, but for folders; a section that is left out is one."""
+    before, after = config.plain(), small.plain()
+    changed = [one for one in _changed(before, after, "") if not one.path.startswith(_OF_FOLDERS)]
+    return [replace(one, why=_why(why, one.path)) for one in sorted(changed, key=lambda one: one.path)]
 
 
-def _why(small: Small, path: str) -> str:
-    return next((why for key, why in small.why.items() if path == key or path.startswith(f"{key}.")), "")
+_OF_FOLDERS = ("logger.", "checkpointing.")
+
+
+def _changed(before: Tree, after: Tree, prefix: str) -> Iterator[Shrink]:
+    for key in {**before, **after}:
+        was, now, path = before.get(key), after.get(key), join_path(prefix, key)
+        if isinstance(was, dict) and isinstance(now, dict):
+            yield from _changed(cast("Tree", was), cast("Tree", now), path)
+        elif was != now:
+            yield Shrink(path, _shown(was), _shown(now))
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, dict):
+        return "(a section)"
+    return f"({len(cast('list[object]', value))} sections)" if isinstance(value, list) and value else value
+
+
+def _why(why: Mapping[str, str], path: str) -> str:
+    """Return what is said of a key, or of the section around it."""
+    said = [key for key in why if path == key or path.startswith(f"{key}.")]
+    return why[max(said, key=len)] if said else ""
 
 
 def _changes(
@@ -251,6 +268,7 @@ def _records(config: RunConfig, folder: Path) -> Tree:
         **{f"logger.{key}": False for key in quiet},
         "logger.log_dir": str(folder / "run"),
         "logger.num_val_samples_to_print": 0,
+        "logger.html_report_enabled": False,
         "checkpointing": {
             "enabled": True,
             "checkpoint_dir": str(folder / "run/checkpoints"),
@@ -273,5 +291,3 @@ def rollout_steps(config: RunConfig) -> int:
     if not isinstance(config.loop, RolloutConfig):
         return 1
     return max(1, config.loop.samples_per_step // config.policy.train_global_batch_size)
-
-
