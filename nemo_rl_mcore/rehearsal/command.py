@@ -26,14 +26,23 @@ from nemo_rl_mcore.rehearsal import proofs
 from nemo_rl_mcore.rehearsal.layouts import Layout, apart, layouts_of
 from nemo_rl_mcore.rehearsal.ran import Ran, Row, loaded, resumed, run_in
 from nemo_rl_mcore.rehearsal.schedule import Schedule
-from nemo_rl_mcore.rehearsal.shrink import put, rollout_steps, scaled, shrinks, shrunk, teacher_folder
+from nemo_rl_mcore.rehearsal.shrink import (
+    STEPS,
+    Small,
+    put,
+    rollout_steps,
+    scaled,
+    shrinks,
+    shrunk,
+    teacher_folder,
+)
 from nemo_rl_mcore.rehearsal.table import Line, Table, Verdict
 from nemo_rl_mcore.workers.cluster import RayCluster
 
 EXIT_NOT_REHEARSED = 2
 """Exit status of a recipe that has problems, so that nothing ran."""
-_RATE = 3e-3
-"""Learning rate of the second step: one that moves float32 weights by far more than they are rounded."""
+_RATE = 1e-3
+"""Highest learning rate of the two steps: one that moves float32 weights by far more than they are rounded."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +65,7 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     layouts = layouts_of(read.config, ranks)
     table.layouts = [str(layout) for layout in layouts]
-    factor = _factor(read)
-    runs = [_shrunk(read, layouts, number, folder, factor, table) for number in range(len(layouts))]
+    runs, factor = _shrunk(read, layouts, folder, table)
     for line in (*_told(table), apart(layouts)):
         if line:
             write_line(sys.stdout, line)
@@ -95,30 +103,30 @@ def _schedule(config: RunConfig) -> Schedule:
     return Schedule.of(config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler)
 
 
-def _factor(read: Rehearsed) -> float:
-    """What the learning rates are multiplied by: none is told for a schedule that begins with 0."""
-    second = read.schedule.rate(1) or read.schedule.peak
-    return _RATE / second
-
-
-def _shrunk(
-    read: Rehearsed, layouts: list[Layout], number: int, folder: Path, factor: float, table: Table
-) -> Ran:
-    own = folder / f"layout_{number + 1}"
-    own.mkdir()
-    small = shrunk(read.config, layouts, number, own)
-    scaled(small.tree, factor)
-    for key in ("optimizer.lr", "optimizer.min_lr", "scheduler.lr_warmup_init"):
-        small.why[f"policy.megatron_cfg.{key}"] = (
-            f"all rates times {factor:.6g}; the schedule keeps its shape"
-        )
-    if value_at(small.tree, "teacher") is not None:
-        proofs.make_teacher(_alone(small.tree), teacher_folder(own))
+def _factor(read: Rehearsed, small: Small) -> float:
+    """Return what all learning rates are multiplied by."""
     config = loaded(small.tree)
-    preflight(config, elsewhere=False, of_a_run=True)
-    if number == 0:
-        table.shrinks = shrinks(read.config, config, small.why)
-    return Ran(small.tree, layouts[number], own)
+    steps = STEPS * rollout_steps(config) * getattr(config.loop, "ppo_epochs", 1)
+    return _RATE / (max(read.schedule.rate(step) for step in range(max(2, steps))) or read.schedule.peak)
+
+
+def _shrunk(read: Rehearsed, layouts: list[Layout], folder: Path, table: Table) -> tuple[list[Ran], float]:
+    """Make a recipe of each layout; return them, and what their learning rates are multiplied by."""
+    runs, factor = list[Ran](), 1.0
+    for number, layout in enumerate(layouts):
+        own = folder / f"layout_{number + 1}"
+        own.mkdir()
+        small = shrunk(read.config, layouts, number, own)
+        if value_at(small.tree, "teacher") is not None:
+            proofs.make_teacher(_alone(small.tree), teacher_folder(own))
+        factor = factor if number else _factor(read, small)
+        scaled(small, factor)
+        config = loaded(small.tree)
+        preflight(config, elsewhere=False, of_a_run=True)
+        if number == 0:
+            table.shrinks = shrinks(read.config, config, small.why)
+        runs.append(Ran(small.tree, layout, own))
+    return runs, factor
 
 
 def _alone(tree: Tree) -> PolicyConfig:

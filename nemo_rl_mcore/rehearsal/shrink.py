@@ -277,13 +277,15 @@ def _records(config: RunConfig, folder: Path) -> Tree:
     }
 
 
-def scaled(tree: Tree, factor: float) -> None:
+def scaled(small: Small, factor: float) -> None:
     """Multiply every learning rate of a recipe, so that the shape of its schedule stays."""
     for model in ("policy.megatron_cfg", "value"):
         for key in ("optimizer.lr", "optimizer.min_lr", "scheduler.lr_warmup_init"):
-            value = value_at(tree, f"{model}.{key}")
+            path = f"{model}.{key}"
+            value = value_at(small.tree, path)
             if isinstance(value, int | float):
-                put(tree, f"{model}.{key}", value * factor)
+                put(small.tree, path, value * factor)
+                small.why[path] = f"all rates times {factor:.6g}; the schedule keeps its shape"
 
 
 def rollout_steps(config: RunConfig) -> int:

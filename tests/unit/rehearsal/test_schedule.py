@@ -1,9 +1,10 @@
 """The closed form of a schedule beside Megatron's own, which trains."""
 
 import pytest
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from nemo_rl_mcore.rehearsal.schedule import Schedule
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore")]
 
 
 class Groups:
@@ -14,6 +15,8 @@ class Groups:
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
 def test_closed_form(style: str, warmup: int) -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
     form = Schedule(3e-3, 3e-4, style, warmup, 1e-4, 9)
     steps = 8
     scheduler = OptimizerParamScheduler(
