@@ -24,7 +24,7 @@ def with_layout(
         "pipeline_model_parallel_size": sizes.get("pipeline", 1),
         "context_parallel_size": sizes.get("context", 1),
         "expert_model_parallel_size": sizes.get("expert", 1),
-        "sequence_parallel": sequence,
+        "sequence_parallel": bool(sizes.get("sequence")),
         "virtual_pipeline_model_parallel_size": virtual,
     }
     megatron = config.policy.megatron_cfg.model_copy(update=keys)

@@ -56,7 +56,7 @@ def shrunk(config: RunConfig, layouts: list[Layout], number: int, folder: Path) 
     layout = layouts[number]
     small = Small(copy.deepcopy(config.plain()))
     told = f"{layout}, on {layout.ranks} ranks"
-    small.why |= {f"policy.megatron_cfg.{key}": told for key in layout.keys}
+    small.why.update({f"policy.megatron_cfg.{key}": told for key in layout.keys})
     for change in _changes(config, layouts, layout, folder):
         for path, value in change.items():
             put(small.tree, path, value)

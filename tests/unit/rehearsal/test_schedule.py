@@ -1,5 +1,7 @@
 """The closed form of a schedule beside Megatron's own, which trains."""
 
+from typing import Any
+
 import pytest
 
 from nemo_rl_mcore.rehearsal.schedule import Schedule
@@ -19,8 +21,9 @@ def test_closed_form(style: str, warmup: int) -> None:
 
     form = Schedule(3e-3, 3e-4, style, warmup, 1e-4, 9)
     steps = 8
+    groups: Any = Groups()
     scheduler = OptimizerParamScheduler(
-        Groups(),
+        groups,
         init_lr=1e-4,
         max_lr=3e-3,
         min_lr=3e-4,
@@ -32,8 +35,8 @@ def test_closed_form(style: str, warmup: int) -> None:
         wd_incr_steps=9 * steps,
         wd_incr_style="constant",
     )
-    found = []
+    found: list[float] = []
     for _ in range(12):
-        found.append(scheduler.get_lr(scheduler.optimizer.param_groups[0]))
+        found.append(scheduler.get_lr(groups.param_groups[0]))
         scheduler.step(steps)
     assert found == pytest.approx([form.rate(step) for step in range(12)], rel=1e-12)

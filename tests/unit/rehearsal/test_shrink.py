@@ -1,4 +1,4 @@
-"""Every recipe that comes with the package, and every one of theirs that is migrated, has a rehearsal that is allowed."""
+"""Every recipe of the package, and every one of theirs that migrates, has a rehearsal that the rules allow."""
 
 from pathlib import Path
 
