@@ -14,9 +14,7 @@ def _plain() -> RunConfig:
     return load_config(REPO / "examples/configs/quickstart/grpo_7B_8gpu.yaml")
 
 
-def with_layout(
-    world: int = 1, sequence: bool = False, virtual: int | None = None, **sizes: int
-) -> RunConfig:
+def with_layout(world: int = 1, virtual: int | None = None, **sizes: int) -> RunConfig:
     """A recipe with another layout; nothing is checked of it."""
     config = _plain()
     keys = {

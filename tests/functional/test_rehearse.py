@@ -1,0 +1,101 @@
+"""`nemo-rl-mcore rehearse` as a user calls it: what it proves of sound recipes, and which line finds a mistake."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+THEIRS = REPO / "tests/fixtures/nemo_rl"
+LLM = REPO / "examples/configs/recipes/llm"
+CALL = (sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())", "rehearse")
+TENSOR_PARALLEL = (
+    "examples/configs/grpo_copy_cpu.yaml",
+    "cluster.cpu_workers_per_node=4",
+    "policy.megatron_cfg.tensor_model_parallel_size=2",
+)
+UNKNOWN_MODEL = {"distillation_math_megatron"}
+ALWAYS = {
+    "resume = continue",
+    "rates = schedule",
+    "layout = one rank",
+    "split step = train",
+    "export = import",
+}
+
+
+def rehearse(*arguments: str, file: Path, **environment: str) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Return the exit status, the verdict of each line, and the JSON."""
+    ended = subprocess.run(
+        [*CALL, *arguments, "--json", str(file)],
+        env=os.environ | environment, cwd=REPO, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert file.exists(), ended.stderr + ended.stdout
+    found = json.loads(file.read_text())
+    return ended.returncode, {line["name"]: line["verdict"] for line in found["lines"]}, found
+
+
+def recipes() -> list[Any]:
+    """The recipes of NeMo RL that migrate, and ours of the families that these lack; CI takes the first."""
+    first = THEIRS / "dpo-qwen2.5-math7b-1n8g-megatron_fused_linear_logprobs.yaml"
+    theirs = [path for path in sorted(THEIRS.glob("*.yaml")) if path.stem not in UNKNOWN_MODEL]
+    ours = [
+        LLM / f"{name}.yaml"
+        for name in (
+            "distillation-qwen3-8b-to-0.6b-1n8g-megatron-fused",
+            "grpo-qwen2.5-math-7b-1n8g-megatron-async-1off-fused",
+            "grpo-qwen2.5-1.5b-instruct-calculator-1n8g-megatron-fused",
+        )
+    ]
+    return [
+        pytest.param(
+            path, id=path.stem, marks=pytest.mark.exhaustive if path == first else pytest.mark.nightly
+        )
+        for path in [*theirs, *ours]
+    ]
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_a_sound_recipe(recipe: Path, tmp_path: Path) -> None:
+    code, verdicts, found = rehearse(str(recipe), file=tmp_path / "found.json")
+    assert "FAILED" not in verdicts.values(), found["lines"]
+    assert (code, found["failed"]) == (0, False)
+    asynchronous = "async" in recipe.stem or "single_controller" in recipe.stem
+    expected = ALWAYS - {"resume = continue"} if asynchronous else ALWAYS
+    assert {name for name, verdict in verdicts.items() if verdict == "proven"} >= expected
+    assert found["layouts"]
+    assert any(one["path"] == "policy.model.hidden_size" for one in found["shrinks"])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("schedule_counts_twice", "rates = schedule"),
+        ("optimizer_state_is_not_saved", "resume = continue"),
+        ("shards_are_swapped_in_export", "export = import"),
+    ],
+)
+def test_a_planted_mistake_is_found_by_its_line(fault: str, line: str, tmp_path: Path) -> None:
+    paths = os.pathsep.join(filter(None, [str(REPO / "tests"), os.environ.get("PYTHONPATH")]))
+    code, verdicts, found = rehearse(
+        *TENSOR_PARALLEL, "++loss_fn.type=planted_faults:Faulty", file=tmp_path / "found.json",
+        PLANTED_FAULT=fault, PYTHONPATH=paths,
+    )  # fmt: skip
+    assert (code, found["failed"]) == (1, True)
+    assert verdicts[line] == "FAILED", found["lines"]
+    assert verdicts["split step = train"] == "proven"
+
+
+@pytest.mark.exhaustive
+def test_a_recipe_with_problems_is_not_rehearsed() -> None:
+    ended = subprocess.run(
+        [*CALL, TENSOR_PARALLEL[0], "policy.megatron_cfg.tensor_model_parallel_size=3"],
+        cwd=REPO, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "tensor_model_parallel_size" in ended.stderr
