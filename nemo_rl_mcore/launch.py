@@ -85,8 +85,11 @@ class Watch:
         """See the engine that answers."""
 
 
+_NOBODY_WATCHES = Watch()
+
+
 def train(
-    config: RunConfig, *, session: RayCluster | None = None, watch: Watch | None = None
+    config: RunConfig, *, session: RayCluster | None = None, watch: Watch = _NOBODY_WATCHES
 ) -> Generator[Mapping[str, float]]:
     """Run the recipe, and yield the metrics of each step as it ends: the row of metrics.jsonl, `step` among them.
 
@@ -94,7 +97,7 @@ def train(
     Nothing starts before the first step is asked for. Where the generator is closed before the last one, the last
     finished step is saved, as after a signal. Raises ConfigError and RunStoppedError.
     """
-    yield from _run(open_parts(config), session, watch or Watch())
+    yield from _run(open_parts(config), session, watch)
 
 
 def _finish(run: Iterable[object]) -> None:
@@ -102,7 +105,9 @@ def _finish(run: Iterable[object]) -> None:
         pass
 
 
-def _run(parts: Parts, outer: RayCluster | None, watch: Watch) -> Generator[Mapping[str, float]]:
+def _run(
+    parts: Parts, outer: RayCluster | None = None, watch: Watch = _NOBODY_WATCHES
+) -> Generator[Mapping[str, float]]:
     """Run what has its parts; outer: a session that another one has started, such as the run that waits for weights."""
     config = parts.config
     with run_folders(config):
@@ -148,7 +153,7 @@ def _run_from(
         leave_recipe(config)
         with ExitStack() as stack:
             yield from _train(
-                replace(parts, config=config), cluster, checkpoints, recorder, stack, watch, saved
+                replace(parts, config=config), cluster, checkpoints, recorder, stack, saved, watch
             )
 
 
@@ -187,7 +192,7 @@ def _weights_of(recipe: str, config: RunConfig, name: str, cluster: RayCluster) 
         first, last = replace(first, config=first.config.model_copy(update={"checkpointing": anew})), None
     if last is None or last.step < first.config.loop.max_num_steps:
         write_line(sys.stdout, f"{name}: running {recipe}")
-        _finish(_run(replace(first, name=name), cluster, Watch()))
+        _finish(_run(replace(first, name=name), cluster))
         current_stop_signals().limit_time(config.checkpointing.must_save_by_s)  # which ended with that run
         last = store.latest()
     assert last is not None
@@ -204,8 +209,8 @@ def _train(
     checkpoints: RunCheckpoints,
     recorder: RunRecorder,
     stack: ExitStack,
-    watch: Watch,
     saved: SavedRollouts | None = None,
+    watch: Watch = _NOBODY_WATCHES,
 ) -> Generator[Mapping[str, float]]:
     """Start ranks, engine and recorder, which end with the stack, and train; saved: the rollouts of the checkpoint."""
     config, tokenizer = parts.config, parts.tokenizer

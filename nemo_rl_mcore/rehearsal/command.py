@@ -197,4 +197,6 @@ def _prove(table: Table, ran: Ran, name: str, proof: Callable[[], str]) -> None:
         verdict, why = Verdict.REFUSED, str(reason)
     except (proofs.Found, RunStoppedError) as error:
         verdict, why = Verdict.FAILED, str(error)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it is told beside the other lines
+        verdict, why = Verdict.FAILED, f"{type(error).__name__}: {error}"
     table.lines.append(Line(name, verdict, why, str(ran.layout), time.monotonic() - started))

@@ -126,7 +126,9 @@ class Twins:
     def _require_movement(self, tolerance: float) -> None:
         moved = difference(self._plain["saved 1"], self._plain["saved 2"])
         if moved < _MOVED * tolerance:
-            raise Refused(f"the step moved no weight by more than {moved:.1e}: its rewards were equal")
+            raise Refused(
+                f"the step moved no weight by more than {moved:.1e}, which is too little to compare"
+            )
 
     def resumed_weights(self) -> str:
         """Compare the weights that the resumed run saved, bit by bit."""
