@@ -71,7 +71,7 @@ def _inputs(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def train(config: PolicyConfig, token_losses: TokenLosses) -> list[float]:
-    """The mean token loss before each of the steps, and after the last one."""
+    """Return the mean token loss before each of the steps, and after the last one."""
     worker = MegatronPolicyWorker(config, seed=1234, init_reference_model=False)
     noise = torch.Generator().manual_seed(1234)
     tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=noise)

@@ -50,30 +50,35 @@ _installed = False
 
 
 def has_cuda() -> bool:
-    """Whether this process computes on a CUDA device."""
+    """Return whether this process computes on a CUDA device."""
     return torch.cuda.is_available()
 
 
+def kept_generators() -> contextlib.AbstractContextManager[None]:
+    """Return a context after which torch's generators are as before; a device that nothing has used stays unused."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
+
+
 def device() -> torch.device:
-    """The device that this process computes on."""
+    """Return the device that this process computes on."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else _CPU
 
 
 def device_uuid(of: torch.device | None = None) -> str:
-    """What the driver calls this GPU, whatever its index is; empty on CPU."""
+    """Return what the driver calls this GPU, whatever its index is; empty on CPU."""
     of = of or device()
     return f"GPU-{torch.cuda.get_device_properties(of).uuid}" if of.type == "cuda" else ""
 
 
 def peak_memory_bytes() -> int:
-    """The most that this process has held so far: of GPU memory, allocated by torch; on CPU of the machine's."""
+    """Return the most that this process has held so far: of GPU memory, allocated by torch; on CPU of the machine's."""
     if has_cuda():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def free_memory_bytes() -> int | None:
-    """What nobody has taken of this process's GPU memory; None on CPU."""
+    """Return what nobody has taken of this process's GPU memory; None on CPU."""
     return torch.cuda.mem_get_info()[0] if has_cuda() else None
 
 
@@ -110,12 +115,12 @@ def on_stream(stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[An
 
 
 def communication_backend() -> str:
-    """The torch.distributed backend of the device: nccl on CUDA, else gloo."""
+    """Return the torch.distributed backend of the device: nccl on CUDA, else gloo."""
     return "nccl" if has_cuda() else "gloo"
 
 
 def device_rng_states() -> list[torch.Tensor]:
-    """The CPU generator's state and, on CUDA, the device generator's."""
+    """Return the CPU generator's state and, on CUDA, the device generator's."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state()] if has_cuda() else states
 

@@ -48,19 +48,19 @@ def at(what: str | Callable[[], str], *, timed: bool | None = None) -> Generator
 
 
 def is_timed(thread: int) -> bool:
-    """Whether the time of what a thread is at counts."""
+    """Return whether the time of what a thread is at counts."""
     said = [one.timed for one in (*_of_threads.get(thread, ()),) if one.timed is not None]
     return said[-1] if said else True
 
 
 def describe(thread: int) -> str:
-    """What a thread is at, each block with the seconds since it began, the outermost first."""
+    """Return what a thread is at, each block with the seconds since it began, the outermost first."""
     now = time.monotonic()
     return ", ".join(f"{one.what()} ({now - one.since:.1f} s)" for one in (*_of_threads.get(thread, ()),))
 
 
 def stack_of(thread: int, without: str = "\0") -> str:
-    """The innermost frames of a thread, without those of files below a folder."""
+    """Return the innermost frames of a thread, without those of files below a folder."""
     frame = sys._current_frames().get(thread)
     frames = traceback.extract_stack(frame) if frame is not None else []
     own = [entry for entry in frames if not entry.filename.startswith(without)]
@@ -87,7 +87,7 @@ def advance(doing: str) -> None:
 
 
 def current() -> Progress:
-    """The reading now; it may be taken by any thread."""
+    """Return the reading now; it may be taken by any thread."""
     return _latest
 
 

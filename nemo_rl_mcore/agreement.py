@@ -38,7 +38,7 @@ def together(call: str = "", group: dist.ProcessGroup | None = None) -> Iterator
 
 
 def agreed[Result](action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """The result of what may fail on some ranks alone; see `together`."""
+    """Return the result of what may fail on some ranks alone; see `together`."""
     with together(group=group):
         return action()
 
@@ -102,7 +102,7 @@ def _tell(error: Exception | None, group: dist.ProcessGroup | None, call: str) -
 
 
 def _is_of_a_lost_peer(error: Exception) -> bool:
-    """Whether a collective failed for want of a rank: gloo has no class for it, but tells its own file."""
+    """Return whether a collective failed for want of a rank: gloo has no class for it, but tells its own file."""
     return isinstance(error, PeerLostError) or (
         isinstance(error, RuntimeError) and "gloo/transport" in str(error)
     )

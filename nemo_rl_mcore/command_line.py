@@ -65,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The options of a command line (None: of the process), and its overrides; ends the process where it is wrong."""
+    """Return the options of a command line (None: of the process) and its overrides; exit where it is wrong."""
     parser = _Parser(prog="nemo-rl-mcore", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -106,7 +106,7 @@ def _hint(unknown: str, rest: Sequence[str], options: argparse.Namespace) -> str
 
 
 def _kind_of_recipe(file: str | None) -> Kind:
-    """The kind of a recipe, as far as it can be read: its own problems are reported by whoever loads it."""
+    """Return the kind of a recipe, as far as it can be read: its own problems are reported by whoever loads it."""
     tree: dict[str, object] = {}
     with suppress(ConfigError):
         written = {} if file is None else OmegaConf.to_container(read_recipe(file).tree)

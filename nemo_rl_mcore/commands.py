@@ -98,7 +98,7 @@ def _load_over_weights(options: argparse.Namespace, overrides: Sequence[str]) ->
 
 
 def _nothing_asked(options: argparse.Namespace) -> Problem | None:
-    """What is wrong with a command that has no recipe which says what to ask."""
+    """Return what is wrong with a command that has no recipe which says what to ask."""
     if options.command == "eval":
         return Problem("missing", "--config", "missing", "name a recipe with a section eval")
     if options.prompt or options.prompt_file:
@@ -166,7 +166,7 @@ def _check(config: RunConfig, plan: Plan, *, full: bool) -> int:
 
 
 def _in_full(config: RunConfig, plan: Plan) -> list[tuple[str, str]] | None:
-    """What opening the parts of the run tells; None, with the reason told, where they cannot be opened."""
+    """Return what opening the parts of the run tells; None, with the reason told, where they cannot be opened."""
     from nemo_rl_mcore.full_check import full_check
 
     try:

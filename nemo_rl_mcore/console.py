@@ -27,5 +27,11 @@ class VisibleConsole(Console):
 
 
 def open_console(file: IO[str] | None = None, **options: Any) -> Console:
-    """Open a console on standard output, or on `file`, that drops what cannot be written."""
-    return VisibleConsole(file=cast("IO[str]", BestEffortStream(file or sys.stdout)), **options)
+    """Open a console on standard output, or on `file`, that drops what cannot be written.
+
+    A notebook is no terminal, although its standard output says so: nothing moves up there to be drawn again. It gets
+    plain text, which rich would show in place of writing it.
+    """
+    stream = cast("IO[str]", BestEffortStream(file or sys.stdout))
+    plain: dict[str, Any] = {"force_jupyter": False, "force_terminal": False} if Console().is_jupyter else {}
+    return VisibleConsole(file=stream, **(plain | options))

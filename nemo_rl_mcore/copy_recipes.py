@@ -11,7 +11,7 @@ from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.shipped import SHIPPED, shipped_folder, shipped_names, shipped_recipe
 
 _FIRST_COMMENT = re.compile(r"# .*(\n# .*)*")
-_NAMES_A_FILE = re.compile(r"^\s*[\w.]+: *(\S+)$", re.MULTILINE)
+_NAMES_A_FILE = re.compile(r"^\s*[\w.]+: *(\S+|\[.*\])$", re.MULTILINE)
 
 
 def list_recipes() -> Iterator[str]:
@@ -73,7 +73,8 @@ def _chosen(name: str) -> Iterator[Path]:
 def _needed(recipe: Path) -> Iterator[Path]:
     """Yield a recipe and the files that its values name, and those that these need."""
     yield recipe
-    for name in _NAMES_A_FILE.findall(recipe.read_text("utf-8")):
+    values = _NAMES_A_FILE.findall(recipe.read_text("utf-8"))
+    for name in [name for value in values for name in re.split(r"[\[\], ]+", value) if name]:
         path = Path(normpath(recipe.parent / name))
         if not path.is_relative_to(SHIPPED) or path == SHIPPED:
             continue

@@ -28,14 +28,20 @@ _HANDED: dict[str, object] = {}
 
 @contextmanager
 def handed(objects: Mapping[str, object]) -> Generator[None]:
-    """Have import paths, such as `__main__:right`, stand for these functions and classes inside the block."""
-    before = dict(_HANDED)
+    """Have import paths, such as `__main__:right`, stand for these functions and classes inside the block.
+
+    Behind it modules are searched for where they were before.
+    """
+    before, here = dict(_HANDED), os.getcwd()
+    seen = here in sys.path
     _HANDED.update(objects)
     try:
         yield
     finally:
         _HANDED.clear()
         _HANDED.update(before)
+        if not seen and here in sys.path:
+            sys.path.remove(here)
 
 
 def handed_objects() -> dict[str, object]:
@@ -69,7 +75,7 @@ class custom_code:  # a context manager; contextlib's would let a StopIteration 
 
 
 def _told(error: BaseException) -> str:
-    """The error, the user's line, and the traceback from where the user's code begins."""
+    """Return the error, the user's line, and the traceback from where the user's code begins."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     trace = _from_first(error.__traceback__, _LIBRARIES) or _from_first(error.__traceback__, (_OURS,))
     if trace is None:
@@ -81,7 +87,7 @@ def _told(error: BaseException) -> str:
 
 
 def _from_first(trace: TracebackType | None, others: tuple[str, ...]) -> TracebackType | None:
-    """The traceback without the frames of other files that it begins with."""
+    """Return the traceback without the frames of other files that it begins with."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(others):
         trace = trace.tb_next
     return trace

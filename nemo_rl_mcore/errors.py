@@ -57,7 +57,7 @@ def code_of(error: BaseException | None) -> str:
 
 
 def run_stopped_by(error: BaseException | None) -> RunStoppedError | None:
-    """The error itself or the newest one behind it: a signal that had to wait takes the place of what came before."""
+    """Return the error itself or the newest one behind it: a delayed signal takes the place of what came before."""
     seen: set[int] = set()
     left = [error]
     while left:
@@ -71,7 +71,7 @@ def run_stopped_by(error: BaseException | None) -> RunStoppedError | None:
 
 
 def folder_error(key: str, folder: Path, error: OSError, remedy: str = "") -> FolderError:
-    """What to say of a write that failed: the key, the folder, and why."""
+    """Return what to say of a write that failed: the key, the folder, and why."""
     reason = error.strerror or str(error)
     if not folder.is_dir():
         reason = f"the folder is gone ({reason})" if isinstance(error, FileNotFoundError) else reason

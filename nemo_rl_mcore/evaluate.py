@@ -16,7 +16,8 @@ from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.sources import open_sets
 from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.environments import make_environment, require_answers
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.environments.functions import RewardFunctions, require_columns
+from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.evaluation.evaluator import Evaluator, SetResult
 from nemo_rl_mcore.evaluation.folder import enter, identity_of
 from nemo_rl_mcore.evaluation.metrics import Estimate
@@ -79,10 +80,13 @@ def _open(config: RunConfig, tokenizer: Tokenizer) -> tuple[Environment, dict[st
                 "env: eval asks for one answer to each prompt, and this environment takes part in episodes of several; "
                 "a validation of the run plays them"
             )
+        if isinstance(environment, RewardFunctions) and config.eval is not None:
+            sources = config.eval.sets.items()
+            require_columns(environment, {f"eval.sets.{name}": source.columns for name, source in sources})
         sets = open_sets(config, tokenizer)
         require_answers(config, [prompt for prompts in sets.values() for prompt in prompts])
     except ValueError as error:
-        raise RunStoppedError(str(error)) from error
+        raise RunStoppedError(str(error), code=code_of(error)) from error
     return environment, sets
 
 
@@ -93,7 +97,7 @@ def _evaluator(
     sets: Mapping[str, Sequence[Prompt]],
     started: ExitStack,
 ) -> Evaluator:
-    """An evaluator that starts ranks and engine when there is something left to ask; they end with the stack."""
+    """Return an evaluator that starts ranks and engine when there is something left to ask; they end with the stack."""
     section = config.eval
     assert section is not None
 
@@ -118,7 +122,7 @@ def _evaluator(
 def _generation(
     config: RunConfig, tokenizer: Tokenizer, first: Sequence[Prompt], started: ExitStack
 ) -> GenerationInterface:
-    """The engine over started ranks, with their weights; first: the set whose prompts engines are compared on."""
+    """Open the engine over started ranks, with their weights; first: the set whose prompts engines are compared on."""
     startup = Startup(open_console(highlight=False)).part
     place = open_place(config, engines=not config.policy.generation.decodes_on_ranks)
     alone = isinstance(place, OneProcess)

@@ -11,7 +11,7 @@ from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.environment_values import value_now
 from nemo_rl_mcore.config.hf.hf_config import missing_family
 from nemo_rl_mcore.config.hf.hub import local_folder
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.observability.ending import exit_status
 from nemo_rl_mcore.output import say_aside, write_line
 from nemo_rl_mcore.parts import tokenizer_of
@@ -47,7 +47,7 @@ def export(config: RunConfig, output: Path) -> None:
 
 
 def _origin(config: RunConfig, output: Path) -> str | None:
-    """The model that the run started from, if it is still here; refuses what would fail after the ranks started."""
+    """Return the model that the run started from, if it still exists; refuse what would fail after ranks started."""
     policy = config.policy
     assert policy.init_checkpoint is not None
     folder = Path(policy.init_checkpoint)
@@ -55,7 +55,7 @@ def _origin(config: RunConfig, output: Path) -> str | None:
     try:
         recipe: Any = read_recipe_of(folder)
     except ValueError as error:
-        raise RunStoppedError(str(error)) from error
+        raise RunStoppedError(str(error), code=code_of(error)) from error
     if reason := missing_family(policy.model):
         raise RunStoppedError(f"--checkpoint {str(folder)!r}: {reason}")
     if output.exists():

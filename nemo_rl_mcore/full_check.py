@@ -83,7 +83,7 @@ def _left_out(plan: Plan, source: PromptSource) -> Iterator[Row]:
 
 
 def _scored(name: str, parts: Parts, prompt: Prompt) -> Iterator[Row]:
-    """What the environment gives for the answer that the data has, and for none, where it scores single answers."""
+    """Return what the environment gives for the data's answer, and for none, where it scores single answers."""
     if hasattr(parts.environment, "step"):
         return
     turns = [first_turn(prompt, prompt.imitated), first_turn(prompt, "")]

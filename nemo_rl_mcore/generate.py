@@ -21,7 +21,7 @@ from nemo_rl_mcore.data.prompt_file import read_prompts
 from nemo_rl_mcore.data.sources import open_prompts
 from nemo_rl_mcore.data.streams import StreamSource
 from nemo_rl_mcore.data.tokenizer import Tokenizer
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.observability.ending import exit_status
 from nemo_rl_mcore.output import say_aside, write_line
@@ -132,7 +132,7 @@ def prompts_to_answer(config: RunConfig, asked: Asked, tokenizer: Tokenizer) -> 
 
 
 def _input_key(config: RunConfig) -> str | None:
-    """The key of a prompt in the rows that are trained on."""
+    """Return the key of a prompt in the rows that are trained on."""
     train = config.data.train
     first = train[0] if isinstance(train, tuple) else train
     return None if first is None else first.input_key
@@ -157,7 +157,7 @@ def _held_out(config: RunConfig, tokenizer: Tokenizer) -> list[Prompt]:
     try:
         source = open_prompts(config, tokenizer)
     except ValueError as error:
-        raise RunStoppedError(str(error)) from error
+        raise RunStoppedError(str(error), code=code_of(error)) from error
     if isinstance(source, EpochSource | StreamSource):
         if not source.held_out:
             raise RunStoppedError(

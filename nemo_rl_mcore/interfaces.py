@@ -84,7 +84,7 @@ class TrainedModel(Protocol):
         ...
 
     def serves(self) -> bool:
-        """Whether all ranks answer."""
+        """Return whether all ranks answer."""
         ...
 
     def restart(self) -> None:
@@ -119,7 +119,7 @@ class PolicyInterface(TrainedModel, Protocol):
     def get_topk_logits(
         self, data: BatchedDataDict, k: int, *, trained_only: bool = False
     ) -> BatchedDataDict:
-        """The k most probable next tokens at each position; the keys are those of `MegatronPolicyWorker`."""
+        """Return the k most probable next tokens at each position; the keys are those of `MegatronPolicyWorker`."""
         ...
 
     def generate(
@@ -165,22 +165,22 @@ class RolloutEngines(GenerationInterface, Protocol):
         ...
 
     def whereabouts(self, ticket: str) -> str:
-        """Who answers a group, and what it was at last; empty where nobody does. Any thread may ask."""
+        """Return who answers a group, and what it was at last; empty where nobody does. Any thread may ask."""
         ...
 
     @property
     def answering(self) -> bool:
-        """Whether any of them has weights; while none has, no group is asked for."""
+        """Return whether any of them has weights; while none has, no group is asked for."""
         ...
 
     @property
     def joining(self) -> bool:
-        """Whether `rejoin` is to be called: one that started anew has no weights, or the run is to end."""
+        """Return whether `rejoin` is to be called: one that started anew has no weights, or the run is to end."""
         ...
 
     @property
     def restarts(self) -> int:
-        """How often one of them was started anew, since the run began."""
+        """Return how often one of them was started anew, since the run began."""
         ...
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
@@ -243,7 +243,7 @@ class ScoresAnswers(Protocol):
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], finished: Sequence[bool]
     ) -> Sequence[float]:
-        """One reward a response; `finished` says that it ended by itself, not at the length limit."""
+        """Return one reward a response; `finished` says that it ended by itself, not at the length limit."""
         ...
 
 
@@ -265,7 +265,7 @@ class Environments(Protocol):
         ...
 
     def take_counts(self) -> Mapping[str, float]:
-        """Turns that were dropped and asked again, and environments started anew, since the last call; as `env/NAME`.
+        """Return counts since the last call, as `env/NAME`: turns dropped and asked again, environments restarted.
 
         Empty where none of it can happen.
         """
@@ -273,5 +273,5 @@ class Environments(Protocol):
 
     @property
     def drop_reasons(self) -> Mapping[str, int]:
-        """Why turns were dropped, and how many for each reason, since the run began."""
+        """Return why turns were dropped, and how many for each reason, since the run began."""
         ...

@@ -38,8 +38,10 @@ from nemo_rl_mcore.config.rules import shrunk
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs
 from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.endpoint.endpoint import Endpoint
+from nemo_rl_mcore.endpoint.player import AgentCollector
 from nemo_rl_mcore.environments.replies import LocalEnvironments
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.generation.embedded.kind import embedded_kind
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
 from nemo_rl_mcore.generation.engine import EngineKind
@@ -62,6 +64,8 @@ from nemo_rl_mcore.signals import current_stop_signals
 from nemo_rl_mcore.training.checkpoints import CheckpointStore
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.engine_generation import EngineGeneration
+from nemo_rl_mcore.workers.environment import agent_environment
+from nemo_rl_mcore.workers.environment_actor import given_variables
 from nemo_rl_mcore.workers.environment_pool import EnvironmentPool
 from nemo_rl_mcore.workers.policy import Policy
 
@@ -180,7 +184,7 @@ def fewer_machines(config: RunConfig) -> Callable[[int], ClusterConfig | None]:
 
 
 def _weights_of(recipe: str, config: RunConfig, name: str, cluster: RayCluster) -> str:
-    """The last checkpoint of a recipe that is run first, in a folder of this run; it is not run twice.
+    """Return the last checkpoint of a recipe that is run first, in a folder of this run; it is not run twice.
 
     One that another seed or recipe left there is set aside.
     """
@@ -230,14 +234,7 @@ def _train(
     )
     watch.engine(generation)
     environments = stack.enter_context(open_environments(config, cluster, parts.environment))
-    collector = RolloutCollector(
-        generation,
-        tokenizer,
-        config.max_prompt_length,
-        environments,
-        form=parts.form,
-        max_drop_rate=config.env.pool.max_drop_rate,
-    )
+    collector = stack.enter_context(open_collector(parts, generation, environments))
     scheduler: Scheduler[Any] | None = None
     if config.generations_per_prompt:
         opened = open_rollouts(
@@ -283,12 +280,12 @@ def algorithm_of(
 
 
 def with_weights(plan: ModelPlan, config: RunConfig, cluster: RayCluster) -> ModelPlan:
-    """A model of the run, whose start weights then are on this machine."""
+    """Return a model of the run, whose start weights then are on this machine."""
     if plan.policy.model_name is not None:
         try:
             fetched_folder(plan.policy.model_name)
         except ValueError as error:
-            raise RunStoppedError(str(error)) from error
+            raise RunStoppedError(str(error), code=code_of(error)) from error
     if plan.warm_start is None:
         return plan
     weights = _weights_of(plan.warm_start, config, plan.name, cluster)
@@ -303,7 +300,7 @@ def _start(
     stack: ExitStack,
     colocated_with: Policy | None = None,
 ) -> Policy:
-    """The ranks of a model, which end with the stack; how long they take is told."""
+    """Return the ranks of a model, which end with the stack; how long they take is told."""
     told_as = f"starting {count_of(cluster.config.world_size, 'rank')} of the {plan.name}"
     with recorder.startup(plan.name, told_as) as pieces:
         model = stack.enter_context(start_model(plan, config, cluster, colocated_with))
@@ -315,7 +312,7 @@ def _start(
 def start_model(
     plan: ModelPlan, config: RunConfig, cluster: RayCluster, colocated_with: Policy | None = None
 ) -> Policy:
-    """The ranks of a model of the run."""
+    """Return the ranks of a model of the run."""
     return Policy(
         plan.policy,
         cluster,
@@ -340,7 +337,7 @@ def open_generation(
     to_compare: Callable[[], Sequence[Sequence[int]]],
     startup: Callable[[str, str], AbstractContextManager[object]],
 ) -> Iterator[GenerationInterface]:
-    """The engine that the recipe asks for; one of its own ends with the block.
+    """Open the engine that the recipe asks for; one of its own ends with the block.
 
     to_compare: gives the token ids after which engines apart from the ranks are compared with them at first.
     startup: entered around a part of the start, with its name and what a person is told.
@@ -371,6 +368,29 @@ def open_generation(
 
 
 @contextmanager
+def open_collector(
+    parts: Parts, generation: GenerationInterface, environments: Environments
+) -> Generator[RolloutCollector]:
+    """Return the player of episodes: the loop of turns or, behind an endpoint open as long as the block, agents."""
+    config = parts.config
+    collector = RolloutCollector(
+        generation,
+        parts.tokenizer,
+        config.max_prompt_length,
+        environments,
+        form=parts.form,
+        max_drop_rate=config.env.pool.max_drop_rate,
+    )
+    if config.env.endpoint is None:
+        yield collector
+        return
+    variables = agent_environment(os.environ) | given_variables(config.env.pool)
+    stop_ids = stop_ids_of(config, parts.tokenizer)
+    with Endpoint(config, parts.tokenizer, stop_ids, variables) as endpoint:
+        yield AgentCollector(**vars(collector), endpoint=endpoint, judges=bool(config.env.given))
+
+
+@contextmanager
 def open_environments(
     config: RunConfig, cluster: RayCluster, environment: Environment
 ) -> Iterator[Environments]:
@@ -388,7 +408,7 @@ def open_environments(
 
 
 def engine_kind(config: RunConfig) -> EngineKind:
-    """The engines apart from the ranks that the recipe asks for."""
+    """Return the engines apart from the ranks that the recipe asks for."""
     if config.policy.generation.backend == "vllm":
         folder = Path(config.logger.log_dir)
         return vllm_kind(
@@ -396,7 +416,7 @@ def engine_kind(config: RunConfig) -> EngineKind:
             folder,
             os.environ,
             on_cpu=config.cluster.on_cpu,
-            reads_texts=config.max_rollout_turns > 1,
+            reads_texts=config.max_rollout_turns > 1 or config.env.endpoint is not None,
         )
     return embedded_kind(
         config.policy,

@@ -56,7 +56,7 @@ class BestEffortStream:
                 self._give_up()
 
     def __getattr__(self, name: str) -> Any:
-        """What else the stream has, such as its encoding."""
+        """Return what else the stream has, such as its encoding."""
         return getattr(self._stream, name)
 
     def _give_up(self) -> None:
@@ -83,5 +83,5 @@ def say_aside(line: str) -> None:
 
 
 def count_of(number: int, noun: str) -> str:
-    """The number with its noun."""
+    """Return the number with its noun."""
     return f"{number} {noun}{'s' if number > 1 else ''}"

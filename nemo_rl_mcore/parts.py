@@ -21,7 +21,7 @@ from nemo_rl_mcore.data.tokenizer import (
 )
 from nemo_rl_mcore.environments import hold_to_golds, make_environment, require_golds_run_first
 from nemo_rl_mcore.environments.functions import RewardFunctions, require_columns
-from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.interfaces import Environment
 from nemo_rl_mcore.losses import check_losses
 from nemo_rl_mcore.preflight.data_files import steps_of_epochs
@@ -57,7 +57,7 @@ def open_parts(config: RunConfig) -> Parts:
         prompts = hold_to_golds(config, open_prompts(config, tokenizer))
         require_golds_run_first(config)
     except ValueError as error:
-        raise RunStoppedError(str(error)) from error
+        raise RunStoppedError(str(error), code=code_of(error)) from error
     if isinstance(prompts, EpochSource):
         steps = steps_of_epochs(config, len(prompts.train))
         loop = config.loop.model_copy(update={"max_num_steps": steps})
@@ -66,7 +66,7 @@ def open_parts(config: RunConfig) -> Parts:
 
 
 def _columns(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """The columns that are kept of each source whose prompts are answered; of an embedded task none."""
+    """Return the columns that are kept of each source whose prompts are answered; of an embedded task none."""
     trained = config.train_sources if config.row_kind is RowKind.PROMPTS else {}
     sources = trained | config.validation_sources
     return {path: source.columns for path, source in sources.items()} or {"data.train": ()}
@@ -75,7 +75,7 @@ def _columns(config: RunConfig) -> dict[str, tuple[str, ...]]:
 def _require_turns(config: RunConfig, environment: Environment) -> None:
     """Raise ValueError for a class of the user's own that scores one answer where there may be several."""
     turns, own = config.max_rollout_turns, config.env.custom
-    if own is not None and turns > 1 and not hasattr(environment, "step"):
+    if config.env.endpoint is None and own is not None and turns > 1 and not hasattr(environment, "step"):
         raise ValueError(
             f"{config.algorithm}.max_rollout_turns: {turns} does nothing with env.custom.type: {own.type}, which "
             "scores the first answer and has no `step`; set it to 1"
@@ -83,11 +83,13 @@ def _require_turns(config: RunConfig, environment: Environment) -> None:
 
 
 def _form(config: RunConfig, tokenizer: Tokenizer) -> EpisodeForm:
-    """What the episodes of the recipe are like; raises ValueError for a chat template that rewrites earlier turns."""
+    """Return what the recipe's episodes are like; ValueError for a critic with a template that rewrites turns."""
     policy, chat = config.policy, config.data.apply_chat_template
+    if config.env.endpoint is not None:
+        return replace(ONE_ANSWER, turns=config.max_rollout_turns)
     if config.max_rollout_turns == 1:
         return ONE_ANSWER
-    if chat:
+    if chat and config.algorithm == "ppo":
         require_append_only(tokenizer, policy.tokenizer.name)
     return EpisodeForm(
         config.max_rollout_turns,
@@ -116,7 +118,7 @@ def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokeni
         parses = data is not None and data.parses_content
         tokenizer = load_tokenizer(given.name, parse_content=parses, template=template)
     except ValueError as error:
-        raise RunStoppedError(str(error)) from error
+        raise RunStoppedError(str(error), code=code_of(error)) from error
     if tokenizer.vocab_size > policy.model.vocab_size:
         raise RunStoppedError(
             f"policy.model.vocab_size: {policy.model.vocab_size} is less than the {tokenizer.vocab_size} tokens of "
@@ -126,5 +128,5 @@ def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokeni
 
 
 def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token ids that end a response."""
+    """Return the token ids that end a response."""
     return tokenizer.eos_token_id, *(config.policy.generation.stop_token_ids or ())

@@ -47,7 +47,7 @@ def join() -> None:
 
 
 def join_alone() -> None:
-    """A process group of this process alone, wherever RANK says that it stands among others."""
+    """Open a process group of this process alone, wherever RANK says that it stands among others."""
     _stay_on_loopback("localhost")
     backend = accelerator.communication_backend()
     alone = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -63,14 +63,14 @@ def leave() -> None:
 
 
 def patient_group() -> dist.ProcessGroup | None:
-    """All ranks, over gloo, with patience: for waits that may be long. None: the default group is like that."""
+    """Return all ranks, over gloo, with patience: for waits that may be long. None: the default group is like that."""
     return _patient
 
 
 def store(
     address: str, port: int, world_size: int, timeout: timedelta, listening: socket.socket | None
 ) -> Any:
-    """A key-value store at which processes meet; who brings the listening socket holds it, the others connect."""
+    """Open the key-value store where processes meet; who brings the listening socket holds it, others connect."""
     # Left to itself, torch listens on every interface.
     held = {} if listening is None else {"is_master": True, "master_listen_fd": listening.detach()}
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]

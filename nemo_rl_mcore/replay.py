@@ -203,7 +203,7 @@ def _start_of(config: RunConfig, after: int) -> Path | None:
 
 
 def _held_as(config: RunConfig) -> str | None:
-    """The number format that the run's engines held the weights in, if it was not that of training."""
+    """Return the number format that the run's engines held the weights in, if it was not that of training."""
     generation = config.policy.generation
     if generation.backend != "vllm":
         return None

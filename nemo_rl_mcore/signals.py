@@ -50,17 +50,17 @@ class StopSignals:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal has come."""
+        """Return whether a signal has come."""
         return bool(self._asked)
 
     @property
     def insisted(self) -> bool:
-        """Whether a second one has."""
+        """Return whether a second one has."""
         return len(self._asked) > 1
 
     @property
     def word(self) -> str:
-        """What the first signal did to the process."""
+        """Return what the first signal did to the process."""
         return _WORDS[signal.Signals(self._asked[0] if self._asked else signal.SIGINT)]
 
     @property
@@ -71,7 +71,7 @@ class StopSignals:
         return EXIT_STATUS_OF_A_SIGNAL + (self._asked[0] if self._asked else signal.SIGINT)
 
     def arrive(self, number: int, _frame: FrameType | None = None) -> None:
-        """The handler of the signals."""
+        """Handle a signal."""
         now = time.monotonic()
         if number == _FROM_A_THREAD:
             if self._failure is not None and not self._cuts:
@@ -147,7 +147,7 @@ class StopSignals:
 
     @property
     def due(self) -> bool:
-        """Whether what has come has not raised yet."""
+        """Return whether what has come has not raised yet."""
         return self._due
 
     def raise_again(self) -> None:
@@ -161,7 +161,7 @@ _current: StopSignals | None = None
 
 
 def current_stop_signals() -> StopSignals:
-    """Those that are listened to; others, which nothing reaches, where nobody listens."""
+    """Return those that are listened to; others, which nothing reaches, where nobody listens."""
     return _current or StopSignals()
 
 

@@ -14,12 +14,12 @@ _SHOWN = 60
 
 
 def read_json(path: Path, *, finite: bool = True, follow_links: bool = True) -> object:
-    """The value in a file; raises ValueError as `parse_json` does, OSError as `read_regular` does."""
+    """Return the value in a file; raises ValueError as `parse_json` does, OSError as `read_regular` does."""
     return parse_json(read_regular(path, follow_links=follow_links), finite=finite)
 
 
 def parse_json(text: bytes | str, *, finite: bool = True) -> object:
-    """The value of a text.
+    """Return the value of a text.
 
     Raises ValueError for what is not JSON, for an object that names a key twice, for nesting without end and, with
     `finite`, for numbers that are none: NaN, Infinity and what is too large for a float.
@@ -36,7 +36,7 @@ def parse_json(text: bytes | str, *, finite: bool = True) -> object:
 
 
 def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
-    """The bytes of a regular file; OSError for anything else, such as a pipe, which is not waited for."""
+    """Return the bytes of a regular file; OSError for anything else, such as a pipe, which is not waited for."""
     with open_regular(path, follow_links=follow_links) as file:
         return file.read()
 
@@ -58,7 +58,7 @@ def open_regular(path: Path, *, follow_links: bool = True) -> Generator[BinaryIO
 
 
 def shortened(text: str, limit: int = _SHOWN) -> str:
-    """The text, cut for a message."""
+    """Return the text, cut for a message."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 

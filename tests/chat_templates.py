@@ -39,17 +39,45 @@ STRICT = (
     "{% elif m.role == 'assistant' %} {{ m.content }} <|im_end|>"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
+# As Qwen2.5's with tools; an answer is shown as it is, calls behind what it says.
+TOOLS = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ THOUGHTS }}"
+    "{% for call in m.tool_calls or [] %}{% if not loop.first or m.content %}{{ '\n' }}{% endif %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+) + _BEGIN
+# As Qwen3's: thoughts are shown until a user says more, also between calls of tools.
+FORGETFUL_TOOLS = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+) + TOOLS.replace(
+    "{{ THOUGHTS }}",
+    "{% if m.role == 'assistant' and loop.index0 < ns.last %}{{ m.content.split('</think>')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}",
+)
+TOOLS = TOOLS.replace("{{ THOUGHTS }}", "{{ m.content }}")
 
 
-def byte_tokenizer(folder: Path, template: str | None = None, vocabulary: int = 320) -> HuggingFaceTokenizer:
-    """BPE over bytes: what it has not learnt to merge falls back to them. vocabulary: ids, marks included."""
+def byte_tokenizer(
+    folder: Path, template: str | None = None, vocabulary: int = 320, marks: tuple[str, ...] = ()
+) -> HuggingFaceTokenizer:
+    """BPE over bytes: what it has not learnt to merge falls back to them.
+
+    vocabulary: ids, marks included. marks: more special tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[PAD, EOS, START],
+        special_tokens=[PAD, EOS, START, *marks],
         initial_alphabet=alphabet,
         show_progress=False,
     )
@@ -58,7 +86,7 @@ def byte_tokenizer(folder: Path, template: str | None = None, vocabulary: int = 
         tokenizer_object=tokenizer,
         eos_token=EOS,
         pad_token=PAD,
-        additional_special_tokens=[START],
+        additional_special_tokens=[START, *marks],
         clean_up_tokenization_spaces=False,
     )
     saved.chat_template = template

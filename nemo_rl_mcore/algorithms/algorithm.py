@@ -201,7 +201,7 @@ class Algorithm[Config: RunConfig](ABC):
 
 
 def _pass_k(rewards: Sequence[float], kept: Sequence[bool], answers: int) -> dict[str, float]:
-    """The share of prompts of which at least one answer has a reward, as NeMo RL counts it; dropped ones have none."""
+    """Return the share of prompts with at least one rewarded answer, counted as in NeMo RL; dropped ones have none."""
     given = [reward > 0 and counts for reward, counts in zip(rewards, kept, strict=True)]
     prompts = [any(given[first : first + answers]) for first in range(0, len(given), answers)]
     return {"validation/pass_k": sum(prompts) / len(prompts)} if prompts else {}

@@ -18,10 +18,10 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.answers import given_answers
 from nemo_rl_mcore.interfaces import PolicyInterface
 from nemo_rl_mcore.losses import make_loss
-from nemo_rl_mcore.rollouts.episodes import trained_columns
 from nemo_rl_mcore.rollouts.player import Rollout
 from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.rollouts.steps import StepGroups
+from nemo_rl_mcore.rollouts.transcript import trained_columns
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Distillation(Algorithm[DistillationMasterConfig]):
         return StepOutcome(metrics | train_metrics(result), result["skip_reasons"], batch)
 
     def _sampled(self, step: int, groups: StepGroups) -> Rollout:
-        """The student's answers; with what the policy gradient needs, where there is one."""
+        """Return the student's answers; with what the policy gradient needs, where there is one."""
         with self.observer.phase("generation"):
             rollout = groups.whole()
         if self.config.loss_fn.rl_weight:

@@ -24,10 +24,10 @@ from nemo_rl_mcore.data.preference import PreferenceSource
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses import DPOLossFn
 from nemo_rl_mcore.rollouts.episode_rows import dropped_rows
-from nemo_rl_mcore.rollouts.episodes import trained_columns
 from nemo_rl_mcore.rollouts.player import Rollout
 from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.rollouts.steps import StepGroups
+from nemo_rl_mcore.rollouts.transcript import trained_columns
 
 _ROWS_PER_PAIR = DPOLossFn.rows_per_sample
 
@@ -86,7 +86,7 @@ class DPO(Algorithm[DPOMasterConfig]):
 
     @cached_property
     def _reference(self) -> ReferenceBlocks | None:
-        """That of given pairs."""
+        """Return that of given pairs."""
         if self.pairs is None:
             return None
         policy = self.config.policy

@@ -35,10 +35,10 @@ from nemo_rl_mcore.config.vllm import MismatchConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.losses import LossFunction
-from nemo_rl_mcore.rollouts.episodes import trained_columns
 from nemo_rl_mcore.rollouts.player import Rollout
 from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.rollouts.steps import StepGroups
+from nemo_rl_mcore.rollouts.transcript import trained_columns
 
 
 class GRPO(Algorithm[GRPOMasterConfig]):
@@ -160,7 +160,7 @@ class GRPO(Algorithm[GRPOMasterConfig]):
 
     @cached_property
     def _passes_before(self) -> bool:
-        """Whether a pass before training gives prev_logprobs."""
+        """Return whether a pass before training gives prev_logprobs."""
         return reader_of_prev_logprobs(self.config) is not None
 
     @cached_property

@@ -162,7 +162,7 @@ class TrainingLoop:
 
     @contextmanager
     def _row_of(self, step: int) -> Generator[dict[str, float]]:
-        """The metrics of a step, which are logged once it is finished, however the block ends."""
+        """Hold the metrics of a step, and log them once it is finished, however the block ends."""
         row: dict[str, float] = {}
         try:
             yield row

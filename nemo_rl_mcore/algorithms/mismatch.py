@@ -22,8 +22,8 @@ from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.losses.sampler_table import COLUMNS, ROW_NUMBER, sampler_table
 from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.rollouts.episode_rows import EpisodeRows
-from nemo_rl_mcore.rollouts.episodes import WEIGHT_VERSIONS
 from nemo_rl_mcore.rollouts.metrics import correction_metrics
+from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS
 
 _NAMED_SAMPLES = 4
 _ROWS_AT_A_TIME = 64

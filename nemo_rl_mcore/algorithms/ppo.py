@@ -29,10 +29,10 @@ from nemo_rl_mcore.config.prev_logprobs import reader_of_prev_logprobs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.interfaces import ValueInterface
 from nemo_rl_mcore.losses import make_loss
-from nemo_rl_mcore.rollouts.episodes import trained_columns
 from nemo_rl_mcore.rollouts.player import Rollout
 from nemo_rl_mcore.rollouts.sampled_ids import require_sampled_ids
 from nemo_rl_mcore.rollouts.steps import StepGroups
+from nemo_rl_mcore.rollouts.transcript import trained_columns
 from nemo_rl_mcore.training.train_step import EMPTY_STEP
 
 

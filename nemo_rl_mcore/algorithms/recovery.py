@@ -154,7 +154,7 @@ class Recovery:
         _log_redone(steps, unequal)
 
     def _replace_lost(self) -> None:
-        """New ranks for models that lack some or are stuck; for all that train where no checkpoint holds them."""
+        """Restart ranks of models that lack some or are stuck; of all that train where no checkpoint holds them."""
         fresh = self.models if self.checkpoints.saved_step is None else ()
         for name, model in self._all.items():
             if name in fresh or not model.serves() or not self._idle(model):

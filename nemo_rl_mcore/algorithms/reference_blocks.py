@@ -67,7 +67,7 @@ class ReferenceBlocks:
         return found
 
     def _kept_steps(self, pairs: int) -> int:
-        """How many blocks of so many pairs are kept at most."""
+        """Return how many blocks of so many pairs are kept at most."""
         return KEPT_BYTES // (pairs * _PAIR * self.longest * torch.float32.itemsize)
 
     def _block(self, number: int, step: int, batch: BatchedDataDict) -> Block:

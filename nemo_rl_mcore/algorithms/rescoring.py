@@ -15,8 +15,8 @@ from nemo_rl_mcore.algorithms.logprobs import trained_inputs
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.interfaces import PolicyInterface
-from nemo_rl_mcore.rollouts.episodes import TURN_OF_TOKEN, WEIGHT_VERSIONS
 from nemo_rl_mcore.rollouts.player import concatenate_batches
+from nemo_rl_mcore.rollouts.transcript import TURN_OF_TOKEN, WEIGHT_VERSIONS
 
 
 @dataclass

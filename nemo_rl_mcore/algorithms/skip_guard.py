@@ -71,7 +71,7 @@ class SkipGuard:
 
 
 def _suspects(batch: BatchedDataDict) -> str:
-    """The samples with a value that is not finite, or all of them when the batch itself is sound."""
+    """Return the samples with a value that is not finite, or all of them when the batch itself is sound."""
     prompts, samples = batch["prompt_index"].tolist(), batch["sample_index"].tolist()
     broken: dict[int, list[str]] = {}
     for key, value in batch.items():

@@ -16,7 +16,12 @@ type Keys = Mapping[str, Any]
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """Return the run of a recipe, a YAML file or one that comes with the package; raises ConfigError."""
+    """Return the run of a recipe, a YAML file or one that comes with the package; raises ConfigError.
+
+    >>> run = load_recipe("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
+    >>> run.config.loop.max_num_steps
+    7
+    """
     return Run(read_recipe(path), overrides)
 
 
@@ -52,13 +57,24 @@ class GRPO(Run):
         over the data. max_length: tokens of prompt and answer; max_new_tokens: of an answer, what its prompt leaves if
         left out. gpus: all that there are; 0 trains on the CPU. out: the folder of the run; the same call resumes it.
         recipe, overrides: other keys of a recipe, the latter in Hydra's grammar; they come last.
+
+        >>> rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3=", "answer": "5"}]
+        >>> def right(responses, answers):
+        ...     return [float(one == other) for one, other in zip(responses, answers)]
+        >>> def brief(responses):
+        ...     return [-len(response) / 1000 for response in responses]
+        >>> run = GRPO("model", train=rows, reward=[right, brief], steps=10, recipe={"env": {"pool": {"size": 2}}})
+        >>> run.config.env.rewards
+        {'right': '__main__:right', 'brief': '__main__:brief'}
         """
         draft = _sampling("grpo", prompts_per_step, generations, lr, gpus, seed)
         draft.model(model, max_length, max_new_tokens)
-        draft.data(train, validation, Path(out) / "data", draft.rewards(reward, reward_weights))
+        draft.rewards(reward, reward_weights)
+        draft.require_rewards(recipe, overrides)
+        draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=True)
         draft.saved_in(out)
-        super().__init__(draft.recipe(recipe), overrides, draft.code)
+        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
 class PPO(Run):
@@ -86,14 +102,22 @@ class PPO(Run):
         recipe: Keys | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        """Check a run; the arguments are those of `GRPO`. Raises ConfigError with every problem."""
+        """Check a run; the arguments are those of `GRPO`. Raises ConfigError with every problem.
+
+        >>> rows = [{"prompt": "2+2=", "answer": "4"}, {"prompt": "2+3=", "answer": "5"}]
+        >>> run = PPO("model", train=rows, reward=lambda responses: [1.0] * len(responses), critic_lr=2e-5)
+        >>> run.config.algorithm
+        'ppo'
+        """
         draft = _sampling("ppo", prompts_per_step, generations, lr, gpus, seed)
         draft.set("value.optimizer.lr", critic_lr, "critic_lr")
         draft.model(model, max_length, max_new_tokens)
-        draft.data(train, validation, Path(out) / "data", draft.rewards(reward, reward_weights))
+        draft.rewards(reward, reward_weights)
+        draft.require_rewards(recipe, overrides)
+        draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=True)
         draft.saved_in(out)
-        super().__init__(draft.recipe(recipe), overrides, draft.code)
+        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
 class Distillation(Run):
@@ -123,15 +147,20 @@ class Distillation(Run):
         """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
 
         teacher: a Hugging Face folder or hub id; None where `recipe` gives `teacher`. reward: scores validations.
+
+        >>> run = Distillation("model", teacher="teacher", train=[{"prompt": "2+2=", "answer": "4"}], max_new_tokens=9)
+        >>> run.config.policy.generation.max_new_tokens
+        9
         """
         draft = _sampling("distillation", prompts_per_step, generations, lr, gpus, seed)
         if teacher is not None:
             draft.set("teacher.model_name", str(teacher), "teacher")
         draft.model(model, max_length, max_new_tokens)
-        draft.data(train, validation, Path(out) / "data", draft.rewards(reward, None))
+        draft.rewards(reward)
+        draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=True)
         draft.saved_in(out)
-        super().__init__(draft.recipe(recipe), overrides, draft.code)
+        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
 class SFT(Run):
@@ -157,13 +186,18 @@ class SFT(Run):
         """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
 
         batch_size: answers of a step. A validation takes the loss of held-out answers.
+
+        >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+        >>> run = SFT("model", train=[{"messages": said}], batch_size=1, epochs=3)
+        >>> run.config.loop.max_num_epochs
+        3
         """
         draft = _given("sft", batch_size, lr, gpus, seed)
         draft.model(model, max_length, None)
         draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=False)
         draft.saved_in(out)
-        super().__init__(draft.recipe(recipe), overrides, draft.code)
+        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
 class DPO(Run):
@@ -189,13 +223,18 @@ class DPO(Run):
         """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
 
         batch_size: pairs of a step. A validation takes the loss of held-out pairs.
+
+        >>> pairs = [{"prompt": "2+2=", "chosen": "4", "rejected": "5"}]
+        >>> DPO("model", train=pairs, batch_size=1, lr=-1.0)
+        Traceback (most recent call last):
+        nemo_rl_mcore.config.base.ConfigError: policy.megatron_cfg.optimizer.lr...
         """
         draft = _given("dpo", batch_size, lr, gpus, seed)
         draft.model(model, max_length, None)
         draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=False)
         draft.saved_in(out)
-        super().__init__(draft.recipe(recipe), overrides, draft.code)
+        super().__init__(draft.recipe(recipe), overrides, draft.code, draft.problems)
 
 
 def _begun(algorithm: str, lr: float, gpus: int | None, seed: int) -> Draft:

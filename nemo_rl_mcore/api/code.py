@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any, cast
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, Tree, join_path
@@ -20,19 +19,19 @@ class Code:
     objects: dict[str, object] = field(default_factory=dict[str, object])
 
     def named(self, tree: Mapping[str, object], prefix: str = "") -> Tree:
-        """Return a recipe with import paths in place of functions and classes, wherever they stand."""
+        """Return a recipe with import paths in place of classes and all that can be called, wherever they stand."""
         return {key: self._named(value, join_path(prefix, key)) for key, value in tree.items()}
 
     def _named(self, value: object, path: str) -> object:
         if isinstance(value, Mapping):
             return self.named(cast("Mapping[str, object]", value), path)
-        if not isinstance(value, FunctionType | type):
+        if not callable(value):
             return value
-        there = getattr(sys.modules.get(value.__module__), value.__qualname__, None)
-        if there is value and value.__module__ != _HERE:
-            return f"{value.__module__}:{value.__qualname__}"
-        name = value.__name__ if value.__name__.isidentifier() else path.rpartition(".")[2]
-        return self._kept(f"{_HERE}:{name}", value)
+        module, name = (str(getattr(value, attribute, "")) for attribute in ("__module__", "__qualname__"))
+        if module != _HERE and getattr(sys.modules.get(module), name, None) is value:
+            return f"{module}:{name}"
+        own = getattr(value, "__name__", "")
+        return self._kept(f"{_HERE}:{own if own.isidentifier() else path.rpartition('.')[2]}", value)
 
     def _kept(self, path: str, value: object) -> str:
         """Return the path, with a number where another object has it."""

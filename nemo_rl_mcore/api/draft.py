@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 from math import gcd
 from pathlib import Path
-from types import FunctionType
 from typing import cast
 
 from omegaconf import OmegaConf
 
 from nemo_rl_mcore.api.code import Code
 from nemo_rl_mcore.api.rows import Data, source_of
-from nemo_rl_mcore.config.base import ConfigError, Tree
-from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS
+from nemo_rl_mcore.config.base import Code as ProblemCode
+from nemo_rl_mcore.config.base import ConfigError, Problem, Tree
+from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
 from nemo_rl_mcore.config.hf.pretrained import read_hf_config
 from nemo_rl_mcore.config.sources import Recipe
 from nemo_rl_mcore.preflight.visible_gpus import visible_gpus
 
 type Reward = Callable[..., object] | str
-"""A function, its import path, or a class with `score` or `step`."""
+"""A function or what else can be called, its import path, or a class with `score` or `step`."""
 type Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 
 _LONGEST = 1024
@@ -32,12 +32,14 @@ _ROWS = 4
 
 @dataclass
 class Draft:
-    """The keys that arguments set, and the argument behind each key."""
+    """The keys that arguments set, and the argument behind each key; problems: what is wrong with arguments."""
 
     algorithm: str
     code: Code = field(default_factory=Code)
     tree: Tree = field(default_factory=dict[str, object])
     arguments: dict[str, str] = field(default_factory=dict[str, str])
+    problems: list[Problem] = field(default_factory=list[Problem])
+    _functions: dict[str, Reward] = field(default_factory=dict[str, Reward])
 
     def set(self, path: str, value: object, argument: str = "") -> None:
         """Set a key, and say which argument does."""
@@ -74,41 +76,62 @@ class Draft:
 
     def loop(self, steps: int | None, epochs: int, validation: bool, *, answers: bool) -> None:
         """Set how long the run is, and its validations; answers: whether a validation has answers to score."""
-        self.set(f"{self.algorithm}.max_num_steps", steps or 1_000_000, "steps")
+        self.set(f"{self.algorithm}.max_num_steps", 1_000_000 if steps is None else steps, "steps")
         self.set(f"{self.algorithm}.max_num_epochs", epochs if steps is None else 1_000_000, "epochs")
         for key in ("val_at_start", "val_at_end"):
             self.set(f"{self.algorithm}.{key}", validation, "validation")
         if validation and not answers:
             self.set(f"{self.algorithm}.max_val_samples", 0, "validation")
 
-    def data(
-        self, train: Data | None, validation: Data | None, folder: Path, wanted: Sequence[str] = ()
-    ) -> None:
-        """Set the sources; wanted: columns that reward functions take."""
+    def data(self, train: Data | None, validation: Data | None, folder: Path) -> None:
+        """Set the sources, with the columns that reward functions take, which are set before."""
+        wanted = dict.fromkeys(name for one in self._functions.values() for name in _columns_of(one))
         for key, given in (("train", train), ("validation", validation)):
             if given is None:
                 continue
-            section, chat = source_of(given, folder / f"{key}.jsonl", wanted)
+            source = source_of(given, folder / f"{key}.jsonl", wanted)
+            if source.columns is not None:
+                self._require_columns(key, source.columns)
             if key == "train" and validation is None:
-                section.setdefault("split_validation_size", 0.0)
-            self.set(f"data.{key}", section, key)
-            if chat:
+                source.section.setdefault("split_validation_size", 0.0)
+            self.set(f"data.{key}", source.section, key)
+            if source.is_chat:
                 self.set("data.apply_chat_template", True, key)
         if train is not None:
             self.set("data.dataset_name", "files", "train")
 
-    def rewards(self, given: Rewards | None, weights: Mapping[str, float] | None) -> tuple[str, ...]:
-        """Set the environment; return the columns that reward functions take."""
-        if given is None:
-            return ()
+    def require_rewards(self, recipe: Mapping[str, object] | None, overrides: Sequence[str]) -> None:
+        """Note that nothing says how answers are scored: a recipe without `env` scores sums."""
+        given = [*(recipe or {}), *(override.lstrip("+").partition(".")[0] for override in overrides)]
+        if "env" not in self.tree and "env" not in given:
+            remedy = "give a function, or recipe={'env': ...}"
+            self.problems.append(
+                Problem("missing", "env", "nothing scores the answers", remedy, where="argument reward")
+            )
+
+    def _require_columns(self, key: str, there: Collection[str]) -> None:
+        """Note each parameter of a reward function that nothing is given for."""
+        known = ", ".join([*GIVEN_TO_REWARDS, *map(repr, there)])
+        for name, function in self._functions.items():
+            for lacking in _columns_of(function, needed=True):
+                if lacking in there:
+                    continue
+                meant = SAME_AS_GIVEN.get(lacking)
+                what = f"takes {lacking!r}, which is no column of {key}; there are {known}"
+                remedy = f"call it {meant}" if meant else "name one of these"
+                self.problems.append(
+                    Problem("missing", f"env.rewards.{name}", what, remedy, where="argument reward")
+                )
+
+    def rewards(self, given: Rewards | None, weights: Mapping[str, float] | None = None) -> None:
+        """Set the environment."""
         if isinstance(given, type):
             self.set("env.custom", {"type": given}, "reward")
-            return ()
-        functions = _by_name(given)
-        self.set("env.rewards", dict(functions), "reward")
+        elif given is not None:
+            self._functions = _by_name(given)
+            self.set("env.rewards", dict(self._functions), "reward")
         if weights is not None:
             self.set("env.reward_weights", dict(weights), "reward_weights")
-        return tuple(dict.fromkeys(name for one in functions.values() for name in _columns_of(one)))
 
     def saved_in(self, out: str | Path) -> None:
         """Set the folder of the run, in which it saves its steps, so that the same call resumes it."""
@@ -134,9 +157,22 @@ def _positions(name: str) -> int:
 
 def _by_name(given: Rewards) -> dict[str, Reward]:
     if isinstance(given, Mapping):
-        return dict(cast("Mapping[str, Reward]", given))
-    several = [given] if isinstance(given, str) or callable(given) else [*given]
-    return {_name_of(one): one for one in several}
+        named = [*cast("Mapping[str, Reward]", given).items()]
+    else:
+        alone = isinstance(given, str) or not isinstance(given, Sequence)
+        several = [cast("Reward", given)] if alone else [*cast("Sequence[Reward]", given)]
+        named = [(_name_of(one), one) for one in several]
+    if any(not isinstance(one, str) and (isinstance(one, type) or not callable(one)) for _, one in named):
+        remedy = "give functions, or one class alone, whose arguments recipe={'env': {'custom': ...}} has"
+        raise _refused("not-allowed", "one of them is no function", remedy)
+    if len(functions := dict(named)) < len(named):
+        what = f"several have the same name: {', '.join(name for name, _ in named)}"
+        raise _refused("contradicts", what, "give them by their names, as a dict")
+    return functions
+
+
+def _refused(code: ProblemCode, what: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(code, "env.rewards", what, remedy, where="argument reward")])
 
 
 def _name_of(reward: Reward) -> str:
@@ -146,12 +182,22 @@ def _name_of(reward: Reward) -> str:
     return name if name.isidentifier() else "reward"
 
 
-def _columns_of(reward: Reward) -> list[str]:
-    if not isinstance(reward, FunctionType):
+def _columns_of(reward: Reward, *, needed: bool = False) -> list[str]:
+    """Return the parameters of a function that are columns; needed: those without a default."""
+    if isinstance(reward, str):
         return []
     kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    named = signature(reward).parameters.items()
-    return [name for name, one in named if one.kind in kinds and name not in GIVEN_TO_REWARDS]
+    try:
+        named = signature(reward).parameters.items()
+    except ValueError:  # one that is written in C, which its first call judges
+        return []
+    return [
+        name
+        for name, one in named
+        if one.kind in kinds
+        and name not in GIVEN_TO_REWARDS
+        and not (needed and one.default is not Parameter.empty)
+    ]
 
 
 def _paths(tree: Mapping[str, object], prefix: str = "") -> dict[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -21,14 +22,24 @@ type Data = str | Path | Mapping[str, object] | Iterable[Mapping[str, object]]
 """A file, a folder or a name on the hub; a section like `data.train` of a recipe; or rows: a list, a `Dataset`."""
 
 
-def source_of(given: Data, file: Path, wanted: Sequence[str] = ()) -> tuple[Tree, bool]:
-    """Return the section of a source, and whether its prompts are conversations.
+@dataclass(frozen=True)
+class Source:
+    """The section of a source; columns: those that reward functions can take, None where only its reader sees them."""
+
+    section: Tree
+    columns: Collection[str] | None = None
+    is_chat: bool = False
+
+
+def source_of(given: Data, file: Path, wanted: Collection[str] = ()) -> Source:
+    """Return what a recipe has of a source.
 
     Rows in memory are written to `file`. Columns are named by what the first row has; wanted: columns that reward
     functions take, those of which that are there are kept. Raises ConfigError for rows without a prompt.
     """
     if isinstance(given, Mapping):
-        return dict(cast("Mapping[str, object]", given)), False
+        section = dict(cast("Mapping[str, object]", given))
+        return Source(section, cast("Sequence[str]", section.get("columns", ())))
     if isinstance(given, str | Path):
         path = Path(given)
         first = _first_of_file(path)
@@ -38,11 +49,13 @@ def source_of(given: Data, file: Path, wanted: Sequence[str] = ()) -> tuple[Tree
         first = rows[0] if rows else dict[str, object]()
         place = str(_written(rows, file))
     section: Tree = {"data_path": place}
-    return (section, False) if first is None else (section | _columns(first, wanted), _is_chat(first))
+    if first is None:
+        return Source(section)
+    return Source(section | _columns(first, wanted), [*first], _is_chat(first))
 
 
 def _first_of_file(path: Path) -> Mapping[str, object] | None:
-    """The first row of a JSONL file; None for anything else, whose columns have their usual names or are given."""
+    """Return the first row of a JSONL file; None for other formats, whose columns are given or named as usual."""
     if path.suffix != ".jsonl" or not path.is_file():
         return None
     with path.open(encoding="utf-8") as file:
@@ -69,8 +82,8 @@ def _written(rows: Sequence[Mapping[str, object]], file: Path) -> Path:
     return file.absolute()
 
 
-def _columns(first: Mapping[str, object], wanted: Sequence[str]) -> Tree:
-    """The keys that name the columns of a row, as far as their names are others than those of the recipe."""
+def _columns(first: Mapping[str, object], wanted: Collection[str]) -> Tree:
+    """Return the keys that name the columns of a row, as far as their names are others than those of the recipe."""
     found: Tree = {}
     if kept := [name for name in wanted if name in first]:
         found["columns"] = kept

@@ -17,6 +17,7 @@ from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.load import load_recipe_with_warnings
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.sources import COMMAND_LINE, Recipe
+from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.custom_code import handed
 from nemo_rl_mcore.preflight.evaluation import as_evaluated
 from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
@@ -36,16 +37,14 @@ class RunPlan:
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """What is suspicious of the recipe, and not wrong."""
+        """Return what is suspicious of the recipe, and not wrong."""
         return tuple(self.plan.warnings)
 
     def __repr__(self) -> str:
-        from rich.console import Console
-
         from nemo_rl_mcore.preflight.render import render
 
         text = StringIO()
-        Console(file=text, highlight=False).print(render(self.plan), soft_wrap=True)
+        open_console(text, highlight=False).print(render(self.plan), soft_wrap=True)
         return text.getvalue()
 
 
@@ -55,22 +54,38 @@ class Run:
     Iterating trains, and yields the metrics of each step as it ends. Where the loop is left early, by `break`, an error
     or Ctrl-C, the last finished step is saved, and the next iteration goes on behind it. One run trains at a time in a
     process: another one that was left open ends when this one begins.
+
+    >>> from nemo_rl_mcore import load_recipe
+    >>> run = load_recipe("sft_cpu.yaml", ["logger.log_dir=runs/sft"])
+    >>> run.plan().warnings
+    ()
+    >>> run.metrics()  # no step yet
+    []
     """
 
-    def __init__(self, recipe: Recipe, overrides: Sequence[str] = (), code: Code | None = None) -> None:
-        """Check a recipe; raises ConfigError with every problem. code: what its import paths stand for."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        overrides: Sequence[str] = (),
+        code: Code | None = None,
+        problems: Sequence[Problem] = (),
+    ) -> None:
+        """Check a recipe; raises ConfigError with every problem.
+
+        code: what its import paths stand for. problems: what is known to be wrong before.
+        """
         self._code = code or Code()
-        with _told_in_python():
+        with _told_in_python(problems):
             self._config, self._warnings = load_recipe_with_warnings(recipe, overrides)
 
     @property
     def config(self) -> RunConfig:
-        """The recipe as it was checked, with every default."""
+        """Return the recipe as it was checked, with every default."""
         return self._config
 
     @property
     def folder(self) -> Path:
-        """The folder of the run, `logger.log_dir`: metrics, answers, report."""
+        """Return the folder of the run, `logger.log_dir`: metrics, answers, report."""
         return Path(self._config.logger.log_dir)
 
     def recipe(self) -> str:
@@ -98,7 +113,10 @@ class Run:
     def metrics(self) -> list[Metrics]:
         """Return the metrics of each finished step, also of earlier calls that this run has gone on from."""
         from nemo_rl_mcore.observability.report import read_history
+        from nemo_rl_mcore.observability.sinks import METRICS_FILE
 
+        if not (self.folder / METRICS_FILE).exists():
+            return []
         return cast("list[Metrics]", [*read_history(self.folder)])
 
     def report(self, output: str | Path | None = None) -> Path:
@@ -156,7 +174,7 @@ class Run:
     def _over_weights(
         self, checkpoint: str | Path | None, *, few_ranks: bool = False
     ) -> Generator[RunConfig]:
-        """The configuration of a command that trains nothing, over the weights of a checkpoint, the newest one."""
+        """Return the configuration of a command that trains nothing, over the weights of the newest checkpoint."""
         from nemo_rl_mcore.training.checkpoints import CheckpointStore
 
         _end_open_run()
@@ -171,7 +189,7 @@ class Run:
 
 
 _under_way: list[weakref.ref[Generator[Any]]] = []
-"""The run that trains now, or was left before its end and is still referred to, as by a traceback in a notebook."""
+"""The run that trains now, or was left before its end by who keeps its iterator."""
 
 
 def _end_open_run() -> None:
@@ -184,8 +202,8 @@ atexit.register(_end_open_run)
 
 
 @contextmanager
-def _told_in_python() -> Generator[None]:
-    """Have problems of the recipe say where in Python a key is set."""
+def _told_in_python(problems: Sequence[Problem] = ()) -> Generator[None]:
+    """Have problems of the recipe say where in Python a key is set, and raise those that are known with them."""
     try:
         yield
     except ConfigError as error:
@@ -193,4 +211,6 @@ def _told_in_python() -> Generator[None]:
             replace(problem, where="overrides") if problem.where == COMMAND_LINE else problem
             for problem in error.problems
         ]
-        raise ConfigError(told) from None
+        raise ConfigError([*problems, *told]) from None
+    if problems:
+        raise ConfigError(problems)

@@ -136,13 +136,13 @@ class LoopConfig(StrictModel):
 
     @property
     def estimator_type(self) -> str | None:
-        """The class of the user's own that takes the place of the advantage estimator."""
+        """Return the class of the user's own that takes the place of the advantage estimator."""
         estimator = getattr(self, "adv_estimator", None)
         return estimator.type if isinstance(estimator, AdvantageEstimatorConfig) else None
 
     @property
     def validates(self) -> bool:
-        """Whether there is any validation."""
+        """Return whether there is any validation."""
         return bool(self.val_period) or self.val_at_start or self.val_at_end
 
     @property
@@ -283,7 +283,22 @@ class GRPOConfig(EpisodesConfig):
                 "gae needs a critic, and GRPO has none",
                 "set adv_estimator.name: grpo or reinforce_plus_plus",
             )
+        if self._compares_nothing and not self.use_dynamic_sampling:
+            yield Problem(
+                "no-signal",
+                "num_generations_per_prompt",
+                "1 leaves a reward nothing to be compared with, so that every advantage is 0",
+                "set it to 2 or more",
+                ("adv_estimator.name",),
+            )
         yield from super().problems()
+
+    @property
+    def _compares_nothing(self) -> bool:
+        """Return whether the baseline of an answer is the answer's own reward."""
+        name, minus = self.adv_estimator.name, self.adv_estimator.minus_baseline
+        built_in = self.adv_estimator.type is None and (name == "grpo" or minus)
+        return built_in and self.num_generations_per_prompt == 1
 
 
 _SHORTHANDS = ("normalize_rewards", "use_leave_one_out_baseline")

@@ -6,20 +6,20 @@ from typing import cast
 
 from nemo_rl_mcore.config.shipped import shipped_recipe
 
-FILES = ("data_path", "prompt_file", "system_prompt_file", "tokenizer.name")
+FILES = ("data_path", "prompt_file", "system_prompt_file", "tokenizer.name", "endpoint.command")
 """Keys, wherever they stand, whose file is looked for beside the recipe, and else where the command is started."""
 RECIPES = ("warm_start",)
 """Keys of other recipes: beside this one, and else one that is shipped."""
 
 
 def recipe_file(folder: Path, name: str | Path) -> Path:
-    """The recipe of that name: a file seen from the folder, or else one that is shipped."""
+    """Return the recipe of that name: a file seen from the folder, or else one that is shipped."""
     path = folder / name
     return path if path.exists() else shipped_recipe(name) or path
 
 
 def anchored(tree: dict[str, object], folder: Path, prefix: str = "") -> dict[str, object]:
-    """The tree of a recipe, with the paths that start at its folder made absolute."""
+    """Return the tree of a recipe, with the paths that start at its folder made absolute."""
     return {key: _anchored(value, folder, f"{prefix}.{key}") for key, value in tree.items()}
 
 

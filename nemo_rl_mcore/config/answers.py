@@ -51,7 +51,7 @@ class AnswerConfig(StrictModel):
             )
 
     def extract(self, text: str) -> str | None:
-        """The answer that the text states; None where it states none."""
+        """Return the answer that the text states; None where it states none."""
         if self.boxed:
             found = last_boxed(text)
         elif self.after is not None:
@@ -64,7 +64,7 @@ class AnswerConfig(StrictModel):
 
     @property
     def lacking(self) -> str:
-        """What is wrong with a text that states no answer."""
+        """Return what is wrong with a text that states no answer."""
         if self.boxed:
             return r"has no closed \boxed{...} with an answer in it"
         if self.after is not None:
@@ -77,7 +77,7 @@ _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{...} (or \fbox{...}, or the one token of \boxed 5) holds; None where it is not closed."""
+    r"""Return what the last \boxed{...}, \fbox{...} or \boxed 5 (one token) holds; None where it is not closed."""
     last = _last(_BOX, text)
     if last is None:
         return None
@@ -102,7 +102,7 @@ _ANSWER_IS = re.compile(r"answer(?:\s+is|\s*:)+", re.IGNORECASE)
 
 
 def stated_answer(response: str) -> str:
-    """Where a response most likely states its answer: a box, behind ####, behind "answer is", or all of it."""
+    """Return where a response most likely states its answer: a box, behind ####, behind "answer is", or all of it."""
     if (boxed := last_boxed(response)) is not None:
         return boxed
     if (marked := _behind(response, "####")) is not None:

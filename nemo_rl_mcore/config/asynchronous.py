@@ -46,7 +46,7 @@ class AsyncRolloutsConfig(StrictModel):
 
     @property
     def off_policy(self) -> bool:
-        """Whether groups may be older than the weights that they train."""
+        """Return whether groups may be older than the weights that they train."""
         return self.enabled and self.max_trajectory_age_steps > 0
 
     def problems(self) -> Iterator[Problem]:

@@ -64,11 +64,11 @@ class Problem:
 
     @property
     def warns(self) -> bool:
-        """A key that nothing reads is a warning; all else is an error."""
+        """Return whether it is a warning, as for a key that nothing reads; all else is an error."""
         return self.code == "has-no-effect"
 
     def below(self, prefix: str) -> "Problem":
-        """The same problem seen from the parent section `prefix`."""
+        """Return the same problem seen from the parent section `prefix`."""
         return replace(
             self,
             path=join_path(prefix, self.path),

@@ -50,7 +50,7 @@ class ClusterConfig(StrictModel):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the ranks run on CPU with gloo."""
+        """Return whether the ranks run on CPU with gloo."""
         return self.gpus_per_node == 0
 
     @property
@@ -60,7 +60,7 @@ class ClusterConfig(StrictModel):
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Return all ranks."""
         return self.num_nodes * self.workers_per_node
 
 
@@ -88,7 +88,7 @@ class CheckpointingConfig(StrictModel):
 
     @property
     def logged_metric(self) -> str | None:
-        """The ranking metric as the run logs it."""
+        """Return the ranking metric as the run logs it."""
         if self.metric_name is None:
             return None
         source, _, name = self.metric_name.partition(":")

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from nemo_rl_mcore.config.answers import AnswerConfig
 from nemo_rl_mcore.config.base import Float, PositiveInt, Problem, StrictModel, has_no_effect, join_path
+from nemo_rl_mcore.config.endpoint import EndpointConfig
 from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
 from nemo_rl_mcore.config.imports import Arguments, ImportPath
 from nemo_rl_mcore.config.shares import MOST_TURNS, whole_weights
@@ -28,6 +29,13 @@ ENVIRONMENTS = ("arithmetic", *TURN_TASKS, "math", "rewards", "custom")
 
 GIVEN_TO_REWARDS = ("prompts", "responses", "answers", "finished")
 """What a function of env.rewards may take besides columns of the data."""
+SAME_AS_GIVEN = {
+    "completions": "responses",
+    "prompt": "prompts",
+    "answer": "answers",
+    "ground_truth": "answers",
+}
+"""Names that other trainers have for it."""
 
 
 class RowKind(Enum):
@@ -108,34 +116,34 @@ class DataConfig(StrictModel):
 
     @property
     def train_sources(self) -> dict[str, SourceConfig]:
-        """The sources to train on, by their path in this section."""
+        """Return the sources to train on, by their path in this section."""
         return {
             join_path("train", place): cast("SourceConfig", one) for place, one in each(self.train).items()
         }
 
     @property
     def from_files(self) -> bool:
-        """Whether the prompts are those of data.train."""
+        """Return whether the prompts are those of data.train."""
         return self.dataset_name == "files"
 
     @property
     def parses_content(self) -> bool:
-        """Whether special tokens that rows and environments spell are those tokens."""
+        """Return whether special tokens that rows and environments spell are those tokens."""
         return self.special_tokens_in_content == "parse"
 
     @property
     def embedded(self) -> bool:
-        """Whether the prompts are those of an embedded task."""
+        """Return whether the prompts are those of an embedded task."""
         return self.dataset_name not in ("files", "custom")
 
     @property
     def has_turns(self) -> bool:
-        """Whether the prompts are those of an embedded task of several turns."""
+        """Return whether the prompts are those of an embedded task of several turns."""
         return self.dataset_name in TURN_TASKS
 
     @property
     def shown_in_texts(self) -> bool:
-        """Whether other text than the prompt's own is shown with it: a chat template's, or that of a file."""
+        """Return whether other text than the prompt's own is shown with it: a chat template's, or that of a file."""
         return self.apply_chat_template or self.default is not None
 
     @property
@@ -323,6 +331,9 @@ class EnvConfig(StrictModel):
     `episodes/observations_cut`, and the record of the answer says by how much."""
     pool: EnvPoolConfig = EnvPoolConfig()
     """The processes in which it runs (ours)."""
+    endpoint: EndpointConfig | None = None
+    """Agents that play the episodes, each a process of its own (ours); the environment, if there is one, scores those
+    that give no reward themselves."""
 
     @property
     def pool_size(self) -> int:
@@ -338,7 +349,7 @@ class EnvConfig(StrictModel):
 
     @property
     def given(self) -> list[str]:
-        """The environments that there are sections of."""
+        """Return the environments that there are sections of."""
         return [name for name in ENVIRONMENTS if getattr(self, name) is not None]
 
     def problems(self) -> Iterator[Problem]:

@@ -171,7 +171,7 @@ def with_references(tree: Tree, references: References) -> tuple[Tree, dict[str,
 
 
 def _by_value(references: References) -> dict[str, Reference]:
-    """References by their text, for the keys that are filled from others, as a tokenizer is from model_name."""
+    """Keep references by their text, for keys that are filled from others, as a tokenizer from model_name."""
     found: dict[str, Reference] = {}
     for reference in references.values():
         if isinstance(reference.value, str) and len(reference.value) >= _HIDDEN_ANYWHERE:
@@ -273,7 +273,7 @@ class WithReferences(StrictModel):
 
     @property
     def references(self) -> References:
-        """What the recipe took from the environment, by the paths of its keys."""
+        """Return what the recipe took from the environment, by the paths of its keys."""
         return self._references
 
     def written(self, salt: str | None = None) -> Tree:

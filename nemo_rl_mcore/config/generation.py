@@ -98,12 +98,12 @@ class GenerationConfig(StrictModel):
 
     @property
     def decodes_on_ranks(self) -> bool:
-        """Whether the training ranks answer themselves; otherwise engines do, to which weights are sent."""
+        """Return whether the training ranks answer themselves; otherwise engines do, to which weights are sent."""
         return self.backend == "embedded" and self.colocated.enabled
 
     @property
     def takes_turns(self) -> bool:
-        """Whether engines of their own compute on the ranks' GPUs, in turn with them."""
+        """Return whether engines of their own compute on the ranks' GPUs, in turn with them."""
         return self.colocated.enabled and not self.decodes_on_ranks
 
     def problems(self) -> Iterator[Problem]:

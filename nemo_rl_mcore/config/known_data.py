@@ -127,13 +127,13 @@ REFUSED_PROCESSORS: dict[str, str] = {
 
 
 def known_name(name: str) -> str | None:
-    """The entry of the table that a name stands for; None where it is none."""
+    """Return the entry of the table that a name stands for; None where it is none."""
     name = OTHER_NAMES.get(name, name)
     return name if name in KNOWN else None
 
 
 def nearest_name(name: str) -> str | None:
-    """The known name that an unknown one was most likely meant to be."""
+    """Return the known name that an unknown one was most likely meant to be."""
     by_case = {known.lower(): known for known in (*ROW_FORMATS, *OTHER_NAMES, *KNOWN)}
     near = difflib.get_close_matches(name.lower(), by_case, n=1, cutoff=0.6)
     return by_case[near[0]] if near else None

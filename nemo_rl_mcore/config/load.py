@@ -108,7 +108,7 @@ def _other_tokenizer(config: RunConfig) -> Problem | None:
 
 
 def _is_inherited(recipe: Recipe, overridden: Iterable[str]) -> bool:
-    """Whether nobody who names the model has named the tokenizer, nor an override one of the two."""
+    """Return whether nobody who names the model has named the tokenizer, nor an override one of the two."""
     if {MODEL, TOKENIZER} & set(overridden):
         return False
     return inherited({key: origin.file for key, origin in origins(recipe.files).items()})
@@ -190,12 +190,12 @@ class _Resolving:
 
 
 def _raw(parent: DictConfig | ListConfig, key: str | int) -> object:
-    """The value as it is written."""
+    """Return the value as it is written."""
     return cast("dict[str | int, object]", OmegaConf.to_container(parent, resolve=False))[key]
 
 
 def _divide(dividend: Number, divisor: Number) -> Number:
-    """A quotient of integers stays one where it can, so that it may fill an integer key."""
+    """Return a quotient of integers stays one where it can, so that it may fill an integer key."""
     _numbers((dividend, divisor))
     if isinstance(dividend, int) and isinstance(divisor, int) and dividend % divisor == 0:
         return dividend // divisor

@@ -24,7 +24,7 @@ class LogitsCache:
 
     @classmethod
     def of(cls, given: int | Literal["auto"]) -> "LogitsCache":
-        """The budget that a recipe names: `auto`, or a count of bytes."""
+        """Return the budget that a recipe names: `auto`, or a count of bytes."""
         return cls(_AUTO_LIMIT, _AUTO_BYTES_PER_LOGIT) if given == "auto" else cls(given)
 
     def most(self, logits: int) -> int:

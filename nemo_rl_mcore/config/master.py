@@ -64,12 +64,12 @@ class RunConfig(WithReferences):
 
     @property
     def loop(self) -> LoopConfig:
-        """The algorithm's section."""
+        """Return the algorithm's section."""
         return getattr(self, self.algorithm)
 
     @property
     def models(self) -> dict[str, ModelPlan]:
-        """The models of the run by name, the policy first."""
+        """Return the models of the run by name, the policy first."""
         return {"policy": ModelPlan("policy", self.policy, reference=self.needs_reference)}
 
     @property
@@ -92,7 +92,7 @@ class RunConfig(WithReferences):
 
     @property
     def prompts_key(self) -> str:
-        """The path of the key that says how many these are."""
+        """Return the path of the key that says how many these are."""
         sampling = isinstance(self.loop, RolloutConfig)
         return f"{self.algorithm}.num_prompts_per_step" if sampling else "policy.train_global_batch_size"
 
@@ -112,7 +112,9 @@ class RunConfig(WithReferences):
 
     @property
     def scores_one_answer(self) -> bool:
-        """Whether the environment ends each episode with its first answer, as far as the recipe says."""
+        """Return whether the environment ends each episode with its first answer, as far as the recipe says."""
+        if self.env.endpoint is not None:
+            return False
         environment = next(iter(self.env.given), "arithmetic")
         return environment in ("arithmetic", "math", "rewards") and not self.data.has_turns
 
@@ -130,12 +132,12 @@ class RunConfig(WithReferences):
 
     @property
     def row_kind(self) -> RowKind:
-        """What is read of a row of a file."""
+        """Return what is read of a row of a file."""
         return RowKind.PROMPTS
 
     @property
     def import_paths(self) -> dict[str, str]:
-        """The classes and functions of the user's own, by the key that names them."""
+        """Return the classes and functions of the user's own, by the key that names them."""
         named = {f"{name}.type": loss.type for name, loss in self.losses.items()} | {
             "data.type": self.data.type,
             "env.custom.type": self.env.custom.type if self.env.custom else None,
@@ -146,28 +148,28 @@ class RunConfig(WithReferences):
 
     @property
     def losses(self) -> dict[str, CustomLossConfig]:
-        """The losses whose place a class of the user's own can take, by the name of their section."""
+        """Return the losses whose place a class of the user's own can take, by the name of their section."""
         sections = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: loss for name, loss in sections.items() if isinstance(loss, CustomLossConfig)}
 
     @property
     def asynchrony(self) -> AsyncRolloutsConfig:
-        """The section of asynchronous rollouts; of an algorithm that has none, one that is off."""
+        """Return the section of asynchronous rollouts; of an algorithm that has none, one that is off."""
         return getattr(self.loop, self.loop.async_key) if self.loop.async_key else AsyncRolloutsConfig()
 
     @property
     def asynchrony_key(self) -> str:
-        """The path of that section."""
+        """Return the path of that section."""
         return join_path(self.algorithm, self.loop.async_key)
 
     @property
     def age_key(self) -> str:
-        """The path of the key of the largest staleness."""
+        """Return the path of the key of the largest staleness."""
         return f"{self.asynchrony_key}.max_trajectory_age_steps"
 
     @property
     def asynchronous(self) -> bool:
-        """Whether later steps are sampled while one trains."""
+        """Return whether later steps are sampled while one trains."""
         return self.asynchrony.enabled
 
     @property
@@ -193,32 +195,32 @@ class RunConfig(WithReferences):
 
     @property
     def streams(self) -> bool:
-        """Whether a step trains on some of its groups before the others are there."""
+        """Return whether a step trains on some of its groups before the others are there."""
         return self.min_groups_per_chunk < self.prompts_per_step
 
     @property
     def keeps_groups(self) -> bool:
-        """Whether the groups of finished steps are written down."""
+        """Return whether the groups of finished steps are written down."""
         return self.asynchronous and self.asynchrony.keep_groups is not False
 
     @property
     def redoes_steps(self) -> bool:
-        """Whether steps that no checkpoint holds are trained again when ranks are lost."""
+        """Return whether steps that no checkpoint holds are trained again when ranks are lost."""
         return self.checkpointing.enabled and self.cluster.max_trainer_restarts > 0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the log-probabilities of the weights at the start are needed."""
+        """Return whether the log-probabilities of the weights at the start are needed."""
         return False
 
     @property
     def learns_from_samples(self) -> bool:
-        """Whether the answers that are trained on were sampled by the policy; else the data set gives them."""
+        """Return whether the answers that are trained on were sampled by the policy; else the data set gives them."""
         return True
 
     @property
     def logprob_temperature(self) -> float:
-        """What divides the logits in every pass of the run: policy, reference, teacher, loss.
+        """Return what divides the logits in every pass of the run: policy, reference, teacher, loss.
 
         Where the policy sampled the answers it is the sampling temperature, since they are from that distribution.
         """
@@ -236,19 +238,19 @@ class RunConfig(WithReferences):
 
     @property
     def train_sources(self) -> dict[str, SourceConfig]:
-        """The sources to train on, by their path in the recipe."""
+        """Return the sources to train on, by their path in the recipe."""
         return {join_path("data", path): source for path, source in self.data.train_sources.items()}
 
     @property
     def source_weights(self) -> dict[str, float] | None:
-        """The weights of the sources to train on by their names; None where their rows are joined."""
+        """Return the weights of the sources to train on by their names; None where their rows are joined."""
         sources = self.train_sources
         given = {name: sources[path].weight for path, name in names_of(sources).items()}
         return {name: weight for name, weight in given.items() if weight is not None} or None
 
     @property
     def validation_sources(self) -> dict[str, SourceConfig]:
-        """The sources to validate with, by their path in the recipe; names of eval.sets are those sets."""
+        """Return the sources to validate with, by their path in the recipe; names of eval.sets are those sets."""
         sets = self.eval.sets if self.eval else {}
         found = dict[str, SourceConfig]()
         for place, one in each(self.data.validation).items():
@@ -291,7 +293,7 @@ class GRPOMasterConfig(RunConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a KL penalty."""
+        """Return whether there is a KL penalty."""
         return self.loss_fn.reference_policy_kl_penalty != 0
 
 
@@ -311,12 +313,12 @@ class PPOMasterConfig(RunConfig):
 
     @property
     def models(self) -> dict[str, ModelPlan]:
-        """The policy and the critic."""
+        """Return the policy and the critic."""
         return {**super().models, "value": self.value.plan(self.policy)}
 
     @property
     def needs_reference(self) -> bool:
-        """Whether there is a KL penalty."""
+        """Return whether there is a KL penalty."""
         return self.loss_fn.reference_policy_kl_penalty != 0
 
 
@@ -334,7 +336,7 @@ class DistillationMasterConfig(RunConfig):
 
     @property
     def learns_from_samples(self) -> bool:
-        """Off policy the answers are those of the data set."""
+        """Return whether it is on policy; otherwise the answers are those of the data set."""
         return self.distillation.on_policy
 
     @property
@@ -344,17 +346,17 @@ class DistillationMasterConfig(RunConfig):
 
     @property
     def models(self) -> dict[str, ModelPlan]:
-        """The policy and its teacher."""
+        """Return the policy and its teacher."""
         return {**super().models, "teacher": self.teacher.plan(self.policy)}
 
     @property
     def row_kind(self) -> RowKind:
-        """Off policy the answers are those of the data set."""
+        """Return the kind of rows: prompts on policy, otherwise rows with answers."""
         return RowKind.PROMPTS if self.distillation.on_policy else RowKind.ANSWERS
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy gradient beside the divergence has a KL penalty."""
+        """Return whether the policy gradient beside the divergence has a KL penalty."""
         return self.loss_fn.rl_weight != 0 and self.loss_fn.rl.reference_policy_kl_penalty != 0
 
 
@@ -370,17 +372,17 @@ class SFTMasterConfig(RunConfig):
 
     @property
     def learns_from_samples(self) -> bool:
-        """The answers are given."""
+        """Return False: the answers are given."""
         return False
 
     @property
     def val_batches(self) -> int:
-        """Those of the loop."""
+        """Return those of the loop."""
         return self.sft.val_batches
 
     @property
     def row_kind(self) -> RowKind:
-        """The answers are imitated."""
+        """Return the kind of rows whose answers are imitated."""
         return RowKind.ANSWERS
 
 
@@ -394,7 +396,7 @@ class DPOMasterConfig(RunConfig):
 
     @property
     def learns_from_samples(self) -> bool:
-        """Offline the pairs are those of the data set."""
+        """Return whether it is online; otherwise the pairs are those of the data set."""
         return self.dpo.online
 
     @property
@@ -404,17 +406,17 @@ class DPOMasterConfig(RunConfig):
 
     @property
     def val_batches(self) -> int:
-        """Those of the loop, where the pairs are given."""
+        """Return those of the loop, where the pairs are given."""
         return 0 if self.dpo.online else self.dpo.val_batches
 
     @property
     def rows_per_sample(self) -> int:
-        """A sample is a pair: the chosen answer and the rejected one."""
+        """Return two: a sample is a pair of the chosen answer and the rejected one."""
         return 2
 
     @property
     def row_kind(self) -> RowKind:
-        """Offline the pairs are those of the data set."""
+        """Return the kind of rows: prompts online, otherwise pairs."""
         return RowKind.PROMPTS if self.dpo.online else RowKind.PAIRS
 
     @property
@@ -437,5 +439,5 @@ RUN_CONFIGS: dict[str, type[RunConfig]] = {
 
 
 def kind_of(tree: Mapping[str, object]) -> type[RunConfig]:
-    """The class of a recipe, by the first algorithm's section that it has; GRPO's where it has none."""
+    """Return the class of a recipe, by the first algorithm's section that it has; GRPO's where it has none."""
     return next((kind for name, kind in RUN_CONFIGS.items() if tree.get(name) is not None), GRPOMasterConfig)

@@ -103,7 +103,7 @@ class SchedulerConfig(StrictModel):
 
 
 def fill_weight_decay(given: object) -> object:
-    """A section with an optimizer and a scheduler, which holds the optimizer's weight decay where it names none."""
+    """Return a section with optimizer and scheduler; it holds the optimizer's weight decay where it names none."""
     if not isinstance(given, Mapping):
         return given
     section = dict(cast("Mapping[str, object]", given))
@@ -206,7 +206,7 @@ class MegatronConfig(StrictModel):
 
     @property
     def own_stages(self) -> dict[str, int]:
-        """The stages that have a number of layers of their own: the keys, and the numbers."""
+        """Return the stages that have a number of layers of their own: the keys, and the numbers."""
         keys = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         return {key: layers for key in keys if (layers := getattr(self, key)) is not None}
 

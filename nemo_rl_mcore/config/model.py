@@ -44,7 +44,7 @@ class RopeScalingConfig(StrictModel):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that its kind has, in config.json too."""
+        """Return the keys that its kind has, in config.json too."""
         turns = (
             ("low_freq_factor", "high_freq_factor")
             if self.rope_type == "llama3"
@@ -175,7 +175,7 @@ class ModelConfig(StrictModel):
 
     @property
     def load_balancing_loss(self) -> bool:
-        """Whether the routers add a load-balancing loss."""
+        """Return whether the routers add a load-balancing loss."""
         return (
             self.num_moe_experts is not None
             and self.moe_router_load_balancing_type != "none"
@@ -214,7 +214,7 @@ class ModelConfig(StrictModel):
 
     @property
     def parameters(self) -> int:
-        """All weights."""
+        """Return all weights."""
         embeddings = self.embedding_parameters * (1 if self.tie_word_embeddings else 2)
         predicting = self.mtp_num_layers or 0
         layers = (self.num_layers + predicting) * (self.layer_parameters + self.expert_parameters)

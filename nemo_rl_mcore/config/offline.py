@@ -53,5 +53,5 @@ class DPOConfig(LoopConfig, DPOLossConfig):
 
     @property
     def loss(self) -> DPOLossConfig:
-        """The keys of the loss alone."""
+        """Return the keys of the loss alone."""
         return DPOLossConfig(**{name: getattr(self, name) for name in DPOLossConfig.model_fields})

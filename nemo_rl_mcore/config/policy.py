@@ -70,7 +70,7 @@ class TokenBudgets:
     train_by_rows: bool = False
 
     def of_training(self, rows_per_sample: int) -> int:
-        """The tokens of a training microbatch for a loss whose samples have so many rows."""
+        """Return the tokens of a training microbatch for a loss whose samples have so many rows."""
         return self.train * rows_per_sample if self.train_by_rows else self.train
 
 
@@ -166,7 +166,7 @@ class PolicyConfig(StrictModel):
 
     @property
     def token_budgets(self) -> TokenBudgets | None:
-        """What sizes the microbatches, if it is tokens; None where they have a fixed number of rows."""
+        """Return what sizes the microbatches, if it is tokens; None where they have a fixed number of rows."""
         packed = self.sequence_packing.enabled
         if not packed and not self.dynamic_batching.enabled:
             return None
@@ -183,7 +183,7 @@ class PolicyConfig(StrictModel):
 
     @property
     def weights(self) -> str | None:
-        """The key that names the weights to start from, if there is one: the model's sizes are theirs."""
+        """Return the key that names the weights to start from, if there is one: the model's sizes are theirs."""
         given = (key for key in ("model_name", "init_checkpoint") if getattr(self, key) is not None)
         return next(given, None)
 

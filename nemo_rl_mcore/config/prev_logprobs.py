@@ -4,7 +4,7 @@ from nemo_rl_mcore.config.master import DistillationMasterConfig, GRPOMasterConf
 
 
 def source_of_prev_logprobs(config: RunConfig) -> str | None:
-    """What gives prev_logprobs, and why, for `check`; None where no loss takes a ratio to them."""
+    """Return what gives prev_logprobs, and why, for `check`; None where no loss takes a ratio to them."""
     if isinstance(config, DistillationMasterConfig) and config.loss_fn.rl_weight:
         return "a pass before training, for loss_fn.rl_weight"
     if not isinstance(config, GRPOMasterConfig | PPOMasterConfig):
@@ -18,7 +18,7 @@ def source_of_prev_logprobs(config: RunConfig) -> str | None:
 
 
 def reader_of_prev_logprobs(config: GRPOMasterConfig | PPOMasterConfig) -> str | None:
-    """What reads prev_logprobs before training, or behind its first optimizer step.
+    """Return what reads prev_logprobs before training, or behind its first optimizer step.
 
     None where nothing does: then the training pass gives the very numbers, as no weight has changed.
     """

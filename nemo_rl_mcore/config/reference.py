@@ -81,7 +81,7 @@ def reference_pages() -> dict[str, str]:
 
 
 def _page_of(path: str) -> str:
-    """The page of a section that all recipes have: that of a section around it, or of its first name."""
+    """Return the page of a section that all recipes have: that of a section around it, or of its first name."""
     own = (page for page in _PAGES_OF_THEIR_OWN if path == page or path.startswith(f"{page}."))
     return next(own, path.partition(".")[0])
 

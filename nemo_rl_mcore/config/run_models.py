@@ -56,14 +56,14 @@ class ModelPlan:
     own_keys: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def key(self, path: str) -> str:
-        """Where the recipe sets for this model what `path`, such as policy.precision, is for the policy."""
+        """Return where the recipe sets for this model what `path`, such as policy.precision, is for the policy."""
         for shared, own in self.own_keys.items():
             if path == shared or path.startswith(f"{shared}."):
                 return own + path.removeprefix(shared)
         return path
 
     def in_recipe(self, problem: Problem) -> Problem:
-        """A problem of this model's configuration, told by the keys that the user finds in the recipe."""
+        """Return a problem of this model's configuration, told by the keys that the user finds in the recipe."""
         return replace(
             problem,
             path=self.key(problem.path),
@@ -94,7 +94,7 @@ class ValueConfig(StrictModel):
         return with_other_spellings(fill_weight_decay(given), ("max_grad_norm", "optimizer.clip_grad"))
 
     def plan(self, policy: PolicyConfig) -> ModelPlan:
-        """The critic beside a policy."""
+        """Return the critic beside a policy."""
         of_megatron = {"optimizer": self.optimizer, "scheduler": self.scheduler}
         own: dict[str, object] = {
             key: getattr(self, key)
@@ -126,7 +126,7 @@ class TeacherConfig(StrictModel):
     """Its weights: a recipe that is run first (ours)."""
 
     def plan(self, policy: PolicyConfig) -> ModelPlan:
-        """The teacher beside a policy."""
+        """Return the teacher beside a policy."""
         # There is no backward pass to overlap with, and Megatron asks more of a model that would have one.
         megatron = policy.megatron_cfg.model_copy(update={"overlap_moe_expert_parallel_comm": False})
         of_weights = ("model_name", "hf_config_overrides", "init_checkpoint")

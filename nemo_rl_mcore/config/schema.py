@@ -16,7 +16,7 @@ Kind = type[RunConfig]
 
 @cache
 def fields(kind: Kind = GRPOMasterConfig) -> dict[str, FieldInfo]:
-    """Every field of a recipe by its YAML path; recipes of each algorithm are a kind of their own."""
+    """Return every field of a recipe by its YAML path; recipes of each algorithm are a kind of their own."""
     found: dict[str, FieldInfo] = {}
     _walk(kind, "", found)
     return found
@@ -35,7 +35,7 @@ ANY_NAME = "NAME"
 
 
 def section_of(field: FieldInfo) -> type[StrictModel] | None:
-    """The class of the sections that a field holds: one, null or not, a list or names; None for a plain value."""
+    """Return the class of the sections that a field holds: one, null or not, a list or names; None for plain values."""
     return _section_in(field.annotation)
 
 
@@ -47,12 +47,12 @@ def _section_in(annotation: object) -> type[StrictModel] | None:
 
 
 def holds_names(field: FieldInfo) -> bool:
-    """Whether a field holds sections by names of the user's own."""
+    """Return whether a field holds sections by names of the user's own."""
     return get_origin(field.annotation) is dict and section_of(field) is not None
 
 
 def field_path(path: str, kind: Kind = GRPOMasterConfig) -> str:
-    """The path of the field that a path of a recipe leads to: without places in lists, and with NAME for a name."""
+    """Return the path of the field behind a path of a recipe: without places in lists, and with NAME for a name."""
     found = ""
     for part in path.split("."):
         field = fields(kind).get(found)
@@ -64,18 +64,18 @@ def field_path(path: str, kind: Kind = GRPOMasterConfig) -> str:
 
 
 def field_at(path: str, kind: Kind = GRPOMasterConfig) -> FieldInfo | None:
-    """The field that a path of a recipe leads to."""
+    """Return the field that a path of a recipe leads to."""
     return fields(kind).get(field_path(path, kind))
 
 
 def is_known(path: str, kind: Kind = GRPOMasterConfig) -> bool:
-    """Whether a key exists in the recipes of an algorithm."""
+    """Return whether a key exists in the recipes of an algorithm."""
     path = field_path(path, kind)
     return path in fields(kind) or path.endswith(f".{ANY_NAME}")
 
 
 def suggestion(path: str, kind: Kind = GRPOMasterConfig) -> str:
-    """The sentence that leads from an unknown key to a known one."""
+    """Return the sentence that leads from an unknown key to a known one."""
     if path in RUN_CONFIGS:
         return (
             f"a recipe has one algorithm, and this one's is {kind.algorithm}; remove one of the two sections"
@@ -90,7 +90,7 @@ def suggestion(path: str, kind: Kind = GRPOMasterConfig) -> str:
 
 
 def nearest_path(path: str, kind: Kind = GRPOMasterConfig) -> str | None:
-    """The known path that an unknown one was most likely meant to be, if any is near."""
+    """Return the known path that an unknown one was most likely meant to be, if any is near."""
     parent, _, key = path.rpartition(".")
     siblings = difflib.get_close_matches(key, _children(parent, kind), n=1, cutoff=0.7)
     if siblings:
@@ -124,7 +124,7 @@ def _children(parent: str, kind: Kind) -> list[str]:
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field allows, in words."""
+    """Return what a field allows, in words."""
     return _describe(field.annotation, tuple(field.metadata))
 
 
@@ -172,7 +172,7 @@ def _number(limit: float) -> str:
 
 
 def placeholder(field: FieldInfo) -> object:
-    """The simplest value that a required field takes."""
+    """Return the simplest value that a required field takes."""
     annotation: Any = field.annotation
     if get_origin(annotation) is Literal:
         return get_args(annotation)[0]
@@ -182,7 +182,7 @@ def placeholder(field: FieldInfo) -> object:
 
 
 def field_help(path: str, kind: Kind = GRPOMasterConfig) -> str:
-    """The description of a field, as one sentence without its full stop; an ellipsis at its end stays."""
+    """Return the description of a field, as one sentence without its full stop; an ellipsis at its end stays."""
     field = field_at(path, kind)
     description = (field.description if field else None) or ""
     return description if description.endswith("...") else description.removesuffix(".")

@@ -10,7 +10,7 @@ MOST_TURNS = 10_000
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """The smallest integers in the ratio of weights, which are taken as the decimals that they are written as."""
+    """Return the smallest integers in the ratio of weights, taken as the decimals that they are written as."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * scale) for weight in exact]
@@ -39,18 +39,18 @@ class Shares:
         return self._turns[position % self.period]
 
     def before(self, source: int, position: int) -> int:
-        """Turns that a source has had before a position."""
+        """Return how many turns a source has had before a position."""
         rounds, place = divmod(position, self.period)
         return rounds * self._weights[source] + self._before[source][place]
 
     def most(self, source: int, turns: int, every: int) -> int:
-        """The most turns that a source has in `turns` of them that begin at a multiple of `every`."""
+        """Return the most turns that a source has in `turns` of them that begin at a multiple of `every`."""
         starts = range(0, self.period, gcd(every, self.period))
         return max(self.before(source, start + turns) - self.before(source, start) for start in starts)
 
 
 def _turns(weights: Sequence[int]) -> list[int]:
-    """One round; of those that may not wait longer, it is the turn of the one whose share runs out first."""
+    """Return the turns of one round; among those that may not wait, it is that of the share that runs out first."""
     sources, period = len(weights), sum(weights)
     if sources == 1:
         return [0] * period

@@ -7,12 +7,12 @@ SHIPPED = Path(__file__).parents[1] / "recipes"
 
 
 def shipped_names() -> list[str]:
-    """The names of all recipes, which are their paths in the folder."""
+    """Return the names of all recipes, which are their paths in the folder."""
     return sorted(str(path.relative_to(SHIPPED)) for path in SHIPPED.rglob("*.yaml"))
 
 
 def shipped_recipe(name: str | Path) -> Path | None:
-    """The recipe of that name, with or without its folder and `.yaml`; None where there is none, or several."""
+    """Return the recipe of that name, with or without its folder and `.yaml`; None where there is none, or several."""
     wanted = Path(f"{str(name).removesuffix('.yaml')}.yaml")
     if not _below(wanted):
         return None
@@ -23,7 +23,7 @@ def shipped_recipe(name: str | Path) -> Path | None:
 
 
 def shipped_folder(name: str) -> Path | None:
-    """The folder of recipes of that name; None where there is none."""
+    """Return the folder of recipes of that name; None where there is none."""
     folder = SHIPPED / name
     return folder if _below(Path(name)) and folder.is_dir() else None
 

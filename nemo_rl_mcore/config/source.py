@@ -36,7 +36,7 @@ class SourceAnswerConfig(AnswerConfig):
 
     @property
     def in_text(self) -> bool:
-        """Whether it is a part of a text."""
+        """Return whether it is a part of a text."""
         return self.after is not None or self.regex is not None or self.boxed
 
 
@@ -141,12 +141,12 @@ class SourceConfig(SourceDefaults):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The files, the folder or the name on the hub."""
+        """Return the files, the folder or the name on the hub."""
         return (self.data_path,) if isinstance(self.data_path, str) else self.data_path or ()
 
     @property
     def name(self) -> str:
-        """A short name: that of the data set, or of the first file."""
+        """Return a short name: that of the data set, or of the first file."""
         if self.dataset_name is not None and (known := known_name(self.dataset_name)) is not None:
             return known
         return self.paths[0].rstrip("/").rpartition("/")[2].partition(".")[0] or "rows"
@@ -181,14 +181,14 @@ SourcesOrNames = Annotated[
 
 
 def each(given: object) -> dict[str, object]:
-    """One source or each of a list, by what stands behind the key in its path: nothing, or its place."""
+    """Return one source or each of a list, by what stands behind the key in its path: nothing, or its place."""
     if isinstance(given, list | tuple):
         return {str(place): one for place, one in enumerate(cast("list[object]", given))}
     return {} if given is None else {"": given}
 
 
 def with_defaults(given: object, default: object) -> object:
-    """Sources with the keys that they leave out filled from data.default."""
+    """Return sources with the keys that they leave out filled from data.default."""
     if not isinstance(default, Mapping):
         return given
     given_there = cast("Mapping[str, object]", default)
@@ -203,7 +203,7 @@ def with_defaults(given: object, default: object) -> object:
 
 
 def as_in_train(validation: Mapping[str, object], train: Mapping[str, object]) -> dict[str, object]:
-    """A section of validation with what it leaves out taken from that of data.train.
+    """Return a section of validation with what it leaves out taken from that of data.train.
 
     One that names a data set shares no more than the texts around a prompt; one that has files of its own shares the
     columns, too, and one that has neither is another split of the same data set.
@@ -218,7 +218,7 @@ def as_in_train(validation: Mapping[str, object], train: Mapping[str, object]) -
 
 
 def names_of(sources: Mapping[str, SourceConfig]) -> dict[str, str]:
-    """A name for each source by its path: that of a set of eval.sets, or its own, with a number where it is taken."""
+    """Return a name for each source by its path: that of its set of eval.sets, or its own, numbered where taken."""
     names = dict[str, str]()
     for path, source in sources.items():
         own = path.removeprefix("eval.sets.") if path.startswith("eval.sets.") else source.name

@@ -70,7 +70,7 @@ _MOST_FILES = 100
 
 
 def _merged(below: DictConfig, above: DictConfig) -> DictConfig:
-    """Both, key by key; a list takes the place of a section, and a section that of a list."""
+    """Return both, key by key; a list takes the place of a section, and a section that of a list."""
     _make_room(below, above)
     return cast("DictConfig", OmegaConf.merge(below, above))
 

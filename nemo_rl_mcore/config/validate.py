@@ -64,7 +64,7 @@ Key = int | str
 
 
 def with_pretrained_model(tree: Tree) -> tuple[Tree, list[Problem]]:
-    """The recipe completed by what model_name says, of the policy and of a teacher."""
+    """Return the recipe completed by what model_name says, of the policy and of a teacher."""
     filled, problems = dict(tree), list[Problem]()
     for name in ("policy", "teacher"):
         section = tree.get(name)
@@ -96,7 +96,7 @@ def _translate(details: ErrorDetails, tree: Tree, kind: Kind) -> Problem:
 
 
 def _as_written(loc: tuple[int | str, ...], tree: Tree) -> list[Key]:
-    """The keys and places that lead through a recipe to an error, without the names of a union's branches.
+    """Return the keys and places that lead through a recipe to an error, without the names of a union's branches.
 
     A place is told where it is that of a section; of any other list the list's field speaks for all of it.
     """
@@ -123,7 +123,7 @@ def _shown(value: object) -> str:
 
 
 def _meant(problems: list[Problem], kind: Kind) -> set[str]:
-    """The keys that misspelt ones were meant to set; what rests on them is not judged either."""
+    """Return the keys that misspelt ones were meant to set; what rests on them is not judged either."""
     typos = (problem.path for problem in problems if problem.what == "unknown key")
     return {nearest for path in typos if (nearest := nearest_path(path, kind)) is not None}
 
@@ -142,7 +142,7 @@ _PASSES = 8
 
 
 def _stand_in(tree: Tree, kind: Kind) -> RunConfig | None:
-    """The configuration with stand-ins for the wrong fields, so that the rules between the others can run."""
+    """Return the configuration with stand-ins for the wrong fields, so that the rules between the others can run."""
     tree = copy.deepcopy(tree)
     for _ in range(_PASSES):
         try:

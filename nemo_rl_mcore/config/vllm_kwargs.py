@@ -83,5 +83,5 @@ def kwargs_problems(given: Mapping[str, object] | None) -> Iterator[Problem]:
 
 
 def is_passed_on(name: str) -> bool:
-    """Whether vLLM gets an argument of that name as it is."""
+    """Return whether vLLM gets an argument of that name as it is."""
     return name not in {*_SET_HERE, *_OTHER_ANSWERS, *_OTHER_LAYOUTS}

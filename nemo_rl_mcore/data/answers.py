@@ -19,7 +19,7 @@ def given_answers(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> BatchedDat
 
 
 def answer_row(prompt: Prompt, tokenizer: Tokenizer) -> TokenRow:
-    """A prompt with its answer, by the chat template where the prompt is a conversation."""
+    """Return a prompt with its answer, by the chat template where the prompt is a conversation."""
     if not prompt.context:
         return plain_row(Rendered(prompt.text, prompt.literal), prompt.imitated, tokenizer)
     return conversation_row(prompt.context, prompt.imitated, tokenizer, imitate_all=prompt.imitate_all)

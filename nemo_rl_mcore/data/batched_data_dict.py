@@ -56,7 +56,7 @@ class BatchedDataDict(dict[str, Any]):
 
     @property
     def size(self) -> int:
-        """The number of rows; 0 when the batch has no entry."""
+        """Return the number of rows; 0 when the batch has no entry."""
         return next((len(value) for value in self.values()), 0)
 
     def get_dict(self) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nemo_rl_mcore.data.datasets import Prompt
-from nemo_rl_mcore.data.literal_text import Rendered, Seal, contents, framed_content, pattern_of
-from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.literal_text import Rendered, Seal, contents, pattern_of
+from nemo_rl_mcore.data.messages import Message, with_strings
 from nemo_rl_mcore.data.token_rows import TokenRow
-from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.data.tokenizer import Tokenizer, Tools
 from nemo_rl_mcore.errors import RefusedError
 
 USER, ASSISTANT = "user", "assistant"
@@ -17,7 +17,7 @@ _SHOWN_TEXT = 40
 
 
 def with_template(prompt: Prompt, tokenizer: Tokenizer, frame: tuple[int, int] = (0, 0)) -> Prompt:
-    """The prompt with the text that the template makes of its context; a plain text is a user's message.
+    """Return the prompt with the text that the template makes of its context; a plain text is a user's message.
 
     frame: of a plain text, see `Message.frame`.
     """
@@ -26,19 +26,20 @@ def with_template(prompt: Prompt, tokenizer: Tokenizer, frame: tuple[int, int] =
     return replace(prompt, context=context, text=shown.text, literal=shown.literal)
 
 
-def rendered(messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool) -> Rendered:
-    """The text of a conversation by the chat template; special tokens that its messages spell stay text."""
+def rendered(
+    messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool, tools: Tools = ()
+) -> Rendered:
+    """Return a conversation's text by the chat template; special tokens that messages and tools spell stay text."""
     tokens, texts = tuple(tokenizer.special_tokens), [*contents(messages)]
-    if not tokens or not any(map(pattern_of(tokens).search, texts)):
-        return Rendered(tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt))
-    seal = Seal(tokens, [message.content for message in messages] + texts)
-    sealed = [_sealed(message, seal) for message in messages]
-    return seal.open(tokenizer.render_chat(sealed, add_generation_prompt=add_generation_prompt))
-
-
-def _sealed(message: Message, seal: Seal) -> Message:
-    before, content, behind = framed_content(message.content, message.frame)
-    return Message(seal.close(message.role), f"{before}{seal.close(content)}{behind}")
+    with_strings([*tools], lambda text: texts.append(text) or text)
+    if tokens and any(map(pattern_of(tokens).search, texts)):
+        seal = Seal(tokens, [message.content for message in messages] + texts)
+        messages = [message.with_texts(seal.close) for message in messages]
+        tools = with_strings([*tools], seal.close)
+    else:
+        seal = None
+    text = tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+    return seal.open(text) if seal else Rendered(text)
 
 
 def _ids(messages: Sequence[Message], tokenizer: Tokenizer, *, add_generation_prompt: bool) -> list[int]:
@@ -76,7 +77,7 @@ def conversation_row(
 
 
 def rewritten(before: str, after: str) -> str | None:
-    """Where a rendering differs from that of fewer messages, and both texts there; None if it begins with it."""
+    """Return where a rendering differs from that of fewer messages, and both texts there; None if it begins with it."""
     if after.startswith(before):
         return None
     place = next(

@@ -46,7 +46,7 @@ class Prompt:
 
     @property
     def imitated(self) -> str:
-        """The answer to imitate: the solution or, where there is none, the answer."""
+        """Return the answer to imitate: the solution or, where there is none, the answer."""
         return self.answer if self.solution is None else self.solution
 
 
@@ -136,7 +136,7 @@ class DigitTaskSource(PromptSource):
         return prompts
 
     def _prompt(self, index: int) -> Prompt | None:
-        """The prompt of an index; None where it is none."""
+        """Return the prompt of an index; None where it is none."""
         width = self._num_digits // 2
         match self._task:
             case "calculator":
@@ -157,7 +157,7 @@ class DigitTaskSource(PromptSource):
 
 
 def numbers_of(index: int, count: int, width: int) -> list[str]:
-    """The numbers of `width` digits each that the index of a prompt is made of."""
+    """Return the numbers of `width` digits each that the index of a prompt is made of."""
     digits = f"{index:0{count * width}d}"
     return [digits[start : start + width] for start in range(0, count * width, width)]
 

@@ -44,7 +44,7 @@ class EpochSource(PromptSource):
         ]
 
     def _rows(self, step: int, count: int) -> list[tuple[int, int]]:
-        """The source and the row of each prompt of a step."""
+        """Return the source and the row of each prompt of a step."""
         if count > min(self.per_step, len(self.train)):
             raise RefusedError(
                 f"{count} rows of a step are more than its {self.per_step} or the {len(self.train)} of data.train",
@@ -82,12 +82,12 @@ class EpochSource(PromptSource):
         return _Passes(rows, seed, key, lambda position: self._step_around(source, position))
 
     def _step_around(self, source: int, position: int) -> tuple[int, int]:
-        """The first row of a source, counted through its passes, of the step that takes a row, and behind its last."""
+        """Return the bounds of the rows that a step takes of a source, counted through its passes."""
         step = self._step_of(source, position)
         return self._begin(source, step), self._begin(source, step + 1)
 
     def _step_of(self, source: int, position: int) -> int:
-        """The step, counted from 0, that takes the row at a position of a source's passes."""
+        """Return the step, counted from 0, that takes the row at a position of a source's passes."""
         most = (position + 2) * self._shares.period // self.per_step + 1
         return bisect_right(range(most), position, key=partial(self._begin, source)) - 1
 
@@ -116,14 +116,14 @@ class _Passes:
     _first: array[int] = field(default_factory=lambda: array("I"), init=False, repr=False)
 
     def row(self, position: int) -> int:
-        """The row at a position of the passes."""
+        """Return the row at a position of the passes."""
         epoch, place = divmod(position, len(self.rows))
         while len(self._orders) <= epoch:
             self._orders.append(self._order(len(self._orders)))
         return self.rows[self._orders[epoch][place]]
 
     def first_position(self, row: int) -> int:
-        """The position of a row in the first pass."""
+        """Return the position of a row in the first pass."""
         if not self._orders:
             self._orders.append(self._order(0))
         if not self._first:

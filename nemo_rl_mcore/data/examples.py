@@ -105,19 +105,19 @@ def read_run_examples(config: RunConfig) -> tuple[Examples, list[Problem]]:
 
 
 def read_set(path: str, source: SourceConfig, *, chat: bool) -> tuple[list[Example], list[Problem]]:
-    """The rows of one source whose prompts are answered."""
+    """Return the rows of one source whose prompts are answered."""
     found = _read(source.name, path, source, RowKind.PROMPTS, chat=chat, first=0)
     return found.examples, [*found.problems, *found.unanswered(found.examples)]
 
 
 def in_turns[Item](lists: Sequence[Sequence[Item]]) -> list[Item]:
-    """The first of each list, then the second of each: the first n hold as many of each as there are."""
+    """Return the first of each list, then the second of each: the first n hold as many of each as there are."""
     longest = max((len(one) for one in lists), default=0)
     return [one[place] for place in range(longest) for one in lists if place < len(one)]
 
 
 def hash_fraction(context: Context) -> float:
-    """A number in [0, 1) that depends on a prompt's text alone: equal prompts stand on the same side of a split."""
+    """Return a number in [0, 1) from a prompt's text alone: equal prompts stand on the same side of a split."""
     text = context if isinstance(context, str) else repr(context)
     digest = hashlib.sha256(f"held-out:{text}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
@@ -195,7 +195,7 @@ def _read(name: str, path: str, source: SourceConfig, kind: RowKind, *, chat: bo
 
 
 def _drawn(rows: Sequence[Row], count: int | None) -> Sequence[Row]:
-    """As many rows drawn at random, in their order; all where there are no more."""
+    """Return as many rows drawn at random, in their order; all where there are no more."""
     if count is None or count >= len(rows):
         return rows
     return [rows[place] for place in sorted(islice(shuffled(len(rows), "max_samples"), count))]
@@ -212,7 +212,7 @@ def _keep(
 
 
 def example_of(read: Read, texts: PromptTexts, place: str, index: int, name: str, *, chat: bool) -> Example:
-    """What was read of a row as an example, with its texts."""
+    """Return what was read of a row as an example, with its texts."""
     shown, frame = texts.shown(read.context, chat=chat), texts.frame(chat=chat)
     plain = Example(place, index, shown, read.answer, read.rejected, read.imitate_all, None, name, frame)
     return replace(plain, solution=read.solution, columns=read.columns)

@@ -17,7 +17,7 @@ from nemo_rl_mcore.strict_json import read_json, shortened
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, as an index names it; raises ValueError when it is no index."""
+    """Return the file of each tensor, as an index names it; raises ValueError when it is no index."""
     try:
         content = read_json(index, finite=False)
         found = cast("dict[str, object]", content)["weight_map"] if isinstance(content, dict) else None
@@ -41,7 +41,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def weight_file(folder: Path, name: str) -> Path:
-    """The path of a file of weights, which need not exist; raises ValueError when it leads out of the folder.
+    """Return the path of a file of weights, which need not exist; raises ValueError when it leads out of the folder.
 
     A snapshot in the hub's cache (`snapshots/REVISION`) is made of links into `blobs` beside it; those are its own.
     """
@@ -74,7 +74,7 @@ _UNWANTED = ("consolidated*", "original/*")
 
 
 def fetched_folder(name: str) -> Path:
-    """The folder of a model: the path itself or, for a hub id, its snapshot in the cache, completed if need be.
+    """Return the folder of a model: the path itself or, for a hub id, its snapshot in the cache, completed if need be.
 
     Ranks of one machine may call it at the same time: the hub's locks let one of them fetch.
     Raises ValueError when the model is not here and cannot be fetched.
@@ -124,7 +124,7 @@ def _not_here(name: str, reason: str) -> RefusedError:
 
 
 def _is_complete(snapshot: Path) -> bool:
-    """Whether the snapshot holds a config and every file of the weights."""
+    """Return whether the snapshot holds a config and every file of the weights."""
     index = snapshot / "model.safetensors.index.json"
     weights = {*read_weight_map(index).values()} if index.is_file() else {"model.safetensors"}
     return all((snapshot / file).is_file() for file in ("config.json", *weights))

@@ -29,7 +29,7 @@ _SAVED = "name a folder as save_to_disk writes it"
 
 
 def read_library_file(path: str, name: str) -> Iterator[Row]:
-    """The rows of one file in a format of the library."""
+    """Yield the rows of one file in a format of the library."""
     import datasets
 
     if not Path(path).is_file():
@@ -48,7 +48,7 @@ def read_library_file(path: str, name: str) -> Iterator[Row]:
 
 
 def read_data_set(source: SourceConfig) -> Sequence[Row]:
-    """The rows of a folder or of a data set of the hub."""
+    """Return the rows of a folder or of a data set of the hub."""
     import datasets
 
     path, split = source.paths[0], source.split or "train"
@@ -69,7 +69,7 @@ def read_data_set(source: SourceConfig) -> Sequence[Row]:
 
 
 def open_stream(source: SourceConfig) -> IterableDataset:
-    """The rows of a source one after the other, without a copy of them; raises SourceError."""
+    """Return the rows of a source one after the other, without a copy of them; raises SourceError."""
     import datasets
 
     path, split = source.paths[0], source.split or "train"
@@ -99,7 +99,7 @@ def _stream_of_files(files: list[str], split: str) -> Any:
 
 
 def _objects(files: list[str]) -> Iterator[object]:
-    """The objects of files of JSONL, one after the other; the library would guess a type for each column."""
+    """Yield the objects of files of JSONL, one after the other; the library would guess a type for each column."""
     for path in files:
         with Path(path).open("rb") as lines:
             for row in rows_of_lines(path, lines):
@@ -109,7 +109,7 @@ def _objects(files: list[str]) -> Iterator[object]:
 
 
 def _as_written(name: str, path: str) -> dict[str, Any]:
-    """What has cells of CSV be text: else 007 is 7, a 72 beside a 1.5 is 72.0, and the word None is no text."""
+    """Return what has cells of CSV be text: else 007 is 7, a 72 beside a 1.5 is 72.0, and the word None is no text."""
     import datasets
 
     if name != "csv":
@@ -169,7 +169,7 @@ def _rows(found: Dataset, place: str) -> Iterator[Row]:
 
 
 def _loaded(path: str, load: Callable[[], Any]) -> Any:
-    """What the library loads, or why it does not; it raises classes of five other libraries."""
+    """Return what the library loads, or why it does not; it raises classes of five other libraries."""
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
@@ -194,12 +194,12 @@ def _loaded(path: str, load: Callable[[], Any]) -> Any:
 
 
 def ranges_of(split: str, sizes: Mapping[str, int]) -> list[tuple[int, int]]:
-    """The rows of files that a split such as train[:90%] names, as the library counts them; raises SourceError."""
+    """Return the rows of files that a split such as train[:90%] names, as the library counts; raises SourceError."""
     return [(start, end) for _, start, end in named_ranges(split, sizes)]
 
 
 def named_ranges(split: str, sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
-    """The split, the first row and the end of each part of `split`, such as test[10:20]+train[:90%]."""
+    """Return the split, the first row and the end of each part of `split`, such as test[10:20]+train[:90%]."""
     import datasets
 
     try:

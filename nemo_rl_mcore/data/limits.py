@@ -65,7 +65,7 @@ class Limits:
         return self.rendered(prompt, example.frame)
 
     def rendered(self, prompt: Prompt, frame: tuple[int, int] = (0, 0)) -> Prompt:
-        """The prompt in the chat template, where one is asked for, with the places of what is not to be parsed.
+        """Return the prompt in the chat template, where one is asked for, with the places of what is not to be parsed.
 
         frame: of a plain text, see `Message.frame`. Raises ValueError where the recipe does not say what a special
         token of a row is.
@@ -90,7 +90,7 @@ class Limits:
         return self.kind or self.config.row_kind
 
     def excess(self, prompt: Prompt, *, sampled: bool) -> str | None:
-        """What is too long, and the key to raise; None where the row fits."""
+        """Return what is too long, and the key to raise; None where the row fits."""
         longest_prompt, longest = self.config.max_prompt_length, self.config.policy.max_total_sequence_length
         if sampled and (excess := _too_many(len(prompt.text), longest_prompt)):
             return f"the prompt {excess}: raise data.max_input_seq_length"

@@ -80,7 +80,7 @@ class LiteralEncoder:
 
     @cached_property
     def _backend(self) -> Backend | None:
-        """A copy of the tokenizer to which no token is special; None where it is not of `tokenizers`."""
+        """Return a copy of the tokenizer to which no token is special; None where it is not of `tokenizers`."""
         from tokenizers import AddedToken, Tokenizer
         from transformers import PreTrainedTokenizerFast
 
@@ -96,7 +96,7 @@ class LiteralEncoder:
 
     @cached_property
     def _marks_the_start(self) -> bool:
-        """Whether the first word of a text has other ids than a word behind a special token."""
+        """Return whether the first word of a text has other ids than a word behind a special token."""
         encode, token = self._tokenizer.encode, self.tokens[0]
         alone, behind = (encode(text, add_special_tokens=False) for text in ("word", f"{token}word"))
         return behind[1:] != alone

@@ -31,9 +31,10 @@ def framed_content(text: str, frame: tuple[int, int]) -> tuple[str, str, str]:
 
 def contents(messages: Iterable[Message]) -> Iterator[str]:
     """Yield what messages say that no file of the recipe does, their roles among it."""
+    said = list[str]()
     for message in messages:
-        yield message.role
-        yield framed_content(message.content, message.frame)[1]
+        message.with_texts(lambda text: said.append(text) or text)
+    yield from filter(None, said)
 
 
 def literal_spans(

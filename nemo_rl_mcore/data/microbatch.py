@@ -32,7 +32,7 @@ class Microbatch:
 
     @property
     def input_ids(self) -> Tensor:
-        """The tokens as the model takes them."""
+        """Return the tokens as the model takes them."""
         return self.to_model(self.rows["input_ids"])
 
     @property
@@ -43,12 +43,12 @@ class Microbatch:
 
     @property
     def whole(self) -> Microbatch:
-        """What the ranks share of which each sees a part: itself, where each sees all of it."""
+        """Return what the ranks share of which each sees a part: itself, where each sees all of it."""
         return self
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """Where the samples of a packed row begin and end; empty when every sample has a row of its own."""
+        """Return where the samples of a packed row begin and end; empty when every sample has a row of its own."""
         return ()
 
     def to_model(self, values_BS: Tensor) -> Tensor:

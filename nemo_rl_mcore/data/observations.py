@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import pairwise, takewhile
 from typing import Protocol
 
@@ -14,13 +15,14 @@ from nemo_rl_mcore.data.chat import ASSISTANT, USER, rendered, rewritten
 from nemo_rl_mcore.data.literal_text import Rendered
 from nemo_rl_mcore.data.messages import Message
 from nemo_rl_mcore.data.token_rows import content_ids
-from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.data.tokenizer import Tokenizer, Tools
 from nemo_rl_mcore.errors import RefusedError
 
 _ENVIRONMENT = "environment"
 _ASKED = Message(USER, "question")
 _ANSWER = "some-answer-7319"
 """A text that no template writes or cuts."""
+_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
 _CONTENT = "some-content-4821"
 _KEY = "data.apply_chat_template"
 _ANSWERS = ("the answer", "<think>\nthe thought\n</think>\n\nthe answer")
@@ -30,16 +32,24 @@ class Observer(Protocol):
     """Turns observations into token ids."""
 
     def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
-        """The ids between a sampled answer, its end of sequence or stop string included, and the next answer.
+        """Return the ids between a sampled answer, its end of sequence or stop string included, and the next answer.
 
         Raises ValueError for what the tokenizer or its template does not take.
+        """
+        ...
+
+    def whole_prompt(self, messages: Sequence[Message], observation: Sequence[Message]) -> list[int] | None:
+        """Return the ids of all messages, of which the last is an answer, and the observation; None for those at hand.
+
+        They are others where a template shows earlier turns in another way once more follows, as one does that drops
+        earlier thoughts. Raises ValueError as `ids_of`.
         """
         ...
 
 
 def make_observer(tokenizer: Tokenizer, *, chat: bool) -> Observer:
     """chat: observations are messages of the tokenizer's chat template; else plain text, as NeMo RL encodes them."""
-    return _Chat(tokenizer) if chat else _PlainText(tokenizer)
+    return _Chat(tokenizer, _first_rewritten(tokenizer) is not None) if chat else _PlainText(tokenizer)
 
 
 @dataclass(frozen=True)
@@ -52,26 +62,38 @@ class _PlainText:
         """See `Observer.ids_of`."""
         return [token for message in observation for token in content_ids(message.content, self.tokenizer)]
 
+    def whole_prompt(self, messages: Sequence[Message], observation: Sequence[Message]) -> None:
+        """See `Observer.whole_prompt`: nothing is rewritten."""
+
 
 @dataclass(frozen=True)
 class _Chat:
     """The end of the assistant's turn as far as it was not sampled, the observation, and the generation prompt.
 
-    The role `environment` is shown as `user` by a template that does not know it.
+    The role `environment` is shown as `user` by a template that does not know it. rewrites: whether the template may
+    show earlier turns in another way.
     """
 
     tokenizer: Tokenizer
+    rewrites: bool
 
     def ids_of(self, answer_ids: Sequence[int], observation: Sequence[Message]) -> list[int]:
         """See `Observer.ids_of`; ValueError also for a role that the template refuses or leaves out."""
         known = [self._in_known_role(message) for message in observation]
-        shown = _behind_answer(self.tokenizer, known, add_generation_prompt=True)
-        whole = self.tokenizer.encode(shown.text, shown.literal)
-        end = self.tokenizer.encode(_behind_answer(self.tokenizer, (), add_generation_prompt=False).text)
-        # A token that joins the end of the turn to what follows is of neither.
-        equal = takewhile(lambda pair: pair[0] == pair[1], zip(end, whole, strict=False))
-        end = [token for token, _ in equal]
-        return whole[_sampled(answer_ids, end, self.tokenizer.eos_token_id) :]
+        behind = _behind_answer(self.tokenizer, known, add_generation_prompt=True)
+        return _ids_behind(self.tokenizer, answer_ids, behind, end_of_answers(self.tokenizer))
+
+    def whole_prompt(self, messages: Sequence[Message], observation: Sequence[Message]) -> list[int] | None:
+        """See `Observer.whole_prompt`."""
+        if not self.rewrites:
+            return None
+        *before, answer = messages
+        shown = rendered(before, self.tokenizer, add_generation_prompt=True).text + answer.content
+        known = [self._in_known_role(message) for message in observation]
+        whole = rendered([*messages, *known], self.tokenizer, add_generation_prompt=True)
+        if whole.text.startswith(shown):
+            return None
+        return self.tokenizer.encode(whole.text, whole.literal)
 
     def _in_known_role(self, message: Message) -> Message:
         if _knows(self.tokenizer, message.role):
@@ -85,47 +107,143 @@ class _Chat:
         )
 
 
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation to be answered, in which some of the answers were sampled.
+
+    tools: functions that answers may call, see `Tokenizer.render_chat`.
+    """
+
+    tokenizer: Tokenizer
+    messages: Sequence[Message]
+    tools: Tools = ()
+
+    @cached_property
+    def shown(self) -> Rendered:
+        """Return all of it, up to the beginning of the next answer, as the template shows it."""
+        return self._beginning(len(self.messages), add_generation_prompt=True)
+
+    def ids_behind(self, place: int, answer_ids: Sequence[int]) -> list[int] | None:
+        """Return the ids between the answer `messages[place]`, whose ids were sampled, and the next answer.
+
+        None where what was shown up to that answer, its thoughts included, is not shown so any more; then the
+        conversation has to be encoded anew.
+        """
+        asked = self._beginning(place, add_generation_prompt=True)
+        answered = self._beginning(place + 1, add_generation_prompt=False)
+        if not (_begins_with(self.shown, asked) and _begins_with(self.shown, answered)):
+            return None
+        if _thought(self.messages[place]) not in answered.text[len(asked.text) :]:
+            return None
+        end = self._end_of(answered, behind=len(asked.text))
+        if end is None:
+            return None
+        behind = _behind(self.shown, len(answered.text) - len(end))
+        return _ids_behind(self.tokenizer, answer_ids, behind, end)
+
+    def _beginning(self, count: int, *, add_generation_prompt: bool) -> Rendered:
+        return rendered(
+            self.messages[:count],
+            self.tokenizer,
+            add_generation_prompt=add_generation_prompt,
+            tools=self.tools,
+        )
+
+    def _end_of(self, answered: Rendered, behind: int) -> str | None:
+        """Return what the template has written behind the last answer; None where that cannot be told.
+
+        It ends other answers in another way: calls of tools, for one.
+        """
+        if answered.text.endswith(end := end_of_answers(self.tokenizer)):
+            return end
+        token = self.tokenizer.text_of([self.tokenizer.eos_token_id])
+        start = answered.text.rfind(token, behind)
+        said = any(first <= start < last for first, last in answered.literal)
+        return None if start < 0 or said else answered.text[start:]
+
+
 def require_append_only(tokenizer: Tokenizer, name: str) -> None:
     """Check that the chat template shows the beginning of a conversation the same, however it goes on.
 
     name: of the tokenizer, for the message. Raises ValueError, with the first text that differs, where it does not:
-    then what the model was shown in training is not what it is shown once it serves.
+    then an episode is several rows.
     """
+    if (difference := _first_rewritten(tokenizer)) is not None:
+        raise RefusedError(
+            f"{_KEY}: the chat template of {name} rewrites earlier turns, so that an episode is several rows, of which "
+            f"a critic cannot say what the next one is worth: {difference}; use a template that keeps earlier turns as "
+            "they were, or grpo",
+            code="rewritten-turns",
+        )
+
+
+def _first_rewritten(tokenizer: Tokenizer) -> str | None:
+    """Return where the template shows some beginning of a conversation in another way once more follows."""
     others = [role for role in ("tool", _ENVIRONMENT) if _knows(tokenizer, role)]
     for role in (USER, *others):
         for answer in _ANSWERS:
             turn = (Message(ASSISTANT, answer), Message(role, "the reply"))
-            _require_beginnings(tokenizer, name, [_ASKED, *turn * 2, turn[0]])
+            if (found := _rewritten_in(tokenizer, [_ASKED, *turn * 2, turn[0]])) is not None:
+                return found
+    return None
 
 
-def _require_beginnings(tokenizer: Tokenizer, name: str, messages: Sequence[Message]) -> None:
+def _rewritten_in(tokenizer: Tokenizer, messages: Sequence[Message]) -> str | None:
     shown = [
         tokenizer.render_chat(messages[:count], add_generation_prompt=messages[count - 1].role != ASSISTANT)
         for count in range(1, len(messages) + 1)
     ]
     for count, (before, after) in enumerate(pairwise(shown), start=1):
         if (difference := rewritten(before, after)) is not None:
-            raise RefusedError(
-                f"{_KEY}: the chat template of {name} rewrites earlier turns, so that tokens which were sampled would "
-                f"be shown in another way once the environment has answered: {difference}, when message {count + 1} "
-                f"({messages[count].role}) follows; use a template that keeps earlier turns as they were",
-                code="rewritten-turns",
-            )
+            return f"{difference}, when message {count + 1} ({messages[count].role}) follows"
+    return None
+
+
+@lru_cache(maxsize=8)
+def end_of_answers(tokenizer: Tokenizer) -> str:
+    """Return what the template writes behind an answer that nothing follows."""
+    return _behind_answer(tokenizer, (), add_generation_prompt=False).text
 
 
 def _behind_answer(
     tokenizer: Tokenizer, observation: Sequence[Message], *, add_generation_prompt: bool
 ) -> Rendered:
-    """What the template writes behind an answer, whatever that is."""
+    """Return what the template writes behind an answer, whatever that is."""
     messages = [_ASKED, Message(ASSISTANT, _ANSWER), *observation]
     shown = rendered(messages, tokenizer, add_generation_prompt=add_generation_prompt)
-    before, answer, behind = shown.text.partition(_ANSWER)
-    start = len(before) + len(answer)
-    return Rendered(behind, tuple((first - start, end - start) for first, end in shown.literal))
+    before, answer, _ = shown.text.partition(_ANSWER)
+    return _behind(shown, len(before) + len(answer))
+
+
+def _behind(shown: Rendered, start: int) -> Rendered:
+    literal = ((first - start, end - start) for first, end in shown.literal if first >= start)
+    return Rendered(shown.text[start:], tuple(literal))
+
+
+def _begins_with(shown: Rendered, beginning: Rendered) -> bool:
+    """Return whether a text begins with another one, the special tokens that content spells in both alike."""
+    within = takewhile(lambda span: span[1] <= len(beginning.text), shown.literal)
+    return shown.text.startswith(beginning.text) and tuple(within) == beginning.literal
+
+
+def _thought(message: Message) -> str:
+    """Return what an answer thinks before it says something."""
+    before, end, _ = message.content.partition(_THOUGHT_ENDS)
+    return message.reasoning.strip() or (before.strip().removeprefix(_THOUGHT_BEGINS).strip() if end else "")
+
+
+def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendered, end: str) -> list[int]:
+    """Ids of what stands behind an answer, beginning with the end of its turn, as far as it was not sampled."""
+    whole = tokenizer.encode(behind.text, behind.literal)
+    if not end and [*answer_ids[-1:]] == whole[:1] == [tokenizer.eos_token_id]:
+        return whole[1:]  # the template ends a turn only once another one follows
+    # A token that joins the end of the turn to what follows is of neither.
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(tokenizer.encode(end), whole, strict=False))
+    return whole[_sampled(answer_ids, [token for token, _ in equal], tokenizer.eos_token_id) :]
 
 
 def _knows(tokenizer: Tokenizer, role: str) -> bool:
-    """Whether the template shows messages of a role; those of other ones it may refuse, or leave out."""
+    """Return whether the template shows messages of a role; those of other ones it may refuse, or leave out."""
     try:
         shown = _behind_answer(tokenizer, [Message(role, _CONTENT)], add_generation_prompt=True)
     except ValueError:
@@ -134,7 +252,7 @@ def _knows(tokenizer: Tokenizer, role: str) -> bool:
 
 
 def _sampled(answer_ids: Sequence[int], end: Sequence[int], eos_token_id: int) -> int:
-    """How many of the ids that end a turn the answer has sampled itself."""
+    """Return how many of the ids that end a turn the answer has sampled itself."""
     if answer_ids and answer_ids[-1] == eos_token_id and eos_token_id in end:
         return end.index(eos_token_id) + 1
     longest = min(len(answer_ids), len(end))

@@ -38,7 +38,7 @@ def preference_rows(preferences: Sequence[Preference], tokenizer: Tokenizer) -> 
 
 
 def pair_rows(pair: Preference, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRow]:
-    """The chosen and the rejected row of a pair, in each of which the answer is to be trained on."""
+    """Return the chosen and the rejected row of a pair, in each of which the answer is to be trained on."""
 
     def row(answer: str) -> TokenRow:
         if not pair.context:
@@ -99,7 +99,7 @@ class GivenPairs(PreferenceSource):
 
 
 def given_pair(prompt: Prompt) -> Preference:
-    """The pair that a prompt of a data set holds; ValueError when it holds none."""
+    """Return the pair that a prompt of a data set holds; ValueError when it holds none."""
     if prompt.rejected is None:
         raise RefusedError(
             f"prompt {prompt.index} has no rejected answer, which DPO needs unless dpo.online: true",

@@ -12,7 +12,7 @@ _PROMPT, _MESSAGES = "prompt", "messages"
 
 
 def read_prompts(path: Path, input_key: str | None = None) -> list[Prompt]:
-    """The prompts of a file, in its order, without empty lines; a name that ends in .jsonl says that each is an object.
+    """Return the prompts of a file, in order, without empty lines; each line of a .jsonl file is an object.
 
     input_key: of the text or the messages, before the keys `prompt` and `messages`.
     Raises ValueError, naming file and line.

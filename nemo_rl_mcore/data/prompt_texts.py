@@ -20,7 +20,7 @@ class PromptTexts:
     system: str | None = None
 
     def shown(self, context: Context, *, chat: bool) -> Context:
-        """The prompt with its texts; of a conversation the first message of the user, as in NeMo RL, gets the text.
+        """Return the prompt with its texts; in a conversation the first user message gets the text, as in NeMo RL.
 
         A conversation that begins with a system's message keeps that one.
         """
@@ -64,7 +64,7 @@ def _of_recipe(text: str) -> Message:
 
 
 def read_texts(source: SourceDefaults) -> tuple[PromptTexts, list[Problem]]:
-    """The texts of a source; what is wrong with their files comes as problems, with paths relative to the source.
+    """Return the texts of a source; problems with their files name paths relative to the source.
 
     A text with a problem is left out: rows can be read without it, and nothing in it is evaluated.
     """

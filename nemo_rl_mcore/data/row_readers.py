@@ -29,7 +29,7 @@ class RankedAnswers:
 
 
 def ranked_answers(row: Mapping[str, object]) -> RankedAnswers | None:
-    """The answers of a row whose columns say which is better; None for any other row."""
+    """Return the answers of a row whose columns say which is better; None for any other row."""
     if {"context", "response1", "response2", "overall_preference"} <= row.keys():
         first, second, preference = (row[key] for key in ("response1", "response2", "overall_preference"))
         if not isinstance(preference, int | float):
@@ -55,7 +55,7 @@ def _by_rank(row: Mapping[str, object]) -> RankedAnswers:
 
 
 def _as_answer(given: object) -> Mapping[str, object] | None:
-    """A completion with its rank; None for anything else."""
+    """Return a completion with its rank; None for anything else."""
     one = cast("Mapping[str, object]", given if isinstance(given, Mapping) else {})
     return one if "completion" in one and isinstance(one.get("rank"), int | float) else None
 
@@ -97,7 +97,7 @@ class RowReader:
         self._chat = chat
 
     def read(self, row: Row) -> Read | None:
-        """A row's prompt and answers; None for a pair without a better answer. Raises RowError."""
+        """Return a row's prompt and answers; None for a pair without a better answer. Raises RowError."""
         if row.wrong:
             raise RowError(row.wrong)
         try:
@@ -131,7 +131,7 @@ class RowReader:
         return Read(context, _answer(_value(values, "output_key", source.output_key), source.output_key))
 
     def _with_answer(self, read: Read, values: Mapping[str, object]) -> Read:
-        """The row with what is scored against beside what is imitated."""
+        """Return the row with what is scored against beside what is imitated."""
         how = self._source.answer
         assert how is not None
         text = read.answer if how.key is None else _answer(_value(values, "answer.key", how.key), how.key)
@@ -195,7 +195,7 @@ class RowReader:
 
 
 def _answer(given: object, key: str) -> str:
-    """The text of an answer; a message of the assistant alone is its text."""
+    """Return the text of an answer; a message of the assistant alone is its text."""
     if len(messages := _as_list(given)) == 1 and (message := _message(messages[0], key)).role == _ASSISTANT:
         return message.content
     if isinstance(given, bool) or not isinstance(given, str | int | float):
@@ -204,7 +204,7 @@ def _answer(given: object, key: str) -> str:
 
 
 def _value(values: Mapping[str, object], setting: str, key: str) -> object:
-    """The value of a column; dots lead into columns that hold others."""
+    """Return the value of a column; dots lead into columns that hold others."""
     if key in values:
         return values[key]
     inner: object = values
@@ -218,12 +218,12 @@ def _value(values: Mapping[str, object], setting: str, key: str) -> object:
 
 
 def _as_list(value: object) -> Sequence[object]:
-    """A list as it is; nothing else holds elements here."""
+    """Return a list as it is, and an empty one for all else, which holds no elements here."""
     return cast("list[object]", value) if isinstance(value, list) else ()
 
 
 def _as_section(value: object) -> Mapping[str, object]:
-    """A mapping as it is; nothing else holds keys here."""
+    """Return a mapping as it is; nothing else holds keys here."""
     return cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
 
 

@@ -18,7 +18,7 @@ _OWN_FORMATS = (".json", ".jsonl")
 
 
 def is_fetched(source: SourceConfig) -> bool:
-    """Whether the rows are those of a data set of the hub: a name without a file or folder of that name."""
+    """Return whether the rows are those of a data set of the hub: a name without a file or folder of that name."""
     return any(_is_hub_name(path) for path in source.paths)
 
 
@@ -28,7 +28,7 @@ def _is_hub_name(path: str) -> bool:
 
 
 def read_rows(source: SourceConfig) -> Sequence[Row]:
-    """All rows of a source; raises SourceError."""
+    """Return all rows of a source; raises SourceError."""
     try:
         return _read_rows(source)
     except MemoryError as error:
@@ -62,14 +62,14 @@ def _files(source: SourceConfig) -> Iterator[str]:
 
 
 def _part(rows: Sequence[Row], split: str | None) -> Sequence[Row]:
-    """The rows of files that a split names: they are all of train."""
+    """Return the rows of files that a split names: they are all of train."""
     if split in (None, "train"):
         return rows
     return [row for start, end in ranges_of(split, {"train": len(rows)}) for row in rows[start:end]]
 
 
 def read_file(path: str) -> Iterator[Row]:
-    """The rows of a file."""
+    """Yield the rows of a file."""
     if (name := LIBRARY_FORMATS.get(Path(path).suffix)) is not None:
         yield from read_library_file(path, name)
         return

@@ -26,7 +26,7 @@ from nemo_rl_mcore.errors import CustomCodeError, RefusedError
 
 
 def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
-    """The prompts of a run; ValueError, or ConfigError which is one, for files or a class that do not serve."""
+    """Return the prompts of a run; ValueError, or ConfigError which is one, for files or a class that do not serve."""
     match config.data.dataset_name:
         case "files":
             return _open_files(config, tokenizer)
@@ -38,7 +38,7 @@ def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
 
 
 def _count_keys(config: RunConfig) -> tuple[str, str]:
-    """What says how many prompts a step of the algorithm takes, and a validation."""
+    """Return what says how many prompts a step of the algorithm takes, and a validation."""
     name = config.algorithm
     if isinstance(config.loop, RolloutConfig):
         return f"{name}.num_prompts_per_step", f"{name}.max_val_samples"
@@ -83,7 +83,7 @@ class _ShownInTexts(PromptSource):
 
 
 def open_pairs(config: RunConfig, prompts: PromptSource, tokenizer: Tokenizer) -> PreferenceSource:
-    """The given pairs of a DPO run."""
+    """Return the given pairs of a DPO run."""
     kind = WrongAnswerPairs if config.data.embedded else GivenPairs
     return kind(prompts, tokenizer)
 
@@ -179,7 +179,7 @@ def _open_files(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
 
 
 def open_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]]:
-    """The prompts of the sets of eval.sets, max_samples at most; see `open_set`."""
+    """Return the prompts of the sets of eval.sets, max_samples at most; see `open_set`."""
     assert config.eval is not None
     sets = {name: open_set(config, name, tokenizer)[: config.eval.max_samples] for name in config.eval.sets}
     for name, prompts in sets.items():
@@ -189,7 +189,7 @@ def open_sets(config: RunConfig, tokenizer: Tokenizer) -> dict[str, list[Prompt]
 
 
 def open_set(config: RunConfig, name: str, tokenizer: Tokenizer) -> list[Prompt]:
-    """The prompts of a set of eval.sets; ConfigError, or ValueError, for rows that do not serve."""
+    """Return the prompts of a set of eval.sets; ConfigError, or ValueError, for rows that do not serve."""
     assert config.eval is not None
     chat = config.data.apply_chat_template
     examples, problems = read_set(f"eval.sets.{name}", config.eval.sets[name], chat=chat)

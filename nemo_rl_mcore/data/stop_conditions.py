@@ -23,7 +23,7 @@ class StopConditions:
 
     @classmethod
     def of(cls, policy: PolicyConfig, ids: Iterable[int], more: Sequence[str] = ()) -> Self:
-        """These ids, the texts of the configuration, and `more` of them.
+        """Return these ids, the texts of the configuration, and `more` of them.
 
         Raises ValueError when the tokenizer is needed and cannot be loaded.
         """
@@ -31,7 +31,7 @@ class StopConditions:
         return cls(frozenset(ids), strings, _tokenizer(policy.tokenizer.name) if strings else None)
 
     def met_by(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of a response's tokens ends it."""
+        """Return whether the last of a response's tokens ends it."""
         if tokens[-1] in self.ids:
             return True
         if self.tokenizer is None:

@@ -30,7 +30,7 @@ _PLACE = "__place__"
 
 
 def open_streamed(limits: Limits) -> StreamSource:
-    """The prompts of a run whose rows are streamed; raises ConfigError."""
+    """Return the prompts of a run whose rows are streamed; raises ConfigError."""
     config = limits.config
     shares, problems = read_held_out(
         config.validation_sources, config.row_kind, chat=config.data.apply_chat_template
@@ -99,7 +99,7 @@ class StreamSource(PromptSource):
         return self.limits.fitting(examples, sampled=self.limits.config.row_kind is RowKind.PROMPTS)
 
     def _batches(self) -> Iterator[Sequence[Example | Prompt]]:
-        """The rows of each step; those that are passed over are encoded only where that decides which are left out."""
+        """Yield the rows of each step; skipped rows are encoded only where that decides which are left out."""
         config = self.limits.config
         for epoch in count():
             examples, whole = self._examples(epoch), 0
@@ -136,7 +136,7 @@ class StreamSource(PromptSource):
             yield example_of(read, texts, row.place, index, "", chat=chat)
 
     def _rows(self, epoch: int) -> Iterator[tuple[Row, int]]:
-        """Each row of a pass, with its place in the stream as it lies there."""
+        """Yield each row of a pass, with its place in the stream as it lies there."""
         try:
             stream = open_stream(self.source)
         except SourceError as error:
@@ -155,7 +155,7 @@ def _with_place(row: dict[str, object], place: int) -> dict[str, object]:
 
 
 def _read(rows: Iterable[dict[str, object]], key: str) -> Iterator[dict[str, object]]:
-    """The rows; ConfigError for what cannot be read any more, of which libraries of several formats have classes."""
+    """Yield the rows; raises ConfigError for unreadable ones, whatever class the format's library raises."""
     rest = iter(rows)
     while True:
         try:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 def digest_of_ids(ids: Sequence[int] | NDArray[np.int64]) -> int:
-    """The first 8 bytes of blake2b over the ids as little-endian int64, as an int64."""
+    """Return the first 8 bytes of blake2b over the ids as little-endian int64, as an int64."""
     found = hashlib.blake2b(np.asarray(ids, dtype="<i8").tobytes(), digest_size=8)
     return int.from_bytes(found.digest(), "little", signed=True)
 

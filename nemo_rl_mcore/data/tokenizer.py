@@ -29,6 +29,7 @@ CHAR_VOCABULARY = "0123456789+=>#^$_abcdefghijklmno"
 CHAR_EOS = "$"
 CHAR_PAD = "_"
 _SHOWN = 8
+type Tools = Sequence[Mapping[str, Any]]
 
 
 class Tokenizer(Protocol):
@@ -56,7 +57,7 @@ class Tokenizer(Protocol):
 
     @property
     def answers(self) -> GivenAnswers:
-        """How given answers in a conversation are shown and trained on."""
+        """Return how given answers in a conversation are shown and trained on."""
         ...
 
     @property
@@ -79,8 +80,12 @@ class Tokenizer(Protocol):
         """Text of all ids, special tokens and padding spelt out."""
         ...
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = ()
+    ) -> str:
         """Text of a conversation by the chat template, special tokens spelt out.
+
+        tools: functions that answers may call, each as clients of OpenAI describe it.
 
         Raises ValueError when there is no template, or when it refuses the messages.
         """
@@ -158,7 +163,7 @@ class CharTokenizer:
         self.eos_token_id = vocabulary[CHAR_EOS]
 
     def encode(self, text: str, literal: Spans = ()) -> list[int]:
-        """One id per character; ValueError names the characters that are not in the vocabulary."""
+        """Return one id per character; ValueError names the characters that are not in the vocabulary."""
         foreign = sorted(set(text) - self._ordinary)
         if foreign:
             raise RefusedError(
@@ -176,7 +181,9 @@ class CharTokenizer:
         """See `Tokenizer.text_of`."""
         return self._tokenizer.decode(ids)
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = ()
+    ) -> str:
         """See `Tokenizer.render_chat`; there is no template."""
         raise RefusedError(
             "data.apply_chat_template: the character tokenizer has no chat template", code="no-chat-template"
@@ -239,11 +246,13 @@ class HuggingFaceTokenizer:
         assert isinstance(text, str)
         return text
 
-    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Tools = ()
+    ) -> str:
         """See `Tokenizer.render_chat`."""
         from jinja2 import TemplateError
 
-        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        conversation = [_as_template_sees(message) for message in messages]
         if self._tokenizer.chat_template is None:
             raise RefusedError(
                 "data.apply_chat_template: the tokenizer has no chat template", code="no-chat-template"
@@ -251,6 +260,7 @@ class HuggingFaceTokenizer:
         try:
             text = self._tokenizer.apply_chat_template(
                 conversation,
+                tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
@@ -265,6 +275,22 @@ class HuggingFaceTokenizer:
     def save_as_hugging_face(self, folder: Path) -> None:
         """See `Tokenizer.save_as_hugging_face`."""
         self._tokenizer.save_pretrained(folder)
+
+
+def _as_template_sees(message: Message) -> dict[str, Any]:
+    """Return a message in the form that chat templates are written for; what it has not is not there."""
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.parsed}}
+            for call in message.tool_calls
+        ]
+    more = {
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+        "reasoning_content": message.reasoning,
+    }
+    return shown | {key: value for key, value in more.items() if value}
 
 
 def _load_pretrained(directory: str) -> PreTrainedTokenizerBase:
@@ -318,5 +344,5 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def _is_next(text: str, whole: str, start: int) -> bool:
-    """Whether a text is all that some tokens stand for, and not the beginning of a character."""
+    """Return whether a text is all that some tokens stand for, and not the beginning of a character."""
     return bool(text) and not text.endswith(_NO_CHARACTER) and whole.startswith(text, start)

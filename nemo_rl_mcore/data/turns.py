@@ -26,17 +26,17 @@ class Turn:
 
     @property
     def answer(self) -> str:
-        """The text of the answer."""
+        """Return the text of the answer."""
         return self.messages[-1].content
 
 
 def conversation(prompt: Prompt) -> tuple[Message, ...]:
-    """What the model is shown before its first answer."""
+    """Return what the model is shown before its first answer."""
     return prompt.context or (Message("user", prompt.text),)
 
 
 def first_turn(prompt: Prompt, answer: str, *, finished: bool = True) -> Turn:
-    """The turn after the first answer to a prompt."""
+    """Return the turn after the first answer to a prompt."""
     return Turn(prompt, (*conversation(prompt), Message("assistant", answer)), finished)
 
 
@@ -62,7 +62,7 @@ class Reply:
     cut: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """All but the metadata, as JSON; what says nothing is left out."""
+        """Return all but the metadata, as JSON; what says nothing is left out."""
         given = {
             "observation": [[message.role, message.content] for message in self.observation],
             "stop_strings": [*self.stop_strings],

@@ -59,7 +59,7 @@ class BatchCheck:
 
     @classmethod
     def of(cls, policy: PolicyConfig) -> Self:
-        """The check of a policy, critic or teacher."""
+        """Return the check of a policy, critic or teacher."""
         model = policy.model
         layers = {
             "the load-balancing loss of experts": model.load_balancing_loss,
@@ -74,7 +74,7 @@ class BatchCheck:
         )
 
     def reading(self, data: BatchedDataDict, *, k: int | None = None, trained_only: bool = False) -> None:
-        """A pass that says something of every token, or of those that token_mask marks; `k`: choices asked for."""
+        """Return a pass with a value for every token, or for those that token_mask marks; `k`: choices asked for."""
         found = _Findings(data)
         lengths_B = self._inputs(found, "a pass without a loss")
         if self.budgets is not None and lengths_B is not None:
@@ -132,7 +132,7 @@ class BatchCheck:
         found.refuse()
 
     def _inputs(self, found: _Findings, lengths_needed_by: str | None, *, shortest: int = 0) -> Tensor | None:
-        """Returns the lengths, if they are there."""
+        """Return the lengths, if they are there."""
         ids_BS = found.tensor("input_ids", "every pass", "BS")
         if ids_BS is not None and ids_BS.dtype not in (torch.int64, torch.int32):
             found.wrong_dtype("input_ids", ids_BS, "int64")
@@ -262,7 +262,7 @@ class _Findings:
     sizes: dict[str, int] = field(default_factory=dict[str, int])
 
     def tensor(self, key: str, needed_by: str, shape: str) -> Tensor | None:
-        """The tensor of this key; None when it is missing, none or of another shape, which is then noted."""
+        """Return the tensor of this key; None when it is missing, none or of another shape, which is then noted."""
         value = self.data.get(key)
         if value is None:
             self.note("missing", key, f"missing, and {needed_by} needs it; the batch has {sorted(self.data)}")
@@ -279,7 +279,7 @@ class _Findings:
         return None
 
     def mask(self, key: str, shape: str) -> Tensor | None:
-        """A mask that every loss needs; noted if an entry is neither 0 nor 1."""
+        """Return a mask that every loss needs; noted if an entry is neither 0 nor 1."""
         mask = self.tensor(key, "every loss", shape)
         if mask is not None:
             self.values("mask", key, mask, (mask != 0) & (mask != 1), "0 and 1")

@@ -36,13 +36,13 @@ class Accelerators:
 
     @property
     def gpus(self) -> tuple[GPU, ...]:
-        """Those that torch sees."""
+        """Return those that torch sees."""
         seen = self.torch.facts.get("gpus", ())
         return tuple(GPU(one["name"], one["bytes"], tuple(one["capability"])) for one in seen)
 
     @property
     def listed(self) -> int:
-        """How many nvidia-smi lists."""
+        """Return how many nvidia-smi lists."""
         return len(self.driver.facts.get("listed") or ())
 
     def findings(self, *, on_cpu: bool) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ class Answer:
 
 
 def ask(questions: Mapping[str, Question], deadline_s: float) -> dict[str, Answer]:
-    """The answer to each question, after `deadline_s` at most; nothing of their processes is left."""
+    """Return the answer to each question, after `deadline_s` at most; nothing of their processes is left."""
     ends_at = time.monotonic() + deadline_s
     asked: dict[str, _Child] = {}
     try:

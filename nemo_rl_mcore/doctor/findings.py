@@ -31,7 +31,7 @@ class Finding:
 
     @property
     def stops(self) -> bool:
-        """Whether something that is needed is missing, wrong or unknown."""
+        """Return whether something that is needed is missing, wrong or unknown."""
         return self.needed and self.status is not Status.OK
 
 
@@ -51,19 +51,19 @@ class Diagnosis:
 
     @property
     def stopping(self) -> tuple[Finding, ...]:
-        """What is needed and missing or wrong."""
+        """Return what is needed and missing or wrong."""
         return tuple(one for section in self.sections for one in section.findings if one.stops)
 
     def as_json(self) -> dict[str, object]:
-        """The diagnosis as an object of JSON."""
+        """Return the diagnosis as an object of JSON."""
         return {"ok": not self.stopping, "sections": [asdict(section) for section in self.sections]}
 
 
 def ok(name: str, found: str) -> Finding:
-    """A thing that is as it should be."""
+    """Return a thing that is as it should be."""
     return Finding(name, Status.OK, found)
 
 
 def section(title: str, findings: Iterable[Finding]) -> Section:
-    """A section of findings that are made one by one."""
+    """Return a section of findings that are made one by one."""
     return Section(title, tuple(findings))

@@ -107,7 +107,7 @@ def _open_files() -> Finding:
 
 
 def _loopback() -> Finding:
-    """Whether processes of this machine can meet; ranks that are started by hand do so at MASTER_PORT."""
+    """Return whether processes of this machine can meet; ranks that are started by hand do so at MASTER_PORT."""
     port = os.environ.get("MASTER_PORT", "")
     enables = "every run: its processes meet there"
     try:

@@ -33,7 +33,7 @@ class Package:
 
     @property
     def question(self) -> Question:
-        """What to ask of it."""
+        """Return what to ask of it."""
         return ("torch",) if self.name == "torch" else ("imports", self.imported)
 
 
@@ -59,6 +59,13 @@ _EXTRAS = (
     Package("math_verify", "math-verify", "math_verify", "env.math: rewards of mathematical answers", "math"),
     Package("wandb", "wandb", "wandb", "logger.wandb_enabled: Weights & Biases", "wandb"),
     Package("mlflow", "mlflow-skinny", "mlflow", "logger.mlflow_enabled: MLflow", "mlflow"),
+    Package(
+        "renderers",
+        "renderers",
+        "renderers.parsers",
+        "env.endpoint.tool_parser: calls of tools as other models than Hermes and Qwen write them",
+        "tool-parsers",
+    ),
 )
 """That of each extra but vLLM's, which are two builds of one package."""
 
@@ -75,6 +82,7 @@ COMMANDS = {
     "math": "uv pip install 'nemo-rl-mcore[math]'",
     "wandb": "uv pip install 'nemo-rl-mcore[wandb]'",
     "mlflow": "uv pip install 'nemo-rl-mcore[mlflow]'",
+    "tool-parsers": "uv pip install 'nemo-rl-mcore[tool-parsers]'",
 }
 """What installs each extra, and what every installation has; for a clone and for a wheel, as README has them."""
 

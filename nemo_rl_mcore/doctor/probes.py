@@ -28,7 +28,7 @@ def imports(module: str) -> Facts:
 
 
 def torch() -> Facts:
-    """What torch is built for, and the GPUs that it sees: their names, bytes and compute capabilities."""
+    """Return what torch is built for, and the GPUs that it sees: their names, bytes and compute capabilities."""
     module: Any = importlib.import_module("torch")
     dist: Any = importlib.import_module("torch.distributed")
     cuda = module.cuda
@@ -72,7 +72,7 @@ def ray_cluster(address: str) -> Facts:
 
 
 def host_name() -> Facts:
-    """The name of this machine, and its addresses; asking for them may wait for a name server."""
+    """Return the name of this machine, and its addresses; asking for them may wait for a name server."""
     name = socket.gethostname()
     facts: Facts = {"name": name, "addresses": []}
     with contextlib.suppress(OSError):

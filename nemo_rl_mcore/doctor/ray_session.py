@@ -13,7 +13,7 @@ _NAME = "session"
 
 
 def unreachable(address: str) -> dict[str, Answer]:
-    """The answer where nothing listens at RAY_ADDRESS; none where a cluster may be, which Ray itself is then to join.
+    """Return the answer where nothing listens at RAY_ADDRESS; none where Ray itself is to join what may be a cluster.
 
     Ray would go on trying for minutes.
     """
@@ -25,7 +25,7 @@ def unreachable(address: str) -> dict[str, Answer]:
 
 
 def question(address: str) -> dict[str, Question]:
-    """What to ask of the cluster at RAY_ADDRESS; nothing without one."""
+    """Return what to ask of the cluster at RAY_ADDRESS; nothing without one."""
     return {_KEY: ("ray_cluster", address)} if address else {}
 
 

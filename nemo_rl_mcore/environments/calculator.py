@@ -49,14 +49,14 @@ class _Task:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Self:
-        """The task that metadata tell of; those of a prompt by its index, whatever stands around its text."""
+        """Return the task that metadata tell of; those of a prompt by its index, whatever stands around its text."""
         if "index" not in metadata:
             return cls(**metadata)
         answer = metadata["answer"]
         return cls("+".join(numbers_of(metadata["index"], 2, (len(answer) - 1) // 2)), answer)
 
     def answered(self, text: str, finished: bool) -> Said:
-        """What is said to an answer."""
+        """Return what is said to an answer."""
         if finished and text == self.answer:
             return self._said("", 1.0, terminated=True)
         if self.shown is not None and "+" not in text:
@@ -76,7 +76,7 @@ class _Task:
 
 
 def value_of(text: str) -> int | None:
-    """The value of numbers joined by `+`; None for any other text, and for numbers of more than nine digits."""
+    """Return the value of numbers joined by `+`; None for any other text, and for numbers of more than nine digits."""
     numbers = text.split("+")
     if not all(is_number(number) and len(number) <= _MOST_DIGITS for number in numbers):
         return None

@@ -12,19 +12,12 @@ from typing import Any, cast
 
 import torch
 
-from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS
+from nemo_rl_mcore.config.data import GIVEN_TO_REWARDS, SAME_AS_GIVEN
 from nemo_rl_mcore.custom_code import custom_code, function_at
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments.replies import number_of
 from nemo_rl_mcore.errors import CustomCodeError, RefusedError
 from nemo_rl_mcore.interfaces import EnvironmentReturn
-
-_OTHER_NAMES = {
-    "completions": "responses",
-    "prompt": "prompts",
-    "answer": "answers",
-    "ground_truth": "answers",
-}
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,7 @@ class _Function:
     takes_all: bool
 
     def __call__(self, given: Mapping[str, Sequence[Any]]) -> Any:
-        """What the function gives, or the coroutine that will."""
+        """Return what the function gives, or the coroutine that will."""
         with custom_code(self.key):
             return self.call(**{name: values for name, values in given.items() if self._takes(name)})
 
@@ -60,7 +53,7 @@ class RewardFunctions:
 
     @property
     def columns(self) -> dict[str, frozenset[str]]:
-        """The columns of the data that each function cannot do without, by its key."""
+        """Return the columns of the data that each function cannot do without, by its key."""
         return {one.key: one.needs - {*GIVEN_TO_REWARDS} for one in self._functions.values()}
 
     def step(
@@ -116,7 +109,7 @@ class RewardFunctions:
         return {name: _numbers(self._functions[name].key, values, count) for name, values in found.items()}
 
     def _wait(self, awaited: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
-        """What coroutines give, which wait side by side; in a thread, since this one may run a loop already."""
+        """Return what coroutines give, which wait side by side; in a thread, since this one may run a loop already."""
 
         async def result(name: str, one: Awaitable[Any]) -> Any:
             with custom_code(self._functions[name].key):
@@ -135,7 +128,7 @@ def require_columns(functions: RewardFunctions, there: Mapping[str, Iterable[str
         for path, columns in there.items():
             if lacking := sorted(needed - {*columns}):
                 name = lacking[0]
-                known = _OTHER_NAMES.get(name)
+                known = SAME_AS_GIVEN.get(name)
                 hint = f"; or did you mean {known}?" if known else ""
                 raise RefusedError(
                     f"{key}: the function takes {', '.join(lacking)}, which {path}.columns does not list; functions "

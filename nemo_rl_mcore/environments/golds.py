@@ -72,7 +72,7 @@ def require_golds_run_first(config: RunConfig) -> None:
 
 
 def _scored(config: RunConfig, source: PromptSource) -> Iterator[Prompt]:
-    """The prompts that the policy answers."""
+    """Yield the prompts that the policy answers."""
     if config.row_kind is RowKind.PROMPTS:
         ends = isinstance(source, EpochSource)
         yield from source.train if ends else source.train_batch(1, config.prompts_per_step)

@@ -46,7 +46,7 @@ class _Game:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Self:
-        """The game that metadata tell of; those of a prompt by its index, whatever stands around its text."""
+        """Return the game that metadata tell of; those of a prompt by its index, whatever stands around its text."""
         if "index" not in metadata:
             return cls(**metadata)
         digits = len(metadata["answer"])
@@ -54,7 +54,7 @@ class _Game:
         return cls(secret, digits, lowest, highest, highest - lowest + 1)
 
     def guessed(self, answer: str, finished: bool) -> Said:
-        """What is said to an answer."""
+        """Return what is said to an answer."""
         start = answer[: self.digits]
         if len(start) < self.digits or not is_number(start):
             return self._said(NO_GUESS, 0.0)

@@ -42,12 +42,12 @@ class _Answer:
 
     @property
     def expressions(self) -> list[Any]:
-        """The readings without the text itself, which math-verify compares where it reads nothing better."""
+        """Return the readings without the text itself, which math-verify compares where it reads nothing better."""
         return [reading for reading in self.readings if not isinstance(reading, str)]
 
     @property
     def shown(self) -> str | None:
-        """The answer as text, None where there is none."""
+        """Return the answer as text, None where there is none."""
         texts = [reading for reading in self.readings if isinstance(reading, str)]
         return self.words or next(iter([*texts, *map(str, self.readings)]), None)
 
@@ -119,7 +119,7 @@ class MathEnvironment:
         return {answer: reason for answer, reason in why.items() if reason is not None}
 
     def _gold(self, given: str) -> tuple[_Answer, str | None]:
-        """What an answer of the data means, and why nothing can be compared with it, if so."""
+        """Return what an answer of the data means, and why nothing can be compared with it, if so."""
         text, why = gold_answer(given, self.gold)
         if why is not None:
             return _NOTHING, why
@@ -128,7 +128,7 @@ class MathEnvironment:
         return answer, f"holds no expression that math-verify reads in {self.timeout_s} s" if unread else None
 
     def _why_unequal(self, given: str) -> str | None:
-        """Why nothing, or not even itself, equals an answer of the data; None where all is well."""
+        """Return why nothing, or not even itself, equals an answer of the data; None where all is well."""
         text, why = gold_answer(given, self.gold)
         if why is not None or is_plain_number(text):
             return why
@@ -141,7 +141,7 @@ class MathEnvironment:
         return f"does not equal itself, as math-verify compares it in {self.timeout_s} s"
 
     def _said(self, response: str) -> _Answer:
-        """The answer that a response gives."""
+        """Return the answer that a response gives."""
         if self.response is not None:
             text = self.response.extract(response)
             return _NOTHING if text is None else self._read(text)
@@ -152,7 +152,7 @@ class MathEnvironment:
         return _Answer(words, self._parse(response), alone=boxed is not None)
 
     def _read(self, text: str) -> _Answer:
-        """The answer that a text is."""
+        """Return the answer that a text is."""
         number = as_quantity(text)
         if number is not None and number.endswith("%"):
             return _Answer(None, self._parse(number))

@@ -45,7 +45,7 @@ def make_environment(config: EnvConfig) -> Environment:
 
 
 def math_environment(config: MathEnvConfig) -> MathEnvironment:
-    """The environment of a section `env.math`; ValueError when the package is not there."""
+    """Return the environment of a section `env.math`; ValueError when the package is not there."""
     return MathEnvironment(config.timeout_s, config.gold, config.response, config.unparsable)
 
 

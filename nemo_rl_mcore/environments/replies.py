@@ -52,7 +52,7 @@ def replies_of(
     weights: Mapping[str, float],
     max_chars: int | None = None,
 ) -> list[Reply]:
-    """The reply to each turn. weights: of rewards by name. max_chars: of an observation, the rest of which is left out.
+    """Return the reply to each turn. weights: of rewards by name. max_chars: at which an observation is cut.
 
     Raises ValueError for a return that is not one value a turn, RunStoppedError for a weight of a reward that there is
     not and for a reward whose name is not printable, and what the environment raises.
@@ -98,7 +98,7 @@ def _metadata(turn: Turn) -> Any:
 
 
 def read_return(returned: EnvironmentReturn, turns: int, weights: Mapping[str, float]) -> list[Reply]:
-    """The replies that a return holds; raises as `replies_of`."""
+    """Return the replies that a return holds; raises as `replies_of`."""
     given = returned.rewards if isinstance(returned.rewards, Mapping) else {_ONE: returned.rewards}
     rewards = {
         name: [*map(number_of, _one_each(f"rewards {name}".strip(), values, turns))]

@@ -31,5 +31,5 @@ def returned(said: Sequence[Said]) -> EnvironmentReturn:
 
 
 def is_number(text: str) -> bool:
-    """Whether the text is digits, and no more."""
+    """Return whether the text is digits, and no more."""
     return text.isascii() and text.isdigit()

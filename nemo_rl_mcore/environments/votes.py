@@ -25,12 +25,12 @@ class ReadsAnswers(Protocol):
     """An environment that looks for the answer in a response."""
 
     def votes(self, responses: Sequence[str]) -> list[Vote]:
-        """The vote of each response to one prompt."""
+        """Return the vote of each response to one prompt."""
         ...
 
 
 def votes_of(environment: Environment, responses: Sequence[str]) -> list[Vote]:
-    """The votes of responses to one prompt; where the environment reads no answers, equal texts are equal."""
+    """Return the votes of responses to one prompt; where the environment reads no answers, equal texts are equal."""
     if isinstance(environment, ReadsAnswers):
         return environment.votes(responses)
     return [Vote(response, responses.index(response)) for response in responses]

@@ -60,7 +60,7 @@ class Evaluator:
         return results
 
     def _rows(self, name: str, prompts: Sequence[Prompt]) -> list[SampleRow]:
-        """The rows of a set: those on disk, then those that are asked now."""
+        """Return the rows of a set: those on disk, then those that are asked now."""
         batches = [*batched(prompts, self.batch_size)]
         keys = [(prompt.index, sample) for prompt in prompts for sample in range(self.samples)]
         file = SampleFile(

@@ -92,7 +92,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def _files(folder: Path, *identities: object) -> list[Path]:
-    """The files of evaluations, the identity last; others, such as data or metrics, are no concern of theirs."""
+    """Return the files of evaluations, the identity last; others, such as data or metrics, are no concern of theirs."""
     sets = [cast("Tree", one).get("sets") for one in identities if isinstance(one, dict)]
     names = dict.fromkeys(name for one in sets if isinstance(one, dict) for name in cast("Tree", one))
     found = [*(f"{name}.jsonl" for name in names), RESULTS_FILE, IDENTITY_FILE]
@@ -117,7 +117,7 @@ _NOT_ASKED = ("sets", "save_path", "k_values")
 
 
 def identity_of(config: RunConfig, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, object]:
-    """The weights, the prompts of each set, and what of the recipe an answer and its score depend on."""
+    """Return the weights, the prompts of each set, and what of the recipe an answer and its score depend on."""
     recipe = config.model_dump(mode="json", include=_SECTIONS)
     recipe["policy"] = {
         key: value

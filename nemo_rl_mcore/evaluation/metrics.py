@@ -28,7 +28,7 @@ class Scored:
 
     @property
     def correct(self) -> bool:
-        """Whether it has full marks."""
+        """Return whether it has full marks."""
         return self.reward >= 1.0
 
 
@@ -41,7 +41,7 @@ class Estimate:
 
 
 def pass_at_k(correct: Sequence[bool], k: int) -> float:
-    """The chance that of k samples, drawn from the n without replacement, at least one is correct.
+    """Return the chance that of k samples, drawn from the n without replacement, at least one is correct.
 
     1 - C(n-c, k) / C(n, k) with c correct ones, in exact integers: the unbiased estimator of arXiv 2107.03374.
     Raises ValueError unless 1 <= k <= n.
@@ -52,7 +52,7 @@ def pass_at_k(correct: Sequence[bool], k: int) -> float:
 
 
 def maj_at_k(votes: Sequence[int | None], correct: Sequence[bool], k: int) -> float:
-    """The chance that the majority of k samples, drawn from the n without replacement, is correct.
+    """Return the chance that the majority of k samples, drawn from the n without replacement, is correct.
 
     Of the C(n, k) subsets of the samples, each in the samples' order, the share in which the elected sample is
     correct. Samples with equal votes give the same answer; None gives none and elects nobody. The answer that most
@@ -99,7 +99,7 @@ def _subsets_won_by(
 
 
 def _product(one: Sequence[int], other: Sequence[int], degree: int) -> list[int]:
-    """The product of two polynomials up to a degree."""
+    """Return the product of two polynomials up to a degree."""
     product = [0] * (min(degree, len(one) + len(other) - 2) + 1)
     for low, factor in enumerate(one[: degree + 1]):
         for place, value in enumerate(other[: degree + 1 - low], start=low):
@@ -115,7 +115,7 @@ def _require(k: int, samples: int) -> None:
 
 
 def over_prompts(values: Sequence[float]) -> Estimate:
-    """The mean of one value a prompt, with the standard error of a mean over drawn prompts: sd / sqrt(prompts).
+    """Return the mean of one value a prompt, with the standard error of a mean over drawn prompts: sd / sqrt(prompts).
 
     Samples of one prompt resemble each other. Values that are means over them make this the clustered error.
     """
@@ -128,7 +128,7 @@ def over_prompts(values: Sequence[float]) -> Estimate:
 
 
 def set_metrics(prompts: Sequence[Sequence[Scored]], k_values: Sequence[int]) -> dict[str, Estimate]:
-    """What a set amounts to; `prompts` has the samples of each prompt, in their order.
+    """Return what a set amounts to; `prompts` has the samples of each prompt, in their order.
 
     reward and accuracy, the share of correct samples; pass@k and maj@k for each k; tokens, the length of a response;
     truncated, the share that ended at the length limit.

@@ -40,7 +40,7 @@ class SampleRow:
 
     @property
     def scored(self) -> Scored:
-        """What metrics read of it."""
+        """Return what metrics read of it."""
         return Scored(self.reward, self.tokens, self.finished, self.vote)
 
 
@@ -59,7 +59,7 @@ class SampleFile:
     rows: Sequence[int]
 
     def go_on(self) -> list[SampleRow]:
-        """The rows of the whole batches that are there; what stands behind them is cut off. Raises OSError."""
+        """Return the rows of the whole batches that are there; what stands behind them is cut off. Raises OSError."""
         os.close(open_own(self.path, os.O_RDWR))
         content = self.path.read_bytes()
         found: list[SampleRow] = []

@@ -107,7 +107,7 @@ class Response:
 
     @classmethod
     def of(cls, tokens: list[int], logprobs: list[float], versions: list[int], *, finished: bool) -> Self:
-        """A response that is complete, with its digest."""
+        """Return a response that is complete, with its digest."""
         return cls(tokens, logprobs, finished, versions, digest_of_ids(tokens))
 
 
@@ -121,7 +121,7 @@ class Engine(Protocol):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, version: int | None, ticket: str = ""
     ) -> Eventually[list[Response]]:
-        """The responses, in the order of the requests.
+        """Return the responses, in the order of the requests.
 
         version: of the weights to answer with, which the engine must hold now; None is whatever it holds, also if that
         changes under way. ticket: what `cancel` calls this group of requests.
@@ -217,7 +217,7 @@ class EngineKind:
 
     @property
     def noun(self) -> str:
-        """What messages call one of them."""
+        """Return what messages call one of them."""
         return f"{self.name} engine"
 
 
@@ -232,7 +232,7 @@ class HeldWeights:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine can answer with, if any."""
+        """Return the version that the engine can answer with, if any."""
         return self.newest if self.whole else None
 
     def begin(self, version: int) -> None:
@@ -247,16 +247,16 @@ class HeldWeights:
         self.whole = False
 
     def finish(self, version: int) -> int:
-        """All weights of this version are there."""
+        """Note that all weights of this version are there; return it."""
         self.newest, self.whole = version, True
         return version
 
     def drop(self) -> None:
-        """The weights are gone until the next refit."""
+        """Let the weights go until the next refit."""
         self.whole = False
 
     def require(self, version: int | None) -> int:
-        """The version to answer with; raises WrongWeightsError unless it is held (None: any)."""
+        """Return the version to answer with; raises WrongWeightsError unless it is held (None: any)."""
         if self.version is None or version not in (None, self.version):
             asked = "any" if version is None else f"version {version}"
             held = (
@@ -269,7 +269,7 @@ class HeldWeights:
 
 
 def as_requests(data: BatchedDataDict) -> list[Request]:
-    """The rows of input_ids [B, P] and input_lengths [B], without their padding, with seeds [B] and stop_strings."""
+    """Return the rows of input_ids [B, P] and input_lengths [B] without padding, with seeds [B] and stop_strings."""
     rows = zip(
         data["input_ids"].tolist(),
         data["input_lengths"].tolist(),
@@ -281,7 +281,7 @@ def as_requests(data: BatchedDataDict) -> list[Request]:
 
 
 def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
-    """What `interfaces.GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 behind the end.
+    """Return what `GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 behind the end.
 
     The digests are those that came with the responses.
     """

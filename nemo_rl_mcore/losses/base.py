@@ -287,7 +287,7 @@ class LossFunction(ABC):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What is read of the batch beside the masks; a batch that lacks it is refused before anything is sent.
+        """Return what is read of the batch beside the masks; a batch that lacks it is refused before anything is sent.
 
         A loss that reads more adds to what it inherits: `(*super().columns, Column("key", "the term that reads it"))`.
         """
@@ -295,12 +295,12 @@ class LossFunction(ABC):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether `TokenOutputs.entropy` must be given."""
+        """Return whether `TokenOutputs.entropy` must be given."""
         return False
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether `DistillationOutputs.tokens` must be given."""
+        """Return whether `DistillationOutputs.tokens` must be given."""
         return False
 
     @abstractmethod

@@ -94,7 +94,7 @@ def clipped_ratios(
 
 
 def _beyond(bound: float) -> float:
-    """An exponent whose exp exceeds the bound; 80, which fp32 holds with room for advantages, for any usual one."""
+    """Return an exponent whose exp exceeds the bound: 80, which leaves fp32 room for advantages, for usual ones."""
     return max(80.0, math.log(bound) + 1)
 
 
@@ -199,7 +199,7 @@ class ClippedPGLossFn(TokenLossFunction):
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the loss has an entropy bonus."""
+        """Return whether the loss has an entropy bonus."""
         return self.cfg.entropy_coef != 0
 
     def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:

@@ -106,18 +106,18 @@ class DistillationLossFn(LossFunction):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """What the teacher said and, for a policy-gradient part, what that reads."""
+        """Return what the teacher said and, for a policy-gradient part, what that reads."""
         of_tokens = () if self._policy_gradient is None else self._policy_gradient.columns
         return (*super().columns, *of_tokens)
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the policy-gradient part has an entropy bonus."""
+        """Return whether the policy-gradient part has an entropy bonus."""
         return self._policy_gradient is not None and self._policy_gradient.needs_entropy
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether there is a policy-gradient part."""
+        """Return whether there is a policy-gradient part."""
         return self._policy_gradient is not None
 
     def __call__(

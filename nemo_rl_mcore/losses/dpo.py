@@ -45,7 +45,7 @@ class DPOLossFn(TokenLossFunction):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The reference's log-probabilities, rolled."""
+        """Return the reference's log-probabilities, rolled."""
         return (*super().columns, _REFERENCE)
 
     def sums(self, outputs: TokenOutputs, data: BatchedDataDict) -> LossSums:
@@ -80,7 +80,7 @@ class DPOLossFn(TokenLossFunction):
 
 
 def _masked_by_pair(data: BatchedDataDict) -> BatchedDataDict:
-    """The batch with the chosen row's sample_mask on both rows of each pair; ValueError for an odd number of rows."""
+    """Return the batch with the chosen row's sample_mask on both rows of a pair; ValueError for an odd count."""
     kept = require(data, "sample_mask", "every loss")
     if len(kept) % _ROWS_PER_PAIR:
         raise RefusedError(

@@ -48,7 +48,7 @@ def _exp(log_weights: Tensor) -> ImportanceWeights:
 def truncated(
     log_ratio: Tensor, masks: Masks, *, raw: WeightFunction, lower: float, upper: float
 ) -> ImportanceWeights:
-    """Truncated importance sampling: the raw weights clamped to [lower, upper]."""
+    """Truncate importance weights: the raw weights clamped to [lower, upper]."""
     found = raw(log_ratio, masks)
     outside = (found.weights < lower) | (found.weights > upper)
     clamped = found.weights.clamp(lower, upper)
@@ -68,7 +68,7 @@ def icepop(
 def sequence_masked(
     log_ratio: Tensor, masks: Masks, *, raw: WeightFunction, lower: float, upper: float
 ) -> ImportanceWeights:
-    """The raw weights, zero in the sequences whose geometric-mean ratio over tokens leaves [lower, upper]."""
+    """Return the raw weights, zero in the sequences whose geometric-mean ratio over tokens leaves [lower, upper]."""
     finite = torch.where(torch.isfinite(log_ratio), log_ratio, 0.0)
     geometric_mean = torch.exp(masks.sequence_mean(finite))
     inside = (geometric_mean >= lower) & (geometric_mean <= upper)

@@ -42,7 +42,7 @@ class MseValueLossFn(LossFunction):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The returns and, where values are held near them, the old values."""
+        """Return the returns and, where values are held near them, the old values."""
         held = () if self.cfg.cliprange is None else (self._old_values,)
         return (*super().columns, _RETURNS, *held)
 

@@ -123,7 +123,7 @@ def _attend(
 
 
 def _repeat(heads_KBGD: torch.Tensor, times: int) -> torch.Tensor:
-    """Each query group's head once for every query head that shares it."""
+    """Return each query group's head once for every query head that shares it."""
     return heads_KBGD if times == 1 else heads_KBGD.repeat_interleave(times, dim=2)
 
 

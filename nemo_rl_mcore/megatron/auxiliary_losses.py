@@ -103,7 +103,7 @@ class AuxiliaryLosses:
                     router.register_forward_hook(self._uncount_padding)
 
     def terms(self, microbatch: Microbatch, loss_fn: LossFunction) -> AuxiliaryTerms | None:
-        """What a training microbatch, which still lies on the CPU, needs; None for a model without such losses."""
+        """Return what a training microbatch, still on the CPU, needs; None for a model without such losses."""
         config = self._config
         if not (self._balances or config.mtp_num_layers or config.moe_router_enable_expert_bias):
             return None
@@ -204,7 +204,7 @@ class AuxiliaryLosses:
         return metrics
 
     def _balance(self) -> dict[str, float]:
-        """The load-balancing loss, without its coefficient: its mean over layers and microbatches with a token."""
+        """Return the load-balancing loss without coefficient: the mean over layers and microbatches with a token."""
         found: dict[str, float] = {}
         for name, entry in self._tracker.metrics.items():
             total = entry.values.sum().double().reshape(1)
@@ -216,7 +216,7 @@ class AuxiliaryLosses:
         return found
 
     def _prediction_losses(self) -> dict[str, float]:
-        """The cross-entropy of each multi-token prediction layer: its mean over the microbatches that train it."""
+        """Return each multi-token prediction layer's cross-entropy: its mean over the microbatches that train it."""
         layers = self._config.mtp_num_layers or 0
         if not layers:
             return {}
@@ -234,14 +234,14 @@ class AuxiliaryLosses:
         return [value / max(count, 1.0) for value in sums]
 
     def _own_columns(self, mask_BS: torch.Tensor) -> torch.Tensor:
-        """The columns of this rank's part, under sequence parallelism, of what the model is given."""
+        """Return the columns of this rank's part, under sequence parallelism, of what the model is given."""
         if not self._config.sequence_parallel:
             return mask_BS
         rank = parallel_state.get_tensor_model_parallel_rank()
         return mask_BS.chunk(self._config.tensor_model_parallel_size, dim=1)[rank]
 
     def _routed_tokens(self, microbatch: Microbatch, *, real_only: bool) -> int:
-        """The tokens by whose number Megatron multiplies this rank's part of a load-balancing loss."""
+        """Return the tokens by whose number Megatron multiplies this rank's part of a load-balancing loss."""
         if not real_only:
             return self._own_columns(microbatch.padding).numel()
         if self._counts_all_ranks:
@@ -263,7 +263,7 @@ class AuxiliaryLosses:
 
 
 def _sequence_ranks() -> Any:
-    """The ranks that share the tokens of one sequence: of tensor and context parallelism."""
+    """Return the ranks that share the tokens of one sequence: of tensor and context parallelism."""
     return parallel_state.get_tensor_and_context_parallel_group()
 
 

@@ -50,7 +50,7 @@ def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBacke
 
 
 def open_generator(policy: PolicyConfig) -> GeneratorBackend:
-    """The whole model in this process, with weights drawn at random until others are brought; see `open_backend`."""
+    """Build the whole model in this process, with random weights until others are brought; see `open_backend`."""
     rendezvous.join_alone()
     whole = dict.fromkeys(_SHARES, 1) | {
         "virtual_pipeline_model_parallel_size": None,
@@ -83,15 +83,15 @@ class MegatronBackend(MegatronTrainBackend):
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
+        """Return the device of this process."""
         return accelerator.device()
 
     def data_parallel_rank(self) -> int:
-        """The place of this rank among those that hold different samples."""
+        """Return the place of this rank among those that hold different samples."""
         return parallel_groups.data_parallel_rank()
 
     def data_parallel_size(self) -> int:
-        """How many ranks hold different samples."""
+        """Return how many ranks hold different samples."""
         return parallel_groups.data_parallel_size()
 
     # Reads
@@ -116,7 +116,7 @@ class MegatronBackend(MegatronTrainBackend):
     def topk_logits(
         self, data: BatchedDataDict, k: int, micro_batch_size: int, *, trained_only: bool = False
     ) -> TopKLogits:
-        """The k most probable next tokens; see `PolicyBackend.topk_logits`."""
+        """Return the k most probable next tokens; see `PolicyBackend.topk_logits`."""
         names = ("topk_logits", "topk_indices", "logsumexp", "tail_logmass")
         read = self._read(
             "get_topk_logits",
@@ -127,7 +127,7 @@ class MegatronBackend(MegatronTrainBackend):
         return TopKLogits(**dict(zip(names, read, strict=True)))
 
     def values(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
-        """A critic's values fp32 [B, S]; see `PolicyBackend.values`."""
+        """Return a critic's values fp32 [B, S]; see `PolicyBackend.values`."""
         return self._read("get_values", lambda: [self.forward.values(data, micro_batch_size)])[0]
 
     def generate(self, request: GenerationRequest) -> GeneratedRows:
@@ -152,7 +152,7 @@ class MegatronBackend(MegatronTrainBackend):
 
     @staticmethod
     def _read(call: str, read: Callable[[], Sequence[Tensor | None]]) -> list[Tensor]:
-        """The tensors that the last pipeline stage reads, on every stage and on the CPU.
+        """Return the tensors that the last pipeline stage reads, on every stage and on the CPU.
 
         Ranks with more rows than others are waited for with patience, unlike those of a train step.
         """

@@ -38,7 +38,7 @@ class Batching:
     def for_training(
         self, data: BatchedDataDict, micro_batch_size: int, rows_per_sample: int
     ) -> list[Microbatch]:
-        """The microbatches of one schedule call that trains or evaluates; a token budget overrules the size."""
+        """Return the microbatches of one schedule call that trains or evaluates; a token budget overrules the size."""
         if self.budgets is None:
             return self._split(data, FixedRows(micro_batch_size, self.column_multiple, rows_per_sample))
         return self._split(
@@ -46,7 +46,7 @@ class Batching:
         )
 
     def for_logprobs(self, data: BatchedDataDict, micro_batch_size: int) -> list[Microbatch]:
-        """The microbatches of one schedule call without a loss, row by row; a token budget overrules the size."""
+        """Return the microbatches of a schedule call without a loss, row by row; a token budget overrules the size."""
         data = data.without(EPISODE)
         if self.budgets is None:
             return self._split(data, FixedRows(micro_batch_size, self.column_multiple))
@@ -69,7 +69,7 @@ class Batching:
         return [ContextParallelMicrobatch.of(microbatch) for microbatch in built]
 
     def _calls(self, microbatches: int) -> int:
-        """How often this rank runs the model: once at least, however few rows it has."""
+        """Return how often this rank runs the model: once at least, however few rows it has."""
         calls = max(microbatches, 1)
         if self.config.expert_model_parallel_size > 1:
             # Each forward pass exchanges tokens with other data-parallel ranks, so all must make as many.
@@ -93,7 +93,7 @@ def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[
 
 
 def _packed_seq_params(borders: tuple[int, ...]) -> PackedSeqParams:
-    """The borders for kernels that run each sample by itself, and for rotary positions cut sample by sample."""
+    """Return the borders for kernels that run each sample by itself, and for rotary positions cut sample by sample."""
     cumulative = torch.tensor(borders, dtype=torch.int32, device=accelerator.device())
     longest = max(end - start for start, end in pairwise(borders))
     return PackedSeqParams(

@@ -160,7 +160,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, *, of_a_policy
 
 
 def _model_state(chunks: Sequence[torch.nn.Module]) -> ShardedStateDict:
-    """The sharded weights and buffers of each chunk; they are the model's own tensors, not copies."""
+    """Return the sharded weights and buffers of each chunk; they are the model's own tensors, not copies."""
     state: ShardedStateDict = {}
     gather_parameters(chunks)
     for number, chunk in enumerate(chunks):
@@ -172,7 +172,7 @@ def _model_state(chunks: Sequence[torch.nn.Module]) -> ShardedStateDict:
 
 
 def _model(chunk: torch.nn.Module) -> MegatronModule:
-    """The model inside of what Megatron wraps around it."""
+    """Return the model inside of what Megatron wraps around it."""
     return cast(MegatronModule, unwrap_model(chunk))
 
 
@@ -213,7 +213,7 @@ def _read_state(folder: Path) -> _State:
 
 
 def _random_state() -> dict[str, Any]:
-    """The state of every generator of this rank, in types that are read without a pickle's reach."""
+    """Return the state of every generator of this rank, in types that are read without a pickle's reach."""
     name, keys, position, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state())
     return {
         "python": random.getstate(),
@@ -224,7 +224,7 @@ def _random_state() -> dict[str, Any]:
 
 
 def _read_random_state(folder: Path) -> dict[str, Any]:
-    """The saved generators; each is tried on one of its own kind, so that setting them back cannot fail half-way."""
+    """Return the saved generators; each is tried on one of its own kind, so that restoring cannot fail half-way."""
     path = _random_file(folder)
     try:
         state = torch.load(io.BytesIO(read_regular(path, follow_links=False)), weights_only=True)

@@ -61,13 +61,13 @@ def require_sums_together(folder: Path, part: str = "", *, required: bool) -> No
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """What the list holds: every regular file but the list itself; links and pipes are refused by who reads them."""
+    """Return what the list holds: every regular file but the list itself; readers refuse links and pipes."""
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not path.is_symlink() and path != folder / SUMS_FILE:
             yield str(path.relative_to(folder))
 
 
 def _writer(name: str) -> int:
-    """The rank that wrote a file."""
+    """Return the rank that wrote a file."""
     match = _WRITER.match(Path(name).name)
     return int(match[1]) if match is not None else 0

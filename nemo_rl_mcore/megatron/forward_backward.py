@@ -62,12 +62,12 @@ class ForwardBackward:
 
     @cached_property
     def batching(self) -> Batching:
-        """How rows become microbatches."""
+        """Return how rows become microbatches."""
         return Batching(self.config, self.sequence_multiple, self.token_budgets)
 
     @cached_property
     def auxiliary(self) -> AuxiliaryLosses:
-        """The losses that layers attach to their own backward pass."""
+        """Return the losses that layers attach to their own backward pass."""
         return AuxiliaryLosses(self.config, self.chunks)
 
     def logprobs(
@@ -82,7 +82,7 @@ class ForwardBackward:
         return (self._read(data, micro_batch_size, kind) or [None])[0]
 
     def values(self, data: BatchedDataDict, micro_batch_size: int) -> torch.Tensor | None:
-        """A critic's values as fp32 [B, S]; None off the last pipeline stage.
+        """Return a critic's values as fp32 [B, S]; None off the last pipeline stage.
 
         Column i is the value of the state before token i; column 0 and the right padding are 0.
         """
@@ -91,7 +91,7 @@ class ForwardBackward:
     def topk(
         self, data: BatchedDataDict, k: int, micro_batch_size: int, *, trained_only: bool = False
     ) -> list[torch.Tensor]:
-        """The k best next tokens at each position: logits and ids [B, S, k], logsumexp and tail's log-mass [B, S].
+        """Return the k best next tokens per position: logits and ids [B, S, k], logsumexp and tail's log-mass [B, S].
 
         Empty off the last pipeline stage; 0 where the next token is not real or, with trained_only, not marked by
         `token_mask`.
@@ -101,7 +101,7 @@ class ForwardBackward:
     def loss_sums(
         self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int, *, forward_only: bool
     ) -> LocalSums:
-        """The loss sums of the rows on this rank (empty off the last pipeline stage).
+        """Return the loss sums of the rows on this rank (empty off the last pipeline stage).
 
         Unless `forward_only`, the gradients of the un-normalised loss are added to the local gradient buckets.
         """
@@ -116,7 +116,7 @@ class ForwardBackward:
         return total
 
     def _read(self, data: BatchedDataDict, micro_batch_size: int, kind: ModelPass) -> list[torch.Tensor]:
-        """What a pass without gradients says of the batch, in its order; nothing off the last pipeline stage."""
+        """Return what a pass without gradients says of the batch, in its order; nothing off the last pipeline stage."""
         microbatches = self.batching.for_logprobs(data, micro_batch_size)
         with evaluation_mode(self.chunks):
             parts = self._run(microbatches, kind)
@@ -205,7 +205,7 @@ class ForwardBackward:
     def _collect_of_plan(
         self, collect: Collect, terms: AuxiliaryTerms | None, *outputs: torch.Tensor
     ) -> LossTriple:
-        """The loss of a plan's outputs: a plan has no output before it runs, and its outputs come one by one."""
+        """Return the loss of a plan's outputs: a plan has no output before it runs, and its outputs come one by one."""
         first, *more = outputs
         output = (first, *more) if more else first
         if terms is not None:

@@ -95,7 +95,7 @@ class DecodingSession:
         return _Batch.of(self.model, waiting or _NOTHING, steps) if steps else None
 
     def _largest(self, number: int) -> int:
-        """The largest of the numbers of this rank and those that it exchanges tokens with in a forward pass."""
+        """Return the largest of the numbers of this rank and those that it exchanges tokens with in a forward pass."""
         if self.model.config.expert_model_parallel_size == 1:
             return number
         return parallel_groups.largest_of_data_parallel_ranks(number)
@@ -153,7 +153,7 @@ class _Batch:
 
     @classmethod
     def of(cls, model: ForwardBackward, waiting: _Waiting, steps: int) -> _Batch:
-        """A batch that is decoded by so many tokens at most."""
+        """Return a batch that is decoded by so many tokens at most."""
         request, device = waiting.request, accelerator.device()
         places = [*waiting.places.values()] or [0]
         prompts_BP = torch.tensor([list(request.prompts[place]) for place in places])

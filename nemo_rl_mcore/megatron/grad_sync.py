@@ -60,7 +60,7 @@ def drop_reductions(chunks: list[DistributedDataParallel]) -> None:
 
 
 def bucket_groups(chunks: list[DistributedDataParallel]) -> list[Any]:
-    """What Megatron reduces at once: groups of buckets of dense weights, then of experts', chunk by chunk."""
+    """Return what Megatron reduces at once: groups of buckets of dense weights, then of experts', chunk by chunk."""
     return [
         group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
     ]

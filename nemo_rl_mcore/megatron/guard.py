@@ -45,7 +45,7 @@ class Guard:
             return self._stand_in(unwrap_model(model), ids_BS), _nothing
 
     def loss(self, collect: Collect) -> Collect:
-        """The loss of one microbatch; where it fails, or one before it has failed, zero."""
+        """Return the loss of one microbatch; where it fails, or one before it has failed, zero."""
 
         def guarded(output: Outputs) -> LossTriple:
             if self.error is None:
@@ -73,7 +73,7 @@ class Guard:
 
     @property
     def _alone(self) -> bool:
-        """Whether no other rank takes part in this one's passes."""
+        """Return whether no other rank takes part in this one's passes."""
         config = self.config
         shared = (
             config.tensor_model_parallel_size,
@@ -87,7 +87,7 @@ class Guard:
         self.error = self.error or error
 
     def _stand_in(self, model: Any, ids_BS: torch.Tensor) -> torch.Tensor:
-        """What this stage would have sent on, as zeros [S, B, H]; its gradient, zeros too, goes back."""
+        """Return what this stage would have sent on, as zeros [S, B, H]; its gradient, zeros too, goes back."""
         rows, columns = ids_BS.shape
         if self.config.sequence_parallel:
             columns //= self.config.tensor_model_parallel_size

@@ -51,7 +51,7 @@ def use_transformer_engine(config: MegatronConfig) -> bool:
 
 
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """A layer's ModuleSpec, or the block's submodules; GPTModel takes both, though its annotation names the first.
+    """Return a layer's ModuleSpec, or the block's submodules; GPTModel takes both, though annotated with the first.
 
     Raises RefusedError, on every stage, for ranks on GPUs that share sequences and have local layers.
     """
@@ -76,7 +76,7 @@ def _refuse_local_attention(config: MegatronConfig) -> None:
 
 
 def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """The block of multi-token prediction layers, on the stage that holds them; None elsewhere, and without any.
+    """Return the block of multi-token prediction layers, on the stage that holds them; None elsewhere, and without any.
 
     Raises ValueError, on every stage, where this Megatron cannot build them.
     """

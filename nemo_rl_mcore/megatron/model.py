@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def padded_vocab_size(policy: PolicyConfig) -> int:
-    """The rows of the embedding: the vocabulary, rounded up to a multiple of the tensor-parallel size."""
+    """Return the rows of the embedding: the vocabulary, rounded up to a multiple of the tensor-parallel size."""
     tp = policy.megatron_cfg.tensor_model_parallel_size
     return -(-policy.model.vocab_size // tp) * tp
 
@@ -94,7 +94,7 @@ _YARN_FACTOR = "yarn_rotary_scaling_factor"
 
 
 def _expert_settings(policy: PolicyConfig) -> dict[str, Any]:
-    """What a TransformerConfig says of experts; nothing for a dense model."""
+    """Return what a TransformerConfig says of experts; nothing for a dense model."""
     model, config = policy.model, policy.megatron_cfg
     if model.num_moe_experts is None:
         return {}
@@ -118,7 +118,7 @@ def _expert_settings(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def build_model(policy: PolicyConfig) -> tuple[TransformerConfig, list[LanguageModel]]:
-    """The model of this rank, one `LanguageModel` per virtual pipeline stage, on the device.
+    """Return the model of this rank, one `LanguageModel` per virtual pipeline stage, on the device.
 
     Its weights are random, or not set at all where `policy.model_name` says that they are loaded next.
     """
@@ -171,7 +171,7 @@ def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int 
 
 
 def in_precision(config: TransformerConfig, chunks: list[LanguageModel]) -> list[MegatronModule]:
-    """The chunks as they are run in the config's number format; a value head stays fp32."""
+    """Return the chunks as they are run in the config's number format; a value head stays fp32."""
     modules: list[MegatronModule] = [
         Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks
     ]
@@ -223,12 +223,12 @@ def wrap_data_parallel(
 
 
 def _one_or_all(functions: list[Any]) -> Any:
-    """The schedules take one function, or a list of them under virtual pipeline parallelism."""
+    """Return the schedules take one function, or a list of them under virtual pipeline parallelism."""
     return functions[0] if len(functions) == 1 else functions
 
 
 def stretched_frequencies(frequencies: torch.Tensor, scaling: RopeScalingConfig, base: float) -> torch.Tensor:
-    """The inverse frequencies [D/2] of a model with that base whose rotations were stretched by `scaling`.
+    """Return the inverse frequencies [D/2] of a model with that base whose rotations were stretched by `scaling`.
 
     RotaryEmbedding._apply_scaling (models/common/embeddings/rotary_pos_embedding.py) has the formula of Llama too,
     with the original context fixed at 8192 tokens.
@@ -246,7 +246,7 @@ def stretched_frequencies(frequencies: torch.Tensor, scaling: RopeScalingConfig,
 
 
 def _kept_by_yarn(frequencies: torch.Tensor, scaling: RopeScalingConfig, base: float) -> torch.Tensor:
-    """What is kept of each frequency [D/2], before it is clamped: it falls with the number of the pair of channels.
+    """Return what is kept of each frequency [D/2], before clamping: it falls with the number of the channel pair.
 
     The pairs with so many turns are rounded outwards, as in transformers and vLLM.
     """

@@ -15,5 +15,5 @@ __all__ = ["LanguageModel", "language_models"]
 
 
 def language_models(modules: Iterable[torch.nn.Module]) -> list[LanguageModel]:
-    """The models inside of what Megatron wraps around them."""
+    """Return the models inside of what Megatron wraps around them."""
     return [part for module in modules for part in module.modules() if isinstance(part, LanguageModel)]

@@ -31,7 +31,7 @@ NextLogits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogits:
-    """Cached decoding where the layout lets a single token through the model, else a whole pass for each token."""
+    """Decode with a cache where the layout lets one token through the model, else by a whole pass for each token."""
     config = model.config
     if parallel_groups.pipeline_stages() > 1 or config.sequence_parallel or config.context_parallel_size > 1:
         return RecomputedLogits(model)
@@ -139,7 +139,7 @@ def _logits_at(
     context: _Place,
     **_unused: Any,
 ) -> torch.Tensor:
-    """An output processor: the logits [B, V] at one position, gathered over the tensor-parallel ranks."""
+    """Return an output processor: the logits [B, V] at one position, gathered over the tensor-parallel ranks."""
     position = context.position
     if not output_layer.sequence_parallel:
         hidden_states, position = hidden_states[position : position + 1], 0

@@ -32,7 +32,7 @@ class Once(logging.Filter):
     _told = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged."""
+        """Return whether the record is logged."""
         if not record.getMessage().startswith(_DEPRECATED):
             return True
         record.msg, record.args = "megatron-core: GPTModel is deprecated there (told once)", ()

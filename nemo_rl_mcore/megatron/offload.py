@@ -98,7 +98,7 @@ class _Shelf:
 
 
 def _tensors_of(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    """Main weights and moments."""
+    """Yield main weights and moments."""
     for part in parts_of(optimizer):
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -111,7 +111,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A view, uint8 [bytes]."""
+    """Return a view, uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -12,7 +12,7 @@ from nemo_rl_mcore.megatron.model import DTYPES
 
 
 def build_optimizer(policy: PolicyConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """The optimizer over this rank's chunks; fp32 main parameters under bf16, sharded where the config says so."""
+    """Build the optimizer over this rank's chunks; fp32 main parameters under bf16, sharded if the config says so."""
     optimizer = policy.megatron_cfg.optimizer
     dtype = DTYPES[policy.precision]
     return get_megatron_optimizer(
@@ -37,7 +37,7 @@ def build_optimizer(policy: PolicyConfig, chunks: list[DistributedDataParallel])
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule, counted in samples: it advances by the global batch size at each applied optimizer step."""
+    """Return the schedule, counted in samples: it advances by the global batch size at each applied optimizer step."""
     schedule, peak = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
     samples = policy.train_global_batch_size
     # OptimizerParamScheduler asserts warm-up < decay, and decay > 0; a constant schedule has neither end.

@@ -57,7 +57,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: ShardedStateDict, 
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> float:
-    """How many updates the moments have seen, the same for every weight."""
+    """Return how many updates the moments have seen, the same for every weight."""
     for part in parts_of(optimizer):
         for holder in (*part.optimizer.state.values(), *part.optimizer.param_groups):
             if _STEP in holder:
@@ -66,7 +66,7 @@ def optimizer_step(optimizer: MegatronOptimizer) -> float:
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers of dense and of expert weights; one without weights on this rank holds nothing."""
+    """Return the optimizers of dense and of expert weights; one without weights on this rank holds nothing."""
     chained = cast(list[Any], cast(ChainedOptimizer, optimizer).chained_optimizers)
     return [part for part in chained if part.optimizer is not None]
 
@@ -103,7 +103,7 @@ def _set_step(part: Any, step: float) -> None:
 
 
 def _keeps_main_copies(part: DistributedOptimizer) -> bool:
-    """Whether the weights are in 16 bits; else the optimizer works on the weights themselves."""
+    """Return whether the weights are in 16 bits; else the optimizer works on the weights themselves."""
     return any(bool(group) for group in part.model_float16_groups)
 
 
@@ -123,7 +123,7 @@ def _load_distributed(part: DistributedOptimizer, weights: dict[int, Any]) -> No
 
 
 def _weights_in_order(part: DistributedOptimizer) -> Iterator[torch.Tensor]:
-    """The model's weights as `sharded_param_state_fully_reshardable` numbers them."""
+    """Yield the model's weights as `sharded_param_state_fully_reshardable` numbers them."""
     for buffer in part.buffers:
         yield from (weight.detach() for weight in buffer.param_index_map)
 
@@ -153,7 +153,7 @@ def _load_whole(part: Any, weights: dict[int, Any]) -> None:
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each weight with the tensor that the optimizer updates for it."""
+    """Yield each weight with the tensor that the optimizer updates for it."""
     if not isinstance(part, Float16OptimizerWithFloat16Params):
         yield from ((weight, weight) for group in part.optimizer.param_groups for weight in group["params"])
         return

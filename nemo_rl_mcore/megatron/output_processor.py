@@ -65,12 +65,12 @@ Processor = Callable[..., Outputs]
 
 
 def all_of(output: Outputs) -> tuple[torch.Tensor, ...]:
-    """The tensors that a processor returned."""
+    """Return the tensors that a processor returned."""
     return output if isinstance(output, tuple) else (output,)
 
 
 def unfused_processor(vocab_size: int) -> Processor:
-    """A processor that calls the output layer and takes the selected log-probabilities from its logits.
+    """Return a processor that calls the output layer and takes the selected log-probabilities from its logits.
 
     Only the selected positions have logits, unless the sequence is divided over ranks: then its own gather has all.
     """
@@ -106,7 +106,7 @@ def unfused_processor(vocab_size: int) -> Processor:
 
 
 def fused_processor(options: LinearLogprobsOptions) -> Processor:
-    """A processor that computes the selected log-probabilities without ever holding [S, B, V] logits.
+    """Return a processor that computes the selected log-probabilities without ever holding [S, B, V] logits.
 
     The model sets the options' `logit_scale`; the others are the caller's.
     """
@@ -120,7 +120,7 @@ def fused_processor(options: LinearLogprobsOptions) -> Processor:
 
 
 def student_processor(options: LinearLogprobsOptions) -> Processor:
-    """A processor for a student: (log-probabilities [S, B, K], log of the tail's mass [S, B]), then what `tokens` asks.
+    """Return a student's processor: (log-probs [S, B, K], log of the tail's mass [S, B]), then what `tokens` asks.
 
     No [S, B, V] logits are held.
     """
@@ -152,7 +152,7 @@ def student_processor(options: LinearLogprobsOptions) -> Processor:
 
 
 def topk_processor(options: LinearLogprobsOptions) -> Processor:
-    """A processor for a teacher: (logits, ids) [S, B, K], then their logsumexp over the vocabulary [S, B]."""
+    """Return a processor for a teacher: (logits, ids) [S, B, K], then their logsumexp over the vocabulary [S, B]."""
 
     def process(
         *, hidden_states: torch.Tensor, context: TopKSelection, **hook: Any
@@ -174,7 +174,7 @@ def topk_processor(options: LinearLogprobsOptions) -> Processor:
 
 
 def value_processor(head: ValueHead | None) -> Processor:
-    """A processor for a critic: values fp32 [S, B], 0 off the context, a mask [S, B].
+    """Return a processor for a critic: values fp32 [S, B], 0 off the context, a mask [S, B].
 
     Stages without the head never call it.
     """
@@ -206,7 +206,7 @@ class _LinearHead:
         return cls(weight, output_layer.sequence_parallel, replace(options, logit_scale=scale))
 
     def without_cache(self) -> Self:
-        """The same, leaving no logits to the backward pass."""
+        """Return the same, leaving no logits to the backward pass."""
         return replace(self, options=replace(self.options, cache_bytes=0))
 
 

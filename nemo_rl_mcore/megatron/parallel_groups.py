@@ -92,39 +92,39 @@ def computing_ranks() -> dist.ProcessGroup:
 
 
 def data_parallel_rank() -> int:
-    """The place of this rank among the ranks that hold different samples."""
+    """Return the place of this rank among the ranks that hold different samples."""
     return parallel_state.get_data_parallel_rank()
 
 
 def data_parallel_size() -> int:
-    """How many ranks hold different samples."""
+    """Return how many ranks hold different samples."""
     return parallel_state.get_data_parallel_world_size()
 
 
 def tensor_parallel_group() -> dist.ProcessGroup:
-    """The ranks that share each layer's weights."""
+    """Return the ranks that share each layer's weights."""
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
 
 def data_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold different tokens, those of context parallelism included: weights' gradients are their sum."""
+    """Return the ranks with different tokens, context parallelism included: weights' gradients are their sum."""
     return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
 
 
 def largest_of_data_parallel_ranks(number: int) -> int:
-    """The largest of the numbers that the data-parallel ranks give; all must ask."""
+    """Return the largest of the numbers that the data-parallel ranks give; all must ask."""
     largest = torch.tensor([number], device=accelerator.device())
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=data_parallel_group())
     return int(largest)
 
 
 def pipeline_stages() -> int:
-    """How many ranks share the layers of one model copy."""
+    """Return how many ranks share the layers of one model copy."""
     return parallel_state.get_pipeline_model_parallel_world_size()
 
 
 def is_last_stage() -> bool:
-    """Whether this rank holds the output layer (of the last virtual stage, if there are several)."""
+    """Return whether this rank holds the output layer (of the last virtual stage, if there are several)."""
     return parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
 
@@ -163,5 +163,5 @@ def _last_stage_rank() -> int:
 
 
 def pipeline_group() -> dist.ProcessGroup:
-    """The stages of one model copy."""
+    """Return the stages of one model copy."""
     return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())

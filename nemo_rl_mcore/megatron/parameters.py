@@ -11,7 +11,7 @@ from megatron.core.utils import unwrap_model
 
 
 def weights_of(chunks: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """The parameters of each chunk, then its buffers: the bias of experts is one, and training moves it."""
+    """Yield the parameters of each chunk, then its buffers: the bias of experts is one, and training moves it."""
     for chunk in chunks:
         model = cast(torch.nn.Module, unwrap_model(chunk))
         yield from (*model.parameters(), *model.buffers())

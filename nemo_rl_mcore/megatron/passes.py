@@ -85,7 +85,7 @@ class Passes:
         return ModelPass(value_processor(self.value_head), real_next_tokens, _mask, _collect_logprobs)
 
     def topk(self, k: int, *, trained_only: bool = False) -> ModelPass:
-        """The k best next tokens; a result is (places, (logits [B, S, K], ids, logsumexp [B, S], tail [B, S]))."""
+        """Return the k best next tokens: (places, (logits [B, S, K], ids, logsumexp [B, S], tail [B, S]))."""
 
         def context(_microbatch: Microbatch, mask_BS: torch.Tensor) -> TopKSelection:
             return TopKSelection(k, _by_position(mask_BS), self.temperature)
@@ -94,7 +94,7 @@ class Passes:
         return ModelPass(processor, _of_a_read(trained_only), context, _collect_unshifted)
 
     def loss(self, loss_fn: LossFunction) -> ModelPass:
-        """What a loss function reads, and its sums; a result is `LocalSums`."""
+        """Return what a loss function reads, and its sums; a result is `LocalSums`."""
         match loss_fn.input_type:
             case LossInputType.LOGPROB:
                 context = partial(self._select_tokens, with_entropy=loss_fn.needs_entropy)
@@ -126,14 +126,14 @@ class Passes:
 
 
 def no_tokens(like: torch.Tensor) -> torch.Tensor:
-    """The token count of a schedule's loss function: none."""
+    """Return the token count of a schedule's loss function: none."""
     # The step counts valid tokens itself; by a count of its own forward_step_calc_loss (pipeline_parallel/schedules.py)
     # would have each schedule call divided separately.
     return torch.zeros((), dtype=torch.int, device=like.device)
 
 
 def next_tokens(rows: BatchedDataDict) -> torch.Tensor:
-    """The id of each position's next token, int64 [B, S]; without meaning at a row's last column.
+    """Return the id of each position's next token, int64 [B, S]; without meaning at a row's last column.
 
     The rows are shifted before a microbatch lays them out, where the next column may be another sample's.
     """
@@ -171,17 +171,17 @@ def _by_position(values_BS: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(_microbatch: Microbatch, mask_BS: torch.Tensor) -> torch.Tensor:
-    """The context of a processor that needs to know only where it is to answer."""
+    """Return the context of a processor that needs to know only where it is to answer."""
     return _by_position(mask_BS)
 
 
 def _rows(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
-    """What the model says at each position, one row a sample: [B, S, ...]."""
+    """Return what the model says at each position, one row a sample: [B, S, ...]."""
     return microbatch.from_model(values_SB.transpose(0, 1))
 
 
 def _next_tokens(microbatch: Microbatch, values_SB: torch.Tensor) -> torch.Tensor:
-    """What the model says of each position's next token: [B, S-1, ...]."""
+    """Return what the model says of each position's next token: [B, S-1, ...]."""
     return _rows(microbatch, values_SB)[:, :-1]
 
 

@@ -60,7 +60,7 @@ class ReferencePolicy:
         return torch.empty(piece.shape, dtype=piece.dtype, device="cpu", pin_memory=accelerator.has_cuda())
 
     def _pieces(self) -> Iterator[torch.Tensor]:
-        """The memory of all weights as bytes, uint8 [at most PIECE_BYTES] each: what is copied is copied bit for bit.
+        """Yield the memory of all weights as uint8 [at most PIECE_BYTES]: what is copied is copied bit for bit.
 
         In place: the parameters are views of Megatron's buckets (distributed/param_and_grad_buffer.py).
         """
@@ -68,7 +68,7 @@ class ReferencePolicy:
             yield from weight.detach().view(-1).view(torch.uint8).split(PIECE_BYTES)
 
     def _exchange(self, spares: Sequence[torch.Tensor]) -> None:
-        """The model's weights against those that are kept; one piece leaves while the next one comes."""
+        """Swap the model's weights with those that are kept; one piece leaves while the next one comes."""
         coming, leaving = accelerator.current_stream(), accelerator.new_stream()
         emptied = [leaving.record_event() for _ in spares]
         for number, (piece, kept) in enumerate(zip(self._pieces(), self._kept, strict=True)):

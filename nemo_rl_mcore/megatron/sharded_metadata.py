@@ -78,7 +78,7 @@ _DEEPEST_TUPLE = 3
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The description of a folder, after a look at all that is in it; no code is run.
+    """Return the description of a folder, after a look at all that is in it; no code is run.
 
     Raises ValueError for a folder with other files than those of the format, or with links or pipes in place of
     them, and for a description that is broken, of wrong types, or leads out of the folder or behind the end of a file.
@@ -105,7 +105,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """The size of each file of tensors; nothing is opened."""
+    """Return the size of each file of tensors; nothing is opened."""
     try:
         linked, found = folder.is_symlink(), {path.name: path.lstat() for path in folder.iterdir()}
     except OSError as error:
@@ -224,7 +224,7 @@ def _check_place(index: Any, place: Any, folder: Path, sizes: dict[str, int]) ->
 
 
 def _parts(name: Any, entry: Any) -> Iterator[torch.Size | None]:
-    """The offset of each part of an entry."""
+    """Yield the offset of each part of an entry."""
     if type(entry) is BytesStorageMetadata:
         _require(_COMMON_ENTRY.fullmatch(name) is not None, f"{name} is no tensor")
         yield None

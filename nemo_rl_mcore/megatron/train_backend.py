@@ -84,7 +84,7 @@ class MegatronTrainBackend:
         )
 
     def snapshot(self) -> _Snapshot:
-        """The random generators, which dropout draws from, and the buffers, in which routers count and are biased."""
+        """Return the random generators, which dropout draws from, and the buffers that routers count in."""
         buffers = [buffer.clone() for buffer in self._buffers()]
         return _Snapshot(accelerator.device_rng_states(), _rng_tracker().get_states(), buffers)
 
@@ -143,20 +143,20 @@ class MegatronTrainBackend:
         return self.forward.loss_sums(data, loss_fn, micro_batch_size, forward_only=False)
 
     def evaluate(self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int) -> StepTotals:
-        """The loss and metrics of the rows of all ranks, without gradients."""
+        """Return the loss and metrics of the rows of all ranks, without gradients."""
         with evaluation_mode(self.chunks):
             with self.done_together("an evaluation"):
                 sums = self.forward.loss_sums(data, loss_fn, micro_batch_size, forward_only=True)
             return self._totals(sums)
 
     def reduce(self, sums: LocalSums) -> StepTotals:
-        """The totals of all ranks, with the auxiliary losses since the gradients were cleared."""
+        """Return the totals of all ranks, with the auxiliary losses since the gradients were cleared."""
         totals = self._totals(sums)
         moe_metrics, mtp_metrics = self.forward.auxiliary.take_metrics()
         return replace(totals, moe_metrics=moe_metrics, mtp_metrics=mtp_metrics)
 
     def reduce_counts(self, data: BatchedDataDict) -> StepTotals:
-        """The counts of the rows of all ranks, without a metric."""
+        """Return the counts of the rows of all ranks, without a metric."""
         return self._totals(LocalSums.counts(data))
 
     def _totals(self, sums: LocalSums) -> StepTotals:
@@ -175,7 +175,7 @@ class MegatronTrainBackend:
         finalize_gradients(self._wrapped)
 
     def gradient_norm(self) -> float:
-        """The L2 norm of the reduced gradients over all ranks, before clipping."""
+        """Return the L2 norm of the reduced gradients over all ranks, before clipping."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
@@ -187,7 +187,7 @@ class MegatronTrainBackend:
         return bool(successful)
 
     def learning_rate_and_weight_decay(self) -> tuple[float, float]:
-        """The schedule's present values (parameter groups may scale them)."""
+        """Return the schedule's present values (parameter groups may scale them)."""
         group = self.optimizer.param_groups[0]
         return self.scheduler.get_lr(group), self.scheduler.get_wd(group)
 
@@ -217,7 +217,7 @@ def _passes(policy: PolicyConfig, chunks: list[MegatronModule], options: Backend
 
 
 def _head_adds_to_main_grad(policy: PolicyConfig) -> bool:
-    """Whether the output weight's gradient may be summed in its gradient bucket, tile by tile.
+    """Return whether the output weight's gradient may be summed in its gradient bucket, tile by tile.
 
     A 16-bit bucket would round every tile's part. Multi-token prediction uses the weight a second time, through
     autograd, whose gradient the data-parallel hook drops once a weight says that its own is in place.
@@ -228,7 +228,7 @@ def _head_adds_to_main_grad(policy: PolicyConfig) -> bool:
 
 
 def _sequence_multiple(policy: PolicyConfig) -> int:
-    """What batches are padded to: each rank that shares a sequence has an equal part of it."""
+    """Return what batches are padded to: each rank that shares a sequence has an equal part of it."""
     megatron = policy.megatron_cfg
     parts = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
     return parts * slices_of_a_sample(megatron.context_parallel_size)

@@ -50,6 +50,6 @@ def give_value_head(model: LanguageModel) -> None:
 
 
 def value_head_of(model: torch.nn.Module) -> ValueHead | None:
-    """The value head of a model, wrapped or not; None where it has none."""
+    """Return the value head of a model, wrapped or not; None where it has none."""
     heads = [module for module in model.modules() if isinstance(module, ValueHead)]
     return cast(ValueHead, heads[0]) if heads else None

@@ -23,7 +23,7 @@ class Panel:
 
     @property
     def heading(self) -> str:
-        """The title, which is the metric's name where there is one only."""
+        """Return the title, which is the metric's name where there is one only."""
         only, *others = self.metrics
         return self.title if others else only
 
@@ -95,7 +95,7 @@ _UNKNOWN = 6
 
 
 def curve_panels(rows: Iterable[Row]) -> list[Panel]:
-    """The panels with those of their metrics that the rows have; the first metrics of rows in which none is known."""
+    """Return the panels with those metrics that the rows have; of unknown ones, the first metrics."""
     rows = list(rows)
     shown = shown_in(rows)
     of_rows = [
@@ -107,7 +107,7 @@ def curve_panels(rows: Iterable[Row]) -> list[Panel]:
 
 
 def points_of(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a metric, of the rows that have it."""
+    """Return steps and values of a metric, of the rows that have it."""
     found = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in found], [value for _, value in found]
 
@@ -118,7 +118,7 @@ def finite_points(rows: Iterable[Row], name: str) -> list[tuple[float, float]]:
 
 
 def finite_values(rows: Iterable[Row], name: str) -> list[float]:
-    """The values of a metric that are finite."""
+    """Return the values of a metric that are finite."""
     return [value for _, value in finite_points(rows, name)]
 
 

@@ -95,7 +95,7 @@ class ProgressDisplay:
 
     @property
     def begun(self) -> bool:
-        """Whether the first step has begun."""
+        """Return whether the first step has begun."""
         return self._started is not None
 
     def begin(self) -> None:
@@ -166,7 +166,7 @@ class ProgressDisplay:
                 yield label, name
 
     def _value(self, name: str) -> str:
-        """The latest value, of a validation with the best one so far."""
+        """Return the latest value, of a validation with the best one so far."""
         best, value = self._best.get(name), _number(self._latest[name])
         if best is None or best.value == self._latest[name]:
             return value

@@ -132,7 +132,7 @@ def _table(title: str, *headings: str) -> Table:
 
 
 def _summarised(rows: Sequence[Row]) -> dict[str, list[Best]]:
-    """The finite values of each metric of the summary, with their steps."""
+    """Return the finite values of each metric of the summary, with their steps."""
     found = {
         name: [Best(int(row["step"]), row[name]) for row in rows if name in row and math.isfinite(row[name])]
         for name in _summary_names(rows)
@@ -141,7 +141,7 @@ def _summarised(rows: Sequence[Row]) -> dict[str, list[Best]]:
 
 
 def sample_table(samples: Sequence[Sample]) -> Table:
-    """The samples as a table for the console."""
+    """Return the samples as a table for the console."""
     table = Table(title="samples", title_justify="left")
     for heading in ("step", "prompt", "answer", "response", "ended", "reward"):
         table.add_column(heading)
@@ -166,7 +166,7 @@ def _row(line: bytes, where: str) -> dict[str, float]:
 
 
 def _summary_names(rows: Sequence[Row]) -> list[str]:
-    """The metrics with a curve, then validation results and wall times; everything when none is known."""
+    """Return the metrics with a curve, then validation results and wall times; everything when none is known."""
     shown = shown_in(rows)
     logged = dict.fromkeys(name for row in rows for name in row if name in shown and name != "step")
     drawn = (*DRAWN_METRICS, *_CORRECTION)

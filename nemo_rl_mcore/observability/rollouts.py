@@ -54,7 +54,8 @@ class Sample:
     """One response, and what became of it.
 
     source: the name of the prompt's source, where there are several. reward: of the environment. shaped_reward: what
-    the advantages are made of. advantage: the mean over the response's tokens, and advantage_first that of its first
+    the advantages are made of. rewards: the parts of the reward that have names, before their weights; None where none
+    has. advantage: the mean over the response's tokens, and advantage_first that of its first
     one; None where the algorithm has none. sample_mask: 0 for a response that taught nothing, None for one of a
     validation. Weight versions: the steps after which the weights were that drew the oldest and the newest token.
     turns: where there may be several, all that was said behind the prompt. tokens: of the first answers of a step.
@@ -77,12 +78,13 @@ class Sample:
     sample_mask: float | None = None
     advantage: float | None = None
     advantage_first: float | None = None
+    rewards: dict[str, float | None] | None = None
     turns: list[Said] | None = None
     tokens: TokenTable | None = None
 
     @property
     def of_validation(self) -> bool:
-        """Whether nothing is trained on it."""
+        """Return whether nothing is trained on it."""
         return self.sample_mask is None
 
 
@@ -135,7 +137,7 @@ class RolloutSink:
 
     @property
     def unwritten(self) -> list[Path]:
-        """The files whose answers are in memory alone."""
+        """Return the files whose answers are in memory alone."""
         return [path for path, _ in self._unwritten]
 
     def close(self) -> None:

@@ -22,24 +22,24 @@ class Best(NamedTuple):
 
 
 def higher_is_better(name: str) -> bool:
-    """Whether the best value of a metric is its highest: of what a validation finds, but for losses."""
+    """Return whether the best value of a metric is its highest: of what a validation finds, but for losses."""
     return name.startswith(VALIDATION_PREFIX) and not name.endswith("loss")
 
 
 def best_of(name: str, one: Best | None, other: Best) -> Best:
-    """The better of two values of a metric; the earlier one where they are equal."""
+    """Return the better of two values of a metric; the earlier one where they are equal."""
     if one is None or one.value == other.value:
         return one or other
     return max(one, other, key=lambda best: best.value if higher_is_better(name) else -best.value)
 
 
 def is_sparse(name: str, values: Sequence[float], steps: int) -> bool:
-    """Whether a metric belongs to a step now and then, so that means over steps say nothing of it."""
+    """Return whether a metric belongs to a step now and then, so that means over steps say nothing of it."""
     return name.startswith(VALIDATION_PREFIX) or 2 * len(values) < steps
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> frozenset[str]:
-    """The metrics that are worth a line in what a person sees."""
+    """Return the metrics that are worth a line in what a person sees."""
     return frozenset(name for name, value in metrics.items() if value or name not in _ZERO_WHERE_UNUSED)
 
 

@@ -36,7 +36,7 @@ def row_blocks(x_NV: Tensor) -> Iterator[slice]:
 
 
 def scratch_block(x_NV: Tensor) -> Tensor:
-    """An uninitialised block [n, V] in the accumulation dtype."""
+    """Return an uninitialised block [n, V] in the accumulation dtype."""
     height = next(iter(row_blocks(x_NV)), slice(0, 0)).stop
     return x_NV.new_empty(height, x_NV.shape[1], dtype=accumulation_dtype(x_NV.dtype))
 
@@ -50,7 +50,7 @@ def add_blocks_(out_NV: Tensor, term_NV: Tensor) -> None:
 
 @cache
 def _triton_kernels() -> Any:
-    """The module of kernels, None without Triton. Imported on first use: it takes a while."""
+    """Return the module of kernels, None without Triton. Imported on first use: it takes a while."""
     if find_spec("triton") is None:
         return None
     from nemo_rl_mcore.ops import _triton_kernels
@@ -59,7 +59,7 @@ def _triton_kernels() -> Any:
 
 
 def _kernels_for(logits_NV: Tensor) -> Any:
-    """The kernels if they can take these logits: on CUDA, columns side by side, not float64."""
+    """Return the kernels if they can take these logits: on CUDA, columns side by side, not float64."""
     fits = logits_NV.is_cuda and logits_NV.stride(1) == 1 and logits_NV.dtype != torch.float64
     return _triton_kernels() if fits else None
 
@@ -140,7 +140,7 @@ def _softmax_gradient_(exponent_nV: Tensor, rows: RowBackward, power_scratch: Te
 
 
 def _gradient_at_target(log_p_N: Tensor, rows: RowBackward) -> Tensor:
-    """The gradient where the one-hot term is one."""
+    """Return the gradient where the one-hot term is one."""
     grad_N = -rows.grad_logprob_N * torch.expm1(log_p_N)
     if rows.entropy_N is None or rows.grad_entropy_N is None:
         return grad_N
@@ -153,7 +153,7 @@ def _widen(block_nV: Tensor, scratch_nV: Tensor) -> Tensor:
 
 
 def _base2_factor(scale: float, dtype: torch.dtype) -> float:
-    """The factor that makes a logit a power of two, as the accumulation dtype rounds it.
+    """Return the factor that makes a logit a power of two, as the accumulation dtype rounds it.
 
     The rounded factor multiplies differences of logits only, never a large logit by itself.
     """

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in the group; a missing group is a single rank."""
+    """Return the number of ranks in the group; a missing group is a single rank."""
     return 1 if group is None else group.size()
 
 

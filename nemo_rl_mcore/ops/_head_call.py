@@ -127,7 +127,7 @@ class HeadCall:
         return cls(tokens, rows, group, scale, arguments.with_entropy, options, wanted)
 
     def shard(self, weight_VH: Tensor) -> VocabShard:
-        """The part of the vocabulary that the weight holds."""
+        """Return the part of the vocabulary that the weight holds."""
         return VocabShard.of(weight_VH.shape[0], self.options.vocab_size, self.tp_group)
 
     def head(
@@ -137,7 +137,7 @@ class HeadCall:
         target_N: Tensor | None = None,
         tiling: Tiling | None = None,
     ) -> LinearHead:
-        """The head over this rank's real vocabulary rows, for token rows with global target ids or without."""
+        """Return the head over this rank's real vocabulary rows, for token rows with global target ids or without."""
         shard, options = self.shard(weight_VH), self.options
         if tiling is None:
             tiling = tiling_for(hidden_NH, shard.valid, options.chunk_bytes, options.chunk_size)
@@ -155,7 +155,7 @@ class HeadCall:
         return LogitsCache(budget)
 
     def weight_gradient(self, weight_VH: Tensor, chunks: int) -> WeightGradient:
-        """Where the weight's gradient goes."""
+        """Return where the weight's gradient goes."""
         if self.options.accumulate_main_grad:
             return MainGradAccumulation(weight_VH)
         return AutogradWeightGradient(weight_VH, chunks)
@@ -209,6 +209,6 @@ class HeadBackward:
 def plain_logits(
     hidden_SBH: Tensor, weight_VH: Tensor, temperature: float, options: LinearLogprobsOptions
 ) -> Tensor:
-    """All the logits [S, B, V], as the plain twins take them."""
+    """Return all the logits [S, B, V], as the plain twins take them."""
     logits_SBV = hidden_SBH @ weight_VH[: options.vocab_size].t()
     return logits_SBV.to(accumulation_dtype(hidden_SBH.dtype)) * (options.logit_scale / temperature)

@@ -19,7 +19,7 @@ class Scratch:
     _memory: Tensor | None = field(default=None, init=False)
 
     def view(self, rows: int, cols: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised [rows, cols], of the dtype of `like` if no other is given.
+        """Return an uninitialised [rows, cols], of the dtype of `like` if no other is given.
 
         The dtype must always be the same. The largest request should come first: the others reuse it.
         """
@@ -83,7 +83,7 @@ def weight_product_into(out_vH: Tensor, tile_nv: Tensor, hidden_nH: Tensor, scra
 
 
 def _transposes(x: Tensor) -> bool:
-    """Whether (hidden.T @ tile).T replaces tile.T @ hidden.
+    """Return whether (hidden.T @ tile).T replaces tile.T @ hidden.
 
     On CPU a transposed left factor halves the speed of 16-bit products. Transposing the hidden states, once
     for all tiles, and the result costs little beside that.

@@ -52,7 +52,7 @@ def merge_statistics(stats_KFN: Tensor) -> Tensor:
 
 
 def gather_over_ranks(stats_FN: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Every rank's statistics [R, F, N], in the same order on all ranks; one all-gather, none for no rows."""
+    """Return every rank's statistics [R, F, N], in the same order on all ranks; one all-gather, none for no rows."""
     if group is None or group.size() == 1:
         return stats_FN.unsqueeze(0)
     if stats_FN.shape[1] == 0:
@@ -105,7 +105,7 @@ class RowBackward:
         return cls(lse_N, grad_logprob_N, None if grad_entropy_N is None else entropy_N, grad_entropy_N)
 
     def at(self, index: slice | Tensor) -> "RowBackward":
-        """The same for some of the rows."""
+        """Return the same for some of the rows."""
 
         def pick(x_N: Tensor | None) -> Tensor | None:
             return None if x_N is None else x_N[index]
@@ -115,7 +115,7 @@ class RowBackward:
         )
 
     def with_factor_of_p(self, factor_N: Tensor) -> "RowBackward":
-        """The same for probabilities that were computed without this factor, which is close to one."""
+        """Return the same for probabilities that were computed without this factor, which is close to one."""
         factor = factor_N.to(self.grad_logprob_N.dtype)
         if self.entropy_N is None or self.grad_entropy_N is None:
             return RowBackward(self.lse_N, self.grad_logprob_N * factor)
@@ -124,7 +124,7 @@ class RowBackward:
         return RowBackward(self.lse_N, self.grad_logprob_N * factor, entropy_N, self.grad_entropy_N * factor)
 
     def live_rows(self) -> Tensor | None:
-        """Indices of the rows that a gradient (or a NaN) reaches, None if that is all of them."""
+        """Return the indices of the rows that a gradient (or a NaN) reaches, None if that is all of them."""
         live_N = self.grad_logprob_N != 0
         if self.grad_entropy_N is not None:
             live_N = live_N | (self.grad_entropy_N != 0)

@@ -92,7 +92,7 @@ class SplitBackward:
     grad_entropy_N: Tensor | None
 
     def live_rows(self) -> Tensor | None:
-        """Indices of the rows that a gradient (or a NaN) reaches, None if that is all of them."""
+        """Return the indices of the rows that a gradient (or a NaN) reaches, None if that is all of them."""
         live_N = (self.grad_logprob_NK != 0).any(1) | (self.grad_tail_N != 0)
         if self.grad_entropy_N is not None:
             live_N = live_N | (self.grad_entropy_N != 0)
@@ -100,7 +100,7 @@ class SplitBackward:
         return None if index.numel() == live_N.numel() else index
 
     def at(self, index: Tensor) -> SplitBackward:
-        """The same for some of the rows."""
+        """Return the same for some of the rows."""
         entropy = None if self.entropy_N is None else self.entropy_N[index]
         grad_entropy = None if self.grad_entropy_N is None else self.grad_entropy_N[index]
         return SplitBackward(
@@ -114,7 +114,7 @@ class SplitBackward:
         )
 
     def outside(self) -> RowBackward:
-        """The gradient of the tail's logits, as that of a softmax over the tail alone.
+        """Return the gradient of the tail's logits, as that of a softmax over the tail alone.
 
         With t the log of the tail's mass, q_v = p_v / exp(t), G the sum of the gradients of the log-probabilities
         and g_t, e those of t and of the entropy H:
@@ -129,7 +129,7 @@ class SplitBackward:
         return RowBackward(self.tail_lse_N, grad_N, entropy_N, self.grad_entropy_N * mass_N)
 
     def inside_NK(self) -> Tensor:
-        """The gradient of the logits held apart: dL/dz_k = g_k - p_k * (G + g_t + e * (log p_k + H)).
+        """Return the gradient of the logits held apart: dL/dz_k = g_k - p_k * (G + g_t + e * (log p_k + H)).
 
         As -g_k expm1(log p_k) - p_k (G - g_k ...) it keeps its digits where p_k is close to one.
         """

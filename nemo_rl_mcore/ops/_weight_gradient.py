@@ -24,7 +24,7 @@ class WeightGradient(Protocol):
         ...
 
     def autograd_gradient(self, filled: int) -> Tensor | None:
-        """What backward returns for the weight, whose first `filled` rows the panels covered."""
+        """Return what backward returns for the weight, whose first `filled` rows the panels covered."""
         ...
 
 
@@ -55,7 +55,7 @@ class AutogradWeightGradient:
             self._sum_vH = None
 
     def autograd_gradient(self, filled: int) -> Tensor:
-        """The gradient, with zeros behind the first `filled` rows, which no panel covers."""
+        """Return the gradient, with zeros behind the first `filled` rows, which no panel covers."""
         self.grad_VH[filled:].zero_()
         return self.grad_VH
 

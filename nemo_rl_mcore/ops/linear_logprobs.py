@@ -118,7 +118,7 @@ def fused_linear_logprobs(
 
 
 def _is_frozen(call: HeadCall) -> bool:
-    """Whether the forward forms the hidden gradient; one through the entropy needs the logits again."""
+    """Return whether the forward forms the hidden gradient; one through the entropy needs the logits again."""
     return call.wanted == (True, False) and not call.with_entropy
 
 
@@ -176,7 +176,7 @@ def linear_logprobs(
     with_entropy: bool = False,
     options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The plain twin of `fused_linear_logprobs` on a single rank: log_softmax and gather over all the logits.
+    """Return the plain twin of `fused_linear_logprobs` on a single rank: log_softmax and gather over all the logits.
 
     Plain differentiable tensor arithmetic, kept to say what the kernel computes and to be compared with it.
     """

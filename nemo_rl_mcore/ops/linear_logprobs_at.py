@@ -61,7 +61,7 @@ class TilePlaces:
         return cls(id_NK.shape, pair_P[order_P], row_P[order_P], column_P[order_P], bounds, tiling, chunks)
 
     def within(self, panel: slice, rows: slice) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """One tile's pairs and their (row, column) in the tile."""
+        """Return one tile's pairs and their (row, column) in the tile."""
         tile: int = panel.start // self.tiling.cols * self.chunks + rows.start // self.tiling.rows
         span = slice(self.bounds[tile], self.bounds[tile + 1])
         return self.pair_P[span], (self.row_P[span] - rows.start, self.column_P[span] - panel.start)
@@ -241,7 +241,7 @@ def plain_linear_logprobs_at(
     with_entropy: bool = False,
     options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
 ) -> IndexedLogprobs:
-    """The plain twin of `linear_logprobs_at` on a single rank, over all the logits.
+    """Return the plain twin of `linear_logprobs_at` on a single rank, over all the logits.
 
     Plain differentiable tensor arithmetic, kept to say what the kernel computes and to be compared with it.
     """

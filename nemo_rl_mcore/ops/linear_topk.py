@@ -63,7 +63,7 @@ def linear_topk_logprobs(
     with_entropy: bool = False,
     options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
 ) -> TopK:
-    """The k largest logits of each token with their ids, exact and without gradient.
+    """Return the k largest logits of each token with their ids, exact and without gradient.
 
     The arguments that `fused_linear_logprobs` has too mean the same here. Rows where the mask is zero give zeros,
     also as ids. Of equal logits at the border of the k any may be returned, and in any order; all ranks return
@@ -124,7 +124,7 @@ class _Largest:
 
 
 def _largest(head: LinearHead, k: int, with_entropy: bool, first_id: int) -> _Largest:
-    """The largest of this rank's vocabulary, all of it if that is no more than k."""
+    """Return the largest of this rank's vocabulary, all of it if that is no more than k."""
     shape = head.hidden_NH.shape[0], min(k, head.weight_VH.shape[0])
     logit_NK = head.hidden_NH.new_empty(shape, dtype=torch.float64)
     id_NK = head.hidden_NH.new_empty(shape, dtype=torch.int64)
@@ -169,7 +169,7 @@ def plain_linear_topk_logprobs(
     with_entropy: bool = False,
     options: LinearLogprobsOptions = _DEFAULT_OPTIONS,
 ) -> TopK:
-    """The plain twin of `linear_topk_logprobs` on a single rank: sort and log_softmax over all the logits."""
+    """Return the plain twin of `linear_topk_logprobs` on a single rank: sort and log_softmax over all the logits."""
     logits_SBV = plain_logits(hidden_SBH, weight_VH, temperature, options)
     sorted_SBV, order_SBV = logits_SBV.sort(-1, descending=True)
     logp_SBV = torch.log_softmax(sorted_SBV, -1)

@@ -25,7 +25,7 @@ class SamplingParams:
 
 
 def sample_tokens(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """One token a row by inversion of the distribution function: (ids int64 [B], log-probabilities fp32 [B]).
+    """Return one token a row by inversion of the distribution function: (ids int64 [B], log-probabilities fp32 [B]).
 
     logits_BV: any float dtype; uniforms_B: float64 in [0, 1). The log-probabilities are those of the model at the
     temperature, as training computes them: the filters choose which tokens can be drawn and do not enter.
@@ -44,12 +44,12 @@ def sample_tokens(logits_BV: Tensor, uniforms_B: Tensor, params: SamplingParams)
 
 
 def at_temperature(logits_BV: Tensor, temperature: float) -> Tensor:
-    """The logits whose softmax is the distribution at the temperature, fp32."""
+    """Return the logits whose softmax is the distribution at the temperature, fp32."""
     return logits_BV.float() / temperature
 
 
 def filter_logits(scaled_BV: Tensor, params: SamplingParams) -> Tensor:
-    """The logits (already divided by the temperature) to draw from; tokens cut by top-k or top-p have -inf."""
+    """Return the logits (already divided by the temperature) to draw from; tokens cut by top-k or top-p have -inf."""
     if params.top_k is not None and params.top_k < scaled_BV.shape[1]:
         smallest_kept_B1 = scaled_BV.topk(params.top_k, dim=-1).values[:, -1:]
         scaled_BV = scaled_BV.masked_fill(scaled_BV < smallest_kept_B1, float("-inf"))
@@ -69,7 +69,7 @@ def _keep_top_p(scaled_BV: Tensor, top_p: float) -> Tensor:
 def sample_keys(
     seed: int, step: int, prompts_B: Tensor, samples_B: Tensor, turns_B: Tensor | None = None
 ) -> Tensor:
-    """A 64-bit key [B] for each (seed, step, prompt, sample, turn); all are int64 [B], and None is turn 0."""
+    """Return a 64-bit key [B] for each (seed, step, prompt, sample, turn); all are int64 [B], and None is turn 0."""
     key_B = torch.full_like(prompts_B, seed)
     for part in (torch.full_like(prompts_B, step), prompts_B, samples_B):
         key_B = _splitmix64(key_B) ^ part
@@ -90,7 +90,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def _splitmix64(state: Tensor) -> Tensor:
-    """The output function of SplitMix64 (Steele, Lea and Flood, 2014) on int64 tensors, which wrap as it needs."""
+    """Return SplitMix64's output function (Steele, Lea and Flood, 2014) of int64 tensors, which wrap as it needs."""
     mixed = state + _wrap(_GOLDEN_GAMMA)
     mixed = (mixed ^ _shift_right(mixed, 30)) * _wrap(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ _shift_right(mixed, 27)) * _wrap(0x94D049BB133111EB)
@@ -98,11 +98,11 @@ def _splitmix64(state: Tensor) -> Tensor:
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:
-    """A logical shift: torch's own copies the sign."""
+    """Return a logical shift: torch's own copies the sign."""
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _wrap(value: int) -> int:
-    """The int64 with the low 64 bits of a Python int."""
+    """Return the int64 with the low 64 bits of a Python int."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -79,7 +79,7 @@ class _Call:
     with_entropy: bool
 
     def logits(self, logits_TV: Tensor) -> Tensor:
-        """The kept rows and real columns [N, valid]."""
+        """Return the kept rows and real columns [N, valid]."""
         return self.rows.select(logits_TV)[:, : self.shard.valid]
 
 

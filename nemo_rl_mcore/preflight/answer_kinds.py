@@ -11,7 +11,7 @@ _TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 
 
 def bare(answer: str) -> str:
-    """An answer without what only sets it off: dollar signs around it, stars, a full stop."""
+    """Return an answer without what only sets it off: dollar signs around it, stars, a full stop."""
     text = answer.strip(" \t\n*")
     text = text[:-1] if text.endswith(".") else text
     text = text.strip(" \t\n*")
@@ -20,7 +20,7 @@ def bare(answer: str) -> str:
 
 
 def as_words(answer: str) -> str | None:
-    r"""The letters of an answer that is a word, several, or a choice such as (A) or \text{Yes}; case aside."""
+    r"""Return the letters of an answer that is a word, several, or a choice such as (A) or \text{Yes}; case aside."""
     text = bare(_TEXT.sub(r"\1", bare(answer)))
     if text.startswith("(") and text.endswith(")"):
         text = text[1:-1]
@@ -44,7 +44,7 @@ _PLAIN_NUMBER = re.compile(r"-?\d{1,30}(?:\.\d{1,10})?")
 
 
 def as_quantity(answer: str) -> str | None:
-    """The number of an answer such as 72 clips, 50%, 1,234 or 1.5e3, as digits, with a % where it has one."""
+    """Return the number of an answer such as 72 clips, 50%, 1,234 or 1.5e3, as digits, with a % where it has one."""
     match = _quantity(answer)
     if match is None:
         return None
@@ -54,7 +54,7 @@ def as_quantity(answer: str) -> str | None:
 
 
 def has_unit(answer: str) -> bool:
-    """Whether an answer is a number with a unit, a percent sign or a power of ten behind it."""
+    """Return whether an answer is a number with a unit, a percent sign or a power of ten behind it."""
     match = _quantity(answer)
     return match is not None and any(match[part] for part in ("unit", "percent", "power"))
 
@@ -70,7 +70,7 @@ _SENTENCE = 3
 
 
 def why_unreadable(answer: str) -> str | None:
-    """What stops an answer from being compared, as far as its text tells; None where nothing does."""
+    """Return what stops an answer from being compared, as far as its text tells; None where nothing does."""
     if not answer.strip():
         return "is empty"
     if as_words(answer) or as_quantity(answer) or last_boxed(answer) is not None:
@@ -84,12 +84,12 @@ def why_unreadable(answer: str) -> str | None:
 
 
 def is_plain_number(answer: str) -> bool:
-    """Whether an answer is digits alone, of which there is nothing to doubt."""
+    """Return whether an answer is digits alone, of which there is nothing to doubt."""
     return _PLAIN_NUMBER.fullmatch(answer) is not None
 
 
 def gold_answer(answer: str, how: AnswerConfig | None) -> tuple[str, str | None]:
-    """The answer to score against that the data's `answer` states, and what is wrong with it, if anything."""
+    """Return the answer to score against that the data's `answer` states, and what is wrong with it, if anything."""
     if how is None:
         return answer.strip(), why_unreadable(answer)
     text = how.extract(answer)
@@ -113,6 +113,6 @@ def gold_problems(wrong: Sequence[str]) -> Iterator[Problem]:
 
 
 def wrong_answer(place: str, answer: str, why: str) -> str:
-    """One answer that cannot be scored against, in words."""
+    """Describe an answer that cannot be scored against."""
     shown = " ".join(answer.split())
     return f"{place}: the answer {shown if len(shown) <= 60 else f'...{shown[-57:]}'!r} {why}"

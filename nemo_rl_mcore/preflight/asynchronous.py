@@ -31,7 +31,7 @@ class AsyncPlan:
 
 
 def plan_asynchronous(config: RunConfig) -> AsyncPlan | None:
-    """The plan of an asynchronous run; None for one that takes turns."""
+    """Return the plan of an asynchronous run; None for one that takes turns."""
     if not config.asynchronous:
         return None
     saving = config.checkpointing

@@ -63,18 +63,18 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
 
 
 def fetched(config: RunConfig) -> list[str]:
-    """The data sets of the hub that the run fetches when it starts."""
+    """Return the data sets of the hub that the run fetches when it starts."""
     sources = (*config.train_sources.values(), *config.validation_sources.values())
     return list(dict.fromkeys(source.paths[0] for source in sources if is_fetched(source)))
 
 
 def streamed(config: RunConfig) -> bool:
-    """Whether rows are read as they are needed."""
+    """Return whether rows are read as they are needed."""
     return any(source.streaming for source in config.train_sources.values())
 
 
 def _problems_of_what_is_here(config: RunConfig) -> list[Problem]:
-    """What is wrong with sources that are read now, where others are fetched or streamed, and with texts of all."""
+    """Return problems of sources that are read now, not fetched or streamed, and of the texts of all."""
     problems: list[Problem] = []
     chat = config.data.apply_chat_template
     for path, source in (config.train_sources | config.validation_sources).items():
@@ -88,7 +88,7 @@ def _problems_of_what_is_here(config: RunConfig) -> list[Problem]:
 
 
 def steps_of_epochs(config: RunConfig, rows: int) -> int:
-    """Steps until max_num_steps or the rows of max_num_epochs passes end the run; what fills no step is left over."""
+    """Return the steps until max_num_steps or max_num_epochs ends the run; what fills no step is left over."""
     loop = config.loop
     if loop.max_num_epochs is None:
         return loop.max_num_steps
@@ -116,7 +116,7 @@ def answer_problems(config: RunConfig, examples: Sequence[Example]) -> Iterator[
 
 
 def _scored(config: RunConfig, examples: Examples) -> list[Example]:
-    """The rows whose prompts the policy answers."""
+    """Return the rows whose prompts the policy answers."""
     train = examples.train if config.row_kind is RowKind.PROMPTS else []
     return train + (examples.held_out[: config.loop.max_val_samples] if config.loop.validates else [])
 
@@ -137,7 +137,7 @@ def template_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def has_template(folder: Path) -> bool:
-    """Whether the tokenizer in a folder has a chat template, as far as its files tell."""
+    """Return whether the tokenizer in a folder has a chat template, as far as its files tell."""
     if (folder / "chat_template.jinja").is_file():
         return True
     try:

@@ -20,7 +20,7 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Return all of it."""
         return self.weights + self.buckets
 
 

@@ -17,7 +17,7 @@ _SCORING = "env."
 
 
 def as_evaluated(config: RunConfig) -> RunConfig:
-    """The configuration whose sampling, lengths and folder are those of its section eval.
+    """Return the configuration whose sampling, lengths and folder are those of its section eval.
 
     A temperature of 0, which asks for greedy answers, leaves that of the recipe. Raises ConfigError.
     """
@@ -61,6 +61,13 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
             "warm_start",
             "is not run to evaluate",
             "name the weights: --checkpoint DIR, or --hf DIR",
+        )
+    if config.env.endpoint is not None:
+        yield Problem(
+            "incompatible",
+            "env.endpoint",
+            "is of episodes that agents play, and eval asks for one answer to each prompt",
+            "a validation of the run plays them; or override env.endpoint=null",
         )
     longest = config.policy.max_total_sequence_length
     if _max_new_tokens(config) >= longest and not config.policy.generation.fit_to_sequence:

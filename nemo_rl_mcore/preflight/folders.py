@@ -15,7 +15,7 @@ _PROBE = b"\0" * 4096
 
 
 def folders_of(config: RunConfig) -> dict[str, Path]:
-    """The folders that a run writes into, by their keys."""
+    """Return the folders that a run writes into, by their keys."""
     folders = {"logger.log_dir": Path(config.logger.log_dir)}
     if config.checkpointing.enabled:
         folders["checkpointing.checkpoint_dir"] = Path(config.checkpointing.checkpoint_dir)
@@ -46,12 +46,12 @@ def try_to_write(folder: Path) -> None:
 
 
 def nearest_folder(folder: Path) -> Path:
-    """The folder, or the innermost one above it that is there."""
+    """Return the folder, or the innermost one above it that is there."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def too_full(config: RunConfig) -> Problem | None:
-    """What is wrong where the disk has no room for one checkpoint."""
+    """Return what is wrong where the disk has no room for one checkpoint."""
     if not config.checkpointing.enabled:
         return None
     folder = Path(config.checkpointing.checkpoint_dir)

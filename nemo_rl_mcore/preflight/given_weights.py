@@ -50,7 +50,7 @@ def load_over_given_weights(
     hf: str | None = None,
     few_ranks: bool = False,
 ) -> RunConfig:
-    """The configuration over the weights that a command line names, or over those that its recipe begins with.
+    """Return the configuration over the weights that a command line names, or over those that its recipe begins with.
 
     config: the recipe; without it, it is the checkpoint's. checkpoint, hf: folders, one of them at most.
     few_ranks: see `on_few_ranks`. Raises ConfigError.
@@ -72,7 +72,7 @@ def load_over_given_weights(
 def load_recipe_of(
     folder: Path, overrides: Iterable[str] = (), *, recipe: Path | None = None, few_ranks: bool = False
 ) -> RunConfig:
-    """The configuration over a checkpoint's weights, by its own recipe, or by another one.
+    """Return the configuration over a checkpoint's weights, by its own recipe, or by another one.
 
     few_ranks: see `on_few_ranks`. Raises ConfigError.
     """
@@ -106,7 +106,7 @@ def load_recipe_of(
 def load_over_hugging_face(
     folder: str, overrides: Iterable[str] = (), *, recipe: Path | None = None, few_ranks: bool = False
 ) -> RunConfig:
-    """The configuration over the weights of a Hugging Face folder, by a recipe, or by no more than the folder.
+    """Return the configuration over the weights of a Hugging Face folder, by a recipe, or by no more than the folder.
 
     few_ranks: see `on_few_ranks`. Raises ConfigError.
     """
@@ -120,7 +120,7 @@ def load_over_hugging_face(
 
 
 def on_few_ranks(recipe: Recipe, overrides: Iterable[str]) -> RunConfig:
-    """The configuration on one rank, where a rank of the recipe has room for the whole model.
+    """Return the configuration on one rank, where a rank of the recipe has room for the whole model.
 
     What a rank that trains needs, gradients and optimizer included, tells how much memory it has. A model that is
     larger keeps its parts, without further copies of them. Overrides come last. Raises ConfigError.
@@ -139,7 +139,7 @@ def on_few_ranks(recipe: Recipe, overrides: Iterable[str]) -> RunConfig:
 
 
 def _bare_recipe(folder: str) -> DictConfig:
-    """A recipe that says nothing which the folder does not."""
+    """Return a recipe that says nothing which the folder does not."""
     model = pretrained_model(folder)
     described = read_hf_config(folder)
     assert model is not None

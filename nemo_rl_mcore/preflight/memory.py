@@ -28,7 +28,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Return all of it."""
         return self.weights + self.gradients + self.optimizer + self.reference + self.logits
 
 
@@ -50,13 +50,13 @@ def estimate_memory(config: RunConfig) -> RunMemory:
 
 
 def may_be_on_device(config: RunConfig) -> bool:
-    """Whether a reference policy takes memory of the ranks' devices, if there is room."""
+    """Return whether a reference policy takes memory of the ranks' devices, if there is room."""
     kept, policy = config.policy.reference_on_device, config.policy
     return config.cluster.on_cpu or kept is True or (kept == "auto" and not policy.generation.takes_turns)
 
 
 def reference_place(config: RunConfig) -> str:
-    """Where the weights of a reference policy are kept, in words; "" without one."""
+    """Return where the weights of a reference policy are kept, in words; "" without one."""
     if not config.needs_reference:
         return ""
     if config.cluster.on_cpu:

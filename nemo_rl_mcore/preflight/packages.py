@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.endpoint import OWN_TOOL_PARSERS
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.custom_code import handed_objects, see_working_directory
 
@@ -38,7 +39,7 @@ def import_problems(paths: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _names_in(module: str) -> set[str] | None:
-    """The names that a module's source may bind; None where only running it tells."""
+    """Return the names that a module's source may bind; None where only running it tells."""
     # The spec of a module inside a package would import the package: only its file is looked for.
     package, *inside = module.split(".")
     spec = importlib.util.find_spec(package)
@@ -59,7 +60,7 @@ _BIND_ANYTHING = {"*", "__getattr__", "globals", "exec", "setattr"}
 
 
 def _bound(node: ast.AST) -> Iterator[str]:
-    """The names that a statement may bind, also inside `if` and `try`; and those that it uses."""
+    """Yield the names that a statement may bind, also inside `if` and `try`; and those that it uses."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name
     elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -96,6 +97,12 @@ def needed_packages(config: RunConfig) -> Iterator[NeededPackage]:
             f"the extra {'vllm-cpu' if config.cluster.on_cpu else 'vllm'}",
         ),
         ("env.math", config.env.math is not None, "math_verify", "the extra math"),
+        (
+            "env.endpoint.tool_parser",
+            config.env.endpoint is not None and config.env.endpoint.tool_parser not in OWN_TOOL_PARSERS,
+            "renderers",
+            "the extra tool-parsers",
+        ),
     )
     return (NeededPackage(key, package, source) for key, wanted, package, source in packages if wanted)
 
@@ -120,7 +127,7 @@ def transformer_impl(config: RunConfig, *, elsewhere: bool) -> str:
 
 
 def _shared_on_gpus(config: RunConfig) -> bool:
-    """Whether ranks on GPUs share sequences, for which only Transformer Engine has an attention."""
+    """Return whether ranks on GPUs share sequences, for which only Transformer Engine has an attention."""
     return config.policy.megatron_cfg.context_parallel_size > 1 and not config.cluster.on_cpu
 
 
@@ -137,5 +144,5 @@ def layer_warnings(config: RunConfig) -> Iterator[Problem]:
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported, found out without importing it."""
+    """Return whether a package can be imported, found out without importing it."""
     return importlib.util.find_spec(package) is not None

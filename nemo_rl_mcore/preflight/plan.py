@@ -12,6 +12,7 @@ from nemo_rl_mcore.config.policy import PolicyConfig, TokenBudgets
 from nemo_rl_mcore.config.prev_logprobs import source_of_prev_logprobs
 from nemo_rl_mcore.config.rules import context_parallelism, packing
 from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrails
+from nemo_rl_mcore.preflight.agents import agent_problems
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
 from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
@@ -112,6 +113,7 @@ def preflight(
         *(folder_problems(config) if of_a_run else ()),
         *missing_packages(config),
         *(wandb_key_problems(config, os.environ) if of_a_run else ()),
+        *(agent_problems(config) if of_a_run else ()),
     )
     of_layers = tuple(layer_warnings(config))
     problems = (

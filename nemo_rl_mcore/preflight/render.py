@@ -142,7 +142,7 @@ def _guardrail_rows(plan: Plan) -> Iterator[Row]:
 
 
 def _memory_sections(plan: Plan) -> Iterator[tuple[str, Iterable[Row]]]:
-    """One for each model, and one for all where there are several."""
+    """Yield one for each model, and one for all where there are several."""
     models = plan.memory.models
     for name, memory in models.items():
         of_which = f" of the {name}" if len(models) > 1 else ""

@@ -24,6 +24,7 @@ Tree = Mapping[str, object]
 
 _WITHOUT_EFFECT = (
     *("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name"),
+    *("env.endpoint.processes", "env.endpoint.port"),
     "policy.generation.journal",  # a key of earlier versions
     SECTION,
 )
@@ -60,7 +61,7 @@ class Change:
 
 
 def recipe_text(config: RunConfig, salt: str | None = None) -> str:
-    """The resolved recipe as YAML, to be saved; it loads again to the same configuration, in any directory.
+    """Return the resolved recipe as YAML, to be saved; it loads again to the same configuration, in any directory.
 
     What it takes from the environment stays a reference. salt: of their digests; left out, a new one.
     """
@@ -76,7 +77,7 @@ def salt_in(folder: Path) -> str | None:
 
 
 def read_recipe_of(folder: Path) -> Tree:
-    """The recipe in a checkpoint's folder; raises ValueError when there is none, as `recipe_text` writes it."""
+    """Return the recipe in a checkpoint's folder; raises ValueError when there is none, as `recipe_text` writes it."""
     path = folder / RECIPE_FILE
     try:
         recipe: object = yaml.safe_load(read_yaml_text(path, follow_links=False, aliases=False))
@@ -91,7 +92,7 @@ def read_recipe_of(folder: Path) -> Tree:
 
 
 def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
-    """What changes the result of a run that was saved under `saved` and goes on under `config`."""
+    """Return what changes the result of a run that was saved under `saved` and goes on under `config`."""
     plain, digests = config.plain(), saved_digests(saved)
     before, after, shown = (dict(leaves(tree)) for tree in (saved, plain, config.model_dump(mode="json")))
 
@@ -109,7 +110,7 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
 
 
 def _same(path: str, was: object, now: object) -> bool:
-    """Whether a value is the saved one; a checkpoint from before may hold a folder's path as it was written."""
+    """Return whether a value is the saved one; a checkpoint from before may hold a folder's path as it was written."""
     named = path.rpartition(".")[2] in ("model_name", "init_checkpoint") or path.endswith("tokenizer.name")
     return was == now or (named and isinstance(was, str) and absolute_path(was) == now)
 
@@ -149,7 +150,7 @@ def does_not_fit(saved: Tree, plan: ModelPlan) -> list[str]:
 
 
 def cannot_resume(saved: Tree, config: RunConfig) -> str | None:
-    """Why a run cannot go on from what was saved under another recipe, and the way out; None where it can."""
+    """Return why a run cannot go on from what was saved under another recipe, and the way out; None where it can."""
     before = kind_of(saved).algorithm
     if before != config.algorithm:
         return (
@@ -184,7 +185,7 @@ def init_checkpoint_problems(plan: ModelPlan) -> Iterator[Problem]:
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The values of a recipe with their paths; lists and empty sections are values."""
+    """Yield the values of a recipe with their paths; lists and empty sections are values."""
     for key, value in tree.items():
         path = join_path(prefix, key)
         if isinstance(value, dict) and value:
@@ -198,7 +199,7 @@ def _below(path: str, sections: tuple[str, ...]) -> bool:
 
 
 def shown_value(value: object) -> str:
-    """A value as YAML has it."""
+    """Return a value as YAML has it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)

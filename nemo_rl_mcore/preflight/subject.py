@@ -104,6 +104,8 @@ def _environments(config: RunConfig) -> Iterator[tuple[str, str]]:
     named += [f"{name}: {path}" for name, path in (config.env.rewards or {}).items()]
     if config.env.custom is not None:
         named.append(config.env.custom.type)
+    if config.env.endpoint is not None:
+        named.append(f"agents, {' '.join(config.env.endpoint.command)}")
     turns = config.max_rollout_turns
     of_turns = f", up to {turns} turns" if turns > 1 else ""
     yield "environment", (", ".join(named) or "none") + of_turns

@@ -36,7 +36,7 @@ def tokenizer_problems(policy: PolicyConfig) -> Iterator[Problem]:
 
 
 def special_tokens_of(name: str) -> list[str]:
-    """The special tokens that the JSON of a tokenizer names; the libraries know those of other formats."""
+    """Return the special tokens that the JSON of a tokenizer names; the libraries know those of other formats."""
     folder = local_folder(name)
     path = None if name == "char" or folder is None else folder / "tokenizer.json"
     if path is None or not path.exists():

@@ -12,7 +12,7 @@ from nemo_rl_mcore.preflight.saved_run import does_not_fit
 
 
 def warm_start_recipe(path: str, config: RunConfig, folder: Path) -> RunConfig:
-    """The recipe at `path` as a part of a run: in a folder of its own, with the run's seed, its last weights kept.
+    """Return the recipe at `path` as part of a run: in its own folder, with the run's seed, keeping its last weights.
 
     Raises ConfigError.
     """

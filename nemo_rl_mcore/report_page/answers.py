@@ -24,7 +24,7 @@ _TEXTS = (*_ALWAYS, "answer")
 
 
 def steps_shown(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Steps of a run with answers, {step, kind, total, answers}, and what could not be read, in words.
+    """Return the steps of a run with answers, {step, kind, total, answers}, and what could not be read, in words.
 
     At most 12 training steps and 12 validations, the first and the last among them, and at most 24 answers of each:
     those with their tokens first, then the lowest and the highest rewards.
@@ -44,7 +44,7 @@ def steps_shown(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _answers_of(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """How many a file has, and those that are shown; raises ValueError where the page could not show them."""
+    """Return how many a file has, and those that are shown; raises ValueError where the page could not show them."""
     answers: list[Any] = [*read_rollouts(path, _MOST_BYTES)]
     for line, answer in enumerate(answers, 1):
         if not (isinstance(answer, dict) and all(isinstance(answer.get(name), str) for name in _ALWAYS)):
@@ -84,7 +84,7 @@ def _spread[Item](items: Sequence[Item], most: int) -> list[Item]:
 
 
 def _shortened(answer: dict[str, Any]) -> dict[str, Any]:
-    """The same, with texts, turns and tokens that a page can hold."""
+    """Return the same, with texts, turns and tokens that a page can hold."""
     cut = {name: _cut(answer[name]) for name in _TEXTS if isinstance(answer.get(name), str)}
     return {**answer, **cut, "turns": _some_turns(answer), "tokens": _first_tokens(answer)}
 
@@ -94,7 +94,7 @@ def _cut(text: str, most: int = _LONGEST_TEXT) -> str:
 
 
 def _some_turns(answer: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The first turns, which share the room of one text."""
+    """Return the first turns, which share the room of one text."""
     turns, left = answer.get("turns"), _LONGEST_TEXT
     if not turns:
         return None
@@ -108,7 +108,7 @@ def _some_turns(answer: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _first_tokens(answer: dict[str, Any]) -> dict[str, Any] | None:
-    """The first tokens, and how many `more` there are."""
+    """Return the first tokens, and how many `more` there are."""
     tokens = answer.get("tokens")
     if not tokens:
         return None

@@ -44,7 +44,7 @@ _DIGITS = 6
 
 
 def curve_groups(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """The panels of all runs by their headings: {title, panels: [{metrics, title, note, figure}]}."""
+    """Return the panels of all runs by their headings: {title, panels: [{metrics, title, note, figure}]}."""
     rows = [row for run in runs for row in run.rows]
     groups: dict[str, list[dict[str, Any]]] = {}
     for panel in curve_panels(rows) if rows else []:
@@ -55,7 +55,7 @@ def curve_groups(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def other_metrics(runs: Sequence[RunData]) -> dict[str, Figure]:
-    """A figure of each metric that has no panel, but for CPU seconds and the start's."""
+    """Return a figure of each metric that has no panel, but for CPU seconds and the start's."""
     names = dict.fromkeys(name for run in runs for row in run.rows for name in row)
     left = [
         name
@@ -68,7 +68,7 @@ def other_metrics(runs: Sequence[RunData]) -> dict[str, Figure]:
 
 
 def waterfall(rows: Sequence[Row]) -> Figure | None:
-    """The median step: its phases, one behind the other, each with its seconds; None where none is known."""
+    """Return the median step: its phases, one behind the other, each with its seconds; None where none is known."""
     typical = {name: median(values) for name, values in _phase_seconds(rows).items()}
     typical = {name: seconds for name, seconds in typical.items() if seconds > 0}
     if not typical:
@@ -90,7 +90,7 @@ def waterfall(rows: Sequence[Row]) -> Figure | None:
 
 
 def stacked_phases(rows: Sequence[Row]) -> Figure | None:
-    """The seconds of each phase over the steps, one on top of the other."""
+    """Return the seconds of each phase over the steps, one on top of the other."""
     spans = _phase_seconds(rows)
     if not spans:
         return None
@@ -117,7 +117,7 @@ def _timed(rows: Sequence[Row]) -> list[Row]:
 
 
 def _phase_seconds(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """The seconds of each phase in each timed step, and what is left of the step."""
+    """Return the seconds of each phase in each timed step, and what is left of the step."""
     timed = _timed(rows)
     beside = {"generation": _WAITING} if any(_BESIDE in row for row in timed) else {}
     known = {f"{TIMING_PREFIX}{phase}": name for phase, name in (_PHASES | beside).items()}
@@ -141,7 +141,7 @@ def _over_steps(runs: Sequence[RunData], metrics: Iterable[str]) -> Figure:
 
 
 def _curves(runs: Sequence[RunData], metrics: Iterable[str]) -> list[dict[str, Any]]:
-    """A line for each metric of each run; `run` is its number, by which the page gives colours."""
+    """Return a line for each metric of each run; `run` is its number, by which the page gives colours."""
     lines: list[dict[str, Any]] = []
     for number, run in enumerate(runs):
         for name in metrics:

@@ -48,7 +48,7 @@ class Finding:
 
 
 def findings_of(run: RunData) -> list[Finding]:
-    """All of them, warnings first."""
+    """Return all of them, warnings first."""
     found = [*_of_the_end(run), *(Finding("warning", line) for line in run.unread)]
     if run.rows:
         found += [finding for rule in _RULES if (finding := rule(run.rows)) is not None]
@@ -85,7 +85,7 @@ def _not_finite(rows: Sequence[Row]) -> Finding | None:
 
 
 def _is_learnt(rows: Sequence[Row]) -> bool:
-    """Whether nearly all answers of the last steps have the highest reward that any answer had."""
+    """Return whether nearly all answers of the last steps have the highest reward that any answer had."""
     rewards, highest = finite_values(rows, "train/reward")[-WINDOW:], finite_values(rows, "train/reward_max")
     if not rewards or not highest:
         return False
@@ -184,7 +184,7 @@ def _spikes(rows: Sequence[Row]) -> Finding | None:
 
 
 def _fallen(rows: Sequence[Row]) -> Finding | None:
-    """A reward that was higher: validations where there are some, else means of windows."""
+    """Return a reward that was higher: validations where there are some, else means of windows."""
     name = next(
         (name for name in ("validation/reward", "train/reward") if len(finite_values(rows, name)) > 2), None
     )

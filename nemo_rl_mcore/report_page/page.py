@@ -49,7 +49,7 @@ def _page(runs: Sequence[RunData]) -> str:
 
 
 def content_of(runs: Sequence[RunData]) -> dict[str, Any]:
-    """What the script shows, as JSON's values."""
+    """Return what the script shows, as JSON's values."""
     return {
         "version": __version__,
         "made": f"{datetime.now():%Y-%m-%d %H:%M}",

@@ -49,33 +49,33 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """What the run is called beside others."""
+        """Return what the run is called beside others."""
         return self.called or Path(os.path.abspath(self.folder)).name or str(self.folder)
 
     @property
     def algorithm(self) -> str | None:
-        """The section of its loop, which is the algorithm's name."""
+        """Return the section of its loop, which is the algorithm's name."""
         return next((name for name in RUN_CONFIGS if isinstance((self.recipe or {}).get(name), dict)), None)
 
     @property
     def last_step(self) -> int:
-        """The last step that was finished; 0 where there is none."""
+        """Return the last step that was finished; 0 where there is none."""
         return max((int(row["step"]) for row in self.rows), default=0)
 
     @property
     def total_steps(self) -> int | None:
-        """How many steps the recipe asks for."""
+        """Return how many steps the recipe asks for."""
         steps = self.keys.get(f"{self.algorithm}.max_num_steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The recipe as values by their paths."""
+        """Return the recipe as values by their paths."""
         return dict(leaves(self.recipe)) if self.recipe is not None else {}
 
     @property
     def recipe_text(self) -> str:
-        """The recipe as YAML."""
+        """Return the recipe as YAML."""
         return yaml.safe_dump(self.recipe, sort_keys=False) if self.recipe is not None else ""
 
     @property
@@ -130,7 +130,7 @@ def _events(path: Path) -> list[Event]:
 
 
 def told_apart(runs: Sequence[RunData]) -> list[RunData]:
-    """The same; those whose folders have one name are called by their whole path."""
+    """Return the same; those whose folders have one name are called by their whole path."""
     names = Counter(run.name for run in runs)
     return [replace(run, called=str(run.folder)) if names[run.name] > 1 else run for run in runs]
 

@@ -32,7 +32,7 @@ Row = list[str]
 
 
 def summary(run: RunData) -> list[Row]:
-    """A name and a text for each line of what a run came to."""
+    """Return a name and a text for each line of what a run came to."""
     lines: list[Row] = []
     if run.algorithm is not None:
         lines.append(["algorithm", run.algorithm])
@@ -63,7 +63,7 @@ def _first_best_last(run: RunData, name: str) -> str:
 
 
 def evaluations(run: RunData) -> list[dict[str, Any]]:
-    """A table for each evaluation: {title, header, rows}; a value with its standard error."""
+    """Return a table for each evaluation: {title, header, rows}; a value with its standard error."""
     return [
         {"title": folder, "header": ["set", "prompts", "samples", *names], "rows": rows}
         for folder, results in run.evaluations.items()
@@ -94,7 +94,7 @@ def _estimate(estimate: Any) -> str:
 
 
 def faults(run: RunData) -> list[Row]:
-    """A place in the run, and what happened there that it survived."""
+    """Return a place in the run, and what happened there that it survived."""
     return [*_of_the_metrics(run), *_of_the_events(run)]
 
 

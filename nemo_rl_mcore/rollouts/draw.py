@@ -44,6 +44,10 @@ class Draw(Protocol):
         """Return the episodes of groups of one step, answered in one call; called by the thread that trains."""
         ...
 
+    def is_answer_to(self, group: DrawnGroup, batch: BatchedDataDict) -> bool:
+        """Say whether kept episodes are of this group: of its prompt, and as many."""
+        ...
+
     def unused_for(self, group: BatchedDataDict) -> str | None:
         """Return why an answered group is not to be trained on; None for one that is."""
         ...
@@ -92,6 +96,10 @@ class GroupDraw:
         episodes = batch.samples()
         firsts = [episodes[place].start for place in range(0, len(episodes), self.samples)]
         return [batch.slice(first, end) for first, end in zip(firsts, [*firsts[1:], batch.size], strict=True)]
+
+    def is_answer_to(self, group: DrawnGroup, batch: BatchedDataDict) -> bool:
+        """See `Draw.is_answer_to`."""
+        return self.collector.is_answer_to(group.asked, batch)
 
     def unused_for(self, group: BatchedDataDict) -> str | None:
         """See `Draw.unused_for`."""

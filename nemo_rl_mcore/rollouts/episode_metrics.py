@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.rollouts.episode_rows import ENDING, EpisodeRows, dropped_rows, first_rows
-from nemo_rl_mcore.rollouts.episodes import REPLIES, REWARDS_PREFIX, TURN_OF_TOKEN
+from nemo_rl_mcore.rollouts.transcript import REPLIES, REWARDS_PREFIX, TURN_OF_TOKEN
 
 
 def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
@@ -43,9 +44,12 @@ def episode_metrics(batch: BatchedDataDict) -> dict[str, float]:
 
 
 def _observations_cut(batch: BatchedDataDict) -> float:
-    replies = batch.get(REPLIES, ())
-    of_episodes = [replies[row] for row in first_rows(batch)] if replies else []
-    return float(sum("cut" in reply for of_row in of_episodes for reply in of_row))
+    return float(sum("cut" in reply for of_episode in _replies(batch) for reply in of_episode))
+
+
+def _replies(batch: BatchedDataDict) -> list[list[dict[str, Any]]]:
+    """Return what was said to each episode, once."""
+    return [batch[REPLIES][row] for row in first_rows(batch)] if REPLIES in batch else []
 
 
 def _ending_rates(batch: BatchedDataDict) -> dict[str, float]:
@@ -79,5 +83,5 @@ def check_drops(step: int, batch: BatchedDataDict, limit: float, reasons: Mappin
 
 
 def _reasons_of(batch: BatchedDataDict) -> Counter[str]:
-    replies = (reply for of_row in batch.get(REPLIES, ()) for reply in of_row)
+    replies = (reply for of_episode in _replies(batch) for reply in of_episode)
     return Counter(reply["dropped"] for reply in replies if "dropped" in reply)

@@ -18,7 +18,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.turns import Ending
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.rollouts.episodes import TURN_OF_TOKEN, WEIGHT_VERSIONS
+from nemo_rl_mcore.rollouts.transcript import TURN_OF_TOKEN, WEIGHT_VERSIONS
 
 ENDING = "ending"
 # What stands in the columns of tokens that a row did not sample.

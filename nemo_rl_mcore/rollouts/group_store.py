@@ -11,9 +11,9 @@ import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.rollouts.archive import GroupArchive
-from nemo_rl_mcore.rollouts.episodes import WEIGHT_VERSIONS, sampled_versions
 from nemo_rl_mcore.rollouts.events import Segment
 from nemo_rl_mcore.rollouts.saved_groups import load_groups, save_groups
+from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS, sampled_versions
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def segments_of(versions_BT: torch.Tensor) -> list[Segment]:
 
 
 def versions_of(group: BatchedDataDict, version: int) -> list[Segment]:
-    """Return the segments of a group; of `version` where the ranks that train have drawn it all."""
+    """Return the segments of a group; of `version` where the ranks that train have drawn it all, or nobody a token."""
     if WEIGHT_VERSIONS not in group:
         return [Segment(0, version)]
-    return segments_of(sampled_versions(group))
+    return segments_of(sampled_versions(group)) or [Segment(0, version)]

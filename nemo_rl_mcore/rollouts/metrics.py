@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.rollouts.episode_rows import EpisodeRows
-from nemo_rl_mcore.rollouts.episodes import WEIGHT_VERSIONS
+from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS
 
 
 def age_metrics(batches: Sequence[BatchedDataDict], version: int, max_age: int) -> dict[str, float]:

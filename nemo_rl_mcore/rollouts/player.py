@@ -20,13 +20,8 @@ from nemo_rl_mcore.data.turns import Reply, Turn
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.interfaces import Environments, GenerationInterface
 from nemo_rl_mcore.rollouts.episode_metrics import check_drops
-from nemo_rl_mcore.rollouts.episodes import (
-    ONE_ANSWER,
-    WEIGHT_VERSIONS,
-    EpisodeForm,
-    Episodes,
-    with_equal_columns,
-)
+from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm, Episodes
+from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS, with_equal_columns
 
 
 @dataclass(frozen=True)
@@ -118,6 +113,12 @@ class Responder:
         asked["sample_index"] = torch.arange(samples).repeat(len(prompts))
         return asked
 
+    def is_answer_to(self, asked: BatchedDataDict, batch: BatchedDataDict) -> bool:
+        """Say whether episodes begin with what was asked, row by row."""
+        shown = asked["input_ids"]
+        first = [rows.start for rows in batch.samples()]
+        return torch.equal(batch["input_ids"][first, : shown.shape[1]], shown)
+
     def as_rollout(self, prompts: Sequence[Prompt], batch: BatchedDataDict) -> Rollout:
         """Read what was answered, as often to each prompt, from the joined rows."""
         episodes = batch.samples()
@@ -126,7 +127,7 @@ class Responder:
         return Rollout(batch, of_rows, self._responses(batch))
 
     def _responses(self, batch: BatchedDataDict) -> list[str]:
-        """The text of each row's answer, or of all that came behind its prompt, where observations stand in between."""
+        """Return the text of each row's answer, or of all behind its prompt, where observations stand in between."""
         ids_BS, sampled_BS = batch["input_ids"].numpy(), batch["token_mask"].numpy() != 0
         first_B, end_B = sampled_BS.argmax(1), sampled_BS.shape[1] - sampled_BS[:, ::-1].argmax(1)
         spans = zip(ids_BS, first_B.tolist(), end_B.tolist(), sampled_BS.sum(1).tolist(), strict=True)

@@ -139,7 +139,7 @@ def rows_with_signal(prompt_ids: Tensor, rewards: Tensor, counted: Tensor | None
 
 
 def _groups_by_size(groups: Tensor) -> Iterator[Tensor]:
-    """The row numbers [G,N] of all groups of N rows, for each N that there is."""
+    """Yield the row numbers [G,N] of all groups of N rows, for each N that there is."""
     order = groups.argsort(stable=True)
     sizes = groups.bincount()[groups[order]]
     for size in sorted(set(cast("list[int]", sizes.tolist()))):  # pyright: ignore[reportUnknownMemberType]

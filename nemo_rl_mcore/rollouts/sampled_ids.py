@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.token_digests import digest_of_ids
 from nemo_rl_mcore.errors import RunStoppedError
-from nemo_rl_mcore.rollouts.episodes import SAMPLED_DIGESTS, TURN_OF_TOKEN
+from nemo_rl_mcore.rollouts.transcript import SAMPLED_DIGESTS, TURN_OF_TOKEN
 
 _OBSERVED = 0
 

@@ -15,8 +15,8 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.batched_data_dict import EPISODE
 from nemo_rl_mcore.data.tokenizer import Tokenizer, token_texts
 from nemo_rl_mcore.observability.rollouts import Said, Sample, TokenTable
-from nemo_rl_mcore.rollouts.episodes import REPLIES, TURN_OF_TOKEN, WEIGHT_VERSIONS
 from nemo_rl_mcore.rollouts.player import Rollout, prompt_lengths
+from nemo_rl_mcore.rollouts.transcript import REPLIES, REWARDS_PREFIX, TURN_OF_TOKEN, WEIGHT_VERSIONS
 
 _DECIMALS = 4
 
@@ -40,7 +40,7 @@ def samples_of(
         **_weight_versions(batch, step if of_validation else step - 1),
     }
     values: list[list[Any]] = [column.tolist() for column in columns.values()]  # pyright: ignore[reportUnknownMemberType]
-    several = TURN_OF_TOKEN in batch
+    several, by_name = TURN_OF_TOKEN in batch, _rewards_by_name(batch)
 
     def table(row: int) -> TokenTable:
         return _token_table(batch.slice(row, row + 1), tokenizer, of_validation)
@@ -52,12 +52,24 @@ def samples_of(
             answer=rollout.prompts[row].answer,
             response=rollout.responses[row],
             source=rollout.prompts[row].source,
+            rewards={name: rewards[row] for name, rewards in by_name.items()} or None,
             turns=[*_said(batch, row, tokenizer)] if several else None,
             tokens=table(row) if row < tables else None,
             **dict(zip(columns, of_row, strict=True)),
         )
         for row, of_row in enumerate(zip(*values, strict=True))
     ]
+
+
+def _rewards_by_name(batch: BatchedDataDict) -> dict[str, list[float | None]]:
+    """By name the reward of each row; None where it is more than a float32 holds."""
+    return {
+        name.removeprefix(REWARDS_PREFIX): [
+            reward if math.isfinite(reward) else None for reward in column.tolist()
+        ]
+        for name, column in batch.items()
+        if name.startswith(REWARDS_PREFIX)
+    }
 
 
 def _advantages(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
@@ -71,7 +83,7 @@ def _advantages(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
 
 
 def _weight_versions(batch: BatchedDataDict, current: int) -> dict[str, torch.Tensor]:
-    """The oldest and the newest that drew a token of each response; `current` where one has drawn all."""
+    """Return the oldest and the newest that drew a token of each response; `current` where one has drawn all."""
     if WEIGHT_VERSIONS in batch:
         versions = batch[WEIGHT_VERSIONS]
         newest = versions.amax(1)
@@ -82,24 +94,24 @@ def _weight_versions(batch: BatchedDataDict, current: int) -> dict[str, torch.Te
 
 
 def _said(batch: BatchedDataDict, row: int, tokenizer: Tokenizer) -> Iterator[Said]:
-    """A row's answers, and the observations between them.
+    """Yield a row's answers, and the observations between them.
 
     Of an episode of several rows each has the answers of which it has sampled tokens, and of these only its own tokens.
     """
     ids_S, turn_S = batch["input_ids"][row].numpy(), batch[TURN_OF_TOKEN][row].numpy()
-    replies, sampled = batch[REPLIES][row], turn_S[turn_S > 0]
-    first, last = 1, len(replies)
+    replies = batch[REPLIES][row]
+    turns = [*range(1, len(replies) + 1)]
     if EPISODE in batch:
-        first, last = (int(sampled.min()), int(sampled.max())) if len(sampled) else (1, 0)
-    for turn in range(first, last + 1):
+        turns = [turn for turn in turns if turn in turn_S]
+    for place, turn in enumerate(turns):
+        # What the model was shown before it; what is said to the last one it is not.
+        for role, content in replies[turn - 2].get("observation", ()) if place else ():
+            yield Said(role=role, content=content)
         reply = replies[turn - 1]
         said = Said(role="assistant", content=tokenizer.decode(ids_S[turn_S == turn].tolist()))
         if "dropped" not in reply:
             said["reward"] = reply["reward"]
         yield said
-        # What is said to the last one is not shown to the model.
-        for role, content in reply.get("observation", ()) if turn < last else ():
-            yield Said(role=role, content=content)
 
 
 def _token_table(batch: BatchedDataDict, tokenizer: Tokenizer, of_validation: bool) -> TokenTable:

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from nemo_rl_mcore.config import RolloutConfig, RunConfig
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.errors import RunStoppedError, code_of, folder_error
@@ -169,8 +167,7 @@ def without_strangers(saved: SavedRollouts, draw: Draw) -> SavedRollouts:
         step, place = divmod(position, saved.ledger.groups_per_step)
         if step not in of_steps:
             of_steps[step] = draw.groups_of(step + 1)
-        asked = of_steps[step][place].asked["input_ids"]
-        same_prompts = torch.equal(group["input_ids"][:, : asked.shape[1]], asked)
+        same_prompts = draw.is_answer_to(of_steps[step][place], group)
         # What an environment did not reply to may be replied to now.
         if not same_prompts or "rewards" not in group or bool(dropped_rows(group).any()):
             strangers.append(position)

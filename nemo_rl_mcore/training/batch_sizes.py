@@ -71,7 +71,7 @@ class BatchSizes:
 
 
 def _require_its_head(policy: PolicyConfig, loss_fn: LossFunction) -> None:
-    """What a token's log-probability is computed with is the model's matter; a loss that says otherwise is told so."""
+    """Check the loss's own switches: how a token's log-probability is computed is the model's matter."""
     fused = policy.megatron_cfg.use_fused_linear_logprobs
     if loss_fn.use_fused_linear_logprobs and not fused and loss_fn.input_type is LossInputType.LOGPROB:
         raise RefusedError(

@@ -90,11 +90,11 @@ class Retention:
     higher_is_better: bool = True
 
     def best_first(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-        """The checkpoints by rank; of equal ones the newer is better."""
+        """Return the checkpoints by rank; of equal ones the newer is better."""
         return sorted(checkpoints, key=lambda one: (self._score(one), one.step), reverse=True)
 
     def superfluous(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-        """Those to delete."""
+        """Return those to delete."""
         if self.keep is None or not checkpoints:
             return []
         newest = max(checkpoints, key=lambda one: one.step)
@@ -123,20 +123,20 @@ class CheckpointStore:
     verify_checksums: bool = True
 
     def checkpoints(self) -> list[Checkpoint]:
-        """The whole ones, the oldest first; a folder that lacks a file, or holds a shorter one, is none."""
+        """Return the whole ones, the oldest first; a folder that lacks a file, or holds a shorter one, is none."""
         found = [(folder, _whole(folder, verify_checksums=False)) for folder in _step_folders(self.root)]
         whole = [one for folder, one in found if one is not None and one.step == _step_of(folder)]
         return sorted(whole, key=lambda one: one.step)
 
     def newest_first(self) -> Iterator[Checkpoint]:
-        """Those to go on from, as their files are now."""
+        """Yield those to go on from, as their files are now."""
         for one in reversed(self.checkpoints()):
             checked = _whole(one.folder, verify_checksums=self.verify_checksums)
             if checked is not None:
                 yield checked
 
     def latest(self) -> Checkpoint | None:
-        """The one with the highest step."""
+        """Return the one with the highest step."""
         return next(self.newest_first(), None)
 
     def begin_after(self, step: int) -> list[Path]:
@@ -198,7 +198,7 @@ class CheckpointStore:
 
 
 def read_checkpoint(folder: Path, *, verify_checksums: bool = True) -> Checkpoint:
-    """The checkpoint in a folder; raises NotACheckpointError, naming the file, when it is not whole.
+    """Return the checkpoint in a folder; raises NotACheckpointError, naming the file, when it is not whole.
 
     verify_checksums: compare its own files with their checksums; those of the models are compared by who loads them.
     """
@@ -259,7 +259,7 @@ def _whole(folder: Path, *, verify_checksums: bool) -> Checkpoint | None:
 
 
 def require_checkpoint(folder: Path, key: str, *, verify_checksums: bool = True) -> Checkpoint:
-    """The checkpoint in the folder that a key names; raises NotACheckpointError, naming both, when there is none."""
+    """Return the checkpoint in the folder that a key names; raises NotACheckpointError, naming both, without one."""
     try:
         return read_checkpoint(folder, verify_checksums=verify_checksums)
     except NotACheckpointError as error:
@@ -280,7 +280,7 @@ def _remove(path: Path) -> None:
 
 
 def _step_folders(root: Path) -> list[Path]:
-    """All `step_N`, whole or not."""
+    """Return all `step_N`, whole or not."""
     return [path for path in root.iterdir() if _STEP_NAME.fullmatch(path.name)] if root.is_dir() else []
 
 
@@ -289,7 +289,7 @@ def _step_of(folder: Path) -> int:
 
 
 def free_name(wanted: Path) -> Path:
-    """The name itself or, where it is taken, the first with a number behind it."""
+    """Return the name itself or, where it is taken, the first with a number behind it."""
     number, name = 1, wanted
     while os.path.lexists(name):
         name, number = wanted.with_name(f"{wanted.name}.{number}"), number + 1
@@ -301,7 +301,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """The folder and those inside it, the innermost first."""
+    """Return the folder and those inside it, the innermost first."""
     inner = [path for path in folder.rglob("*") if path.is_dir()]
     return sorted((folder, *inner), key=lambda path: len(path.parts), reverse=True)
 

@@ -21,7 +21,7 @@ _CHUNK = 2**24
 
 
 def sha256(path: Path) -> str:
-    """The hash of a file's bytes, in hexadecimal."""
+    """Return the hash of a file's bytes, in hexadecimal."""
     whole = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -37,7 +37,7 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str] | None:
-    """The hash of each file by its path inside; None for a folder without a list, as older ones are.
+    """Return the hash of each file by its path inside; None for a folder without a list, as older ones are.
 
     Raises ValueError, naming the file, when the list is broken.
     """

@@ -153,20 +153,20 @@ class PolicyBackend(TrainStepBackend, Protocol):
 
     @property
     def trained(self) -> bool:
-        """Whether the train step, `save` and `load` can be called."""
+        """Return whether the train step, `save` and `load` can be called."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """What the model is on."""
+        """Return what the model is on."""
         ...
 
     def data_parallel_rank(self) -> int:
-        """Which shard of a batch this rank is to be sent."""
+        """Return which shard of a batch this rank is to be sent."""
         ...
 
     def data_parallel_size(self) -> int:
-        """How many shards a batch has."""
+        """Return how many shards a batch has."""
         ...
 
     def logprobs(self, data: BatchedDataDict, micro_batch_size: int, *, trained_only: bool = False) -> Tensor:
@@ -190,7 +190,7 @@ class PolicyBackend(TrainStepBackend, Protocol):
     def topk_logits(
         self, data: BatchedDataDict, k: int, micro_batch_size: int, *, trained_only: bool = False
     ) -> TopKLogits:
-        """The k most probable next tokens; trained_only: of those that token_mask marks."""
+        """Return the k most probable next tokens; trained_only: of those that token_mask marks."""
         ...
 
     def values(self, data: BatchedDataDict, micro_batch_size: int) -> Tensor:
@@ -202,7 +202,7 @@ class PolicyBackend(TrainStepBackend, Protocol):
         ...
 
     def evaluate(self, data: BatchedDataDict, loss_fn: LossFunction, micro_batch_size: int) -> StepTotals:
-        """The loss and metrics of the rows of all ranks, without gradients."""
+        """Return the loss and metrics of the rows of all ranks, without gradients."""
         ...
 
     def keep_on_device(self, what: OnDevice) -> None:
@@ -236,7 +236,7 @@ class PolicyBackend(TrainStepBackend, Protocol):
         ...
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of the Hugging Face model by its name, whole, on every rank; all must iterate to the end.
+        """Return each tensor of the Hugging Face model by its name, whole, on every rank; all must iterate to the end.
 
         One that is to outlast its turn must be copied.
         """
@@ -284,7 +284,7 @@ class WeightFilling(Protocol):
         ...
 
     def missing(self) -> Sequence[str]:
-        """The tensors of the model that have not come."""
+        """Return the tensors of the model that have not come."""
         ...
 
 
@@ -293,7 +293,7 @@ class GeneratorBackend(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """What the model is on."""
+        """Return what the model is on."""
         ...
 
     def decoding(self) -> Decoding:

@@ -59,6 +59,6 @@ def as_result(steps: Sequence[StepResult]) -> dict[str, Any]:
 
 
 def _means(steps: list[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the steps that have it."""
+    """Return the mean of each metric over the steps that have it."""
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: fmean(step[name] for step in steps if name in step) for name in names}

@@ -42,7 +42,7 @@ class StepTotals:
     row_table: torch.Tensor | None = None
 
     def denominator(self, loss_type: LossType) -> float:
-        """How many tokens or sequences the loss is a mean over."""
+        """Return how many tokens or sequences the loss is a mean over."""
         return self.valid_toks if loss_type is LossType.TOKEN_LEVEL else self.valid_seqs
 
 
@@ -55,13 +55,13 @@ class LocalSums:
 
     @classmethod
     def of(cls, sums: LossSums, microbatch: BatchedDataDict) -> LocalSums:
-        """The sums of one microbatch, with its counts."""
+        """Return the sums of one microbatch, with its counts."""
         (counts,) = cls.counts(microbatch).parts
         return cls([sums.metrics | counts], [] if sums.row_table is None else [sums.row_table])
 
     @classmethod
     def counts(cls, rows: BatchedDataDict) -> LocalSums:
-        """The counts of rows alone, which their masks tell before any forward pass."""
+        """Return the counts of rows alone, which their masks tell before any forward pass."""
         seqs, toks = valid_counts(rows)
         return cls(
             [

@@ -68,14 +68,14 @@ class TrainStepBackend(Protocol):
     """What a step needs of the framework that holds the model."""
 
     def called_together(self, call: str) -> AbstractContextManager[None]:
-        """All ranks enter it with the same call, or all of them raise UnequalChunksError.
+        """Return a context that all ranks enter with the same call, or all of them raise UnequalChunksError.
 
         Inside a call is judged, and each rank raises where one did. It holds no collective.
         """
         ...
 
     def done_together(self, call: str) -> AbstractContextManager[None]:
-        """All ranks leave it together: each raises where one did inside."""
+        """Return a context that all ranks leave together: each raises where one did inside."""
         ...
 
     def snapshot(self) -> Any:
@@ -98,7 +98,7 @@ class TrainStepBackend(Protocol):
     """Whether whole steps reduce within their backward pass; if not, the two calls for that are never made."""
 
     def reduce_counts(self, data: BatchedDataDict) -> StepTotals:
-        """What `reduce` will say of these rows' counts, without their metrics; the same result on every rank."""
+        """Return what `reduce` will say of these rows' counts, without their metrics; the same result on every rank."""
         ...
 
     def overlapped_grad_sync(self, factor: float) -> AbstractContextManager[bool]:
@@ -128,7 +128,7 @@ class TrainStepBackend(Protocol):
         ...
 
     def gradient_norm(self) -> float:
-        """The norm of the reduced gradients over all ranks, before clipping; inf or NaN if any gradient is."""
+        """Return the norm of the reduced gradients over all ranks, before clipping; inf or NaN if any gradient is."""
         ...
 
     def optimizer_step(self, increment: int) -> bool:
@@ -136,7 +136,7 @@ class TrainStepBackend(Protocol):
         ...
 
     def learning_rate_and_weight_decay(self) -> tuple[float, float]:
-        """The values that the next optimizer step uses."""
+        """Return the values that the next optimizer step uses."""
         ...
 
 
@@ -155,7 +155,7 @@ class _OpenStep:
 
     @property
     def samples(self) -> int:
-        """What the scheduler advances by: recipes count samples, whatever rows a loss makes of them."""
+        """Return what the scheduler advances by: recipes count samples, whatever rows a loss makes of them."""
         return self.gbs // self.loss_fn.rows_per_sample
 
 
@@ -177,12 +177,12 @@ class TrainStep:
 
     @property
     def phase(self) -> Phase:
-        """Where the step stands."""
+        """Return where the step stands."""
         return self._phase
 
     @property
     def committed_ids(self) -> tuple[str, ...]:
-        """The step_ids that cannot be opened again: of the last steps that had one, the oldest first."""
+        """Return the step_ids that cannot be opened again: of the last steps that had one, the oldest first."""
         return tuple(self._committed_ids)
 
     def begin(

@@ -85,7 +85,7 @@ class RayCluster:
     def shared_with(
         self, config: ClusterConfig, *, fewer: Callable[[int], ClusterConfig | None] | None = None
     ) -> RayCluster:
-        """The same session, with places for the ranks of another recipe; it is this one that ends it.
+        """Return the same session, with places for the ranks of another recipe; it is this one that ends it.
 
         Raises RunStoppedError as the class does.
         """
@@ -106,24 +106,24 @@ class RayCluster:
         self._session, self._joined = None, False
 
     def lost(self) -> str | None:
-        """What of Ray itself has died, without which no rank can be reached; None while all is well."""
+        """Return what of Ray itself has died, without which no rank can be reached; None while all is well."""
         if self._session is not None:
             return self._session.lost()
         return self._gcs.lost() if self._gcs is not None else None
 
     def process_state(self, identity: RankIdentity | None) -> str:
-        """What the system says of a rank's process, as the end of a sentence; nothing for one of another machine."""
+        """Return what the system says of a rank's process, as the end of a sentence; empty for other machines."""
         if identity is None or self._session is None:
             return ""
         state = state_of(identity.pid)
         return ": its process is gone" if state == "gone" else f": its process is {state}"
 
     def lost_node(self, identity: RankIdentity | None) -> str | None:
-        """The machine of a rank, if it is gone; of a local session that is never all that is."""
+        """Return the machine of a rank, if it is gone; of a local session that is never all that is."""
         return self.lost_nodes([identity.node_id]).get(identity.node_id) if identity is not None else None
 
     def lost_nodes(self, ids: Collection[str]) -> dict[str, str]:
-        """Those of the machines that are gone, by their id in Ray: how to call each of them."""
+        """Return those of the machines that are gone, by their id in Ray: how to call each of them."""
         known = [node for node in ids if node]
         return lost_nodes(known) if known and self._session is None else {}
 
@@ -167,7 +167,7 @@ class RayCluster:
         return Placement(self._slots(group), group)
 
     def place_colocated(self, ranks: Placement, gpus: Sequence[str]) -> Placement:
-        """A further worker group on the machines of another one and, where these have some, on its GPUs, by rank."""
+        """Place a further worker group on the machines of another and, where these have some, on its GPUs, by rank."""
         slots = self._slots(ranks.group)
         if ranks.group is None:
             return Placement(slots)
@@ -194,17 +194,17 @@ class RayCluster:
 
     @property
     def one_machine(self) -> bool:
-        """Whether all processes of the session are on this machine."""
+        """Return whether all processes of the session are on this machine."""
         return self._is_local
 
     @property
     def _spreads(self) -> bool:
-        """Whether ranks are given their machines by name; one machine has CPUs for all of them."""
+        """Return whether ranks are given their machines by name; one machine has CPUs for all of them."""
         return not (self.config.on_cpu and self._is_local)
 
     @property
     def _share_of_a_node(self) -> dict[str, float]:
-        """What the ranks of one machine take of it."""
+        """Return what the ranks of one machine take of it."""
         ranks = self.config.workers_per_node
         if self.config.on_cpu:
             return {"CPU": round(ranks * _CPU_SHARE_OF_A_RANK, 4)}

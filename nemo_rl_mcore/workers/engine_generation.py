@@ -183,7 +183,7 @@ class EngineGeneration:
         self.shutdown()
 
     def _keyed(self, data: BatchedDataDict, step: int) -> BatchedDataDict:
-        """The prompts with the key of each row's noise."""
+        """Return the prompts with the key of each row's noise."""
         BatchCheck.of(self._config).prompts(data)
         check_lengths(data["input_lengths"], self._config)
         keys = sample_keys(
@@ -205,7 +205,7 @@ class EngineGeneration:
         return [engine for engine in engines if engine.version != self._version]
 
     def _ready(self) -> Sequence[StartedEngine]:
-        """The engines that live, at least one, all with the current weights."""
+        """Return the engines that live, at least one, all with the current weights."""
         version = self._held_version()
         if all(engine.asleep for engine in self._fleet.live):
             self._refits.make_room()  # before the first one starts, too, which asks how much is free

@@ -59,7 +59,7 @@ def _next_to_ranks(
     ranks: Placement,
     rank_gpus: Sequence[str],
 ) -> Placement:
-    """Each engine on the GPUs of `size` consecutive ranks of one machine, which Ray has given to the ranks."""
+    """Return each engine on the GPUs of `size` consecutive ranks of one machine, which Ray has given to the ranks."""
     assert ranks.group is not None  # ranks on GPUs have one
     slots: list[RankSlot] = []
     for engine, first in enumerate(range(0, len(rank_gpus), size)):
@@ -74,7 +74,7 @@ def _next_to_ranks(
 def _apart(
     cluster: RayCluster, environment: Mapping[str, str], kind: EngineKind, colocated: ColocatedConfig
 ) -> Placement:
-    """Each engine on GPUs that Ray reserves for it."""
+    """Return each engine on GPUs that Ray reserves for it."""
     resources, size = colocated.resources, kind.gpus
     per_node = resources.gpus_per_node or size * kind.engines
     group = cluster.reserve_gpus(per_node, resources.num_nodes or 1)

@@ -105,7 +105,7 @@ class EngineRefits:
         self.digest = of_all(sent)
 
     def _wake(self, engines: Iterable[StartedEngine], tag: str, context: str) -> list[StartedEngine]:
-        """Those that live, after what slept has taken memory for the weights or the cache."""
+        """Return those that live, after what slept has taken memory for the weights or the cache."""
         asleep = [engine for engine in engines if engine.asleep]
         woken = self._fleet.run(asleep, "wake_up", [tag], context=context) if asleep else {}
         return [engine for engine in engines if not engine.asleep or engine in woken]

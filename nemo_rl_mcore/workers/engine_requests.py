@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 from ray.exceptions import RayError
@@ -27,13 +28,16 @@ from nemo_rl_mcore.workers.failures import Call, RankFailure, WorkerError
 class EngineRequests:
     """Sends each group to the engine that answers the fewest; one loop at a time asks.
 
+    Several calls of a group, such as those of agents that play its samples, may be under way at once.
     An engine that dies, or makes no progress for `call_timeout_s` of its kind, is lost to the fleet. A task that is
     cancelled gives its group up.
     """
 
     def __init__(self, fleet: EngineFleet, kind: EngineKind) -> None:
         self._fleet, self._kind = fleet, kind
-        self._asked: dict[str, StartedEngine] = {}
+        self._asked: dict[str, tuple[str, StartedEngine]] = {}
+        """By the name that the engine knows a call by, its ticket and its engine."""
+        self._calls = count(1)
 
     async def respond(self, requests: Sequence[Request], sampling: Sampling, ticket: str) -> list[Response]:
         """Answer a group with whatever weights the engine holds while it draws.
@@ -41,30 +45,27 @@ class EngineRequests:
         Raises EngineFailedError, naming the engine: EngineDiedError where that one is gone or none is there, but others
         start; what ends the run where none does.
         """
-        engine = self._least_busy()
-        self._asked[ticket] = engine
+        engine, name = self._least_busy(), f"{ticket}, call {next(self._calls)}"
+        self._asked[name] = ticket, engine
         try:
-            answer = engine.process.handle.generate.remote(requests, sampling, None, ticket)
+            answer = engine.process.handle.generate.remote(requests, sampling, None, name)
             return await self._answered(engine, answer)
         except asyncio.CancelledError:
-            engine.process.handle.cancel.remote(ticket)
+            engine.process.handle.cancel.remote(name)
             raise
         except RayError as error:
             raise await self._failed(engine, engine.process.failure(error)) from None
         finally:
-            del self._asked[ticket]
+            del self._asked[name]
 
     def whereabouts(self, ticket: str) -> str:
-        """Return the engine that a group was sent to, and what it said last; empty where it is with none."""
-        engine = self._asked.get(ticket)
-        if engine is None:
-            return ""
-        doing = engine.watch.doing(0) or "nothing"
-        return f"{engine.process}, at {doing!r}"
+        """Return the engines that a group was sent to, and what they said last; empty where it is with none."""
+        engines = dict.fromkeys(engine for asked, engine in (*self._asked.values(),) if asked == ticket)
+        return "; ".join(f"{one.process}, at {one.watch.doing(0) or 'nothing'!r}" for one in engines)
 
     def _least_busy(self) -> StartedEngine:
         """Of the engines that have weights."""
-        busy = [*self._asked.values()]
+        busy = [engine for _, engine in self._asked.values()]
         if engines := [engine for engine in self._fleet.live if engine.joined]:
             return min(engines, key=busy.count)
         raise self._fleet.failure or EngineDiedError(
@@ -72,7 +73,7 @@ class EngineRequests:
         )
 
     async def _answered(self, engine: StartedEngine, answer: Any) -> list[Response]:
-        """What the engine gives, as long as it gets on."""
+        """Return what the engine gives, as long as it gets on."""
         watch, limit_s = engine.watch, self._kind.call_timeout_s
         watch.tick()
         watch.moved()
@@ -95,7 +96,7 @@ class EngineRequests:
             raise self._gone(engine, str(why)) from None
 
     async def _failed(self, engine: StartedEngine, failure: RankFailure) -> Exception:
-        """What a failed answer means: an engine that is gone, or one that has raised."""
+        """Return what a failed answer means: an engine that is gone, or one that has raised."""
         if failure.died or not await _is_well(engine):
             died = "died: " if failure.died else ""
             return self._gone(engine, f"{died}{failure.headline()}", failure.details())

@@ -89,8 +89,14 @@ def rank_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, s
     return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if on_cpu else kept
 
 
+def agent_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Keep what an agent's process needs of the machine; it sees no GPU."""
+    kept = {name: value for name, value in environ.items() if name in _MACHINE_NAMES}
+    return kept | {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def hub_token(environ: Mapping[str, str]) -> dict[str, str]:
-    """The token of the hub, for ranks that fetch weights; in no environment above, since Ray logs those."""
+    """Return the token of the hub, for ranks that fetch weights; in no environment above, since Ray logs those."""
     return {name: environ[name] for name in _HUB_TOKENS if name in environ}
 
 

@@ -104,7 +104,7 @@ class EnvironmentActor(Actor):
         return await self._result(self.handle.replies.remote(turns, within_s), within_s, late)
 
     async def _result(self, ref: Any, within_s: float, late: str) -> Any:
-        """What a call gives. late: what to say of one that gives nothing in time."""
+        """Return what a call gives. late: what to say of one that gives nothing in time."""
         deadline = time.monotonic() + within_s
 
         def over() -> str | None:

@@ -147,7 +147,7 @@ class EnvironmentPool:
     async def _reply(
         self, turns: Sequence[Turn], tries: int = 1, avoided: int | None = None
     ) -> Sequence[Reply]:
-        """The replies to a piece; where it fails, to each of its turns alone."""
+        """Return the replies to a piece; where it fails, to each of its turns alone."""
         try:
             return await self._pieces.replies(turns, avoided)
         except EnvironmentFailedError as failure:

@@ -109,7 +109,7 @@ class PendingCall:
             return [answer for _, answer in sorted(self._results.items(), key=lambda item: item[0])]
 
     def _at(self) -> str:
-        """The call, and what each rank that is waited for said last."""
+        """Return the call, and what each rank that is waited for said last."""
         said = self.progress
         ranks = [
             f"{rank} at {said[rank].doing!r}" if rank in said else f"{rank} silent" for rank in self._waiting
@@ -143,7 +143,7 @@ class PendingCall:
 
     @property
     def _waiting(self) -> list[int]:
-        """The ranks that have not answered."""
+        """Return the ranks that have not answered."""
         return sorted(self._refs.values())
 
     def _ending(self, wait_s: float) -> Ended | None:
@@ -201,7 +201,7 @@ class PendingCall:
         del self._refs[ref]  # last: a Ctrl-C before it has the answer taken once more
 
     def _failure(self) -> WorkerError:
-        """What went wrong; ranks that do not return are killed."""
+        """Return what went wrong; ranks that do not return are killed."""
         call, cluster = self._call, self._members[0].cluster
         failures = [self._members[rank].failure(error) for rank, error in self._errors]
         # Ranks that all answered, if only by raising, still serve: an open train step can be aborted.
@@ -229,7 +229,7 @@ class PendingCall:
         return WorkerError(message, call, root_cause(failures), usable=usable, lost_node=_lost_node(stalls))
 
     def _stalls(self) -> list[Stall]:
-        """What is known of the ranks that have not answered; it is asked for before they are killed."""
+        """Return what is known of the ranks that have not answered; it is asked for before they are killed."""
         cluster = self._members[0].cluster
         gone = self._gone(self._waiting)
         stacks = self._stacks(gone) if self._waiting else {}
@@ -263,7 +263,7 @@ class PendingCall:
         return stacks
 
     def _gone(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those whose machine is gone, and which it is."""
+        """Return those whose machine is gone, and which it is."""
         identities = {rank: self._members[rank].identity for rank in ranks}
         asked = {rank: one.node_id for rank, one in identities.items() if one is not None}
         lost = self._members[0].cluster.lost_nodes({*asked.values()})

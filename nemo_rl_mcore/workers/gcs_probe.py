@@ -76,7 +76,7 @@ class GcsProbe:
         self._lock = threading.Lock()  # two threads that ask at once miss once
 
     def lost(self) -> str | None:
-        """What died, or None."""
+        """Return what died, or None."""
         with self._lock:
             if self._misses < _MISSES and time.monotonic() - self._asked_at >= _EVERY_S:
                 try:

@@ -79,7 +79,7 @@ class LocalSession:
         self._servers = RayServers(self._folder)
 
     def lost(self) -> str | None:
-        """Which of Ray's servers has died."""
+        """Return which of Ray's servers has died."""
         return None if self._servers is None else self._servers.lost()
 
     def kill(self, pid: int) -> None:
@@ -118,7 +118,7 @@ def _require_loopback() -> None:
 
 @contextmanager
 def _children_ignore_stops() -> Generator[None]:
-    """Processes that are started inside do not see SIGTERM and SIGHUP, which schedulers and terminals send to all.
+    """Shield processes started inside from SIGTERM and SIGHUP, which schedulers and terminals send to all.
 
     The driver decides what becomes of its ranks. Ray itself keeps Ctrl-C away from them.
     """

@@ -26,7 +26,7 @@ _TOLD_AFTER_S = 1.0
 
 
 def lost_nodes(ids: Collection[str]) -> dict[str, str]:
-    """Those of the machines that are gone, by their id in Ray: how to call each of them."""
+    """Return those of the machines that are gone, by their id in Ray: how to call each of them."""
     return {
         node["NodeID"]: f"{node['NodeID'][:_ID_SHOWN]} ({node['NodeManagerAddress']})"
         for node in ray.nodes()
@@ -35,7 +35,7 @@ def lost_nodes(ids: Collection[str]) -> dict[str, str]:
 
 
 def await_nodes(wanted: int, needed: Mapping[str, float], within_s: float) -> int:
-    """How many machines have so much of each resource free: as many as are wanted, or fewer after so long."""
+    """Return how many machines have so much of each resource free: as many as are wanted, or fewer after so long."""
     start, told = time.monotonic(), False
     while (found := _with_room(needed)) < wanted and (waited_s := time.monotonic() - start) < within_s:
         if waited_s > _TOLD_AFTER_S and not told:
@@ -63,7 +63,7 @@ def _with_room(needed: Mapping[str, float]) -> int:
 
 
 def _refuses(node: Mapping[str, Any]) -> bool:
-    """Whether nobody listens for a machine; one that is only slow to answer is for Ray to judge."""
+    """Return whether nobody listens for a machine; one that is only slow to answer is for Ray to judge."""
     try:
         _probe(node)
     except ConnectionRefusedError:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import socket
+import sys
 import threading
 import traceback
 import warnings
@@ -13,9 +15,10 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 
-from nemo_rl_mcore import activity
+from nemo_rl_mcore import accelerator, activity
 from nemo_rl_mcore.config import ClusterConfig
 from nemo_rl_mcore.rendezvous import LISTENING_SOCKET, listen_at
 from nemo_rl_mcore.signals import FailedFromOutsideError, current_stop_signals
@@ -38,7 +41,8 @@ _LOOK_EVERY_S = 1.0
 class OneProcess:
     """The one process as the place of the only rank, where `RayCluster` would start a session; a context manager.
 
-    Inside it the process has the environment and the threads of a rank, so that results are those of one.
+    Inside it the process has the environment and the threads of a rank, so that results are those of one. Afterwards it
+    has its own again, its random generators as they were, and the hook that shows its errors.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -54,6 +58,10 @@ class OneProcess:
         if self.config.on_cpu:
             self._as_before.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
+        self._as_before.callback(setattr, sys, "excepthook", sys.excepthook)
+        self._as_before.callback(random.setstate, random.getstate())
+        self._as_before.callback(np.random.set_state, np.random.get_state())
+        self._as_before.enter_context(accelerator.kept_generators())
         return self
 
     def __exit__(

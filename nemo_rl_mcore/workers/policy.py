@@ -215,7 +215,7 @@ class Policy:
         self._run("train_microbatch", self._split(data, loss_fn), _NOBODY, chunk_id=chunk_id)
 
     def _split(self, data: BatchedDataDict, loss_fn: LossFunction) -> list[BatchedDataDict]:
-        """The whole samples of a step or of a chunk for each shard."""
+        """Return the whole samples of a step or of a chunk for each shard."""
         if self._config.token_budgets is None:
             return data.split(self._shards, loss_fn.rows_per_sample)
         # Sums do not depend on who adds what, and ranks with equally many tokens wait less for each other.
@@ -261,7 +261,7 @@ class Policy:
 
     @property
     def placement(self) -> Placement:
-        """Where the ranks run."""
+        """Return where the ranks run."""
         return self._workers.placement
 
     def loading_s(self) -> float:
@@ -269,7 +269,7 @@ class Policy:
         return max(self._workers.run_all("loading_s", context=self._next_call("loading_s")))
 
     def gpus(self) -> Sequence[str]:
-        """The GPU of each rank; empty on CPU."""
+        """Return the GPU of each rank; empty on CPU."""
         found: list[str] = self._workers.run_all("gpu", context=self._next_call("gpu"))
         return [gpu for gpu in found if gpu]
 
@@ -336,7 +336,7 @@ class Policy:
         self._workers.run_all(method, answering=_NOBODY, context=self._next_call(method), **kwargs)
 
     def _first_of_all(self, method: str, **kwargs: Any) -> Any:
-        """What the first rank says, where all would say the same or only it has something to say."""
+        """Return what the first rank says, where all would say the same or only it has something to say."""
         return self._workers.run_all(method, answering=_FIRST, context=self._next_call(method), **kwargs)[0]
 
     def _next_call(self, method: str) -> str:
@@ -365,7 +365,7 @@ def open_place(config: RunConfig, *, engines: bool = False) -> OneProcess | RayC
 
 
 def start_frozen(config: RunConfig, cluster: OneProcess | RayCluster) -> Policy:
-    """The policy with the weights that it starts from, which nothing will train."""
+    """Return the policy with the weights that it starts from, which nothing will train."""
     return Policy(
         config.policy,
         cluster,

@@ -131,7 +131,7 @@ class MegatronPolicyWorker:
         micro_batch_size: int | None = None,
         trained_only: bool = False,
     ) -> BatchedDataDict:
-        """The k most probable next tokens, as a teacher gives them, on the CPU.
+        """Return the k most probable next tokens, as a teacher gives them, on the CPU.
 
         {"topk_logits": fp32 [B, S, k] divided by the temperature, "topk_indices": int64 global ids, "logsumexp": fp32
         [B, S] over the whole vocabulary, "tail_logmass": fp32 [B, S], the log of the probability of all other ids}.
@@ -206,7 +206,7 @@ class MegatronPolicyWorker:
         gbs: int | None = None,
         mbs: int | None = None,
     ) -> dict[str, Any]:
-        """One optimizer step for each `gbs` rows of all data-parallel ranks together: begin, one chunk, finish.
+        """Take one optimizer step for each `gbs` rows of all data-parallel ranks together: begin, one chunk, finish.
 
         gbs, mbs: rows, of whole samples of the loss; None is the config's, whose samples the loss makes rows of.
         Returns what `finish_train_step` returns, with one entry a step in each list. Under `eval_mode` nothing is
@@ -376,7 +376,7 @@ class MegatronPolicyWorker:
         return sent
 
     def gpu(self) -> str:
-        """Which GPU this rank is on, as CUDA_VISIBLE_DEVICES takes it; empty on CPU."""
+        """Return which GPU this rank is on, as CUDA_VISIBLE_DEVICES takes it; empty on CPU."""
         return accelerator.device_uuid(self.backend.device)
 
     def _stop_sending(self) -> None:
@@ -389,7 +389,7 @@ class MegatronPolicyWorker:
         return activity.loading_s
 
     def data_parallel_rank(self) -> int:
-        """Which shard of a batch this rank is to be sent."""
+        """Return which shard of a batch this rank is to be sent."""
         return self.backend.data_parallel_rank()
 
     def prepare_for_training(self) -> None:
@@ -398,7 +398,7 @@ class MegatronPolicyWorker:
             self._keep_on_device(OnDevice.EVERYTHING)
 
     def prepare_for_lp_inference(self) -> None:
-        """The weights on the device and, unless policy.offload is none, nothing else; calls that read see to it, too.
+        """Hold the weights on the device and, unless policy.offload is none, nothing else; also behind reading calls.
 
         Raises TrainStepError while a step is open, whose gradients must stay.
         """

@@ -89,7 +89,7 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
 
 
 def _last_words(folder: Path) -> str:
-    """The errors at the end of the raylet's logs, or their last lines."""
+    """Return the errors at the end of the raylet's logs, or their last lines."""
     lines: list[str] = []
     for path in sorted(folder.glob("session_[0-9]*/logs/raylet.*")):
         with suppress(OSError), path.open("rb") as file:

@@ -16,7 +16,7 @@ _ROUNDS, _PAUSE_S = 20, 0.5
 
 
 def writers(folder: str) -> list[int]:
-    """The other processes that have a file of the folder open for writing: all that Ray starts, and what those start.
+    """Return the other processes with a file of the folder open for writing: all that Ray starts, and their children.
 
     Titles and environments do not tell: some of Ray's processes overwrite theirs.
     """

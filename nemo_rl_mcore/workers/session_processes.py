@@ -17,7 +17,7 @@ _DONE = b"done\n"
 
 
 def processes_of(folder: Path) -> list[tuple[str, psutil.Process]]:
-    """Every process of the session whose folder this is, with its name."""
+    """Return every process of the session whose folder this is, with its name."""
     found: list[tuple[str, psutil.Process]] = []
     for pid in reaper.writers(str(folder)):
         try:
@@ -39,7 +39,7 @@ def kill(processes: Collection[psutil.Process], wait_s: float = 5.0) -> list[psu
 
 
 def state_of(pid: int) -> str:
-    """What the system says of a process of this machine: "running", "stopped", ..., or "gone"."""
+    """Return what the system says of a process of this machine: "running", "stopped", ..., or "gone"."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
@@ -54,7 +54,7 @@ class RayServers:
         self._pids = {name: process.pid for name, process in processes_of(folder)}
 
     def lost(self) -> str | None:
-        """Which of them has died; None while both run."""
+        """Return which of them has died; None while both run."""
         for name in _SERVERS:
             pid = self._pids.get(name)
             if pid is not None and state_of(pid) == "gone":
@@ -79,7 +79,7 @@ class Reaper:
         )
 
     def dismiss(self) -> None:
-        """The session has ended; idempotent."""
+        """End the session; idempotent."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             try:
                 self._process.stdin.write(_DONE)

@@ -91,13 +91,15 @@ def teacher() -> Path:
 class Recipe:
     """age: of the oldest group; None is a synchronous run. machines: in name; each has its share of the ranks.
 
-    chunk: groups of a chunk at least; None is whole steps. dynamic: groups of equal rewards are not trained on.
+    chunk: groups of a chunk at least; None is whole steps. dynamic: groups of equal rewards are not trained on. agents:
+    play the episodes, a process for each sample.
     """
 
     age: int | None
     algorithm: str = "grpo"
     chunk: int | None = None
     dynamic: bool = False
+    agents: bool = False
     steps: int = 12
     ranks: int = 2
     engines: int = 2
@@ -123,6 +125,7 @@ class Recipe:
             self.algorithm, ""
         )
         more = ", streamed" if self.chunk else ", dynamic sampling" if self.dynamic else ""
+        more += ", agents" if self.agents else ""
         return name + ("synchronous" if self.age is None else f"K = {self.age}") + more
 
     @property
@@ -148,6 +151,10 @@ class Recipe:
             *(f"{section}.max_val_samples=64", *kind.more),
             *(f"teacher.init_checkpoint={teacher()}" for _ in kind.frozen),
             *("grpo.use_dynamic_sampling=true" for _ in range(self.dynamic)),
+            *(
+                f"+env.endpoint={{command: [{sys.executable}, {HERE / 'copy_agent.py'}]}}"
+                for _ in range(self.agents)
+            ),
         )
         return (*common, *self._beside(self.age), *self.more)
 

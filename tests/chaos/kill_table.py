@@ -35,6 +35,7 @@ from raylets import Raylets  # noqa: E402
 DETECTED_S = 2.0
 LIMIT_S = 240.0
 SYNC, AGE_0, AGE_1 = Recipe(None), Recipe(0), Recipe(1)
+AGENTS = tuple(Recipe(age, agents=True, steps=9) for age in (None, 0, 1))
 STREAMED, DYNAMIC = Recipe(1, chunk=2), Recipe(1, dynamic=True)
 OTHERS = tuple(Recipe(age, one, steps=9) for one in ("ppo", "dpo", "distillation") for age in (None, 1))
 JOINED_S = 60.0
@@ -160,7 +161,15 @@ def rows() -> tuple[Row, ...]:
             gone=frozenset({"rank_1"}),
         ),
     ]
-    return (*of_ranks, *of_engines, *of_others, *of_machines, *_of_chunks(), *_of_other_algorithms())
+    return (
+        *of_ranks,
+        *of_engines,
+        *of_others,
+        *of_machines,
+        *_of_chunks(),
+        *_of_agents(),
+        *_of_other_algorithms(),
+    )
 
 
 def _of_chunks() -> tuple[Row, ...]:
@@ -171,6 +180,15 @@ def _of_chunks() -> tuple[Row, ...]:
         Row(f"driver killed, {STREAMED.how}", STREAMED, strike=driver_killed, again=True),
         Row(f"driver killed, {DYNAMIC.how}", DYNAMIC, strike=driver_killed, again=True),
     )
+
+
+def _of_agents() -> Iterator[Row]:
+    """Sessions are open when it strikes: a group whose engine or rank dies is played again by new agents."""
+    for recipe in AGENTS:
+        yield Row(f"rank killed in forward, {recipe.how}", recipe, of_rank("forward", "kill"), redoes=True)
+        yield Row(f"driver killed, {recipe.how}", recipe, strike=driver_killed, again=True)
+        if recipe.age is not None:
+            yield Row(f"engine killed decoding, {recipe.how}", recipe, of_engine("decoding", "kill", 60))
 
 
 def _of_other_algorithms() -> Iterator[Row]:

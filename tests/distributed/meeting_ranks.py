@@ -21,10 +21,10 @@ from nemo_rl_mcore.config import GRPOMasterConfig, MegatronConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import LossFunction
 from nemo_rl_mcore.rollouts.asynchronous import AsynchronousScheduler
-from nemo_rl_mcore.rollouts.episodes import WEIGHT_VERSIONS
 from nemo_rl_mcore.rollouts.ledger import Ledger
 from nemo_rl_mcore.rollouts.order import InOrder, Room
 from nemo_rl_mcore.rollouts.states import Group, GroupState
+from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS
 from nemo_rl_mcore.training.train_step import _OpenStep
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 

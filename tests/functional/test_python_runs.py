@@ -1,4 +1,4 @@
-"""Runs from Python: the same bits as by command, and the same call goes on behind what was left."""
+"""Runs from Python: the same bits as by command; one that was left goes on, and leaves the process as it was."""
 
 import json
 import subprocess
@@ -9,77 +9,158 @@ import pytest
 from checkpoint_tensors import tensors_in
 from grpo_run import Run, compared
 
-SCRIPT = """
+COMMON = """
+import os
+import random
+import signal
 import sys
+import threading
 from pathlib import Path
 
-from nemo_rl_mcore import DPO, GRPO, SFT
+from nemo_rl_mcore import DPO, GRPO, PPO, SFT, Distillation
 
-folder, algorithm, left_after = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+folder = Path(sys.argv[1])
 sys.path.insert(0, str(folder))
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128,
          "vocab_size": 32, "max_position_embeddings": 32}
-common = {"recipe": {"policy": {"model": MODEL, "tokenizer": {"name": "char"}}},
-          "steps": 4, "lr": 1e-3, "max_length": 8, "gpus": 0, "out": folder / "python"}
+TINY = {"policy": {"model": MODEL, "tokenizer": {"name": "char"}}}
+common = {"recipe": TINY, "steps": 4, "lr": 1e-3, "max_length": 8, "gpus": 0, "out": folder / "python"}
 answers = [{"prompt": f"{n:03d}>", "answer": f"{n:03d}", "target": n} for n in range(40)]
 pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "1"} for row in answers]
-
-
+"""
+REWARDS = """
 def near(responses, answers, target):
     assert all(int(answer) == number for answer, number in zip(answers, target))
     return [sum(a == b for a, b in zip(response, answer)) / 3 for response, answer in zip(responses, answers)]
+"""
+OF_EACH_ALGORITHM = (
+    COMMON
+    + """
+if __name__ == "__main__":
+    from rewards_of_run import near
+
+    sampled = common | {"train": answers, "generations": 4, "max_new_tokens": 4}
+    match sys.argv[2]:
+        case "grpo":
+            run = GRPO(None, reward=near, prompts_per_step=4, **sampled)
+        case "ppo":
+            run = PPO(None, reward=near, prompts_per_step=4, **sampled)
+        case "sft":
+            run = SFT(None, train=answers, batch_size=8, **common)
+        case "dpo":
+            run = DPO(None, train=pairs, batch_size=4, **common)
+        case "distillation":
+            teacher = SFT(None, train=answers, batch_size=8, **common | {"out": folder / "teacher", "seed": 7})
+            teacher.train()
+            of_teacher = {"teacher": {"init_checkpoint": str(folder / "teacher/checkpoints/step_4")}}
+            sampled |= {"recipe": TINY | of_teacher | {"distillation": {"topk_logits_k": 8}}}
+            run = Distillation(None, teacher=None, prompts_per_step=4, **sampled)
+    (folder / "recipe.yaml").write_text(run.recipe())
+    run.train()
+"""
+)
+ONE_AFTER_THE_OTHER = (
+    COMMON
+    + REWARDS
+    + """
+from nemo_rl_mcore import ClippedPGLossFn
+
+
+class MeanOfAll:
+    def __init__(self, cfg, loss_cfg):
+        pass
+
+    def compute_advantage(self, prompt_ids, rewards, mask, *, logprobs_policy=None, logprobs_reference=None):
+        return (rewards - rewards.mean())[:, None].expand(mask.shape)
+
+
+class Halved(ClippedPGLossFn):
+    def __init__(self, cfg, use_fused_linear_logprobs=False, *, share):
+        super().__init__(cfg, use_fused_linear_logprobs)
+        self.share = share
+
+    def sums(self, outputs, data):
+        whole = super().sums(outputs, data)
+        return type(whole)(whole.loss * self.share, whole.metrics)
+
+
+class Length:
+    def __init__(self, most):
+        self.most = most
+
+    def score(self, prompts, responses, finished):
+        return [len(response) / self.most for response in responses]
+
+
+def of_process():
+    import psutil
+    import ray
+
+    assert not psutil.Process().children(recursive=True)
+    assert not ray.is_initialized()
+    import nemo_rl_mcore.custom_code
+
+    assert not nemo_rl_mcore.custom_code.handed_objects()
+    own_path = [place for place in sys.path if "site-packages" not in place]
+    stops = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    threads = sorted(thread.name for thread in threading.enumerate())
+    return dict(os.environ), own_path, stops, threads, sys.excepthook, os.getcwd()
 
 
 if __name__ == "__main__":
-    if algorithm == "grpo":
-        import rewards_of_run
-
-        reward = near if left_after else rewards_of_run.near
-        run = GRPO(None, train=answers, reward=reward, prompts_per_step=4, generations=4, max_new_tokens=4, **common)
-    elif algorithm == "sft":
-        run = SFT(None, train=answers, batch_size=8, **common)
-    else:
-        run = DPO(None, train=pairs, batch_size=4, **common)
-    Path(folder / "recipe.yaml").write_text(run.recipe())
+    (folder / "held.jsonl").write_text('{"input": "527>", "output": "527", "target": 527}\\n')
+    mine = {"grpo": {"adv_estimator": {"type": MeanOfAll}}, "loss_fn": {"type": Halved, "args": {"share": 0.5}}}
+    mine |= {"eval": {"sets": {"held": {"data_path": str(folder / "held.jsonl"), "columns": ["target"]}}}}
+    sampled = common | {"train": answers, "prompts_per_step": 4, "generations": 4, "max_new_tokens": 4}
+    run = GRPO(None, reward=near, **sampled | {"recipe": TINY | mine})
     seen = []
     for metrics in run:
         seen.append(metrics["step"])
-        if len(seen) == left_after:
+        if len(seen) == 2:
             break
-    if left_after:
-        print("left", seen)
-        run.train()
-        print(run.generate("527>", greedy=True)[0]["prompt"])
-        print(run.export(folder / "hf").name)
+    print("left", seen)
+    before = of_process()
+    run.train()
+    assert of_process() == before
+    drawn = random.getstate()
+    print(run.generate("527>", greedy=True)[0]["prompt"])
+    print(run.eval()["held"]["accuracy"] in (0.0, 1.0))
+    print(run.export(folder / "hf").name)
+    assert (of_process(), random.getstate()) == (before, drawn)
+    of_class = {"env": {"custom": {"type": Length, "args": {"most": 4}}}}
+    other = GRPO(None, **sampled | {"recipe": TINY | of_class, "out": folder / "other", "steps": 1})
+    print(0 < other.train()["train/reward"] <= 1)
+    assert of_process() == before
     print("steps", [int(row["step"]) for row in run.metrics()])
 """
+)
 
 
-def python(folder: Path, algorithm: str, left_after: int = 0) -> str:
-    (folder / "script.py").write_text(SCRIPT)
-    near = SCRIPT[SCRIPT.index("def near") : SCRIPT.index("if __name__")]
-    (folder / "rewards_of_run.py").write_text(near)
-    command = [sys.executable, str(folder / "script.py"), str(folder), algorithm, str(left_after)]
+def python(folder: Path, script: str, *arguments: str) -> str:
+    (folder / "script.py").write_text(script)
+    (folder / "rewards_of_run.py").write_text(REWARDS)
+    command = [sys.executable, str(folder / "script.py"), str(folder), *arguments]
     found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, check=False)
     assert found.returncode == 0, found.stderr[-4000:]
     return found.stdout
 
 
 @pytest.mark.exhaustive
-def test_a_run_that_was_left_goes_on_with_a_function_of_the_script(tmp_path: Path) -> None:
-    told = python(tmp_path, "grpo", left_after=2).splitlines()
-    assert "left [1, 2]" in told
-    last = ["527>", "hf", "steps [1, 2, 3, 4]"]
-    assert [line for line in told if line in last] == last
+def test_a_run_that_was_left_goes_on_with_classes_of_the_script_and_leaves_nothing_to_the_next(
+    tmp_path: Path,
+) -> None:
+    told = python(tmp_path, ONE_AFTER_THE_OTHER).splitlines()
+    expected = ["left [1, 2]", "527>", "True", "hf", "True", "steps [1, 2, 3, 4]"]
+    assert [line for line in told if line in expected] == expected
     assert json.loads((tmp_path / "hf/config.json").read_text())["num_hidden_layers"] == 2
 
 
-@pytest.mark.exhaustive_cases("grpo")
-@pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "distillation", "sft", "dpo"])
 def test_the_same_recipe_by_command_has_the_same_bits(
     tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    python(tmp_path, algorithm)
+    python(tmp_path, OF_EACH_ALGORITHM, algorithm)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     by_command = tmp_path / "command"
@@ -92,8 +173,9 @@ def test_the_same_recipe_by_command_has_the_same_bits(
     assert (code, errors) == (0, "")
     rows = [json.loads(line) for line in (tmp_path / "python/metrics.jsonl").read_text().splitlines()]
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in compared(run)]
-    first, second = (
-        tensors_in(one / "checkpoints/step_4/policy") for one in (tmp_path / "python", by_command)
-    )
-    assert first.keys() == second.keys()
-    assert not [name for name in first if not first[name].equal(second[name])]
+    for model in ("policy", "value") if algorithm == "ppo" else ("policy",):
+        first, second = (
+            tensors_in(one / "checkpoints/step_4" / model) for one in (tmp_path / "python", by_command)
+        )
+        assert first.keys() == second.keys()
+        assert not [name for name in first if not first[name].equal(second[name])]

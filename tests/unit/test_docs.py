@@ -29,6 +29,7 @@ pytestmark = pytest.mark.stage("docs")
 
 EXEMPLAR = "grpo_copy_cpu.yaml"
 EXPERIMENT = "examples/hook_experiment.py"
+CONTROLLER, CONTROLLER_PAGE = "examples/split_train_step.py", "docs/split_train_step.md"
 # What a run leaves in logger.log_dir, and what the reader is told to write: no files of the repository.
 NOT_IN_REPOSITORY = {
     METRICS_FILE,
@@ -49,6 +50,7 @@ NOT_IN_REPOSITORY = {
     "policy/",  # of a checkpoint, as is
     "groups.1.jsonl",
     "rollouts.jsonl",  # of an earlier version
+    "sessions.jsonl",  # of examples/agents_of_others
 }
 
 
@@ -126,6 +128,13 @@ def test_the_experiment_prints_what_the_page_shows(executed):
     assert labels == pytest.approx(shown_labels, abs=2e-3)
     assert hook == pytest.approx(shown_hook, abs=2e-3)
     assert f"| `{EXPERIMENT}` | {shown_hook[0]:.4f} | {shown_hook[-1]:.4f} |" in page
+
+
+def test_the_controller_is_the_file_and_prints_what_its_page_shows(executed):
+    code, shown = (text for _, text in BLOCK.findall(PAGES[CONTROLLER_PAGE])[:2])
+    assert code == (REPO / CONTROLLER).read_text("utf-8")
+    assert len(code.splitlines()) <= 40
+    assert shown in executed.stdout
 
 
 # Recipes and the command

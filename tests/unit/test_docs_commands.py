@@ -32,6 +32,9 @@ TOOLS = {"ruff", "pyright", "lint-imports", "mkdocs"}
 OTHERS = {"pip", "source", "export", "curl", "vllm", "tensorboard", "npx", "sbatch", "kubectl"}
 # What the reader is told to write, or has from the step before.
 THEIRS = {"recipe.yaml", "ours.yaml"}
+AGENTS = (
+    "docs/agents/"  # their recipes are what a command before wrote: tests/functional/test_agents_of_others.py
+)
 QUICKSTART = "docs/quickstart.md"  # its recipes are those that its first command copies: test_quickstart.py
 
 
@@ -69,7 +72,7 @@ COMMANDS = [
 
 def without_uv(words):
     """A command behind `uv run`, whose extras and groups exist."""
-    if words[1:2] in (["build"], ["pip"]):
+    if words[1:2] in (["build"], ["pip"], ["venv"]):
         return ["pip"]
     if words[0] != "uv":
         return words
@@ -90,7 +93,7 @@ def test_each_command_exists(page, words):
     match program:
         case "nemo-rl-mcore":
             is_a_command(page, arguments)
-        case "python":
+        case "python" | "build/nemo_gym/bin/python":
             is_a_script(arguments)
         case "bash":
             assert (REPO / arguments[0]).is_file()
@@ -105,7 +108,7 @@ def test_each_command_exists(page, words):
 def is_a_command(page, arguments):
     options, overrides = parse(arguments)
     recipe = getattr(options, "config", None)
-    if recipe and page != QUICKSTART and recipe not in THEIRS:
+    if recipe and page != QUICKSTART and not page.startswith(AGENTS) and recipe not in THEIRS:
         # As the command finds it: a file, else a recipe that is shipped.
         path = REPO / recipe if (REPO / recipe).is_file() else recipe
         migrates = getattr(options, "migrate", False)

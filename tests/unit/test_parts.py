@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from chat_templates import APPENDING, REWRITING, byte_tokenizer
+from refusals import refused
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data.messages import Message
@@ -48,10 +49,32 @@ def test_episodes_of_several_turns_show_observations_by_the_chat_template(opened
     assert parts.tokenizer.text_of(ids) == "\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_where_there_are_several(opened, tmp_path):
+def test_a_template_that_rewrites_earlier_turns_makes_rows_fork(opened):
     assert opened(REWRITING, turns=1).form.turns == 1
-    with pytest.raises(RunStoppedError, match=f"template of {tmp_path}/tokenizer rewrites earlier turns"):
-        opened(REWRITING, turns=2)
+    observer = opened(REWRITING, turns=2).form.observer
+    said = [Message("user", "2+2?"), Message("assistant", "<think>\nhm\n</think>\n\n5")]
+    assert observer.whole_prompt(said, [Message("user", "no")]) is not None
+
+
+def test_a_critic_refuses_a_template_that_rewrites_earlier_turns(tmp_path):
+    """The row of an episode says nothing of what the next one is worth."""
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer", REWRITING)
+    (rows := tmp_path / "rows.jsonl").write_text(json.dumps({"input": "2+2?", "output": "4"}) + "\n")
+    config = load_config(
+        EXEMPLAR.with_name("ppo_cpu.yaml"),
+        [
+            f"policy.tokenizer.name={tmp_path}/tokenizer",
+            f"policy.model.vocab_size={tokenizer.vocab_size}",
+            "policy.model.max_position_embeddings=64",
+            "policy.max_total_sequence_length=64",
+            *("ppo.max_rollout_turns=2", "warm_start=null", "env.arithmetic=null"),
+            "+env.custom.type=custom_parts:Steps",
+            *("data.dataset_name=jsonl", "+data.apply_chat_template=true"),
+            f"+data.train={{data_path: {rows}}}",
+        ],
+    )
+    with refused("rewritten-turns", "data.apply_chat_template", f"{tmp_path}/tokenizer"):
+        open_parts(config)
 
 
 def test_a_class_that_scores_takes_one_answer(opened, tmp_path):

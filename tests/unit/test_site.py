@@ -8,6 +8,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from browser import Shown, chromium
 from doc_pages import PAGES, REPO
 
 pytestmark = [pytest.mark.needs("docs"), pytest.mark.stage("docs")]
@@ -78,6 +79,17 @@ def test_the_search_works_from_a_folder(site):
     found = {entry["location"] for entry in index["docs"] if "Slurm" in entry["title"]}
     assert any(place.startswith("clusters.html") for place in found)
     assert "javascripts/iframe-worker.js" in Fetches((site / "index.html").read_text("utf-8")).places
+
+
+@pytest.mark.needs("browser")
+def test_a_reward_function_is_found_on_the_page_of_the_first_one(site):
+    with chromium() as browser:
+        shown = Shown(browser, site / "index.html", 1280)
+        shown.page.get_by_role("textbox", name="Search").fill("reward function")
+        results = shown.page.locator("a.md-search-result__link")
+        results.first.wait_for(timeout=60_000)
+        first = results.first.get_attribute("href")
+    assert first.partition("#")[0].partition("?")[0].endswith("/custom.html")
 
 
 def test_a_diagram_shows_what_its_source_says():

@@ -49,12 +49,12 @@ class Problem(NamedTuple):
         return self.first + self.second if self.sign == "+" else self.first - self.second
 
     def solution(self, result: int) -> str:
-        """A solution in GSM8K's form, of which the result need not be right."""
+        """Return a solution in GSM8K's form, of which the result need not be right."""
         return f"{self.first} {self.sign} {self.second} = {result}\n#### {result}"
 
 
 def all_problems() -> Iterator[Problem]:
-    """Sums of two numbers up to 7, and the differences that undo them."""
+    """Yield sums of two numbers up to 7, and the differences that undo them."""
     for name in NAMES:
         for thing in THINGS:
             for first in range(1, 8):
@@ -64,19 +64,19 @@ def all_problems() -> Iterator[Problem]:
 
 
 def conversation(number: int, problem: Problem) -> dict[str, object]:
-    """A row in the schema of Tulu-3."""
+    """Return a row in the schema of Tulu-3."""
     turns = (("user", INSTRUCTION.format(problem.question)), ("assistant", problem.solution(problem.result)))
     messages = [{"role": role, "content": content} for role, content in turns]
     return {"id": f"quickstart_{number}", "messages": messages, "source": "word_problems"}
 
 
 def question(problem: Problem) -> dict[str, object]:
-    """A row in the schema of GSM8K."""
+    """Return a row in the schema of GSM8K."""
     return {"question": problem.question, "answer": problem.solution(problem.result)}
 
 
 def pair(problem: Problem, miss: int) -> dict[str, object]:
-    """The right solution, preferred to one that misses the result."""
+    """Return the right solution, preferred to one that misses the result."""
     return {
         "prompt": INSTRUCTION.format(problem.question),
         "chosen": problem.solution(problem.result),

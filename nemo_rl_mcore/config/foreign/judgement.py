@@ -43,7 +43,7 @@ class Judgement:
     warns: bool = False
 
     def accepts(self, value: object, section: Tree, recipe: Tree) -> bool:
-        """Whether the value changes nothing, given the section it stands in and the whole recipe."""
+        """Return whether the value changes nothing, given the section it stands in and the whole recipe."""
         return any(_is_neutral(value, neutral, section, recipe) for neutral in self.neutral)
 
 
@@ -62,13 +62,13 @@ def _is_neutral(value: object, neutral: object, section: Tree, recipe: Tree) -> 
 
 
 def is_known_of(path: str, recipe: Tree) -> bool:
-    """Whether a recipe says what a key is: one of a model does with its sizes, which config.json fills in."""
+    """Return whether a recipe says what a key is: one of a model does with its sizes, which config.json fills in."""
     section = path.rpartition(".")[0]
     return not section.endswith(".model") or value_at(recipe, f"{section}.num_layers") is not None
 
 
 def _switch(section: object) -> bool | None:
-    """Whether a section is on (true), off (false), or says neither (null)."""
+    """Return whether a section is on (true), off (false), or says neither (null)."""
     if not isinstance(section, Mapping):
         return None if section is None else bool(section)
     values = cast("Mapping[str, object]", section)
@@ -78,12 +78,12 @@ def _switch(section: object) -> bool | None:
 
 
 def refused(*neutral: object, remedy: str) -> Judgement:
-    """A key whose other values ask for something that is missing here."""
+    """Return a key whose other values ask for something that is missing here."""
     return Judgement(neutral, remedy)
 
 
 def told(*neutral: object, cost: str) -> Judgement:
-    """A key whose other values cost speed or memory alone: they are dropped, and a line says so."""
+    """Return a key whose other values cost speed or memory alone: they are dropped, and a line says so."""
     return Judgement(neutral, cost, warns=True)
 
 
@@ -93,7 +93,7 @@ OFF_OR_REMOVED = "set it to null, or remove it"
 
 
 def shown(value: object) -> str:
-    """A value as a message names it."""
+    """Return a value as a message names it."""
     if isinstance(value, Mapping):
         enabled = cast("Mapping[str, object]", value).get("enabled")
         return "enabled: true" if enabled else "this section"

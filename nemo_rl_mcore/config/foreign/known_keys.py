@@ -26,7 +26,7 @@ _VALUES, _LENGTH = 3, 40
 
 
 def known_keys_text(recipes: Iterable[Path]) -> str:
-    """The list: each key with up to three values, a line each.
+    """Return the list: each key with up to three values, a line each.
 
     Keys of a critic and a teacher that a policy has are left out. Raises ValueError for recipes of several commits.
     """
@@ -55,13 +55,13 @@ def known_keys_text(recipes: Iterable[Path]) -> str:
 
 
 def listed_keys() -> tuple[str, ...]:
-    """The keys of the list."""
+    """Return the keys of the list."""
     lines = LIST.read_text(encoding="utf-8").splitlines()
     return tuple(line.partition(":")[0] for line in lines if not line.startswith("#"))
 
 
 def listed_origin() -> str:
-    """The commit of the list, and its day."""
+    """Return the commit of the list, and its day."""
     origin = _ORIGIN.match(LIST.read_text(encoding="utf-8"))
     assert origin is not None
     return f"{origin['commit']} ({origin['date']})"

@@ -69,7 +69,7 @@ def inner_sections(value: object) -> Iterator[tuple[str, Tree]]:
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a key that no recipe here has, or a section above it, is known of NeMo RL."""
+    """Return whether a key that no recipe here has, or a section above it, is known of NeMo RL."""
     path = ".".join(part for part in path.split(".") if not part.isdecimal())
     other = judged_as(path)
     if is_judged_alone(path) or path in _above_judged() or (path != other and other in fields()):

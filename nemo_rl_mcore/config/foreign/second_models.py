@@ -45,7 +45,7 @@ _CUT = (
 
 
 def judged_as(path: str) -> str:
-    """The key of the policy that one of a critic or a teacher repeats; the path itself for any other."""
+    """Return the key of the policy that one of a critic or a teacher repeats; the path itself for any other."""
     name, _, key = path.partition(".")
     return f"policy.{key}" if name in OWN_KEYS else path
 
@@ -79,7 +79,7 @@ class _Foreign:
         self._name, self._own, self._recipe, self._result = name, own, recipe, result
 
     def differs(self, section: Tree) -> bool:
-        """Whether the section has keys that stand here in the policy's alone."""
+        """Return whether the section has keys that stand here in the policy's alone."""
         return not section.keys() <= {*self._own} and any(
             value_at(self._recipe, f"policy.{key}") is not None or key in _JUDGED[self._name]
             for key in section
@@ -146,7 +146,7 @@ _MOVED_PREFIXES = tuple(f"megatron_cfg.{key}." for key in MOVED)
 
 
 def _is_ours(key: str, value: object) -> bool:
-    """Whether a key of ours holds what it holds here: PyTorch's optimizers and schedules have the same names."""
+    """Return whether a key of ours holds what it holds here: PyTorch's optimizers and schedules have the same names."""
     if key not in MOVED:
         return value is not None
     return isinstance(value, dict) and "name" not in value

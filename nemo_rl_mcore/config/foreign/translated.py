@@ -121,13 +121,13 @@ def _move(source: str, target: str, written: Tree, result: Translation) -> None:
 
 
 def _has_room(tree: Tree, target: str) -> bool:
-    """Whether what stands above a key is sections, or nothing; else that is told, and the key has no place."""
+    """Return whether what stands above a key is sections, or nothing; else that is told, and the key has no place."""
     above = accumulate(target.split(".")[:-1], join_path)
     return all(isinstance(value_at(tree, path), dict | None) for path in above)
 
 
 def _is_read(target: str, tree: Tree) -> bool:
-    """Whether a key of a model's experts has a model with experts, and one of their bias a bias."""
+    """Return whether a key of a model's experts has a model with experts, and one of their bias a bias."""
     if not target.startswith(_MODEL):
         return True
     if not value_at(tree, f"{_MODEL}.num_moe_experts"):
@@ -137,7 +137,7 @@ def _is_read(target: str, tree: Tree) -> bool:
 
 
 def _section_of(tree: Tree, path: str) -> Tree:
-    """The section that a key stands in, as a copy, as are those above it."""
+    """Return the section that a key stands in, as a copy, as are those above it."""
     for key in path.split(".")[:-1]:
         inner = dict(cast("Tree", tree.get(key) or {}))
         tree[key] = inner

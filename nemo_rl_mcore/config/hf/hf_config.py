@@ -130,7 +130,7 @@ FAMILIES = {
 
 
 def model_config_from_hf(config: HFConfig) -> ModelConfig:
-    """The architecture that a config.json describes.
+    """Return the architecture that a config.json describes.
 
     Raises ConfigError with every unknown family, unsupported feature or missing key; paths are keys of config.json.
     """
@@ -287,14 +287,14 @@ def _translated(error: ValidationError, keys: Mapping[str, str]) -> Iterator[Pro
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family that an architecture is saved as; ValueError says what no family has."""
+    """Return the family that an architecture is saved as; ValueError says what no family has."""
     if reason := missing_family(model):
         raise ValueError(reason)
     return next(family for family in FAMILIES.values() if _features(family) == _features_of(model))
 
 
 def missing_family(model: ModelConfig) -> str:
-    """Why no family has this architecture; empty where one has it."""
+    """Return why no family has this architecture; empty where one has it."""
     foreign = [f"policy.model.{feature}" for feature in _foreign_features(model)]
     wanted = _features_of(model)
     if not foreign and not any(_features(family) == wanted for family in FAMILIES.values()):
@@ -332,7 +332,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def hf_config_of(
     model: ModelConfig, *, dtype: str = "float32", origin: HFConfig | None = None
 ) -> dict[str, object]:
-    """The config.json of an architecture; ValueError where no family has it.
+    """Return the config.json of an architecture; ValueError where no family has it.
 
     origin: the config.json that the architecture came from, if any; its family, its special tokens and what it says of
     training stay.

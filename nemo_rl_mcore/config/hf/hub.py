@@ -8,12 +8,12 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name may be that of a model on the hub: `organisation/model`."""
+    """Return whether a name may be that of a model on the hub: `organisation/model`."""
     return _HUB_ID.fullmatch(name) is not None
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of that path or, for a hub id, the newest snapshot in the local cache; None where there is none."""
+    """Return the folder of that path or, for a hub id, the newest snapshot in the local cache; None without one."""
     folder = Path(name)
     if folder.is_dir():
         return folder

@@ -15,7 +15,7 @@ _SAID_OF_ROTATIONS = ("rope_type", "rope_parameters", "rotary_base", *_ROTATIONS
 
 
 def overridden(config: HFConfig, overrides: HFConfig) -> HFConfig:
-    """A config.json with the keys of a recipe in place of its own, as transformers' from_pretrained has it.
+    """Return a config.json with the keys of a recipe in place of its own, as transformers' from_pretrained has it.
 
     rope_scaling takes the place of the whole section, but for the base where it names none; null is no scaling.
     """
@@ -38,7 +38,7 @@ def overridden(config: HFConfig, overrides: HFConfig) -> HFConfig:
 
 
 def is_of_overrides(path: str, overrides: HFConfig) -> bool:
-    """Whether a key of config.json is one that a recipe has written over."""
+    """Return whether a key of config.json is one that a recipe has written over."""
     key = path.partition(".")[0]
     return key in overrides or (key in _SAID_OF_ROTATIONS and any(one in overrides for one in _ROTATIONS))
 

@@ -43,7 +43,7 @@ def _has_another(model: str, tokenizer: str) -> bool:
 
 
 def _contents(folder: Path) -> tuple[object, ...]:
-    """What decides how text becomes tokens: a copy that was saved again has the same."""
+    """Return what decides how text becomes tokens: a copy that was saved again has the same."""
     tokens, settings = (_object(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
     template = folder / _TEMPLATE
     written = template.read_bytes() if template.is_file() else str(settings.get("chat_template")).encode()

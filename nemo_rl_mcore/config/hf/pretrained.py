@@ -66,7 +66,7 @@ def fill_from_model_name(
 
 
 def pretrained_model(name: str, overrides: HFConfig | None = None) -> ModelConfig | None:
-    """The architecture of a local folder or a hub id; None for a hub id that is neither cached nor known.
+    """Return the architecture of a local folder or a hub id; None for a hub id that is neither cached nor known.
 
     overrides: what a recipe writes over in config.json.
     Raises ConfigError with a problem of `model_name`, or of the overrides, for each thing that keeps it from use.
@@ -86,7 +86,7 @@ def pretrained_model(name: str, overrides: HFConfig | None = None) -> ModelConfi
 
 
 def read_hf_config(name: str) -> HFConfig | None:
-    """The config.json of a local folder or a hub id; None for a hub id that is neither cached nor known."""
+    """Return the config.json of a local folder or a hub id; None for a hub id that is neither cached nor known."""
     folder = local_folder(name)
     if folder is None:
         if not is_hub_id(name):
@@ -113,7 +113,7 @@ def read_hf_config(name: str) -> HFConfig | None:
 
 
 def differences(given: ModelConfig, derived: ModelConfig, name: str) -> list[Problem]:
-    """A problem for each field in which policy.model differs from the architecture of the weights."""
+    """Return a problem for each field in which policy.model differs from the architecture of the weights."""
     ours, theirs = explicit_fields(given), explicit_fields(derived)
     return [
         Problem(
@@ -129,7 +129,7 @@ def differences(given: ModelConfig, derived: ModelConfig, name: str) -> list[Pro
 
 
 def explicit_fields(model: ModelConfig) -> Section:
-    """The fields, with the sizes that others imply."""
+    """Return the fields, with the sizes that others imply."""
     return {
         **model.model_dump(),
         "num_query_groups": model.query_groups,

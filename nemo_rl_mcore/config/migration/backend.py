@@ -105,7 +105,7 @@ def _use_optimizer(draft: Draft) -> None:
 
 
 def _use_schedule(draft: Draft, lr: object) -> None:
-    """A linear warm-up and a constant rate is what the exemplars have; another schedule is refused."""
+    """Migrate a linear warm-up with a constant rate, as the exemplars have it; refuse any other schedule."""
     given = draft.get("policy.scheduler")
     single = [given] if given else []
     steps = cast("list[Tree]", given if isinstance(given, list) else single)

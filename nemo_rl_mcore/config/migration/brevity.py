@@ -32,7 +32,6 @@ def without_defaults(draft: Draft, written: Tree) -> tuple[Tree, int]:
             if _meaning(with_it) != _meaning(short):
                 kept.add(path)
                 short = with_it
-    short = _without_copies(short, kept)
     return short, len([*leaf_paths(draft.tree)]) - len([*leaf_paths(short)])
 
 
@@ -42,7 +41,7 @@ _OF_THE_ENGINE = {
     f"{_ENGINE}.max_model_len": "policy.max_total_sequence_length",
 }
 """Keys of vLLM that are those of the policy where they are left out."""
-COPIES = (
+_COPIES = (
     *_OF_THE_ENGINE,
     *(f"policy.megatron_cfg.{key}" for key in ("pipeline_dtype", "optimizer.bf16", "optimizer.clip_grad")),
     *(f"data.{source}.processor" for source in ("default", "train", "validation")),
@@ -51,21 +50,21 @@ COPIES = (
 """Keys that say again what other ones say, or what a known data set has."""
 
 
-def _without_copies(short: Tree, kept: Collection[str]) -> Tree:
-    """Take the keys out that say again what others say, where the run is the same without them."""
-    run = _run(short)
-    for path in COPIES if run is not None else ():
-        value, same = value_at(short, path), _OF_THE_ENGINE.get(path)
-        if value is None or path in kept or (same and value != value_at(short, same)):
+def leave_out_copies(draft: Draft) -> None:
+    """Drop the keys that say again what others say, where the run is the same without them."""
+    run = _run(draft.tree)
+    for path in _COPIES if run is not None else ():
+        value, same = draft.get(path), _OF_THE_ENGINE.get(path)
+        if value is None or path in draft.comments or (same and value != draft.get(same)):
             continue
-        shorter = _without(short, path)
+        shorter = _without(draft.tree, path)
         if _run(shorter) == run:
-            short = shorter
-    return short
+            draft.tree = shorter
+            draft.dropped.append(path)
 
 
 def _run(tree: Tree) -> dict[str, object] | None:
-    """What is run, but for the keys that are copies; None where a recipe has problems."""
+    """Return what is run, but for the keys that are copies; None where a recipe has problems."""
     validated = validate(copy.deepcopy(tree))
     if validated.config is None:
         return None
@@ -73,12 +72,12 @@ def _run(tree: Tree) -> dict[str, object] | None:
     return {
         path: value_at(plain, path)
         for path in leaf_paths(plain)
-        if path not in COPIES or path.endswith("split_validation_size")
+        if path not in _COPIES or path.endswith("split_validation_size")
     }
 
 
 def _without(tree: Tree, path: str) -> Tree:
-    """A copy without a key, and without sections that are empty then."""
+    """Return a copy without a key, and without sections that are empty then."""
     key, _, inner = path.partition(".")
     if not inner:
         return {name: value for name, value in tree.items() if name != key}

@@ -67,21 +67,21 @@ class Draft:
     files: dict[str, Path] = field(default_factory=dict[str, Path])
 
     def get(self, path: str) -> object:
-        """The value at a path, null where there is none."""
+        """Return the value at a path, null where there is none."""
         return value_at(self.tree, path)
 
     def number(self, path: str) -> int | None:
-        """The whole number at a path; None for anything else, which is told when the recipe is checked."""
+        """Return the whole number at a path; None for anything else, which is told when the recipe is checked."""
         value = self.get(path)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def section(self, path: str) -> Tree:
-        """The section at a path; an empty one where there is none."""
+        """Return the section at a path; an empty one where there is none."""
         value = self.get(path)
         return cast("Tree", value) if isinstance(value, dict) else {}
 
     def has(self, path: str) -> bool:
-        """Whether a key is written, though it be null."""
+        """Return whether a key is written, though it be null."""
         parent, _, key = path.rpartition(".")
         return key in (self.section(parent) if parent else self.tree)
 

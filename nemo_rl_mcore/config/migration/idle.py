@@ -114,7 +114,7 @@ def read_prediction_layers(draft: Draft) -> None:
 
 
 def _knows_the_model(draft: Draft) -> bool:
-    """Whether the sizes of the model are known, without which no key of it has a place."""
+    """Return whether the sizes of the model are known, without which no key of it has a place."""
     filled, _ = with_pretrained_model(draft.tree)
     return value_at(filled, "policy.model.num_layers") is not None
 

@@ -192,6 +192,15 @@ def name_sources(draft: Draft) -> None:
         draft.change("data.train.dataset_name", name, "a data set is named in data.train")
 
 
+def show_held_out_as_there(draft: Draft) -> None:
+    """Give a validation the texts of data.default, and not of data.train, as NeMo RL does."""
+    train, held_out = draft.section("data.train"), draft.section("data.validation")
+    for key in TEXT_FILES if train and held_out else ():
+        if key in train and key not in held_out:
+            path, default = f"data.validation.{key}", draft.get(f"data.default.{key}")
+            draft.change(path, default, "a validation takes data.default's there, and not data.train's")
+
+
 _HELD_OUT = ("OpenMathInstruct-2", "tulu3_sft_mixture", "open_assistant")
 """Data sets of which NeMo RL holds 5 % out where a recipe says nothing; of all others it holds out nothing."""
 
@@ -225,7 +234,7 @@ def keep_ties(draft: Draft) -> None:
 
 
 def sources_of(draft: Draft) -> list[tuple[str, Tree]]:
-    """Each section of data that names or completes a source, with its path; of a list with its place."""
+    """Return each section of data that names or completes a source, with its path; of a list with its place."""
     found: list[tuple[str, object]] = []
     for path in ("data.default", "data.train", "data.validation"):
         given = draft.get(path)
@@ -312,6 +321,7 @@ STEPS = (
     use_engine,
     fit_lengths,
     name_sources,
+    show_held_out_as_there,
     hold_out_as_there,
     keep_ties,
     validate_as_there,

@@ -19,6 +19,7 @@ from nemo_rl_mcore.config.load import Computed, check, compute
 from nemo_rl_mcore.config.master import RUN_CONFIGS, RunConfig, kind_of
 from nemo_rl_mcore.config.migration import described, failures, idle, meaning
 from nemo_rl_mcore.config.migration.backend import clip_as_read, use_megatron
+from nemo_rl_mcore.config.migration.brevity import leave_out_copies
 from nemo_rl_mcore.config.migration.defaults import write_defaults
 from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 from nemo_rl_mcore.config.migration.machines import share_out_cluster
@@ -46,12 +47,12 @@ class Migrated:
 
     @property
     def kind(self) -> type[RunConfig]:
-        """The class of the recipe."""
+        """Return the class of the recipe."""
         return RUN_CONFIGS[self.draft.algorithm]
 
     @property
     def settled(self) -> bool:
-        """Whether the recipe says all that theirs said."""
+        """Return whether the recipe says all that theirs said."""
         return not any(note.kind in (Kind.REFUSED, Kind.OPEN) for note in self.draft.notes)
 
 
@@ -80,6 +81,7 @@ def migrate(path: str | Path, overrides: Iterable[str] = ()) -> Migrated:
     find_text_files(draft, reversed(read.recipe.files))
     _sort_out(draft)
     _leave_out_unknown(draft, draft.tree, "")
+    leave_out_copies(draft)
     config, warnings, problems = _checked(read, draft.tree)
     leave_open(draft, problems)
     as_written = [

@@ -1,6 +1,6 @@
 """The learning-rate schedule: NeMo RL advances it at each call of `train`, and this package at each optimizer step."""
 
-from nemo_rl_mcore.config.migration.draft import Draft
+from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 
 _SECTIONS = ("policy.megatron_cfg.scheduler", "value.megatron_cfg.scheduler", "value.scheduler")
 _ITERATIONS = ("lr_warmup_iters", "lr_decay_iters")
@@ -25,7 +25,10 @@ def stretch_schedule(draft: Draft) -> None:
 
 
 def decay_as_scheduled(draft: Draft) -> None:
-    """Write the constant weight decay of a schedule, which rules there, as the optimizer's, which is to agree here."""
+    """Write the constant weight decay of a schedule, which rules there, as the optimizer's, which is to agree here.
+
+    One that changes is told to end elsewhere: at Megatron-Bridge's train_iters, the steps of the run.
+    """
     for model in ("policy.megatron_cfg", "value.megatron_cfg", "value"):
         schedule = draft.section(f"{model}.scheduler")
         start, end = schedule.get("start_weight_decay"), schedule.get("end_weight_decay")
@@ -33,10 +36,13 @@ def decay_as_scheduled(draft: Draft) -> None:
         constant = schedule.get("weight_decay_incr_style", "constant") == "constant"
         if constant and start is not None and start == end and draft.has(path) and draft.get(path) != start:
             draft.change(path, start, "the schedule's, which takes the place of the optimizer's at each step")
+        elif not constant and end is not None:
+            what = f"{end} is reached with lr_decay_iters here, and with the last step there"
+            draft.notes.append(Note(Kind.CHANGED, f"{model}.scheduler.end_weight_decay", what))
 
 
 def _optimizer_steps(draft: Draft) -> int:
-    """Those of a rollout; 1 where there is none, or `check` refuses the numbers."""
+    """Return those of a rollout; 1 where there is none, or `check` refuses the numbers."""
     loop = draft.algorithm
     prompts, answers = (
         draft.number(f"{loop}.num_prompts_per_step"),

@@ -44,7 +44,7 @@ def _above(lines: list[str], place: int) -> tuple[str, ...]:
 
 
 def _beside(lines: list[str], place: int, value: yaml.Node) -> str:
-    """A comment behind a value that ends on the line of its key, or behind the name of a section."""
+    """Return a comment behind a value that ends on the line of its key, or behind the name of a section."""
     end = cast("yaml.Mark", value.end_mark)
     if isinstance(value, yaml.MappingNode) and not value.flow_style:
         found = _BESIDE_SECTION.fullmatch(lines[place])

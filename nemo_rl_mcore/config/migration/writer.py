@@ -25,7 +25,7 @@ _ORDER = (
 
 
 def recipe_text(migrated: Migrated, source: str, overrides: Iterable[str] = ()) -> str:
-    """The YAML, ending with a line feed; `source` names the recipe that it was made of, with these overrides."""
+    """Return the YAML, ending with a line feed; `source` names the recipe that it was made of, with these overrides."""
     tree, left_out = without_defaults(migrated.draft, migrated.written)
     made = f"Made by `nemo-rl-mcore migrate` of NeMo RL's {' '.join([source, *overrides])}."
     lines = (
@@ -52,7 +52,7 @@ def _head(draft: Draft, left_out: int) -> Iterator[str]:
             yield from _comment(text, "", "  ")
     yield "#"
     idle = f"{len(draft.dropped)} keys at values that change nothing here"
-    said = f"{idle}, {left_out} at this package's defaults or said by another key"
+    said = f"{idle}, {left_out} at this package's defaults"
     yield from _comment(f"Not written: {said}.", "")
 
 
@@ -92,7 +92,7 @@ class _Writer:
         return cast("Tree", value) if isinstance(value, dict) else {}
 
     def _place(self, path: str, key: str) -> tuple[int, str]:
-        """Where a key stands among its neighbours: as in the class of its section."""
+        """Return where a key stands among its neighbours: as in the class of its section."""
         if "." not in path:
             return (_ORDER.index(key) if key in _ORDER else len(_ORDER), key)
         inside = field_path(path.rpartition(".")[0], self._migrated.kind)
@@ -100,7 +100,7 @@ class _Writer:
         return (names.index(path) if path in names else len(names), key)
 
     def _refusals(self, section: str) -> list[str]:
-        """The refused keys whose nearest section in the file this is."""
+        """Return the refused keys whose nearest section in the file this is."""
         found = [path for path in self._refused if path.startswith(f"{section}.")]
         values = self._below(section)
         inner = [key for key, value in values.items() if isinstance(value, dict)]
@@ -114,7 +114,7 @@ class _Writer:
         yield from (f"{indent}# {line}" for line in text.splitlines())
 
     def _written(self, path: str, value: object) -> object:
-        """A value as theirs was written, where that still gives the same one."""
+        """Return a value as theirs was written, where that still gives the same one."""
         given, known = value_at(self._migrated.written, path), value_at(self._migrated.read.tree, path)
         if not isinstance(given, str) or "${" not in given or known != value:
             return value
@@ -141,7 +141,7 @@ def _inline(value: object) -> str:
 
 
 def _comments(draft: Draft) -> dict[str, str]:
-    """What is said at a key: of one that changed in a list or by another key's reason, what the report says."""
+    """Return what is said at a key: of one that changed in a list or by another key's reason, what the report says."""
     notes = {note.path: f"{note.what}." for note in draft.notes if note.kind is Kind.CHANGED}
     return notes | draft.comments
 

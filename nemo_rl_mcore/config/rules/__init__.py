@@ -16,6 +16,7 @@ from nemo_rl_mcore.config.rules import (
     checkpointing,
     context_parallelism,
     copies,
+    endpoint,
     environments,
     episodes,
     fused_logprobs,
@@ -51,6 +52,7 @@ FEATURES: tuple[Rules, ...] = (
     asynchronous.RULES,
     survival.RULES,
     environments.RULES,
+    endpoint.RULES,
     offload.RULES,
 )
 

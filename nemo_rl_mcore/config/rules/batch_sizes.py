@@ -14,7 +14,7 @@ from nemo_rl_mcore.config.rules.parallelism import OF_THE_LAYOUT
 
 
 def _global_batch(config: RunConfig) -> Iterator[Problem]:
-    """Each rank trains on an equal share of an optimizer step; its last microbatch may hold fewer samples."""
+    """Yield batch sizes that ranks cannot share equally; a last microbatch may hold fewer samples."""
     ranks, batch = config.data_parallel_size, config.policy.train_global_batch_size
     if not isinstance(config.loop, RolloutConfig) and batch % ranks:
         yield Problem(
@@ -104,7 +104,7 @@ def _budget_of_a_pair(config: RunConfig) -> Iterator[Problem]:
 
 
 def _divisor_near(wanted: int, number: int, ranks: int) -> int:
-    """The largest divisor of a number, and multiple of its divisor `ranks`, that is not above the wanted one if any."""
+    """Return the largest divisor of a number that is a multiple of `ranks` and, if given, at most the wanted one."""
     shares = number // ranks
     pairs = (
         (share, shares // share)

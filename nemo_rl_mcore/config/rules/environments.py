@@ -12,6 +12,7 @@ from nemo_rl_mcore.config.source import SourceConfig, each
 
 _SIZE = "env.pool.size"
 _TIMEOUT = "env.pool.timeout_s"
+_OF_AGENTS = ("retries", "max_drop_rate", "variables")
 _LIMITS_OF_A_SCORE = 3
 """Math-verify reads the answer of the data, that of the response, and compares them; each has its limit."""
 
@@ -86,8 +87,9 @@ def _unread(config: RunConfig) -> Iterator[Problem]:
     given, default = config.env.pool, EnvPoolConfig()
     if config.env.pool_size:
         return
+    read = ("size", *(_OF_AGENTS if config.env.endpoint is not None else ()))
     for name in EnvPoolConfig.model_fields:
-        if name != "size" and (value := getattr(given, name)) != getattr(default, name):
+        if name not in read and (value := getattr(given, name)) != getattr(default, name):
             yield has_no_effect(f"env.pool.{name}", value, f"with {_SIZE}: 0", _SIZE)
 
 
@@ -114,6 +116,8 @@ def _answers(config: RunConfig) -> Iterator[Problem]:
     """Yield rows without an answer, where something else than reward functions reads it."""
     if config.env.rewards or config.env.custom:
         read_by = None if config.row_kind is RowKind.PROMPTS else config.algorithm
+    elif config.env.endpoint is not None and not config.env.given:
+        read_by = None
     else:
         read_by = f"env.{next(iter(config.env.given), 'arithmetic')}"
     for path, source in (config.train_sources | config.validation_sources).items():

@@ -12,7 +12,7 @@ _FUSED_PACKED = "megatron_cfg.fused_linear_logprobs_packed"
 
 
 def fused_guardrail(policy: PolicyConfig) -> Guardrail:
-    """How packing stands with the fused log-probabilities, where they are on."""
+    """Return how packing stands with the fused log-probabilities, where they are on."""
     packed, allowed = policy.sequence_packing.enabled, policy.megatron_cfg.fused_linear_logprobs_packed
     return Guardrail(
         f"{_PACKING}.enabled",
@@ -60,7 +60,7 @@ def _balance_of_each_sample(policy: PolicyConfig) -> Iterator[Problem]:
 
 
 def refusal(section: str, other: str, value: str, reason: str) -> Problem:
-    """A way of sizing microbatches by tokens that does not go with another key of the policy."""
+    """Return a way of sizing microbatches by tokens that does not go with another key of the policy."""
     return Problem(
         "incompatible",
         f"{section}.enabled",

@@ -84,7 +84,7 @@ def _tensor_problems(model: ModelConfig, megatron: MegatronConfig, weights: str 
 
 
 def _too_many_ranks(layout: str, ranks: int, uneven: dict[str, int], weights: str, *, fits: int) -> Problem:
-    """A layout that loaded weights do not allow; it has to divide `fits`."""
+    """Return a layout that loaded weights do not allow; it has to divide `fits`."""
     sizes = " and ".join(f"{key}: {size}" for key, size in uneven.items())
     largest = max(number for number in range(1, ranks) if fits % number == 0)
     what = f"{ranks} does not divide the {sizes} of the weights (policy.{weights})"
@@ -92,7 +92,7 @@ def _too_many_ranks(layout: str, ranks: int, uneven: dict[str, int], weights: st
 
 
 def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    """What the tensor-parallel ranks share; each expert is whole on its rank."""
+    """Yield what the tensor-parallel ranks share; each expert is whole on its rank."""
     yield "num_attention_heads", model.num_attention_heads
     if model.num_query_groups is not None:
         yield "num_query_groups", model.num_query_groups

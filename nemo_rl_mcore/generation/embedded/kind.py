@@ -9,7 +9,7 @@ from nemo_rl_mcore.generation.engine import EngineKind
 
 
 def embedded_kind(config: PolicyConfig, *, reread_after_refit: bool = False) -> EngineKind:
-    """The engines that run this policy, apart from the ranks that train it; see `EmbeddedSettings`."""
+    """Return the engines that run this policy, apart from the ranks that train it; see `EmbeddedSettings`."""
     embedded = config.generation.embedded_cfg
     return EngineKind(
         name="embedded",

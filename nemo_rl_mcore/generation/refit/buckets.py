@@ -22,7 +22,7 @@ class PackedTensor:
     offset: int
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of the buffer (uint8)."""
+        """Return the tensor, as a view of the buffer (uint8)."""
         dtype = getattr(torch, self.dtype)
         count = torch.Size(self.shape).numel()
         return buffer[self.offset : self.offset + count * dtype.itemsize].view(dtype).view(self.shape)
@@ -65,7 +65,7 @@ class Packer:
 
     @property
     def tensors(self) -> Sequence[PackedTensor]:
-        """What the buffer holds."""
+        """Return what the buffer holds."""
         return tuple(self._tensors)
 
     def add(self, name: str, tensor: torch.Tensor) -> bool:

@@ -35,7 +35,7 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> int:
 
 
 def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Those of many tensors, by name."""
+    """Return those of many tensors, by name."""
     digester = Digester()
     for name, tensor in tensors:
         digester.add(name, tensor)
@@ -59,14 +59,14 @@ class Digester:
         self._kinds[name] = self._dtype or tensor.dtype, tensor.shape
 
     def digests(self) -> dict[str, int]:
-        """What was added, by name."""
+        """Return what was added, by name."""
         return {name: sealed(total, *self._kinds[name]) for name, total in read(self._sums).items()}
 
 
 def block_sum(
     block: torch.Tensor, *, first_row: int = 0, first_column: int = 0, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """What a block adds to the sum of its tensor, int64 [] on the block's device, signed.
+    """Return what a block adds to the sum of its tensor, int64 [] on the block's device, signed.
 
     first_row, first_column: of the whole tensor, where the block begins. dtype: see `digest`.
     """
@@ -90,14 +90,14 @@ def block_sum(
 
 
 def read(sums: dict[str, torch.Tensor]) -> dict[str, int]:
-    """The numbers behind sums on one device, which is waited for once."""
+    """Return the numbers behind sums on one device, which is waited for once."""
     if not sums:
         return {}
     return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
 
 
 def sealed(total: int, dtype: torch.dtype, shape: Iterable[int]) -> int:
-    """The digest of a tensor whose blocks add up to a total."""
+    """Return the digest of a tensor whose blocks add up to a total."""
     kind = f"{dtype} {tuple(shape)}".encode()
     return (total + int.from_bytes(hashlib.blake2b(kind, digest_size=8).digest())) & _ALL_BITS
 

@@ -33,7 +33,7 @@ class IpcHandle:
 
     @classmethod
     def of(cls, slot: torch.Tensor) -> Self:
-        """The handle of a tensor of this process, which counts one receiver from then on."""
+        """Return the handle of a tensor of this process, which counts one receiver from then on."""
         assert slot.dtype is torch.uint8
         assert slot.is_contiguous()
         _, arguments = reduce_tensor(slot)
@@ -43,7 +43,7 @@ class IpcHandle:
 
     @classmethod
     def from_message(cls, message: object) -> Self:
-        """The handle that `to_message` told; raises ValueError for anything else."""
+        """Return the handle that `to_message` told; raises ValueError for anything else."""
         names = {field.name: _KINDS[str(field.type)] for field in fields(cls)}
         if not isinstance(message, Mapping) or message.keys() != names.keys():
             raise RefusedError(f"a handle of GPU memory has the fields {', '.join(names)}", code="gpu-handle")
@@ -68,11 +68,11 @@ class IpcHandle:
         return handle
 
     def to_message(self) -> dict[str, bytes | int | bool]:
-        """The fields."""
+        """Return the fields."""
         return asdict(self)
 
     def open(self, device: torch.device) -> torch.Tensor:
-        """The tensor, on what this process calls the device."""
+        """Return the tensor, on what this process calls the device."""
         given = self.to_message() | {
             "tensor_cls": torch.Tensor,
             "tensor_size": (self.tensor_size,),

@@ -29,11 +29,11 @@ class SendingEnd(Protocol):
 
     @property
     def slots(self) -> Sequence[torch.Tensor]:
-        """The buffers, uint8."""
+        """Return the buffers, uint8."""
         ...
 
     def locate(self, slot: int, used: int) -> Location:
-        """Where an engine finds the first `used` bytes of a slot, which are complete when it returns."""
+        """Return where an engine finds the first `used` bytes of a slot, which are complete when it returns."""
         ...
 
     def transmit(self, slot: int, used: int) -> None:
@@ -49,7 +49,7 @@ class ReceivingEnd(Protocol):
     """An engine's end of a transport."""
 
     def open(self, location: Location) -> torch.Tensor:
-        """The bytes, uint8; they stay valid until the bucket has been acknowledged."""
+        """Return the bytes, uint8; they stay valid until the bucket has been acknowledged."""
         ...
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class MessageRelay:
         self._memory: SharedMemorySender | None = None
 
     def relay(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The same bucket, to be found in shared memory; the one before it must have been loaded."""
+        """Return the same bucket, to be found in shared memory; the one before it must have been loaded."""
         if message["location"]["kind"] != "message":
             return message
         data = torch.tensor(message["location"]["data"])
@@ -285,7 +285,7 @@ def join_broadcast_group(
     device_type: str,
     listening: socket.socket | None = None,
 ) -> dist.ProcessGroup:
-    """A group beside the default one, whose ranks belong to other process groups: the trainer is rank 0.
+    """Return a group beside the default one, whose ranks belong to other process groups: the trainer is rank 0.
 
     Rank 0 brings the socket that listens at this address and port. NCCL connects with the first broadcast, so that rank
     0 does not wait here for the others.

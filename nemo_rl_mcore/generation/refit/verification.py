@@ -62,7 +62,7 @@ def require_as_sent(
 
 
 def of_all(sent: Digests) -> str:
-    """One digest of all tensors together, 16 hexadecimal digits; empty where one of them has none."""
+    """Return one digest of all tensors together, 16 hexadecimal digits; empty where one of them has none."""
     if None in sent.values():
         return ""
     lines = "".join(f"{name} {number}\n" for name, number in sorted(sent.items()))
@@ -70,7 +70,7 @@ def of_all(sent: Digests) -> str:
 
 
 def joined(processes: Iterable[Iterable[HeldBlock]]) -> dict[str, int]:
-    """The digests of the tensors whose blocks the processes of an engine hold; copies of a block count once.
+    """Return the digests of the tensors whose blocks the processes of an engine hold; copies of a block count once.
 
     Where copies differ, or blocks leave a part of their tensor out, it is one that no tensor has.
     """

@@ -317,7 +317,7 @@ def _sampling_params(request: Request, sampling: Sampling) -> Any:
 
 
 def _next_params(temperature: float) -> Any:
-    """One token, of which nothing is used but what it was drawn from."""
+    """Return one token, of which nothing is used but what it was drawn from."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -334,7 +334,7 @@ def _next_params(temperature: float) -> Any:
 
 
 def _apart(prompt: Sequence[int]) -> Any:
-    """A prompt that shares no cached prefix with those of `generate`."""
+    """Return a prompt that shares no cached prefix with those of `generate`."""
     return {"prompt_token_ids": list(prompt), "cache_salt": "next_logprobs"}
 
 

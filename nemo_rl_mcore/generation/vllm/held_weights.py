@@ -66,15 +66,15 @@ class Parameter:
         return f"{self.layer_name}.{self.name}"
 
     def whole(self) -> Block:
-        """The tensor of the same name, all of it."""
+        """Return the tensor of the same name, all of it."""
         return Block(self.full_name, self.values, tuple(self.values.shape))
 
     def rows(self, name: str, values: torch.Tensor, shard: int, rows: int) -> Block:
-        """A tensor's rows, cut evenly: `shard` counts this one, `rows` are those of the whole."""
+        """Return a tensor's rows, cut evenly: `shard` counts this one, `rows` are those of the whole."""
         return Block(name, values, (rows, *values.shape[1:]), (shard * values.shape[0], 0))
 
     def part_names(self) -> list[str]:
-        """What a stacked layer's tensors are called."""
+        """Return what a stacked layer's tensors are called."""
         parent, _, own = self.layer_name.rpartition(".")
         if own not in self.packed:
             raise UnreadableError("packed_modules_mapping does not say what it consists of")
@@ -82,7 +82,7 @@ class Parameter:
 
 
 def blocks(model: Any) -> Iterator[Block]:
-    """The block that each parameter of a vLLM model holds here; shared ones come once.
+    """Yield the block that each parameter of a vLLM model holds here; shared ones come once.
 
     Raises UnreadableError, naming all the parameters that cannot be read and why, after the others.
     """
@@ -103,7 +103,7 @@ def blocks(model: Any) -> Iterator[Block]:
 
 
 def held_blocks(model: Any) -> tuple[list[HeldBlock], list[str]]:
-    """What a process of an engine holds, and the parameters that cannot be read, each with the reason."""
+    """Return what a process of an engine holds, and the parameters that cannot be read, each with the reason."""
     found: list[tuple[Block, torch.Tensor]] = []
     refused: list[str] = []
     try:
@@ -202,7 +202,7 @@ def _experts(layer: Any, parameter: Parameter) -> Iterator[Block]:
 
 
 def _local_experts(layer: Any) -> list[tuple[int, int]]:
-    """Number over the whole model and number here of each expert that is here."""
+    """Return each expert that is here: its number in the whole model, and its number here."""
     if layer.expert_map is None:
         return [(expert, expert) for expert in range(layer.local_num_experts)]
     return [(expert, local) for expert, local in enumerate(layer.expert_map.tolist()) if local >= 0]
@@ -227,5 +227,5 @@ _READERS: dict[type, Callable[[Any, Parameter], Iterator[Block]]] = {
 
 
 def _reader_of(layer: Any) -> Callable[[Any, Parameter], Iterator[Block]]:
-    """A subclass may hold its weights otherwise."""
+    """Return the reader of this very class: a subclass may hold its weights otherwise."""
     return _READERS.get(type(layer), _unknown)

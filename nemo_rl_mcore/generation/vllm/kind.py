@@ -40,7 +40,7 @@ def vllm_kind(
     on_cpu: bool,
     reads_texts: bool = False,
 ) -> EngineKind:
-    """The engines that run this policy.
+    """Return the engines that run this policy.
 
     folder: of the run; `vllm_model/` is written into it, which the engines start from. environ: of the driver.
     reads_texts: requests may have stop strings of their own.
@@ -67,7 +67,7 @@ def vllm_kind(
 
 
 def vllm_environment(environ: Mapping[str, str], *, on_cpu: bool) -> dict[str, str]:
-    """What vLLM reads, besides what a rank is given: the driver's own variables before our defaults."""
+    """Return what vLLM reads, besides what a rank is given: the driver's own variables before our defaults."""
     defaults = _DEFAULTS | (_CPU_DEFAULTS if on_cpu else {})
     own = {name: value for name, value in environ.items() if name in defaults or name.startswith(_PREFIX)}
     return defaults | own | _FIXED
@@ -80,7 +80,7 @@ def engine_settings(
     on_cpu: bool,
     reads_texts: bool = False,
 ) -> EngineSettings:
-    """How vLLM is to run this policy; see `vllm_kind`."""
+    """Return how vLLM is to run this policy; see `vllm_kind`."""
     vllm = config.generation.vllm_cfg
     reads_texts = reads_texts or bool(config.generation.stop_strings)
     return EngineSettings(
@@ -99,7 +99,7 @@ def engine_settings(
 
 
 def _write_model_folder(config: PolicyConfig, folder: Path) -> Path:
-    """The folder that engines start from: the architecture alone, since weights are sent."""
+    """Return the folder that engines start from: the architecture alone, since weights are sent."""
     folder = folder.absolute() / "vllm_model"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(
@@ -109,6 +109,6 @@ def _write_model_folder(config: PolicyConfig, folder: Path) -> Path:
 
 
 def _tokenizer_folder(config: PolicyConfig, folder: Path) -> str:
-    """The tokenizer of the run as a Hugging Face folder."""
+    """Return the tokenizer of the run as a Hugging Face folder."""
     load_tokenizer(config.tokenizer.name).save_as_hugging_face(folder)
     return str(folder)

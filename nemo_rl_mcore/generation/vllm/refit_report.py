@@ -40,7 +40,7 @@ class ProcessReport:
 
 
 def reads_back(sent: Digests) -> bool:
-    """Whether there is something to compare."""
+    """Return whether there is something to compare."""
     return any(digest is not None for digest in sent.values())
 
 

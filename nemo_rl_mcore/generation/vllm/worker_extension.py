@@ -83,7 +83,7 @@ class RefitExtension:
 
 
 def unwritten(model: torch.nn.Module, loaded: Iterable[str]) -> list[str]:
-    """The parameters that are not among the names that `load_weights` gave back.
+    """Return the parameters that are not among the names that `load_weights` gave back.
 
     Up to 0.31 vLLM leaves the layer `routed_experts` out of the names of experts' weights.
     """

@@ -32,7 +32,7 @@ _GENERATION = "generation_config.json"
 def full_tensors(
     chunks: Sequence[torch.nn.Module], policy: PolicyConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of the Hugging Face model, whole and on the device, on every rank, in the order of the layers.
+    """Yield each tensor of the Hugging Face model, whole and on the device, on every rank, in the order of the layers.
 
     Every rank must iterate to the end: the steps are collective. One weight is in memory at a time; a tensor may share
     memory with a parameter, so that what is to outlast the iteration must be copied.
@@ -121,7 +121,7 @@ def _stage_key(weight: Weight) -> str:
 
 
 def _stages(own: Iterable[Weight], place: Place) -> dict[str, int]:
-    """The pipeline stage that holds each weight; the first one, where tied embeddings are on two."""
+    """Return the pipeline stage that holds each weight; the first one, where tied embeddings are on two."""
     keys = sorted({_stage_key(weight) for weight in own})
     of_stages: list[list[str]] = [keys] * place.pipeline.size()
     if place.pipeline.size() > 1:
@@ -137,7 +137,7 @@ def _empty(weight: Weight, policy: PolicyConfig) -> list[torch.Tensor]:
 def _whole_in_stage(
     weight: Weight, own: torch.Tensor | None, empty: list[torch.Tensor], model: ModelConfig, place: Place
 ) -> list[torch.Tensor]:
-    """The tensors on all ranks of the stage: put together from the tensor-parallel ranks, or sent by an expert's."""
+    """Return the tensors on all ranks of the stage: gathered over tensor-parallel ranks, or sent by an expert's."""
     shapes, layout = weight.slot.shapes(model), weight.slot.layout
     if weight.expert is None:
         assert own is not None

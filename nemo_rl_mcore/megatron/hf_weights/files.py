@@ -36,15 +36,15 @@ class TensorFiles:
 
     @property
     def names(self) -> frozenset[str]:
-        """All tensors."""
+        """Return all tensors."""
         return frozenset(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's."""
+        """Return the whole tensor's."""
         return tuple(self._slices(name).get_shape())
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a tensor; the rest is not read."""
+        """Return a part of a tensor; the rest is not read."""
         slices = self._slices(name)
         if slices.get_dtype() not in _READABLE:
             raise ValueError(
@@ -110,7 +110,7 @@ class ShardWriter:
         self._number = 0
 
     def ends_a_file(self, name: str) -> bool:
-        """Whether this tensor is the last of its file, which is written when it comes."""
+        """Return whether this tensor is the last of its file, which is written when it comes."""
         return any(shard[-1] == name for shard in self._shards)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:

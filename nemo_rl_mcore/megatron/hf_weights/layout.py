@@ -25,7 +25,7 @@ class Layout:
     unpack: Callable[[torch.Tensor, ModelConfig], Parts]
 
     def cut(self, shape: Sequence[int], rank: int, ranks: int) -> tuple[slice, ...]:
-        """The part of a tensor of that shape that a rank holds; the last ones are smaller where it is uneven."""
+        """Return the part of a tensor of that shape that a rank holds; the last ones are smaller where it is uneven."""
         if self.dimension is None:
             return tuple(slice(0, size) for size in shape)
         size = shape[self.dimension]
@@ -37,7 +37,7 @@ class Layout:
         )
 
     def whole(self, shards: Parts, shapes: Sequence[Sequence[int]], model: ModelConfig) -> list[torch.Tensor]:
-        """The Hugging Face tensors of those shapes, from the parameters of all ranks; padding rows are left out."""
+        """Return the Hugging Face tensors of those shapes, from the parameters of all ranks, without padding rows."""
         parts_of_ranks = [self.unpack(shard, model) for shard in shards]
         if self.dimension is None or len(shards) == 1:
             tensors = [*parts_of_ranks[0]]

@@ -50,7 +50,7 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
 
 
 def _check_architecture(policy: PolicyConfig, folder: Path) -> None:
-    """The recipe may have been checked against a table of known models, or against nothing."""
+    """Check again on the rank: the recipe may have been checked against a table of known models, or nothing."""
     found = pretrained_model(str(folder), policy.hf_config_overrides)
     assert found is not None
     if problems := differences(policy.model, found, str(folder)):
@@ -98,7 +98,7 @@ def fill(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
 def _check_tied_output(
     files: TensorFiles, place: Place, model: ModelConfig, embedding: torch.nn.Parameter
 ) -> None:
-    """An output layer that is stored although it is tied must repeat the embedding."""
+    """Compare an output layer that is stored although it is tied: it must repeat the embedding."""
     if files.names.isdisjoint(OUTPUT.hugging_face):
         return
     output = _read(files, Weight(OUTPUT), place, model).to(embedding)

@@ -42,7 +42,7 @@ class Weight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What its tensors are called in a Hugging Face model."""
+        """Return what its tensors are called in a Hugging Face model."""
         prefix = "" if self.layer is None else f"model.layers.{self.layer}."
         return tuple(prefix + name.format(expert=self.expert) for name in self.slot.hugging_face)
 
@@ -172,7 +172,7 @@ _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 def all_weights(model: ModelConfig) -> Iterator[Weight]:
-    """Every weight of the whole model, in the order of its layers."""
+    """Yield every weight of the whole model, in the order of its layers."""
     yield Weight(EMBEDDING)
     for layer in range(model.num_layers):
         for slot in LAYER:
@@ -188,7 +188,7 @@ def all_weights(model: ModelConfig) -> Iterator[Weight]:
 
 
 def find_weight(name: str, layers: Sequence[int], first_expert: int, model: ModelConfig) -> Weight:
-    """The weight behind a parameter of one rank's stage.
+    """Return the weight behind a parameter of one rank's stage.
 
     layers: the numbers, over the whole model, of the stage's layers. first_expert: that of this rank's first expert.
     Raises ValueError for a parameter that the table does not know.

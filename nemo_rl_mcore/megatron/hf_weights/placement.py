@@ -25,14 +25,14 @@ class Place:
     expert: dist.ProcessGroup
 
     def shard_of(self, weight: Weight) -> tuple[int, int]:
-        """Which part of a weight this rank's parameter is, and of how many; experts are not cut."""
+        """Return which part of a weight this rank's parameter is, and of how many; experts are not cut."""
         if weight.expert is not None:
             return 0, 1
         return self.tensor.rank(), self.tensor.size()
 
 
 def this_place() -> Place:
-    """The groups of the layout that is set up."""
+    """Return the groups of the layout that is set up."""
     return Place(
         cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group()),
         cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group()),
@@ -43,7 +43,7 @@ def this_place() -> Place:
 def local_parameters(
     chunks: Sequence[torch.nn.Module], model: ModelConfig, place: Place
 ) -> Iterator[tuple[Weight, torch.nn.Parameter]]:
-    """The parameters of this rank's chunks with the weights they are parts of.
+    """Yield the parameters of this rank's chunks with the weights they are parts of.
 
     Raises ValueError for a parameter without a counterpart in Hugging Face models.
     """

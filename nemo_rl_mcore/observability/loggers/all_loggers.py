@@ -73,7 +73,7 @@ class Loggers:
 
     @property
     def places(self) -> list[str]:
-        """Where a person finds the run, of each that still takes it."""
+        """Return where a person finds the run, of each that still takes it."""
         return [guarded.logger.where for guarded in self._guarded if not guarded.failed]
 
 
@@ -135,6 +135,6 @@ def _asked_for(config: LoggerConfig, run: RunFacts) -> Iterator[tuple[str, Logge
 
 
 def _first_line(error: BaseException) -> str:
-    """What it says, without a password that stood in an address."""
+    """Return what it says, without a password that stood in an address."""
     lines = str(error).strip().splitlines()
     return re.sub(r"//[^/\s@]+@", "//***@", lines[0] if lines else type(error).__name__)

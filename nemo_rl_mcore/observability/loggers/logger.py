@@ -86,7 +86,7 @@ def flattened(recipe: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def kept_run_id(file: Path, resumed_step: int | None) -> str | None:
-    """The id under which a service knows a run that goes on; None for a run anew, or one that it has never had."""
+    """Return the id under which a service knows a continued run; None for a new run, or one that it never had."""
     if resumed_step is None or not file.is_file():
         return None
     kept = file.read_text(encoding="utf-8", errors="replace").strip()
@@ -94,5 +94,5 @@ def kept_run_id(file: Path, resumed_step: int | None) -> str | None:
 
 
 def _cell(value: Any) -> Any:
-    """A lone surrogate, which no encoding takes, becomes the escape that JSON has for it."""
+    """Return a lone surrogate, which no encoding takes, becomes the escape that JSON has for it."""
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value

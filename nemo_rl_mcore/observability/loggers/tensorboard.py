@@ -74,7 +74,7 @@ class TensorBoardLogger:
         self._records.write(self._events.Event(wall_time=time.time(), **fields).SerializeToString())
 
     def _text(self, tag: str, content: object) -> Any:
-        """A value of the text plugin, which shows Markdown: lines that are indented are shown as they are."""
+        """Return a value of the text plugin, which shows Markdown: lines that are indented are shown as they are."""
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
         size = self._shapes.TensorShapeProto.Dim(size=1)

@@ -80,8 +80,9 @@ function turnsOfTexts(answer) {
 }
 
 function facts(answer) {
+  const byName = Object.entries(answer.rewards || {}).map(([name, value]) => [`reward ${name}`, value]);
   const known = {
-    reward: answer.reward, "shaped reward": answer.shaped_reward, advantage: answer.advantage,
+    reward: answer.reward, ...Object.fromEntries(byName), "shaped reward": answer.shaped_reward, advantage: answer.advantage,
     "tokens of the prompt": answer.prompt_tokens, "tokens of the answer": answer.response_tokens,
   };
   const told = Object.entries(known).filter(([, value]) => typeof value === "number").map(([name, value]) => `${name} ${number(value)}`);

@@ -16,15 +16,10 @@ from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.rollouts.episode_metrics import episode_metrics
-from nemo_rl_mcore.rollouts.episodes import (
-    ONE_ANSWER,
-    EpisodeForm,
-    Episodes,
-    sampled_versions,
-    trained_columns,
-)
+from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm, Episodes
 from nemo_rl_mcore.rollouts.player import Rollout, RolloutCollector, _ended
 from nemo_rl_mcore.rollouts.samples import samples_of
+from nemo_rl_mcore.rollouts.transcript import sampled_versions, trained_columns
 
 TOKENIZER = load_tokenizer("char")
 PROMPTS = [Prompt(4, "12>", "12"), Prompt(8, "3>", "3")]
@@ -188,10 +183,13 @@ def test_rewards_with_names_add_up_and_are_only_recorded():
         parts = {"form": 0.5, "right": float(turn.answer == "9")}
         return Reply(sum(parts.values()), turn.answer == "9", (Message("user", ">"),), rewards=parts)
 
-    batch = collector(SCRIPT, reply).collect(PROMPTS, 2, step=5).batch
+    rollout = collector(SCRIPT, reply).collect(PROMPTS, 2, step=5)
+    batch = rollout.batch
     assert batch["rewards/form"].tolist() == [1.5, 0.5, 1.0, 0.5]
     assert batch["rewards/right"].tolist() == [1.0, 1.0, 1.0, 0.0]
     assert batch["rewards"].tolist() == [2.5, 1.5, 2.0, 0.5]
+    by_name = [sample.rewards for sample in samples_of(rollout, 5, TOKENIZER)]
+    assert by_name[:2] == [{"form": 1.5, "right": 1.0}, {"form": 0.5, "right": 1.0}]
     left = trained_columns(batch)
     assert {"rewards", "token_mask", "ending"} <= left.keys()
     assert not {"rewards/form", "turn_of_token", "weight_versions"} & left.keys()
@@ -227,6 +225,7 @@ def test_texts_lengths_and_metrics_of_episodes():
     rollout = collector(SCRIPT, until("9")).collect(PROMPTS, 2, step=5)
     assert rollout.responses == ["56$65>78$87>9$", "9", "0$0>9$", "1"]
     samples = samples_of(rollout, 5, TOKENIZER)
+    assert [sample.rewards for sample in samples] == [None] * 4
     assert [sample.prompt_tokens for sample in samples] == [3, 3, 2, 2]
     assert [sample.response_tokens for sample in samples] == [8, 2, 4, 1]
     metrics = episode_metrics(rollout.batch)
@@ -339,6 +338,9 @@ def test_observations_are_encoded_once_and_not_in_the_thread_of_the_loop():
         def ids_of(self, answer_ids, observation):
             self.threads.append(threading.get_ident())
             return make_observer(TOKENIZER, chat=False).ids_of(answer_ids, observation)
+
+        def whole_prompt(self, messages, observation):
+            return None
 
     played, watching = collector(SCRIPT, until("9")), Watching()
     played = replace(played, form=replace(played.form, observer=watching))

@@ -1,16 +1,29 @@
 """From arguments of Python to a recipe."""
 
 import json
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import datasets
 import pytest
 import yaml
 
-import nemo_rl_mcore
-from nemo_rl_mcore import DPO, GRPO, PPO, SFT, ConfigError, Distillation, load_config, load_recipe
+from nemo_rl_mcore import (
+    DPO,
+    GRPO,
+    PPO,
+    SFT,
+    ConfigError,
+    Distillation,
+    RunStoppedError,
+    load_config,
+    load_recipe,
+)
+from nemo_rl_mcore.custom_code import function_at, handed
+from nemo_rl_mcore.data.datasets import Prompt
+from nemo_rl_mcore.environments import make_environment
+from nemo_rl_mcore.errors import code_of
 
 MODEL = {
     "model": {
@@ -65,6 +78,37 @@ def test_functions_have_names_and_those_of_no_module_are_handed_over(tmp_path):
     assert [*run._code.objects] == ["__main__:own"]
 
 
+def test_a_set_that_lacks_a_column_of_a_reward_is_refused_before_ranks_start(tmp_path):
+    (tmp_path / "held.jsonl").write_text('{"input": "527>", "output": "527"}\n')
+    sets = {"held": {"data_path": str(tmp_path / "held.jsonl")}}
+    run = grpo(tmp_path, reward=near, recipe={"policy": MODEL, "eval": {"sets": sets}})
+    with pytest.raises(RunStoppedError, match=r"eval\.sets\.held\.columns") as caught:
+        run.eval()
+    assert code_of(caught.value.__cause__) == "unknown-column"
+
+
+def test_what_is_imported_for_a_run_leaves_the_search_path_as_it_was(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_folder.py").write_text(
+        "def right(responses):\n    return [1.0] * len(responses)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    before = [*sys.path]
+    with handed({}):
+        assert function_at("rewards_of_folder:right", "env.rewards.right")(["1"]) == [1.0]
+        assert str(tmp_path) in sys.path
+    assert sys.path == before
+
+
+def test_code_that_cannot_travel_is_refused_before_ranks_start(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        run = grpo(tmp_path, reward={"own": lambda responses: [log.write(one) for one in responses]})
+        with pytest.raises(ConfigError) as caught:
+            next(iter(run))
+    [problem] = caught.value.problems
+    assert (problem.code, problem.path) == ("not-supported", "__main__:own")
+
+
 def test_classes_stand_anywhere_in_the_recipe(tmp_path):
     class Own:
         def compute_advantage(self, prompt_ids, rewards, mask, **logprobs):
@@ -89,6 +133,8 @@ def test_the_recipe_of_a_run_is_one_of_the_commands(tmp_path):
         ({"lr": -1.0}, {("policy.megatron_cfg.optimizer.lr", "argument lr")}),
         ({"generations": 0}, {("grpo.num_generations_per_prompt", "argument generations")}),
         ({"steps": -3}, {("grpo.max_num_steps", "argument steps")}),
+        ({"steps": 0}, {("grpo.max_num_steps", "argument steps")}),
+        ({"reward": None}, {("env", "argument reward")}),
         ({"overrides": ["grpo.val_peroid=3"]}, {("grpo.val_peroid", "overrides")}),
         (
             {"recipe": {"policy": MODEL, "loss_fn": {"ratio_clip_mix": 0.2}}},
@@ -102,11 +148,31 @@ def test_a_mistake_names_the_argument(tmp_path, given, wanted):
     assert wanted <= {(problem.path, problem.where) for problem in caught.value.problems}
 
 
+def test_a_parameter_that_is_no_column_is_told_with_all_else_that_is_wrong(tmp_path):
+    def judged(completions, target, other=None, missing=0, **columns):
+        return completions
+
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, reward=judged, lr=-1.0, validation=[{"prompt": "527>", "answer": "527"}])
+    assert [(problem.path, problem.code) for problem in caught.value.problems][:3] == [
+        ("env.rewards.judged", "missing"),  # completions, of train
+        ("env.rewards.judged", "missing"),  # completions, of validation
+        ("env.rewards.judged", "missing"),  # target
+    ]
+    assert "policy.megatron_cfg.optimizer.lr" in {problem.path for problem in caught.value.problems}
+
+
 def test_rows_without_a_prompt_are_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         grpo(tmp_path, train=[{"text": "527>"}])
     [problem] = caught.value.problems
     assert (problem.code, problem.path) == ("missing", "data.train.input_key")
+
+
+def test_a_recipe_may_say_how_answers_are_scored(tmp_path):
+    assert grpo(tmp_path, reward=None, overrides=["env.arithmetic={}"]).config.env.arithmetic is not None
+    given = {"policy": MODEL, "env": {"arithmetic": {}}}
+    assert grpo(tmp_path, reward=None, recipe=given).config.env.arithmetic is not None
 
 
 def test_rows_without_an_answer_need_reward_functions(tmp_path):
@@ -140,10 +206,45 @@ def test_a_recipe_of_the_package_opens_by_its_name():
     assert "samples" in repr(run.plan())
 
 
-def test_what_is_public_is_imported_when_asked_for():
-    heavy = {"torch", "ray", "megatron", "transformers"}
-    code = f"import sys, nemo_rl_mcore; nemo_rl_mcore.GRPO; sys.exit(bool({heavy} & {{*sys.modules}}))"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
-    assert all(getattr(nemo_rl_mcore, name) is not None for name in nemo_rl_mcore.__all__)
-    with pytest.raises(AttributeError):
-        _ = nemo_rl_mcore.Nothing
+class Shorter:
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __call__(self, responses, target):
+        return [float(len(response) < self.most) for response in responses]
+
+    def of_target(self, responses, target):
+        return self(responses, target)
+
+
+def test_what_can_be_called_is_a_reward(tmp_path):
+    given = {
+        "partial": partial(near),
+        "own": Shorter(3),
+        "method": Shorter(4).of_target,
+        "path": f"{__name__}:right",
+    }
+    run = grpo(tmp_path, reward=given)
+    own = {name: f"__main__:{name}" for name in ("partial", "own")}
+    assert run.config.env.rewards == own | {"method": "__main__:of_target", "path": f"{__name__}:right"}
+    assert run.config.data.train.columns == ("target",)
+    with handed(run._code.objects):
+        environment = make_environment(run.config.env)
+    assert environment.score([Prompt(0, "1>", "1", columns={"target": "12"})], ["12"], [True]) == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "code"),
+    [
+        ([lambda responses: responses, lambda responses: responses], "contradicts"),
+        ([Shorter], "not-allowed"),
+        ({"own": Shorter}, "not-allowed"),
+        (object(), "not-allowed"),
+        ([3], "not-allowed"),
+    ],
+)
+def test_rewards_that_are_no_functions_or_share_a_name_are_refused(tmp_path, reward, code):
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, reward=reward)
+    [problem] = caught.value.problems
+    assert (problem.code, problem.path, problem.where) == (code, "env.rewards", "argument reward")

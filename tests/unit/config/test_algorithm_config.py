@@ -41,6 +41,13 @@ def test_contradicting_shorthand_is_refused():
         checked(GRPOConfig, given)
 
 
+@pytest.mark.parametrize(
+    "estimator", [{"type": "mine:Estimator"}, {"name": "reinforce_plus_plus", "minus_baseline": False}]
+)
+def test_one_answer_to_each_prompt_serves_an_estimator_that_compares_none(estimator):
+    checked(GRPOConfig, {**SIZES, "num_generations_per_prompt": 1, "adv_estimator": estimator})
+
+
 def test_a_built_estimator_is_kept():
     estimator = AdvantageEstimatorConfig(name="reinforce_plus_plus", minus_baseline=False)
     assert GRPOConfig(**SIZES, adv_estimator=estimator).adv_estimator == estimator
@@ -53,6 +60,11 @@ def test_a_built_estimator_is_kept():
         (
             {"use_dynamic_sampling": True, "num_generations_per_prompt": 1},
             "use_dynamic_sampling: no-signal (num_generations_per_prompt)",
+        ),
+        ({"num_generations_per_prompt": 1}, "num_generations_per_prompt: no-signal (name)"),
+        (
+            {"num_generations_per_prompt": 1, "adv_estimator": {"name": "reinforce_plus_plus"}},
+            "num_generations_per_prompt: no-signal (name)",
         ),
         (
             {"reward_scaling": {"enabled": True, "source_min": 1.0}},

@@ -100,6 +100,7 @@ THREE_RANKS = ["policy.megatron_cfg.pipeline_model_parallel_size=3", "cluster.cp
             ["data.num_digits=1"],
             "grpo.num_prompts_per_step: too-large (dataset_name)",
         ),
+        (["grpo.num_generations_per_prompt=1"], "grpo.num_generations_per_prompt: no-signal (name)"),
         (["grpo.max_val_samples=256"], "grpo.max_val_samples: too-large (dataset_name)"),
         (
             ["grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.01"],

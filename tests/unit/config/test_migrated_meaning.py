@@ -272,6 +272,18 @@ def test_a_system_prompt_is_shown_where_answers_are_sampled(migrated, base, read
     assert ("data.default.system_prompt_file" in result.draft.dropped) != read
 
 
+@pytest.mark.parametrize("default", ["examples/prompts/cot.txt", None])
+def test_a_validation_has_the_texts_of_the_defaults_and_not_of_the_rows_to_train_on(migrated, default):
+    """data/utils.py: `update_single_dataset_config(cfg, data_config["default"])`, for each source alike."""
+    written = "null" if default is None else default
+    train = "train: {dataset_name: DeepScaler, prompt_file: examples/prompts/math.txt}"
+    held_out = "validation: {dataset_name: AIME2024}"
+    result = migrated(f"data: {{default: {{prompt_file: {written}}}, {train}, {held_out}}}")
+    assert result.config is not None
+    shown = {path: source.prompt_file for path, source in result.config.validation_sources.items()}
+    assert [name and name.rpartition("/")[2] for name in shown.values()] == [default and "cot.txt"]
+
+
 UNKNOWN = "policy: {{model_name: nobody/has-this, megatron_cfg: {{{}}}}}"
 
 
@@ -361,6 +373,12 @@ def test_a_constant_weight_decay_is_the_schedules(migrated):
     config = migrated(changes).config
     assert config is not None
     assert config.policy.megatron_cfg.optimizer.weight_decay == 0.1
+
+
+def test_a_weight_decay_that_changes_is_told_to_end_elsewhere(migrated):
+    schedule = "start_weight_decay: 0.0, end_weight_decay: 0.1, weight_decay_incr_style: linear"
+    result = migrated(f"policy: {{megatron_cfg: {{scheduler: {{{schedule}}}}}}}")
+    assert told(result, "policy.megatron_cfg.scheduler.end_weight_decay") == [Kind.CHANGED]
 
 
 @pytest.mark.parametrize(("action", "stall"), [("warn", None), ("abort", 600.0)])

@@ -47,6 +47,7 @@ def page(tmp_path_factory):
             response="42=\n7",
             tokens=TOKENS,
             turns=TURNS,
+            rewards={"right": 1.0, "brief": -0.5},
         )
         write_events(run)
         write_results(run / "eval")
@@ -111,7 +112,7 @@ def test_answers_are_found_sorted_and_chosen(browser, page):
     shown.choose("order", "highest reward first")
     assert [text.split(" ")[0] for text in shown.texts(".list button")] == ["0.5", "0"]
     shown.page.locator(".list button").nth(1).click()
-    assert shown.texts(".answer > p")[0].startswith("reward 0 ")
+    assert shown.texts(".answer > p")[0].startswith("reward 0 · reward right 1 · reward brief -0.5 · ")
     shown.page.get_by_label("text").fill("no such text")
     assert shown.texts(".list button") == []
     assert shown.texts(".answer") == ["No answer has this text."]

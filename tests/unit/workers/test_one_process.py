@@ -1,11 +1,13 @@
 """A rank in this process: it answers, fails, hangs and is interrupted as one of Ray's, and Ray is not imported."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 from refusals import refused
@@ -62,7 +64,11 @@ def rank(place):
 
 
 def test_it_is_the_only_rank_and_the_process_is_afterwards_what_it_was():
-    before, threads = dict(os.environ), torch.get_num_threads()
+    def of_process():
+        drawn = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
+        return dict(os.environ), torch.get_num_threads(), sys.excepthook, drawn
+
+    before = of_process()
     with OneProcess(ClusterConfig(num_nodes=1, gpus_per_node=0, cpu_workers_per_node=1)) as one:
         group = InProcessRank(Worker, one, (40,))
         [(environment, own_threads)] = group.run_all("identity")
@@ -70,7 +76,10 @@ def test_it_is_the_only_rank_and_the_process_is_afterwards_what_it_was():
         assert environment[:4] == ["0", "1", "0", "127.0.0.1"]
         assert environment[5].isdecimal()
         assert own_threads == 1
-    assert (dict(os.environ), torch.get_num_threads()) == (before, threads)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(7)
+        sys.excepthook = print  # as torch has it name the rank
+    assert of_process() == before
 
 
 def test_it_gets_common_and_its_own_arguments(rank):

@@ -1,0 +1,141 @@
+"""From messages to the ids of a prompt, in which the answers that the session has sampled stand as they were sampled.
+
+An assistant's message that comes back is recognized by what the conversation was before it, and by its ids or by what
+it says; neither ids nor texts that come back are trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from nemo_rl_mcore.data.chat import ASSISTANT
+from nemo_rl_mcore.data.messages import Message
+from nemo_rl_mcore.data.observations import Conversation
+from nemo_rl_mcore.data.tokenizer import Tokenizer, Tools
+from nemo_rl_mcore.endpoint.session import Call, Session
+
+_MEMORY = "chat"
+type _Said = tuple[str, str, tuple[tuple[str, str], ...]]
+_THOUGHT_BEGINS, _THOUGHT_ENDS = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The ids that an assistant's message brings along; they are compared with those of the session's calls."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+    def is_of(self, call: Call) -> bool:
+        """Return whether they are those of a call."""
+        return (
+            len(self.prompt_ids) == len(call.prompt_P)
+            and self.answer_ids == tuple(call.answer_N.tolist())
+            and self.prompt_ids == tuple(call.prompt_P.tolist())
+        )
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as a client sends it. claims: one for each message, None where it brings no ids."""
+
+    messages: tuple[Message, ...]
+    claims: tuple[Claim | None, ...]
+    tools: Tools = ()
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The prompt that a conversation is. state: stands for all of it; heard: what is said behind the last answer."""
+
+    ids: list[int]
+    state: bytes
+    heard: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class _Answered:
+    call: Call
+    message: Message
+    """As it was returned."""
+
+
+@dataclass
+class History:
+    """The chat calls of a session, by the conversation that each has answered."""
+
+    _calls: dict[bytes, list[_Answered]] = field(default_factory=dict[bytes, list[_Answered]])
+    _contents: dict[_Said, str] = field(default_factory=dict[_Said, str])
+    """Of all answers: clients take thoughts apart from what is said, where a template may show them together."""
+
+    @classmethod
+    def of(cls, session: Session) -> History:
+        """Return that of a session."""
+        return session.memory.setdefault(_MEMORY, cls())
+
+    def prompt(self, chat: Chat, tokenizer: Tokenizer) -> ChatPrompt:
+        """Return what the template shows of a conversation, behind the longest beginning that was sampled.
+
+        Raises ValueError for what the template or the tokenizer does not take.
+        """
+        messages, answered = [*chat.messages], dict[int, Call]()
+        state = _digest(b"", [*chat.tools])
+        for place, (message, claim) in enumerate(zip(chat.messages, chat.claims, strict=True)):
+            found = self._find(state, message, claim) if message.role == ASSISTANT else None
+            if found is not None:
+                messages[place], answered[place] = found.message, found.call
+            elif message.role == ASSISTANT and (content := self._contents.get(_said(message))) is not None:
+                messages[place] = replace(message, content=content, reasoning="")
+            state = _digest(
+                state, _to_json(messages[place]), found and [found.call.digest, found.call.repetition]
+            )
+        conversation = Conversation(tokenizer, messages, chat.tools)
+        for place, call in reversed(answered.items()):
+            behind = conversation.ids_behind(place, call.answer_N.tolist())
+            if behind is not None:
+                return ChatPrompt([*call.ids, *behind], state, tuple(messages[place + 1 :]))
+        shown = conversation.shown
+        return ChatPrompt(tokenizer.encode(shown.text, shown.literal), state, tuple(messages))
+
+    def keep(self, prompt: ChatPrompt, call: Call, message: Message) -> None:
+        """Take note of how an answer is returned; once for each call."""
+        known = self._calls.setdefault(prompt.state, [])
+        if not any(answered.call is call for answered in known):
+            known.append(_Answered(call, message))
+            self._contents[_said(message)] = message.content
+
+    def _find(self, state: bytes, message: Message, claim: Claim | None) -> _Answered | None:
+        """Return the answer to a conversation that a message is; of equal ones that to the last repetition."""
+        known = sorted(self._calls.get(state, ()), key=lambda answered: -answered.call.repetition)
+        by_ids = (answered for answered in known if claim is not None and claim.is_of(answered.call))
+        said = _said(message)
+        by_words = (answered for answered in known if _said(answered.message) == said)
+        return next(by_ids, None) or next(by_words, None)
+
+
+def _said(message: Message) -> _Said:
+    """Return thought, words and calls, however a client has arranged them, but for the ids that it calls them by."""
+    thought, end, words = message.content.partition(_THOUGHT_ENDS)
+    if message.reasoning or not end:
+        thought, words = message.reasoning, message.content
+    thought = thought.strip().removeprefix(_THOUGHT_BEGINS).strip()
+    calls = tuple((call.name, json.dumps(call.parsed, sort_keys=True)) for call in message.tool_calls)
+    return thought, words.strip(), calls
+
+
+def _to_json(message: Message) -> dict[str, Any]:
+    return asdict(replace(message, frame=(0, 0)))
+
+
+def _digest(*parts: Any) -> bytes:
+    text = json.dumps([part.hex() if isinstance(part, bytes) else part for part in parts])
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def message_of(text: str, calls: Sequence[Any]) -> Message:
+    """Return an answer as it is returned."""
+    return Message(ASSISTANT, text, tool_calls=tuple(calls))

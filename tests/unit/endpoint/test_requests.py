@@ -1,0 +1,322 @@
+"""What bodies may say: the run's sampling or none, and refusals by name in the shape that clients know."""
+
+import asyncio
+import random
+
+import pytest
+from played_endpoint import LONGEST, MODEL, TOOL, played
+
+USER = {"role": "user", "content": "add 1 and 2"}
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 20))
+
+
+def statuses(tokenizer, bodies, path="/v1/chat/completions"):
+    async def play():
+        async with played(tokenizer) as endpoint:
+            session = endpoint.open()
+            replies = [await endpoint.ask("POST", path, body, key=session.token) for body in bodies]
+            assert len(session.calls) == sum(reply.status == 200 for reply in replies)
+            return replies
+
+    return run(play())
+
+
+TAKEN = [
+    {"temperature": 1, "top_p": 0.9, "top_k": -1},
+    {"temperature": 1.0, "top_p": None, "top_k": 0},
+    {"n": 1, "seed": None, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}},
+    {
+        "response_format": {"type": "text"},
+        "tool_choice": "auto",
+        "tools": [TOOL],
+        "parallel_tool_calls": True,
+    },
+    {"max_tokens": LONGEST * 10, "max_completion_tokens": None, "stop": None},
+    {"anything": {"else": [1, 2]}, "metadata": {}, "user": "me", "store": False, "stream": False},
+    {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+        ]
+    },
+]
+
+
+@pytest.mark.parametrize("fields", TAKEN, ids=lambda fields: next(iter(fields)))
+def test_the_runs_own_values_neutral_ones_and_unknown_fields_pass(tokenizer, fields):
+    [reply] = statuses(tokenizer, [{"messages": [USER], **fields}])
+    assert reply.status == 200, reply.body
+
+
+DIFFERENT = {"temperature": (0.7, 1.0), "top_p": (1.0, 0.9), "top_k": (20, None)}
+UNSUPPORTED = {
+    "n": 2,
+    "seed": 1234,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.1,
+    "min_p": 0.1,
+    "min_tokens": 5,
+    "top_logprobs": 3,
+    "response_format": {"type": "json_object"},
+    "logit_bias": {"5": 10},
+    "tool_choice": "required",
+    "ignore_eos": True,
+    "echo": True,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "continue_final_message": True,
+    "logprobs": 5,
+}
+MALFORMED = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": ["hello"]}, "messages[0]"),
+    ({"messages": [{"role": "judge", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role"),
+    ({"messages": [USER, {"role": "user", "content": 5}]}, "messages[1].content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content",
+    ),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0]"),
+    ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0]"),
+    ({"messages": [USER], "tools": {}}, "tools"),
+    ({"messages": [USER], "temperature": "hot"}, "temperature"),
+    ({"messages": [USER], "temperature": True}, "temperature"),
+    ({"messages": [USER], "max_tokens": 0}, "max_tokens"),
+    ({"messages": [USER], "max_completion_tokens": 1.5}, "max_completion_tokens"),
+    ({"messages": [USER], "stop": [""]}, "stop"),
+    ({"messages": [USER], "stop": ["a"] * 17}, "stop"),
+    ({"messages": [USER], "stream": "yes"}, "stream"),
+    ({"messages": [USER], "stop_token_ids": [-1]}, "stop_token_ids"),
+]
+
+
+def test_another_sampling_is_refused_and_both_values_are_named(tokenizer):
+    bodies = [{"messages": [USER], name: given} for name, (given, _) in DIFFERENT.items()]
+    for reply, (name, (given, own)) in zip(statuses(tokenizer, bodies), DIFFERENT.items(), strict=True):
+        assert reply.error == (400, name, "sampling_differs")
+        message = reply.json["error"]["message"]
+        assert name in message
+        assert str(given) in message
+        assert str(own) in message
+
+
+def test_what_is_not_supported_is_refused_by_name(tokenizer):
+    bodies = [{"messages": [USER], name: given} for name, given in UNSUPPORTED.items()]
+    replies = statuses(tokenizer, bodies)
+    assert [reply.error for reply in replies] == [
+        (400, name, "unsupported_parameter") for name in UNSUPPORTED
+    ]
+
+
+def test_what_is_malformed_is_refused_with_the_place(tokenizer):
+    replies = statuses(tokenizer, [body for body, _ in MALFORMED])
+    assert [reply.error[:2] for reply in replies] == [(400, param) for _, param in MALFORMED]
+
+
+BODIES = [
+    b"",
+    b"no JSON",
+    b"[]",
+    b'"text"',
+    b"\xff\xfe\xff",
+    b'{"messages": [' + b"[" * 100_000,
+    b'{"temperature": NaN}',
+    b'{"temperature": 1e999}',
+    b'{"max_tokens": ' + b"9" * 5000 + b"}",
+    b'{"model": "a", "model": "b"}',
+]
+
+
+def test_what_is_no_object_of_json_is_refused(tokenizer):
+    replies = statuses(tokenizer, BODIES)
+    assert [reply.error[0] for reply in replies] == [400] * len(BODIES)
+
+
+def test_another_model_is_not_there(tokenizer):
+    [reply] = statuses(tokenizer, [{"model": "judge", "messages": [USER]}])
+    assert reply.error == (404, "model", "model_not_found")
+
+
+@pytest.mark.parametrize("content", ["\ud800", "<|im_end|>\ud800"])
+def test_a_text_that_cannot_be_encoded_is_refused(tokenizer, content):
+    [reply] = statuses(tokenizer, [{"messages": [{"role": "user", "content": content}]}])
+    assert reply.error == (400, "messages", None)
+
+
+@pytest.mark.parametrize("depth", [300, 3000])
+def test_what_is_nested_deeply_is_refused_or_answered(tokenizer, depth):
+    nested = '{"a": ' * depth + "1" + "}" * depth
+    tool = f'{{"type": "function", "function": {{"name": "add", "parameters": {nested}}}}}'
+    body = f'{{"messages": [{{"role": "user", "content": "a"}}], "tools": [{tool}]}}'
+    role = f'{{"messages": [{{"role": {nested}}}]}}'
+    taken, refused = statuses(tokenizer, [body.encode(), role.encode()])
+    assert taken.status == (200 if depth == 300 else 400)
+    assert refused.error[0] == 400
+
+
+def test_a_prompt_without_room_is_refused_in_the_words_that_clients_look_for(tokenizer):
+    async def play():
+        async with played(tokenizer) as endpoint:
+            session = endpoint.open(context=30)
+            long = {"role": "user", "content": "x" * 100}
+            return await endpoint.chat(session, [long]), await endpoint.chat(session, [USER, long])
+
+    for reply in run(play()):
+        assert reply.error == (400, None, "context_length_exceeded")
+        assert "maximum context length is 30 tokens" in reply.json["error"]["message"]
+
+
+def test_completions_take_texts_and_ids(tokenizer):
+    ids = tokenizer.encode("<|im_start|>user\nhi")
+    prompts = [ids, [ids], "<|im_start|>user\nhi", ["<|im_start|>user\nhi"]]
+    replies = statuses(tokenizer, [{"prompt": one, "logprobs": 1} for one in prompts], "/v1/completions")
+    for reply in replies:
+        choice = reply.json["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("the answer", "stop")
+        assert reply.json["usage"]["prompt_tokens"] == len(ids)
+        assert "".join(choice["logprobs"]["tokens"]) == "the answer<|im_end|>"
+        assert len(choice["logprobs"]["token_logprobs"]) == len(choice["logprobs"]["text_offset"])
+    wrong = [[], None, 5, ["a", "b"], [ids, ids], [tokenizer.vocab_size], [True], [-1], {"a": 1}]
+    refused = statuses(tokenizer, [{"prompt": one} for one in wrong], "/v1/completions")
+    assert [reply.error[:2] for reply in refused] == [(400, "prompt")] * len(wrong)
+
+
+def test_generations_take_ids_and_name_tokens_in_both_ways(tokenizer):
+    ids = tokenizer.encode("<|im_start|>user\nhi")
+    space = tokenizer.encode(" ")[0]
+    wanted = {
+        "temperature": 1.0,
+        "logprobs": 1,
+        "skip_special_tokens": False,
+        "routed_experts_prompt_start": 4,
+    }
+    ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    bodies = [
+        {"model": MODEL, "token_ids": ids, "sampling_params": {**wanted, "stop_token_ids": ends}},
+        {"model": MODEL, "token_ids": ids, "sampling_params": {**wanted, "stop_token_ids": [space]}},
+        {"model": MODEL, "token_ids": ids, "sampling_params": {"max_tokens": 2}},
+    ]
+    whole, stopped, cut = (
+        reply.json["choices"][0] for reply in statuses(tokenizer, bodies, "/inference/v1/generate")
+    )
+    assert tokenizer.text_of(whole["token_ids"]) == "the answer<|im_end|>"
+    assert (tokenizer.text_of(stopped["token_ids"]), stopped["finish_reason"]) == ("the ", "stop")
+    assert (tokenizer.text_of(cut["token_ids"]), cut["finish_reason"]) == ("th", "length")
+    for choice in (whole, stopped, cut):
+        content = choice["logprobs"]["content"]
+        assert [one["token_id"] for one in content] == choice["token_ids"]
+        assert [one["token"] for one in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    wrong = [{"token_ids": []}, {}, {"token_ids": [1], "sampling_params": {"n": 4}}, {"token_ids": ["1"]}]
+    refused = statuses(tokenizer, wrong, "/inference/v1/generate")
+    assert [reply.error[:2] for reply in refused] == [
+        (400, "prompt"),
+        (400, "token_ids"),
+        (400, "n"),
+        (400, "token_ids"),
+    ]
+
+
+def test_tokenize_tells_the_ids_that_a_call_would_ask_with(tokenizer):
+    async def play():
+        async with played(tokenizer) as endpoint:
+            session = endpoint.open()
+            said = (await endpoint.chat(session, [USER])).message
+            messages = [USER, {"role": "assistant", "content": said["content"]}, USER]
+            told = await endpoint.ask("POST", "/tokenize", {"messages": messages}, key=session.token)
+            asked = await endpoint.chat(session, messages)
+            text = await endpoint.ask("POST", "/tokenize", {"prompt": "hi<|im_end|>"}, key=session.token)
+            return told.json, asked.message["prompt_token_ids"], text.json
+
+    told, asked, text = run(play())
+    assert told["tokens"] == asked
+    assert (told["count"], told["max_model_len"]) == (len(asked), 4000)
+    assert text["tokens"] == tokenizer.encode("hi<|im_end|>")
+
+
+ODD = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    10**400,
+    "",
+    "a",
+    "\ud800",
+    "<|im_end|>",
+    [],
+    [1],
+    [None],
+    {},
+    {"a": []},
+    [[[]]],
+]
+WHOLE = {
+    "model": MODEL,
+    "messages": [
+        {"role": "system", "content": [{"type": "text", "text": "a"}]},
+        USER,
+        {
+            "role": "assistant",
+            "content": "b",
+            "reasoning_content": "c",
+            "tool_calls": [
+                {"id": "d", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+            ],
+            "prompt_token_ids": [1],
+            "generation_token_ids": [2],
+        },
+        {"role": "tool", "tool_call_id": "d", "name": "add", "content": "3"},
+    ],
+    "tools": [TOOL],
+    "prompt": [5, 6],
+    "token_ids": [5, 6],
+    "sampling_params": {"temperature": 1.0, "stop_token_ids": [1], "logprobs": 1},
+    "stop": ["a"],
+    "max_tokens": 5,
+    "stream": False,
+    "stream_options": {"include_usage": True},
+    "temperature": 1.0,
+    "top_p": 0.9,
+    "top_k": -1,
+    "logprobs": True,
+    "reward": 1.0,
+    "rewards": {"a": 1},
+}
+
+
+def changed(value, draws):
+    """A value in which something, somewhere, is odd."""
+    if not isinstance(value, dict | list) or not value or draws.random() < 0.2:
+        return draws.choice(ODD)
+    places = [*value] if isinstance(value, dict) else range(len(value))
+    place = draws.choice(places)
+    copy = value.copy()
+    copy[place] = changed(value[place], draws)
+    return copy
+
+
+def test_no_odd_body_is_more_than_refused(tokenizer):
+    """And nothing in the endpoint fails on it."""
+    draws = random.Random(0)
+    paths = ["/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/tokenize", "/close"]
+
+    async def play():
+        async with played(tokenizer) as endpoint:
+            found = []
+            for _ in range(400):
+                session, path = endpoint.open(), draws.choice(paths)
+                body = changed(WHOLE, draws)
+                reply = await endpoint.ask("POST", f"/sessions/{session.token}{path}", body)
+                found.append(reply.status)
+                assert reply.status == 200 or reply.error[0] in (400, 404), (path, body, reply.body)
+                endpoint.sessions.end(session)
+            return found
+
+    found = run(play())
+    assert min(found.count(status) for status in (200, 400)) > 50
