@@ -65,7 +65,7 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
     folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
     layouts = layouts_of(read.config, ranks)
     table.layouts = [str(layout) for layout in layouts]
-    runs, factor = _shrunk(read, layouts, folder, table)
+    runs, factor = small_runs(read, layouts, folder, table)
     for line in (*_told(table), apart(layouts)):
         if line:
             write_line(sys.stdout, line)
@@ -110,8 +110,11 @@ def _factor(read: Rehearsed, small: Small) -> float:
     return _RATE / (max(read.schedule.rate(step) for step in range(max(2, steps))) or read.schedule.peak)
 
 
-def _shrunk(read: Rehearsed, layouts: list[Layout], folder: Path, table: Table) -> tuple[list[Ran], float]:
-    """Make a recipe of each layout; return them, and what their learning rates are multiplied by."""
+def small_runs(read: Rehearsed, layouts: list[Layout], folder: Path, table: Table) -> tuple[list[Ran], float]:
+    """Make a recipe of each layout; return them, and what their learning rates are multiplied by.
+
+    Raises ConfigError for what the rules, or this machine, do not allow.
+    """
     runs, factor = list[Ran](), 1.0
     for number, layout in enumerate(layouts):
         own = folder / f"layout_{number + 1}"
