@@ -24,6 +24,7 @@ from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import ONE_RANK
 from nemo_rl_mcore.rehearsal import proofs
 from nemo_rl_mcore.rehearsal.layouts import Layout, apart, layouts_of
+from nemo_rl_mcore.rehearsal.portable import packed
 from nemo_rl_mcore.rehearsal.ran import Ran, Row, loaded, resumed, run_in
 from nemo_rl_mcore.rehearsal.schedule import Schedule
 from nemo_rl_mcore.rehearsal.shrink import (
@@ -157,6 +158,7 @@ def _rehearse(runs: list[Ran], read: Rehearsed, factor: float, table: Table) -> 
                 _prove(table, ran, "a resume", lambda ran=ran: _went_on(ran, session, went_on))
     if table.failed:
         return
+    table.run = packed(runs[0])
     for number, ran in enumerate(runs):
         for name, proof in _proofs(ran, read, factor, went_on, first=number == 0):
             _prove(table, ran, name, proof)
@@ -186,6 +188,7 @@ def _proofs(
         ("engines = weights", twins.refits),
         ("split step = train", twins.split),
         every[1],
+        ("masked = ignored", twins.masked),
         ("fused = unfused", twins.fused),
         ("packed = padded", twins.packed),
         ("export = import", twins.exported),

@@ -159,6 +159,18 @@ class Twins:
         self._require_movement(tolerances.SPLIT_STEP)
         return _within(self._plain["train"], self._plain["split"], tolerances.REORDERED)
 
+    def masked(self) -> str:
+        """Compare the step with one whose numbers per token are others wherever the masks say that none counts."""
+        self._require_movement(tolerances.REORDERED)
+        changed = [call.with_noise() for call in self._calls]
+        if all(call is None for call in changed):
+            raise Refused("the loss reads no number per token, or every token counts")
+        calls = [noisy or call for noisy, call in zip(changed, self._calls, strict=True)]
+        with one_rank(self._policy(), temperature=self._temperature) as one:
+            one.load(self.ran.step(1))
+            one.train(calls)
+            return _within(self._plain["train"], one.tensors(), tolerances.REORDERED)
+
     def refits(self) -> str:
         """Compare the digest of what engines were sent last with that of a checkpoint, read on one rank."""
         if self.ran.config.policy.generation.decodes_on_ranks:

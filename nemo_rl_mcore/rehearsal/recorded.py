@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
+
+import torch
 
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.interfaces import GenerationInterface
@@ -30,6 +32,22 @@ class TrainCall:
     def whole(self) -> BatchedDataDict:
         """All rows."""
         return BatchedDataDict.from_batches(self.chunks) if len(self.chunks) > 1 else self.chunks[0]
+
+    def with_noise(self) -> TrainCall | None:
+        """Return the call with 1 added to numbers of tokens that do not count; None where there are none."""
+        rows = self.whole
+        ignored = (rows["token_mask"] * rows["sample_mask"][:, None]) == 0
+        noisy = {
+            key: value + ignored
+            for key, value in rows.items()
+            if isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.shape == ignored.shape
+            and key != "token_mask"
+        }
+        if not noisy or not ignored.any():
+            return None
+        return replace(self, chunks=[BatchedDataDict(rows, **noisy)])
 
 
 class Recorder(Watch):

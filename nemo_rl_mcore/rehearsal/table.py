@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from nemo_rl_mcore.config.base import Tree
 from nemo_rl_mcore.rehearsal.shrink import Shrink
 
 
@@ -42,7 +43,10 @@ ONLY_ON_GPUS = (
 
 @dataclass
 class Table:
-    """All of a rehearsal. open: keys of a recipe of NeMo RL that have no counterpart, and are left out."""
+    """All of a rehearsal. open: keys of a recipe of NeMo RL that have no counterpart, and are left out.
+
+    run: the first layout's, for another machine to repeat; see `portable`.
+    """
 
     recipe: str
     algorithm: str
@@ -51,6 +55,7 @@ class Table:
     open: list[str] = field(default_factory=list[str])
     lines: list[Line] = field(default_factory=list[Line])
     seconds: float = 0.0
+    run: Tree | None = None
 
     @property
     def failed(self) -> bool:
@@ -80,5 +85,6 @@ class Table:
             "open": self.open,
             "shrinks": [vars(one) for one in self.shrinks],
             "lines": [{**vars(line), "verdict": line.verdict.value} for line in lines],
+            **({"run": self.run} if self.run is not None else {}),
         }
         file.write_text(json.dumps(written, indent=2, default=str) + "\n", encoding="utf-8")

@@ -13,11 +13,7 @@ REPO = Path(__file__).parents[2]
 THEIRS = REPO / "tests/fixtures/nemo_rl"
 LLM = REPO / "examples/configs/recipes/llm"
 CALL = (sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())", "rehearse")
-TENSOR_PARALLEL = (
-    "examples/configs/grpo_copy_cpu.yaml",
-    "cluster.cpu_workers_per_node=4",
-    "policy.megatron_cfg.tensor_model_parallel_size=2",
-)
+COPY = "examples/configs/grpo_copy_cpu.yaml"
 UNKNOWN_MODEL = {"distillation_math_megatron"}
 ALWAYS = {
     "resume = continue",
@@ -71,30 +67,61 @@ def test_a_sound_recipe(recipe: Path, tmp_path: Path) -> None:
     assert any(one["path"] == "policy.model.hidden_size" for one in found["shrinks"])
 
 
+LINES = {
+    "schedule_counts_twice": "rates = schedule",
+    "optimizer_state_is_not_saved": "resume = continue",
+    "shards_are_swapped_in_export": "export = import",
+    "gradients_are_divided_by_the_ranks_once_more": "layout = one rank",
+    "counts_are_not_summed_over_context_ranks": "layout = one rank",
+    "masks_are_ignored": "masked = ignored",
+    "refits_are_stale": "engines = weights",
+    "experts_are_in_the_wrong_order_in_export": "export = import",
+}
+"""Each planted mistake, and the line that is to find it."""
+TENSOR = ("cluster.cpu_workers_per_node=4", "policy.megatron_cfg.tensor_model_parallel_size=2")
+APART = ("cluster.cpu_workers_per_node=2", "policy.generation.colocated.enabled=false")
+CONTEXT = ("cluster.cpu_workers_per_node=4", "policy.megatron_cfg.context_parallel_size=2")
+EXPERTS = (
+    "cluster.cpu_workers_per_node=2", "policy.megatron_cfg.expert_model_parallel_size=2",
+    "++policy.model.num_moe_experts=4", "++policy.model.moe_router_topk=2", "++policy.model.moe_ffn_hidden_size=32",
+)  # fmt: skip
+PLANTED = [
+    # Mistakes that do not hide each other share a rehearsal; the last column is a line that none of them reaches.
+    (TENSOR, ("schedule_counts_twice", "optimizer_state_is_not_saved"), "export = import"),
+    (TENSOR, ("shards_are_swapped_in_export",), "layout = one rank"),
+    (APART, ("gradients_are_divided_by_the_ranks_once_more", "refits_are_stale"), "export = import"),
+    (APART, ("masks_are_ignored",), "rates = schedule"),
+    (CONTEXT, ("counts_are_not_summed_over_context_ranks",), "rates = schedule"),
+    (EXPERTS, ("experts_are_in_the_wrong_order_in_export",), "layout = one rank"),
+]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("fault", "line"),
-    [
-        ("schedule_counts_twice", "rates = schedule"),
-        ("optimizer_state_is_not_saved", "resume = continue"),
-        ("shards_are_swapped_in_export", "export = import"),
-    ],
+    ("layout", "faults", "sound"), [pytest.param(*case, id="-".join(case[1])) for case in PLANTED]
 )
-def test_a_planted_mistake_is_found_by_its_line(fault: str, line: str, tmp_path: Path) -> None:
+def test_planted_mistakes_are_found_by_their_lines(
+    layout: tuple[str, ...], faults: tuple[str, ...], sound: str, tmp_path: Path
+) -> None:
     paths = os.pathsep.join(filter(None, [str(REPO / "tests"), os.environ.get("PYTHONPATH")]))
     code, verdicts, found = rehearse(
-        *TENSOR_PARALLEL, "++loss_fn.type=planted_faults:Faulty", file=tmp_path / "found.json",
-        PLANTED_FAULT=fault, PYTHONPATH=paths,
+        COPY, *layout, "++loss_fn.type=planted_faults:Faulty", file=tmp_path / "found.json",
+        PLANTED_FAULTS=" ".join(faults), PYTHONPATH=paths,
     )  # fmt: skip
     assert (code, found["failed"]) == (1, True)
-    assert verdicts[line] == "FAILED", found["lines"]
-    assert verdicts["split step = train"] == "proven"
+    for fault in faults:
+        assert verdicts[LINES[fault]] == "FAILED", found["lines"]
+    assert verdicts[sound] == "proven", found["lines"]
+
+
+def test_every_mistake_is_planted() -> None:
+    assert {fault for _, faults, _ in PLANTED for fault in faults} == LINES.keys()
 
 
 @pytest.mark.exhaustive
 def test_a_recipe_with_problems_is_not_rehearsed() -> None:
     ended = subprocess.run(
-        [*CALL, TENSOR_PARALLEL[0], "policy.megatron_cfg.tensor_model_parallel_size=3"],
+        [*CALL, COPY, "policy.megatron_cfg.tensor_model_parallel_size=3"],
         cwd=REPO, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert ended.returncode == 2

@@ -1,6 +1,6 @@
 """What becomes of every recipe in a folder: migrated, and rehearsed on this machine.
 
-usage: python tests/recipes/scoreboard.py FOLDER [--on-paper] [--output FILE.jsonl] [--only WORD] [--again WORD] [--limit N]
+usage: python tests/recipes/scoreboard.py FOLDER [--on-paper] [--output FILE.jsonl] [--only WORD] [--limit N]
 Prints the table of docs/scoreboard.md. Each row is written as it is found, and a later call goes on behind it.
 Configurations of models are read from $HF_HOME; files that recipes name are found from the current folder.
 """
