@@ -1,6 +1,5 @@
-"""A loss as it is, whose import makes mistakes in the process that imports it: the driver, and ranks as they train."""
+"""Mistakes that a module with a loss makes in each process that imports it: the driver, and ranks as they train."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -8,17 +7,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.losses.base import Masks
 from nemo_rl_mcore.megatron import backend as megatron_backend
 from nemo_rl_mcore.megatron import parallel_groups
 from nemo_rl_mcore.megatron.hf_weights import export
 from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.workers.engine_refits import EngineRefits
-
-
-class Faulty(ClippedPGLossFn):
-    """The loss that it stands for."""
 
 
 def schedule_counts_twice() -> None:
@@ -135,5 +129,9 @@ FAULTS = {
         experts_are_in_the_wrong_order_in_export,
     )
 }
-for planted in os.environ["PLANTED_FAULTS"].split():
-    FAULTS[planted]()
+
+
+def plant(*names: str) -> None:
+    """Make these mistakes in this process."""
+    for name in names:
+        FAULTS[name]()

@@ -12,6 +12,8 @@ from nemo_rl_mcore.config.source import SourceConfig
 
 ROWS = 64
 """Of each source; no two prompts are equal."""
+_HELD_OUT = 0.25
+"""Share of the rows that a source holds out for validation, at least: a batch of them."""
 LONGEST = 24
 """Characters of a made prompt at most."""
 _KEPT = (
@@ -38,6 +40,8 @@ def made_source(source: SourceConfig, kind: RowKind, file: Path, first: int = 0)
     file.write_text("".join(f"{json.dumps(row)}\n" for row in _rows(source, kind, numbers)), encoding="utf-8")
     written = source.model_dump(mode="json")
     kept = {key: written[key] for key in _KEPT}
+    if source.split_validation_size:
+        kept["split_validation_size"] = max(_HELD_OUT, source.split_validation_size)
     if source.answer is not None and source.answer.regex is not None:
         kept["answer"] = None  # a made answer is all of its text
     return {**kept, "data_path": str(file)}

@@ -103,10 +103,16 @@ PLANTED = [
 def test_planted_mistakes_are_found_by_their_lines(
     layout: tuple[str, ...], faults: tuple[str, ...], sound: str, tmp_path: Path
 ) -> None:
-    paths = os.pathsep.join(filter(None, [str(REPO / "tests"), os.environ.get("PYTHONPATH")]))
+    (tmp_path / "planted.py").write_text(
+        "from planted_faults import plant\n"
+        "from nemo_rl_mcore.losses import ClippedPGLossFn\n"
+        "class Faulty(ClippedPGLossFn):\n    pass\n"
+        f"plant(*{faults!r})\n"
+    )
+    paths = os.pathsep.join(filter(None, [str(tmp_path), str(REPO / "tests"), os.environ.get("PYTHONPATH")]))
     code, verdicts, found = rehearse(
-        COPY, *layout, "++loss_fn.type=planted_faults:Faulty", file=tmp_path / "found.json",
-        PLANTED_FAULTS=" ".join(faults), PYTHONPATH=paths,
+        COPY, *layout, "++loss_fn.type=planted:Faulty", file=tmp_path / "found.json",
+        PYTHONPATH=paths,
     )  # fmt: skip
     assert (code, found["failed"]) == (1, True)
     for fault in faults:
