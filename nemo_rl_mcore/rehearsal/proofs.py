@@ -177,10 +177,12 @@ class Twins:
             raise Refused("the ranks answer themselves: no weights are sent")
         if not self.ran.digest:
             raise Refused("nothing was sampled")
-        for step in (2, 1):
-            if self.ran.digest == self._plain[f"digest {step}"]:
-                return f"{self.ran.digest} is that of step {step}"
-        raise Found(f"engines have {self.ran.digest}, and step 1 is {self._plain['digest 1']}")
+        step = self.ran.version
+        if step not in (1, 2):
+            raise Refused(f"engines were sent the weights of step {step} last, and no checkpoint has these")
+        if self.ran.digest != (saved := self._plain[f"digest {step}"]):
+            raise Found(f"engines have {self.ran.digest}, and the checkpoint of step {step} is {saved}")
+        return f"{self.ran.digest} is that of step {step}"
 
     def fused(self) -> str:
         """Compare the fused log-probabilities with the unfused ones."""

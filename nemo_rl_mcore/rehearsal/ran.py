@@ -29,7 +29,8 @@ Row = Mapping[str, float]
 class Ran:
     """A recipe that ran in a layout: its metrics, and what each step trained on.
 
-    digest: of the weights that engines of their own were sent last. folder: of all its files.
+    digest: of the weights that engines of their own were sent last. version: the step behind which these are said to be.
+    folder: of all its files.
     """
 
     tree: Tree
@@ -38,6 +39,7 @@ class Ran:
     rows: list[Row] = field(default_factory=list[Row])
     calls: list[list[TrainCall]] = field(default_factory=list[list[TrainCall]])
     digest: str = ""
+    version: int | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -83,7 +85,7 @@ def run_in(ran: Ran, session: RayCluster) -> None:
             shutil.copytree(ran.folder / "run", ran.killed)
         elif not missing_family(ran.config.policy.model):
             recorder.export(ran.exported)
-            ran.digest = recorder.sent_digest()
+            ran.digest, ran.version = recorder.sent_digest(), recorder.sent_version()
 
 
 def resumed(ran: Ran, session: RayCluster) -> list[Row]:

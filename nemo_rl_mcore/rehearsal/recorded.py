@@ -79,6 +79,10 @@ class Recorder(Watch):
         """Return the digest of the weights that the engines were sent last; empty where the ranks answer."""
         return str(getattr(self._engine, "weights_digest", "") or "")
 
+    def sent_version(self) -> int | None:
+        """Return the step behind which these weights were; None where the ranks answer."""
+        return getattr(self._engine, "weights_version", None)
+
     def export(self, folder: Path) -> None:
         """Have the ranks write their weights as a Hugging Face folder."""
         assert self.policy is not None

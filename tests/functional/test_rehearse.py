@@ -75,7 +75,10 @@ LINES = {
 """Each planted mistake, and the line that is to find it."""
 TENSOR = ("cluster.cpu_workers_per_node=4", "policy.megatron_cfg.tensor_model_parallel_size=2")
 APART = ("cluster.cpu_workers_per_node=2", "policy.generation.colocated.enabled=false")
-CONTEXT = ("cluster.cpu_workers_per_node=4", "policy.megatron_cfg.context_parallel_size=2")
+CONTEXT = (
+    "cluster.cpu_workers_per_node=4", "policy.megatron_cfg.context_parallel_size=2",
+    "policy.megatron_cfg.use_fused_linear_logprobs=false",
+)  # fmt: skip
 EXPERTS = (
     "cluster.cpu_workers_per_node=2", "policy.megatron_cfg.expert_model_parallel_size=2",
     "++policy.model.num_moe_experts=4", "++policy.model.moe_router_topk=2", "++policy.model.moe_ffn_hidden_size=32",
