@@ -7,8 +7,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from nemo_rl_mcore.losses.base import Masks
 from nemo_rl_mcore.generation.refit.sender import WeightSender
+from nemo_rl_mcore.losses.base import Masks
 from nemo_rl_mcore.megatron import backend as megatron_backend
 from nemo_rl_mcore.megatron import parallel_groups
 from nemo_rl_mcore.megatron.hf_weights import export

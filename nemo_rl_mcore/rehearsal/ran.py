@@ -29,7 +29,7 @@ Row = Mapping[str, float]
 class Ran:
     """A recipe that ran in a layout: its metrics, and what each step trained on.
 
-    digest: of the weights that engines of their own were sent last. version: the step behind which these are said to be.
+    digest: of the weights that engines of their own were sent last. version: the step that these are said to be of.
     folder: of all its files.
     """
 
