@@ -1,4 +1,4 @@
-"""The command `rehearse`: shrinks a recipe, runs it, and tells what that proves."""
+"""The command `rehearse`: shrinks a recipe, runs it, and prints what that proves."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
     layouts = layouts_of(read.config, ranks)
     table.layouts = [str(layout) for layout in layouts]
     runs, factor = small_runs(read, layouts, folder, table)
-    for line in (*_told(table), apart(layouts)):
+    for line in (*_introduction(table), apart(layouts)):
         if line:
             write_line(sys.stdout, line)
     status = exit_status(lambda: _rehearse(runs, read, factor, table), lambda: f"its files are in {folder}")
@@ -84,7 +84,7 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
 
 
 def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
-    """Read a recipe of ours, or migrate one of NeMo RL; keys of theirs that are refused are left out, and told."""
+    """Read a recipe of ours, or migrate one of NeMo RL; refused keys of theirs are left out, and listed."""
     try:
         config = load_with_warnings(recipe, overrides)[0]
     except ConfigError as error:
@@ -142,7 +142,7 @@ def _alone(tree: Tree) -> PolicyConfig:
     return PolicyConfig.model_validate(alone["policy"])
 
 
-def _told(table: Table) -> list[str]:
+def _introduction(table: Table) -> list[str]:
     lines = [f"rehearsal of {table.recipe}, a recipe of {table.algorithm}: {', '.join(table.layouts)}"]
     lines += [f"left out: {one}" for one in table.open]
     return [*lines, f"{len(table.shrinks)} keys are changed:", *(f"  {one}" for one in table.shrinks)]
@@ -202,7 +202,12 @@ def _prove(table: Table, ran: Ran, name: str, proof: Callable[[], str]) -> None:
     except proofs.Refused as reason:
         verdict, why = Verdict.REFUSED, str(reason)
     except (proofs.Found, RunStoppedError) as error:
-        verdict, why = Verdict.FAILED, str(error)
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is told beside the other lines
-        verdict, why = Verdict.FAILED, f"{type(error).__name__}: {error}"
+        verdict, why = Verdict.FAILED, _first_line(error)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it stands beside the other lines
+        verdict, why = Verdict.FAILED, f"{type(error).__name__}: {_first_line(error)}"
     table.lines.append(Line(name, verdict, why, str(ran.layout), time.monotonic() - started))
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what a failure says before the tracebacks of the processes that it came from."""
+    return next(iter(str(error).splitlines()), "")

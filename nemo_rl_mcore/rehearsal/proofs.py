@@ -105,6 +105,8 @@ class Twins:
     @cached_property
     def _plain(self) -> dict[str, Any]:
         """Weights before and behind the step as they were saved, and behind it on one rank; digests."""
+        if reason := missing_family(self.ran.config.policy.model):
+            raise Refused(reason)  # weights are read by their names there
         found: dict[str, Any] = {}
         with one_rank(self._policy(), temperature=self._temperature) as one:
             for step in (1, 2):

@@ -47,16 +47,16 @@ class Shrink:
     why: str = ""
 
     def __str__(self) -> str:
-        told = f"{self.path}: {shown_value(self.was)} -> {shown_value(self.now)}"
-        return f"{told} ({self.why})" if self.why else told
+        text = f"{self.path}: {shown_value(self.was)} -> {shown_value(self.now)}"
+        return f"{text} ({self.why})" if self.why else text
 
 
 def shrunk(config: RunConfig, layouts: list[Layout], number: int, folder: Path) -> Small:
     """Return the recipe in one of its layouts; folder: for its files, those of made rows among them."""
     layout = layouts[number]
     small = Small(copy.deepcopy(config.plain()))
-    told = f"{layout}, on {layout.ranks} ranks"
-    small.why.update({f"policy.megatron_cfg.{key}": told for key in layout.keys})
+    where = f"{layout}, on {layout.ranks} ranks"
+    small.why.update({f"policy.megatron_cfg.{key}": where for key in layout.keys})
     for change in _changes(config, layouts, layout, folder):
         for path, value in change.items():
             put(small.tree, path, value)

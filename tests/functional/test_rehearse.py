@@ -82,6 +82,7 @@ CONTEXT = (
 EXPERTS = (
     "cluster.cpu_workers_per_node=2", "policy.megatron_cfg.expert_model_parallel_size=2",
     "++policy.model.num_moe_experts=4", "++policy.model.moe_router_topk=2", "++policy.model.moe_ffn_hidden_size=32",
+    "++policy.model.qk_layernorm=true",  # a family of Hugging Face has it
 )  # fmt: skip
 PLANTED = [
     # Mistakes that do not hide each other share a rehearsal; the last column is a line that none of them reaches.

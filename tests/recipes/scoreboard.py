@@ -61,9 +61,9 @@ def row_of(recipe: Path, name: str, *, on_paper: bool) -> Row:
     try:
         migrated = migrate(recipe)
     except ConfigError as error:
-        return Row(name, "refused", 0, reason=_first(error.problems))
+        return Row(name, "refused", 0, reason=_decisive(error.problems))
     if migrated.config is None:
-        return Row(name, "refused", len(migrated.problems), reason=_first(migrated.problems))
+        return Row(name, "refused", len(migrated.problems), reason=_decisive(migrated.problems))
     leave_open(migrated.draft, _problems_of(lambda: preflight(migrated.config, elsewhere=True)))
     by_hand = sum(note.kind in (Kind.REFUSED, Kind.OPEN) for note in migrated.draft.notes)
     found = shrunk(recipe) or ({"rehearsed": NOT_RUN} if on_paper else rehearsed(recipe))
@@ -79,9 +79,10 @@ def _problems_of(examine: Callable[[], object]) -> Sequence[Problem]:
     return ()
 
 
-def _first(problems: Sequence[Problem]) -> str:
-    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return f"{problems[0].path}: {problems[0].code}{more}"
+def _decisive(problems: Sequence[Problem]) -> str:
+    """Return what no comment settles: an architecture, else the last problem, which no migration leaves out."""
+    one = next((problem for problem in problems if problem.path == "policy.model_name"), problems[-1])
+    return f"{one.path}: {one.code}"
 
 
 def shrunk(recipe: Path) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def shrunk(recipe: Path) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
             small_runs(read, layouts_of(read.config, RANKS[0]), Path(scratch), Table(recipe.name, ""))
     except ConfigError as error:
-        return {"reason": _first(error.problems)}
+        return {"reason": _decisive(error.problems)}
     except Exception as error:  # noqa: BLE001  # a recipe that breaks it is what the scoreboard is to show
         place = traceback.extract_tb(error.__traceback__)[-1]
         return {
