@@ -170,7 +170,10 @@ class Twins:
         calls = [noisy or call for noisy, call in zip(changed, self._calls, strict=True)]
         with one_rank(self._policy(), temperature=self._temperature) as one:
             one.load(self.ran.step(1))
-            one.train(calls)
+            for plain, noisy in zip(self._plain["results"], one.train(calls), strict=True):
+                _require_close(
+                    "global_loss", plain["global_loss"], noisy["global_loss"], "with other numbers there"
+                )
             return _within(self._plain["train"], one.tensors(), tolerances.REORDERED)
 
     def refits(self) -> str:
@@ -244,11 +247,11 @@ def _require_equal(left: Tensors, right: Tensors, what: str) -> None:
         raise Found(f"{what}: {names[0] if names else 'names'} differs, of {len(names)}")
 
 
-def _require_close(name: str, ranks: Any, one: Any) -> None:
-    for left, right in zip(ranks.flatten().tolist(), one.flatten().tolist(), strict=True):
+def _require_close(name: str, expected: Any, found: Any, where: str = "on one rank") -> None:
+    for left, right in zip(expected.flatten().tolist(), found.flatten().tolist(), strict=True):
         allowed = tolerances.METRICS
         if not math.isclose(left, right, rel_tol=allowed["rel"], abs_tol=allowed["abs"]):
-            raise Found(f"{name} is {left:.6g}, and {right:.6g} on one rank")
+            raise Found(f"{name} is {left:.6g}, and {right:.6g} {where}")
 
 
 def make_teacher(policy: PolicyConfig, folder: Path) -> None:

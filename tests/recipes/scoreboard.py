@@ -62,9 +62,10 @@ def row_of(recipe: Path, name: str, *, on_paper: bool) -> Row:
         migrated = migrate(recipe)
     except ConfigError as error:
         return Row(name, "refused", 0, reason=_decisive(error.problems))
-    if migrated.config is None:
+    config = migrated.config
+    if config is None:
         return Row(name, "refused", len(migrated.problems), reason=_decisive(migrated.problems))
-    leave_open(migrated.draft, _problems_of(lambda: preflight(migrated.config, elsewhere=True)))
+    leave_open(migrated.draft, _problems_of(lambda: preflight(config, elsewhere=True)))
     by_hand = sum(note.kind in (Kind.REFUSED, Kind.OPEN) for note in migrated.draft.notes)
     found = shrunk(recipe) or ({"rehearsed": NOT_RUN} if on_paper else rehearsed(recipe))
     seconds = round(time.monotonic() - started, 1)
