@@ -21,7 +21,7 @@ from nemo_rl_mcore.rehearsal.ran import Ran, Row
 from nemo_rl_mcore.rehearsal.schedule import Schedule
 
 _OF_THE_MACHINE = ("timing/", "performance/", "async/")
-_MOVED = 100
+_MOVED = 50
 """How many tolerances a step has to move some weight by, if what it trains is to be compared."""
 
 

@@ -6,13 +6,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.interfaces import GenerationInterface
 from nemo_rl_mcore.launch import Watch
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.workers.policy import Policy
+
+
+_OF_TOKENS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+"""Columns [B,S] with a number of each token. Those of a teacher are of the token behind, and are not masked here."""
 
 
 @dataclass
@@ -37,14 +39,7 @@ class TrainCall:
         """Return the call with 1 added to numbers of tokens that do not count; None where there are none."""
         rows = self.whole
         ignored = (rows["token_mask"] * rows["sample_mask"][:, None]) == 0
-        noisy = {
-            key: value + ignored
-            for key, value in rows.items()
-            if isinstance(value, torch.Tensor)
-            and value.is_floating_point()
-            and value.shape == ignored.shape
-            and key != "token_mask"
-        }
+        noisy = {key: rows[key] + ignored for key in _OF_TOKENS if key in rows}
         if not noisy or not ignored.any():
             return None
         return replace(self, chunks=[BatchedDataDict(rows, **noisy)])
