@@ -166,7 +166,7 @@ class Twins:
         self._require_movement(tolerances.REORDERED)
         changed = [call.with_noise() for call in self._calls]
         if all(call is None for call in changed):
-            raise Refused("the loss reads no number per token, or every token counts")
+            raise Refused("no policy gradient, or every token counts")
         calls = [noisy or call for noisy, call in zip(changed, self._calls, strict=True)]
         with one_rank(self._policy(), temperature=self._temperature) as one:
             one.load(self.ran.step(1))

@@ -12,9 +12,8 @@ from nemo_rl_mcore.launch import Watch
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.workers.policy import Policy
 
-
 _OF_TOKENS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
-"""Columns [B,S] with a number of each token. Those of a teacher are of the token behind, and are not masked here."""
+"""Columns [B,S] of a policy gradient. Those of other losses speak of the next token, whose mask is another."""
 
 
 @dataclass
@@ -36,10 +35,10 @@ class TrainCall:
         return BatchedDataDict.from_batches(self.chunks) if len(self.chunks) > 1 else self.chunks[0]
 
     def with_noise(self) -> TrainCall | None:
-        """Return the call with 1 added to numbers of tokens that do not count; None where there are none."""
+        """Return the call with 1 added to the numbers of a policy gradient that do not count; None where none are."""
         rows = self.whole
         ignored = (rows["token_mask"] * rows["sample_mask"][:, None]) == 0
-        noisy = {key: rows[key] + ignored for key in _OF_TOKENS if key in rows}
+        noisy = {key: rows[key] + ignored for key in _OF_TOKENS if key in rows and "advantages" in rows}
         if not noisy or not ignored.any():
             return None
         return replace(self, chunks=[BatchedDataDict(rows, **noisy)])
