@@ -81,8 +81,11 @@ def _problems_of(examine: Callable[[], object]) -> Sequence[Problem]:
 
 
 def _decisive(problems: Sequence[Problem]) -> str:
-    """Return what no comment settles: an architecture, else the last problem, which no migration leaves out."""
-    one = next((problem for problem in problems if problem.path == "policy.model_name"), problems[-1])
+    """Return what is missing: an environment, an architecture, else the last problem, which no migration leaves out."""
+    missing = [one for one in problems if one.code == "not-supported"]
+    wanted = [one for one in missing if one.path.startswith("env.")]
+    wanted += [one for one in missing if one.path == "policy.model_name"]
+    one = [*wanted, problems[-1]][0]
     return f"{one.path}: {one.code}"
 
 
