@@ -4,13 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from nemo_rl_mcore.generation.refit.sender import WeightSender
 from nemo_rl_mcore.losses.base import Masks
+from nemo_rl_mcore.megatron import attention, parallel_groups
 from nemo_rl_mcore.megatron import backend as megatron_backend
-from nemo_rl_mcore.megatron import parallel_groups
 from nemo_rl_mcore.megatron.hf_weights import export
 from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
 
@@ -63,8 +62,13 @@ def gradients_are_divided_by_the_ranks_once_more() -> None:
     MegatronTrainBackend.scale_gradients = smaller
 
 
-def counts_are_not_summed_over_context_ranks() -> None:
-    parallel_groups.data_parallel_group = lambda: parallel_state.get_data_parallel_group()
+def gradients_are_not_summed_over_context_ranks() -> None:
+    gather = attention.gather_in_order
+
+    def keeps_its_own(local: torch.Tensor, borders: Any, **_: bool) -> torch.Tensor:
+        return gather(local, borders, grad_of_every_rank_is_whole=True)
+
+    attention.gather_in_order = keeps_its_own
 
 
 def masks_are_ignored() -> None:
@@ -121,7 +125,7 @@ FAULTS = {
         optimizer_state_is_not_saved,
         shards_are_swapped_in_export,
         gradients_are_divided_by_the_ranks_once_more,
-        counts_are_not_summed_over_context_ranks,
+        gradients_are_not_summed_over_context_ranks,
         masks_are_ignored,
         refits_are_stale,
         experts_are_in_the_wrong_order_in_export,

@@ -67,7 +67,7 @@ LINES = {
     "optimizer_state_is_not_saved": "resume = continue",
     "shards_are_swapped_in_export": "export = import",
     "gradients_are_divided_by_the_ranks_once_more": "layout = one rank",
-    "counts_are_not_summed_over_context_ranks": "layout = one rank",
+    "gradients_are_not_summed_over_context_ranks": "layout = one rank",
     "masks_are_ignored": "masked = ignored",
     "refits_are_stale": "engines = weights",
     "experts_are_in_the_wrong_order_in_export": "export = import",
@@ -90,7 +90,7 @@ PLANTED = [
     (TENSOR, ("shards_are_swapped_in_export",), "layout = one rank"),
     (APART, ("gradients_are_divided_by_the_ranks_once_more", "refits_are_stale"), "export = import"),
     (APART, ("masks_are_ignored",), "rates = schedule"),
-    (CONTEXT, ("counts_are_not_summed_over_context_ranks",), "rates = schedule"),
+    (CONTEXT, ("gradients_are_not_summed_over_context_ranks",), "rates = schedule"),
     (EXPERTS, ("experts_are_in_the_wrong_order_in_export",), "layout = one rank"),
 ]
 
