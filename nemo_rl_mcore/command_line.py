@@ -20,7 +20,13 @@ _RESUMES = """Without checkpointing.enabled=true nothing is saved. With it the s
 from its newest checkpoint; run it again until it says that the run has finished."""
 _STATUSES = """Exit status: 0 where the recipe says all that theirs said and `check` takes it, 2 where the file has
 something refused or left to settle, 1 where no file was written."""
-_MORE = {**dict.fromkeys(RUN_CONFIGS, _RESUMES), "migrate": _STATUSES}
+_OF_REHEARSALS = """Exit status: 0 where all that ran is as it is to be, 1 where something is not, 2 where the recipe
+has problems and nothing ran."""
+_MORE = {
+    **dict.fromkeys(RUN_CONFIGS, _RESUMES),
+    "migrate": _STATUSES,
+    "rehearse": _OF_REHEARSALS,
+}
 _EXAMPLES = {
     "grpo": "grpo --config grpo_copy_cpu.yaml grpo.max_num_steps=50 logger.log_dir=results/short",
     "ppo": "ppo --config ppo_cpu.yaml policy.megatron_cfg.optimizer.lr=1e-3",
@@ -35,6 +41,7 @@ _EXAMPLES = {
     "replay": "replay results/mine --steps 0:20",
     "report": "report results/mine results/yours --output comparison.html",
     "migrate": "migrate grpo_math_1B_megatron.yaml --output mine.yaml",
+    "rehearse": "rehearse grpo_math_1B_megatron.yaml --json rehearsal.json",
     "recipes": "recipes copy quickstart",
 }
 
@@ -66,7 +73,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         _add_recipe(_add_command(commands, name, f"check a recipe with a section {name}, then run it"))
     for add in (_add_check, _add_eval, _add_generate, _add_export, _add_replay):
         add(commands)
-    for add in (_add_report, _add_doctor, _add_migrate, _add_recipes):
+    for add in (_add_report, _add_doctor, _add_migrate, _add_rehearse, _add_recipes):
         add(commands)
     for name, command in commands.choices.items():
         more = _MORE.get(name, "")
@@ -229,6 +236,21 @@ def _add_migrate(commands: Any) -> None:
     migrate.add_argument(
         "--output", metavar="OURS.yaml", help="the file to write; left out, the same name in this folder"
     )
+
+
+def _add_rehearse(commands: Any) -> None:
+    purpose = "shrink a recipe, ours or NeMo RL's, run it on CPU in its own layout, and prove what that can"
+    rehearse: argparse.ArgumentParser = commands.add_parser(
+        "rehearse", help=purpose, description=purpose, allow_abbrev=False
+    )
+    rehearse.add_argument("recipe", metavar="RECIPE.yaml", help="the recipe, a YAML file")
+    rehearse.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="of the recipe, applied before it is shrunk"
+    )
+    rehearse.add_argument(
+        "--ranks", type=int, choices=(4, 8), default=4, help="processes that share the model (4)"
+    )
+    rehearse.add_argument("--json", metavar="FILE", help="write what was found there too")
 
 
 def _add_recipes(commands: Any) -> None:

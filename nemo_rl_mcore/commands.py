@@ -192,6 +192,12 @@ def _migrate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return EXIT_NO_FILE
 
 
+def _rehearse(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from nemo_rl_mcore.rehearsal.command import run_rehearse
+
+    return run_rehearse(options.recipe, options.ranks, options.json, overrides)
+
+
 def _problems_of_check(config: RunConfig) -> tuple[Problem, ...]:
     try:
         preflight(config, elsewhere=not config.cluster.on_cpu)
@@ -233,5 +239,11 @@ def _replay(config: RunConfig, options: argparse.Namespace) -> int:
     return run_replay(config, Path(options.run), after, last)
 
 
-_WITHOUT_A_RUN = {"doctor": _doctor, "migrate": _migrate, "recipes": _recipes, "report": _report}
+_WITHOUT_A_RUN = {
+    "doctor": _doctor,
+    "migrate": _migrate,
+    "rehearse": _rehearse,
+    "recipes": _recipes,
+    "report": _report,
+}
 """The commands that no plan of a run is made for."""

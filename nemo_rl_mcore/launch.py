@@ -76,13 +76,30 @@ def run(config: RunConfig) -> int:
     return exit_status(lambda: _finish(train(config)))
 
 
-def train(config: RunConfig) -> Generator[Mapping[str, float]]:
+class Watch:
+    """Sees the parts of a run as they start; this one leaves them as they are."""
+
+    def model(self, name: str, model: Policy) -> Policy:
+        """Return the model that the algorithm is given in place of a model of the run."""
+        return model
+
+    def engine(self, engine: GenerationInterface) -> None:
+        """See the engine that answers."""
+
+
+_NOBODY_WATCHES = Watch()
+
+
+def train(
+    config: RunConfig, *, session: RayCluster | None = None, watch: Watch = _NOBODY_WATCHES
+) -> Generator[Mapping[str, float]]:
     """Run the recipe, and yield the metrics of each step as it ends: the row of metrics.jsonl, `step` among them.
 
+    session: one that was started, in which the run has its ranks; left out, it starts its own.
     Nothing starts before the first step is asked for. Where the generator is closed before the last one, the last
     finished step is saved, as after a signal. Raises ConfigError and RunStoppedError.
     """
-    yield from _run(open_parts(config))
+    yield from _run(open_parts(config), session, watch)
 
 
 def _finish(run: Iterable[object]) -> None:
@@ -90,8 +107,10 @@ def _finish(run: Iterable[object]) -> None:
         pass
 
 
-def _run(parts: Parts, outer: RayCluster | None = None) -> Generator[Mapping[str, float]]:
-    """Run what has its parts; outer: the session of the run that waits for its weights."""
+def _run(
+    parts: Parts, outer: RayCluster | None = None, watch: Watch = _NOBODY_WATCHES
+) -> Generator[Mapping[str, float]]:
+    """Run what has its parts; outer: a session that another one has started, such as the run that waits for weights."""
     config = parts.config
     with run_folders(config):
         checkpoints = open_checkpoints(
@@ -101,14 +120,14 @@ def _run(parts: Parts, outer: RayCluster | None = None) -> Generator[Mapping[str
             finish_report(config.logger, page_of_run)
             return
         try:
-            yield from _run_from(checkpoints, parts, outer)
+            yield from _run_from(checkpoints, parts, outer, watch)
         except BaseException as error:
             error.add_note(f"{parts.name and parts.name + ': '}{checkpoints.standing()}")
             raise
 
 
 def _run_from(
-    checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | None
+    checkpoints: RunCheckpoints, parts: Parts, outer: RayCluster | None, watch: Watch
 ) -> Generator[Mapping[str, float]]:
     config = parts.config
     current_stop_signals().limit_time(config.checkpointing.must_save_by_s)
@@ -135,7 +154,9 @@ def _run_from(
             config = config.model_copy(update={"policy": _starting_from(weights, config.policy)})
         leave_recipe(config)
         with ExitStack() as stack:
-            yield from _train(replace(parts, config=config), cluster, checkpoints, recorder, stack, saved)
+            yield from _train(
+                replace(parts, config=config), cluster, checkpoints, recorder, stack, saved, watch
+            )
 
 
 @contextmanager
@@ -191,6 +212,7 @@ def _train(
     recorder: RunRecorder,
     stack: ExitStack,
     saved: SavedRollouts | None = None,
+    watch: Watch = _NOBODY_WATCHES,
 ) -> Generator[Mapping[str, float]]:
     """Start ranks, engine and recorder, which end with the stack, and train; saved: the rollouts of the checkpoint."""
     config, tokenizer = parts.config, parts.tokenizer
@@ -208,6 +230,7 @@ def _train(
             recorder.startup,
         )
     )
+    watch.engine(generation)
     environments = stack.enter_context(open_environments(config, cluster, parts.environment))
     collector = stack.enter_context(open_collector(parts, generation, environments))
     scheduler: Scheduler[Any] | None = None
@@ -220,6 +243,7 @@ def _train(
     models = {of_policy.name: policy} | {
         plan.name: _start(plan, config, cluster, recorder, stack, colocated_with=policy) for plan in others
     }
+    models = {name: watch.model(name, model) for name, model in models.items()}
     algorithm = algorithm_of(parts, models, collector, recorder, scheduler)
     trained = {name: model for name, model in models.items() if config.models[name].trained}
     frozen = {name: model for name, model in models.items() if name not in trained}

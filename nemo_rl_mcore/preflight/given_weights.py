@@ -24,7 +24,7 @@ from nemo_rl_mcore.preflight.visible_gpus import visible_gpus
 
 _OTHER_MODELS = {"value": {"optimizer": {"lr": 1.0}}, "teacher": {"init_checkpoint": "none"}}
 """What leaves nothing of the sections of models that are not started to be wrong."""
-_ONE_RANK = {
+ONE_RANK = {
     "cluster.num_nodes": 1,
     "cluster.cpu_workers_per_node": 1,
     "policy.megatron_cfg.tensor_model_parallel_size": 1,
@@ -37,6 +37,7 @@ _ONE_RANK = {
     "policy.megatron_cfg.expert_model_parallel_size": 1,
     "policy.megatron_cfg.expert_tensor_parallel_size": 1,
 }
+"""The keys of a recipe that has one rank."""
 _LONGEST = 4096
 """Tokens of prompt and response together, where nothing but a Hugging Face folder says it."""
 
@@ -130,7 +131,7 @@ def on_few_ranks(recipe: Recipe, overrides: Iterable[str]) -> RunConfig:
     whole = policy.model.parameters * WEIGHT_BYTES[policy.precision]
     needed = policy.megatron_cfg.model_parallel_size
     if whole <= estimate_memory(config).models["policy"].total:
-        _replace(recipe.tree, {**_ONE_RANK, "cluster.gpus_per_node": min(cluster.gpus_per_node, 1)})
+        _replace(recipe.tree, {**ONE_RANK, "cluster.gpus_per_node": min(cluster.gpus_per_node, 1)})
     elif needed <= cluster.workers_per_node:
         workers = "cpu_workers_per_node" if cluster.on_cpu else "gpus_per_node"
         _replace(recipe.tree, {"cluster.num_nodes": 1, f"cluster.{workers}": needed})

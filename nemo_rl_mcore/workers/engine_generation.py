@@ -82,6 +82,11 @@ class EngineGeneration:
         """Return the digest of the weights given last, where refits are verified; see `refit.verification.of_all`."""
         return self._refits.digest
 
+    @property
+    def weights_version(self) -> int | None:
+        """Return the version of the weights given last; None before the first."""
+        return self._version
+
     def update_weights(self, version: int) -> None:
         """See `interfaces.GenerationInterface.update_weights`."""
         self._version = version

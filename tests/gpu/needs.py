@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 # Modules that the commands import, and so every part that runs one; by the way they are installed.
@@ -22,9 +23,15 @@ _PACKAGES = {
         "recipe": _COMMANDS,
         "vllm": _COMMANDS | _VLLM,
         "async": _COMMANDS | _VLLM,
+        "rehearsal": _COMMANDS,
     },
     # Without a GPU the parts of Transformer Engine do without it.
-    "cpu": {"recipe": _COMMANDS, "vllm": _COMMANDS | _VLLM_ON_CPU, "async": _COMMANDS | _VLLM_ON_CPU},
+    "cpu": {
+        "recipe": _COMMANDS,
+        "vllm": _COMMANDS | _VLLM_ON_CPU,
+        "async": _COMMANDS | _VLLM_ON_CPU,
+        "rehearsal": _COMMANDS,
+    },
 }
 # Engines that answer while the ranks train cannot take turns with them on one GPU; ranks of NCCL cannot share one.
 _GPUS = {"async": 2, "context": 2}
@@ -37,6 +44,8 @@ def missing(part: str, device: str) -> str | None:
     if absent:
         # An extra installs the rest, too.
         return f"needs {', '.join(absent)} ({max((commands[module] for module in absent), key=len)})"
+    if part == "rehearsal" and not os.environ.get("REHEARSAL"):
+        return "needs REHEARSAL, the file of a rehearsal (nemo-rl-mcore rehearse RECIPE --json FILE)"
     return _too_few_gpus(part) if device == "cuda" else None
 
 

@@ -30,15 +30,20 @@ def grpo(recipe: str, folder: Path, device: str, *overrides: str) -> Steps:
     Raises RuntimeError with the last line of what it wrote, if its exit status is not 0; all of it goes to standard
     error.
     """
-    command = [sys.executable, "-m", "nemo_rl_mcore", "grpo", "--config", str(CONFIGS / recipe)]
-    settings = (f"logger.log_dir={folder}", *ONE_RANK[device], *_QUIET, *overrides)
+    return command("grpo", CONFIGS / recipe, folder, *ONE_RANK[device], *_QUIET, *overrides)
+
+
+def command(algorithm: str, recipe: Path, folder: Path, *overrides: str) -> Steps:
+    """Run a command on a recipe to its end, in `folder`; see `grpo`."""
+    called = [sys.executable, "-m", "nemo_rl_mcore", algorithm, "--config", str(recipe)]
     ended = subprocess.run(
-        [*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
+        [*called, f"logger.log_dir={folder}", *overrides],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
     sys.stderr.write(ended.stdout)
     if ended.returncode:
         last = ended.stdout.strip().splitlines()[-1:]
-        raise RuntimeError(f"{recipe} ended with status {ended.returncode}: {last}")
+        raise RuntimeError(f"{recipe.name} ended with status {ended.returncode}: {last}")
     return read_history(folder)
 
 

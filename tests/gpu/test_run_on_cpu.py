@@ -10,6 +10,7 @@ from pathlib import Path
 import async_part
 import pytest
 import recipe_part
+import rehearsal_part
 import runs
 import torch
 from costs import cost_row
@@ -47,7 +48,7 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
     assert process.returncode == 0, process.stdout + process.stderr[-5000:]
     assert found.keys() == {*DEADLINES_S}
     assert all(is_ok(content) for content in found.values())
-    assert {name for name in found if "skipped" in found[name]} == {*RUNS}
+    assert {name for name in found if "skipped" in found[name]} == {*RUNS, "rehearsal"}
     groups = {name: {check["group"] for check in content["checks"]} for name, content in found.items()}
     for dtype in ("float32", "bfloat16"):
         assert groups["kernels"] >= {
@@ -223,6 +224,31 @@ def test_first_steps_that_are_not_those_of_the_cpu_are_told(report, step, name, 
     found[step - 1][name] += by
     recipe_part.compare_steps(report, "steps", found, expected)
     assert failed(report) == ([f"{name} of step {step}"] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "by", "told"),
+    [
+        (1, "train/loss", 1e-4, True),
+        (1, "train/grad_norm", 1e-3, True),
+        (1, "train/reward", 1e-3, True),
+        (2, "train/loss", 1e-3, False),
+        (2, "train/grad_norm", 0.5, True),
+    ],
+)
+def test_steps_that_are_not_those_of_the_rehearsal_are_told(report, step, name, by, told):
+    expected = [STEP | {"step": number} for number in (1, 2)]
+    found = [dict(row) for row in expected]
+    found[step - 1][name] += by
+    rehearsal_part.compare(report, found, expected)
+    assert failed(report) == ([f"{name} of step {step}"] if told else [])
+
+
+def test_the_part_of_a_rehearsal_needs_its_file(monkeypatch):
+    monkeypatch.delenv("REHEARSAL", raising=False)
+    assert missing("rehearsal", "cpu").startswith("needs REHEARSAL")
+    monkeypatch.setenv("REHEARSAL", "found.json")
+    assert missing("rehearsal", "cpu") is None
 
 
 def test_a_resumed_run_has_every_step_once_and_the_first_ones_as_they_were(report):

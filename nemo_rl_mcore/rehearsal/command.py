@@ -1,0 +1,213 @@
+"""The command `rehearse`: shrinks a recipe, runs it, and prints what that proves."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_mcore.config.base import ConfigError, Tree, value_at
+from nemo_rl_mcore.config.load import load_with_warnings
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.migration.draft import Kind
+from nemo_rl_mcore.config.migration.migrate import migrate
+from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.errors import RunStoppedError
+from nemo_rl_mcore.observability.ending import EXIT_FAILED, exit_status
+from nemo_rl_mcore.output import write_line
+from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.preflight.given_weights import ONE_RANK
+from nemo_rl_mcore.rehearsal import proofs
+from nemo_rl_mcore.rehearsal.layouts import Layout, apart, layouts_of
+from nemo_rl_mcore.rehearsal.portable import packed
+from nemo_rl_mcore.rehearsal.ran import Ran, Row, loaded, resumed, run_in
+from nemo_rl_mcore.rehearsal.schedule import Schedule
+from nemo_rl_mcore.rehearsal.shrink import (
+    STEPS,
+    Small,
+    put,
+    rollout_steps,
+    scaled,
+    shrinks,
+    shrunk,
+    teacher_folder,
+)
+from nemo_rl_mcore.rehearsal.table import Line, Table, Verdict
+from nemo_rl_mcore.workers.cluster import RayCluster
+
+EXIT_NOT_REHEARSED = 2
+"""Exit status of a recipe that has problems, so that nothing ran."""
+_RATE = 1e-3
+"""Highest learning rate of the two steps: one that moves float32 weights by far more than they are rounded."""
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """A recipe to rehearse. schedule: its learning rates, of NeMo RL's where it is one of theirs."""
+
+    config: RunConfig
+    schedule: Schedule
+    open: tuple[str, ...] = ()
+
+
+def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequence[str]) -> int:
+    """Rehearse a recipe, and return 0 where all that ran is as it is to be, 1 where something is not.
+
+    Raises ConfigError for a recipe that has problems. Its files are removed unless something failed.
+    """
+    started = time.monotonic()
+    read = read_rehearsed(recipe, overrides)
+    table = Table(recipe, read.config.algorithm, open=[*read.open])
+    folder = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    layouts = layouts_of(read.config, ranks)
+    table.layouts = [str(layout) for layout in layouts]
+    runs, factor = small_runs(read, layouts, folder, table)
+    for line in (*_introduction(table), apart(layouts)):
+        if line:
+            write_line(sys.stdout, line)
+    status = exit_status(lambda: _rehearse(runs, read, factor, table), lambda: f"its files are in {folder}")
+    table.seconds = time.monotonic() - started
+    for line in table.rows():
+        write_line(sys.stdout, line)
+    if json_file is not None:
+        table.write(Path(json_file))
+    if status == 0 and not table.failed:
+        shutil.rmtree(folder, ignore_errors=True)
+        return 0
+    write_line(sys.stdout, f"the files of the rehearsal are in {folder}")
+    return status or EXIT_FAILED
+
+
+def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
+    """Read a recipe of ours, or migrate one of NeMo RL; refused keys of theirs are left out, and listed."""
+    try:
+        config = load_with_warnings(recipe, overrides)[0]
+    except ConfigError as error:
+        if not any(problem.code == "foreign-recipe" for problem in error.problems):
+            raise
+    else:
+        return Rehearsed(config, _schedule(config))
+    migrated = migrate(recipe, overrides)
+    if migrated.config is None:
+        raise ConfigError(migrated.problems)
+    left_out = tuple(str(note) for note in migrated.draft.notes if note.kind in (Kind.REFUSED, Kind.OPEN))
+    theirs = Schedule.of_nemo_rl(migrated.read.tree, rollout_steps(migrated.config))
+    return Rehearsed(migrated.config, theirs or _schedule(migrated.config), left_out)
+
+
+def _schedule(config: RunConfig) -> Schedule:
+    return Schedule.of(config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler)
+
+
+def _factor(read: Rehearsed, small: Small) -> float:
+    """Return what all learning rates are multiplied by."""
+    config = loaded(small.tree)
+    steps = STEPS * rollout_steps(config) * getattr(config.loop, "ppo_epochs", 1)
+    return _RATE / (max(read.schedule.rate(step) for step in range(max(2, steps))) or read.schedule.peak)
+
+
+def small_runs(read: Rehearsed, layouts: list[Layout], folder: Path, table: Table) -> tuple[list[Ran], float]:
+    """Make a recipe of each layout; return them, and what their learning rates are multiplied by.
+
+    Raises ConfigError for what the rules, or this machine, do not allow.
+    """
+    runs, factor = list[Ran](), 1.0
+    for number, layout in enumerate(layouts):
+        own = folder / f"layout_{number + 1}"
+        own.mkdir()
+        small = shrunk(read.config, layouts, number, own)
+        if value_at(small.tree, "teacher") is not None:
+            proofs.make_teacher(_alone(small.tree), teacher_folder(own))
+        factor = factor if number else _factor(read, small)
+        scaled(small, factor)
+        config = loaded(small.tree)
+        preflight(config, elsewhere=False, of_a_run=True)
+        if number == 0:
+            table.shrinks = shrinks(read.config, config, small.why)
+        runs.append(Ran(small.tree, layout, own))
+    return runs, factor
+
+
+def _alone(tree: Tree) -> PolicyConfig:
+    """Return the policy of a recipe on one rank."""
+    alone: Tree = {"policy": copy.deepcopy(tree["policy"])}
+    for path, value in ONE_RANK.items():
+        if path.startswith("policy."):
+            put(alone, path, value)
+    return PolicyConfig.model_validate(alone["policy"])
+
+
+def _introduction(table: Table) -> list[str]:
+    lines = [f"rehearsal of {table.recipe}, a recipe of {table.algorithm}: {', '.join(table.layouts)}"]
+    lines += [f"left out: {one}" for one in table.open]
+    return [*lines, f"{len(table.shrinks)} keys are changed:", *(f"  {one}" for one in table.shrinks)]
+
+
+def _rehearse(runs: list[Ran], read: Rehearsed, factor: float, table: Table) -> None:
+    largest = max((ran.config.cluster for ran in runs), key=lambda cluster: cluster.world_size)
+    with RayCluster(largest, more_cpus=runs[0].config.env.pool_cpus) as session:
+        went_on: list[Row] = []
+        for number, ran in enumerate(runs):
+            _prove(table, ran, "two steps, saves, export", lambda ran=ran: _ran(ran, session))
+            if number == 0 and not table.failed:
+                _prove(table, ran, "a resume", lambda ran=ran: _went_on(ran, session, went_on))
+    if table.failed:
+        return
+    table.run = packed(runs[0])
+    for number, ran in enumerate(runs):
+        for name, proof in _proofs(ran, read, factor, went_on, first=number == 0):
+            _prove(table, ran, name, proof)
+
+
+def _ran(ran: Ran, session: RayCluster) -> str:
+    run_in(ran, session)
+    return f"on {ran.layout.ranks} ranks"
+
+
+def _went_on(ran: Ran, session: RayCluster, went_on: list[Row]) -> str:
+    went_on += resumed(ran, session)
+    return "from a copy of the folder behind step 1"
+
+
+def _proofs(
+    ran: Ran, read: Rehearsed, factor: float, went_on: list[Row], *, first: bool
+) -> list[tuple[str, Callable[[], str]]]:
+    twins = proofs.Twins(ran)
+    every = [("sampled = trained", lambda: proofs.sampled(ran)), ("layout = one rank", twins.layout)]
+    if not first:
+        return every
+    return [
+        ("resume = continue", lambda: f"{proofs.resumes(ran, went_on)}, {twins.resumed_weights()}"),
+        ("rates = schedule", lambda: proofs.learning_rates(ran, read.schedule, factor)),
+        every[0],
+        ("engines = weights", twins.refits),
+        ("split step = train", twins.split),
+        every[1],
+        ("masked = ignored", twins.masked),
+        ("fused = unfused", twins.fused),
+        ("packed = padded", twins.packed),
+        ("export = import", twins.exported),
+    ]
+
+
+def _prove(table: Table, ran: Ran, name: str, proof: Callable[[], str]) -> None:
+    started = time.monotonic()
+    try:
+        verdict, why = Verdict.PROVEN, proof()
+    except proofs.Refused as reason:
+        verdict, why = Verdict.REFUSED, str(reason)
+    except (proofs.Found, RunStoppedError) as error:
+        verdict, why = Verdict.FAILED, _first_line(error)
+    except Exception as error:  # noqa: BLE001  # whatever it is, it stands beside the other lines
+        verdict, why = Verdict.FAILED, f"{type(error).__name__}: {_first_line(error)}"
+    table.lines.append(Line(name, verdict, why, str(ran.layout), time.monotonic() - started))
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what a failure says before the tracebacks of the processes that it came from."""
+    return next(iter(str(error).splitlines()), "")

@@ -1,0 +1,112 @@
+"""The same step on one rank in this process: from a checkpoint of the run, over the rows that its ranks were given."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_rl_mcore.config import ClusterConfig, PolicyConfig
+from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.rehearsal.recorded import TrainCall
+from nemo_rl_mcore.training.batch_sizes import BatchSizes
+from nemo_rl_mcore.workers.one_process import InProcessRank, OneProcess
+from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class _Readable(MegatronPolicyWorker):
+    """A rank whose weights can be read."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of all weights by their Hugging Face names."""
+        return {name: tensor.detach().clone() for name, tensor in self.backend.full_tensors()}
+
+
+class OneRank:
+    """The policy of a recipe on one rank; made by `one_rank`."""
+
+    def __init__(self, policy: PolicyConfig, group: InProcessRank) -> None:
+        self._policy, self._group = policy, group
+
+    def load(self, checkpoint: Path) -> Tensors:
+        """Set weights, optimizer and schedule to those of a folder step_N, and return the weights."""
+        self._group.run_all("load_checkpoint", folder=str((checkpoint / "policy").absolute()))
+        return self.tensors()
+
+    def tensors(self) -> Tensors:
+        """Return all weights."""
+        return self._group.run_all("tensors")[0]
+
+    def digest(self) -> str:
+        """Return the digest of all weights, as a refit has it."""
+        return self._group.run_all("weights_digest")[0]
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face folder."""
+        self._group.run_all("export_hf", folder=str(folder))
+
+    def train(self, calls: Sequence[TrainCall], loss_fn: LossFunction | None = None) -> list[dict[str, Any]]:
+        """Train as the run did, each call whole; loss_fn: in place of its own."""
+        return [
+            self._group.run_all(
+                "train", data=call.whole, loss_fn=loss_fn or call.loss_fn, gbs=call.gbs, mbs=call.mbs
+            )[0]
+            for call in calls
+        ]
+
+    def train_split(self, calls: Sequence[TrainCall]) -> None:
+        """Train on the same rows by the split step, in chunks of a sample first and of all others then."""
+        for call in calls:
+            sizes = BatchSizes.of(self._policy, call.loss_fn, call.gbs, call.mbs)
+            for batch in sizes.steps(call.whole):
+                samples = batch.samples(sizes.rows_per_sample)
+                self._group.run_all("begin_train_step", loss_fn=call.loss_fn, gbs=call.gbs, mbs=call.mbs)
+                parts = [samples[:1], samples[1:]] if len(samples) > 1 else [samples]
+                for part in parts:
+                    chunk = batch.slice(part[0].start, part[-1].stop)
+                    self._group.run_all("train_microbatch", data=chunk)
+                self._group.run_all("finish_train_step")
+
+
+@contextmanager
+def one_rank(
+    policy: PolicyConfig, *, seed: int = 42, temperature: float = 1.0, trained: bool = True
+) -> Generator[OneRank]:
+    """Start a policy on one rank in this process.
+
+    temperature: divides the logits, as in the run. trained: whether it has an optimizer.
+    """
+    with OneProcess(ClusterConfig()) as place:
+        options = {
+            "seed": seed,
+            "init_reference_model": False,
+            "temperature": temperature,
+            "trained": trained,
+        }
+        group = InProcessRank(_Readable, place, (policy,), options, deadline_keys="policy", name="one")
+        try:
+            yield OneRank(policy, group)
+        finally:
+            group.shutdown()
+
+
+def difference(left: Tensors, right: Tensors) -> float:
+    """Return the largest difference of two models, relative to a weight's largest entry or to 1; inf for other names.
+
+    A number that is not finite in one of them alone is infinitely far from the other's.
+    """
+    if left.keys() != right.keys():
+        return float("inf")
+    return max(_largest(left[name], right[name]) for name in left)
+
+
+def _largest(left: torch.Tensor, right: torch.Tensor) -> float:
+    if left.shape != right.shape:
+        return float("inf")
+    found = (left.double() - right.double()).abs().max() / left.double().abs().max().clamp(min=1.0)
+    return float(torch.nan_to_num(found, nan=float("inf")))

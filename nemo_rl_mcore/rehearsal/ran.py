@@ -1,0 +1,96 @@
+"""The runs of a rehearsal: two steps with a save after each, and one that goes on from a copy of the first save."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from nemo_rl_mcore.config.base import Tree
+from nemo_rl_mcore.config.hf.hf_config import missing_family
+from nemo_rl_mcore.config.load import load_recipe
+from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.sources import Recipe
+from nemo_rl_mcore.launch import train
+from nemo_rl_mcore.preflight.given_weights import ONE_RANK
+from nemo_rl_mcore.rehearsal.layouts import Layout
+from nemo_rl_mcore.rehearsal.recorded import Recorder, TrainCall
+from nemo_rl_mcore.rehearsal.shrink import put
+from nemo_rl_mcore.workers.cluster import RayCluster
+
+Row = Mapping[str, float]
+
+
+@dataclass
+class Ran:
+    """A recipe that ran in a layout: its metrics, and what each step trained on.
+
+    digest: of the weights that engines of their own were sent last. version: the step that these are said to be of.
+    folder: of all its files.
+    """
+
+    tree: Tree
+    layout: Layout
+    folder: Path
+    rows: list[Row] = field(default_factory=list[Row])
+    calls: list[list[TrainCall]] = field(default_factory=list[list[TrainCall]])
+    digest: str = ""
+    version: int | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """The recipe as it ran."""
+        return loaded(self.tree)
+
+    @property
+    def exported(self) -> Path:
+        """The weights behind the last step, as the ranks wrote them."""
+        return self.folder / "hf"
+
+    @property
+    def killed(self) -> Path:
+        """The folder of the run as it was behind the first save."""
+        return self.folder / "killed"
+
+    def step(self, number: int, run: str = "run") -> Path:
+        """Return the checkpoint behind a step."""
+        return self.folder / run / "checkpoints" / f"step_{number}"
+
+    def on_one_rank(self, **changes: object) -> RunConfig:
+        """Return the recipe on one rank; changes: keys of the policy, with __ for the dots."""
+        tree = copy.deepcopy(self.tree)
+        for path, value in ONE_RANK.items():
+            put(tree, path, value)
+        for name, value in changes.items():
+            put(tree, f"policy.{name.replace('__', '.')}", value)
+        return loaded(tree)
+
+
+def loaded(tree: Tree) -> RunConfig:
+    """Return the configuration of a recipe; raises ConfigError."""
+    return load_recipe(Recipe(OmegaConf.create(copy.deepcopy(tree)), ()))
+
+
+def run_in(ran: Ran, session: RayCluster) -> None:
+    """Run all steps; keep a copy of the folder as it is behind the first one, and export the last weights."""
+    recorder = Recorder()
+    for row in train(ran.config, session=session, watch=recorder):
+        ran.rows.append(row)
+        ran.calls.append(recorder.take())
+        if len(ran.rows) == 1:
+            shutil.copytree(ran.folder / "run", ran.killed)
+        elif not missing_family(ran.config.policy.model):
+            recorder.export(ran.exported)
+            ran.digest, ran.version = recorder.sent_digest(), recorder.sent_version()
+
+
+def resumed(ran: Ran, session: RayCluster) -> list[Row]:
+    """Go on from the copy, and return the metrics of the steps that were left."""
+    tree = copy.deepcopy(ran.tree)
+    put(tree, "logger.log_dir", str(ran.killed))
+    put(tree, "checkpointing.checkpoint_dir", str(ran.killed / "checkpoints"))
+    return [*train(loaded(tree), session=session)]

@@ -1,0 +1,76 @@
+"""The learning rate of a schedule in closed form, from the keys of a recipe alone.
+
+Nothing here is shared with what trains: it is written once more from the formulas, to be compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from nemo_rl_mcore.config.base import Tree, value_at
+from nemo_rl_mcore.config.megatron import OptimizerConfig, SchedulerConfig
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule, and how many optimizer steps advance it by one.
+
+    steps_per_tick: 1 here; in NeMo RL the optimizer steps of a whole call of `train`.
+    """
+
+    peak: float
+    lowest: float = 0.0
+    style: str = "constant"
+    warmup: float = 0
+    start: float = 0.0
+    end: float | None = None
+    steps_per_tick: int = 1
+
+    @classmethod
+    def of(cls, optimizer: OptimizerConfig, scheduler: SchedulerConfig) -> Schedule:
+        """Return that of a recipe of this package."""
+        return cls(
+            optimizer.lr,
+            optimizer.min_lr,
+            scheduler.lr_decay_style,
+            scheduler.lr_warmup_iters,
+            scheduler.lr_warmup_init,
+            scheduler.lr_decay_iters,
+        )
+
+    @classmethod
+    def of_nemo_rl(cls, tree: Tree, steps_per_tick: int) -> Schedule | None:
+        """Return that of a recipe of NeMo RL as it was read; None where its backend has no such section."""
+        section = value_at(tree, "policy.megatron_cfg")
+        megatron = cast("Mapping[str, Any]", section) if isinstance(section, dict) else {}
+        optimizer, scheduler = megatron.get("optimizer"), megatron.get("scheduler")
+        if not megatron.get("enabled") or not isinstance(optimizer, dict) or not isinstance(scheduler, dict):
+            return None
+        peak, shape = cast("Mapping[str, Any]", optimizer), cast("Mapping[str, Any]", scheduler)
+        return cls(
+            float(peak["lr"]),
+            float(peak.get("min_lr") or 0.0),
+            shape.get("lr_decay_style", "constant"),
+            shape.get("lr_warmup_iters") or 0,
+            float(shape.get("lr_warmup_init") or 0.0),
+            shape.get("lr_decay_iters"),
+            steps_per_tick,
+        )
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of an optimizer step, counted from 0."""
+        ticks = step / self.steps_per_tick
+        if self.warmup and ticks <= self.warmup:
+            return self.start + (self.peak - self.start) * ticks / self.warmup
+        if self.style == "constant":
+            return self.peak
+        if self.style == "inverse-square-root":
+            warmup = max(self.warmup, 1)
+            return max(self.lowest, self.peak * math.sqrt(warmup) / math.sqrt(max(ticks, 1)))
+        assert self.end is not None
+        done = min(1.0, (ticks - self.warmup) / (self.end - self.warmup))
+        left = 1 - done if self.style == "linear" else (math.cos(math.pi * done) + 1) / 2
+        return self.lowest + (self.peak - self.lowest) * left

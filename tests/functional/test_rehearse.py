@@ -1,0 +1,133 @@
+"""`nemo-rl-mcore rehearse` as a user calls it: what it proves of sound recipes, and which line finds a mistake."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+THEIRS = REPO / "tests/fixtures/nemo_rl"
+LLM = REPO / "examples/configs/recipes/llm"
+CALL = (sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())", "rehearse")
+COPY = "examples/configs/grpo_copy_cpu.yaml"
+UNKNOWN_MODEL = {"distillation_math_megatron"}
+ALWAYS = {
+    "resume = continue",
+    "rates = schedule",
+    "layout = one rank",
+    "split step = train",
+    "export = import",
+}
+
+
+def rehearse(*arguments: str, file: Path, **environment: str) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Return the exit status, the verdict of each line, and the JSON."""
+    ended = subprocess.run(
+        [*CALL, *arguments, "--json", str(file)],
+        env=os.environ | environment, cwd=REPO, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert file.exists(), ended.stderr + ended.stdout
+    found = json.loads(file.read_text())
+    return ended.returncode, {line["name"]: line["verdict"] for line in found["lines"]}, found
+
+
+def recipes() -> list[Any]:
+    """The recipes of NeMo RL that migrate, and ours of the families that these lack; `.ci/run` rehearses two."""
+    theirs = [path for path in sorted(THEIRS.glob("*.yaml")) if path.stem not in UNKNOWN_MODEL]
+    ours = [
+        LLM / f"{name}.yaml"
+        for name in (
+            "distillation-qwen3-8b-to-0.6b-1n8g-megatron-fused",
+            "grpo-qwen2.5-math-7b-1n8g-megatron-async-1off-fused",
+            "grpo-qwen2.5-1.5b-instruct-calculator-1n8g-megatron-fused",
+        )
+    ]
+    return [pytest.param(path, id=path.stem) for path in [*theirs, *ours]]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", recipes())
+def test_a_sound_recipe(recipe: Path, tmp_path: Path) -> None:
+    code, verdicts, found = rehearse(str(recipe), file=tmp_path / "found.json")
+    assert "FAILED" not in verdicts.values(), found["lines"]
+    assert (code, found["failed"]) == (0, False)
+    asynchronous = "async" in recipe.stem or "single_controller" in recipe.stem
+    expected = ALWAYS - {"resume = continue"} if asynchronous else ALWAYS
+    assert {name for name, verdict in verdicts.items() if verdict == "proven"} >= expected
+    assert found["layouts"]
+    assert any(one["path"] == "policy.model.hidden_size" for one in found["shrinks"])
+
+
+LINES = {
+    "schedule_counts_twice": "rates = schedule",
+    "optimizer_state_is_not_saved": "resume = continue",
+    "shards_are_swapped_in_export": "export = import",
+    "gradients_are_divided_by_the_ranks_once_more": "layout = one rank",
+    "gradients_are_not_summed_over_context_ranks": "layout = one rank",
+    "masks_are_ignored": "masked = ignored",
+    "refits_are_stale": "engines = weights",
+    "experts_are_in_the_wrong_order_in_export": "export = import",
+}
+"""Each planted mistake, and the line that is to find it."""
+TENSOR = ("cluster.cpu_workers_per_node=4", "policy.megatron_cfg.tensor_model_parallel_size=2")
+APART = ("cluster.cpu_workers_per_node=2", "policy.generation.colocated.enabled=false")
+CONTEXT = (
+    "cluster.cpu_workers_per_node=4", "policy.megatron_cfg.context_parallel_size=2",
+    "policy.megatron_cfg.use_fused_linear_logprobs=false",
+)  # fmt: skip
+EXPERTS = (
+    "cluster.cpu_workers_per_node=2", "policy.megatron_cfg.expert_model_parallel_size=2",
+    "++policy.model.num_moe_experts=4", "++policy.model.moe_router_topk=2", "++policy.model.moe_ffn_hidden_size=32",
+    "++policy.model.qk_layernorm=true",  # a family of Hugging Face has it
+)  # fmt: skip
+PLANTED = [
+    # Mistakes that do not hide each other share a rehearsal; the last column is a line that none of them reaches.
+    (TENSOR, ("schedule_counts_twice", "optimizer_state_is_not_saved"), "export = import"),
+    (TENSOR, ("shards_are_swapped_in_export",), "layout = one rank"),
+    (APART, ("gradients_are_divided_by_the_ranks_once_more", "refits_are_stale"), "export = import"),
+    (APART, ("masks_are_ignored",), "rates = schedule"),
+    (CONTEXT, ("gradients_are_not_summed_over_context_ranks",), "rates = schedule"),
+    (EXPERTS, ("experts_are_in_the_wrong_order_in_export",), "layout = one rank"),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("layout", "faults", "sound"), [pytest.param(*case, id="-".join(case[1])) for case in PLANTED]
+)
+def test_planted_mistakes_are_found_by_their_lines(
+    layout: tuple[str, ...], faults: tuple[str, ...], sound: str, tmp_path: Path
+) -> None:
+    (tmp_path / "planted.py").write_text(
+        "from planted_faults import plant\n"
+        "from nemo_rl_mcore.losses import ClippedPGLossFn\n"
+        "class Faulty(ClippedPGLossFn):\n    pass\n"
+        f"plant(*{faults!r})\n"
+    )
+    paths = os.pathsep.join(filter(None, [str(tmp_path), str(REPO / "tests"), os.environ.get("PYTHONPATH")]))
+    code, verdicts, found = rehearse(
+        COPY, *layout, "++loss_fn.type=planted:Faulty", file=tmp_path / "found.json",
+        PYTHONPATH=paths,
+    )  # fmt: skip
+    assert (code, found["failed"]) == (1, True)
+    for fault in faults:
+        assert verdicts[LINES[fault]] == "FAILED", found["lines"]
+    assert verdicts[sound] == "proven", found["lines"]
+
+
+def test_every_mistake_is_planted() -> None:
+    assert {fault for _, faults, _ in PLANTED for fault in faults} == LINES.keys()
+
+
+@pytest.mark.exhaustive
+def test_a_recipe_with_problems_is_not_rehearsed() -> None:
+    ended = subprocess.run(
+        [*CALL, COPY, "policy.megatron_cfg.tensor_model_parallel_size=3"],
+        cwd=REPO, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert "tensor_model_parallel_size" in ended.stderr

@@ -1,0 +1,139 @@
+"""Mistakes that a module with a loss makes in each process that imports it: the driver, and ranks as they train."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from nemo_rl_mcore.generation.refit.sender import WeightSender
+from nemo_rl_mcore.losses.base import Masks
+from nemo_rl_mcore.megatron import attention, parallel_groups
+from nemo_rl_mcore.megatron import backend as megatron_backend
+from nemo_rl_mcore.megatron.hf_weights import export
+from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
+
+
+def schedule_counts_twice() -> None:
+    step = OptimizerParamScheduler.step
+
+    def twice(self: Any, increment: int) -> None:
+        step(self, 2 * increment)
+
+    OptimizerParamScheduler.step = twice
+
+
+def optimizer_state_is_not_saved() -> None:
+    save = megatron_backend.checkpoint.save_policy
+
+    def forgetful(backend: Any, *rest: Any) -> None:
+        moments = [*_moments(backend.optimizer)]
+        kept = [moment.clone() for moment in moments]
+        for moment in moments:
+            moment.zero_()
+        save(backend, *rest)
+        for moment, value in zip(moments, kept, strict=True):
+            moment.copy_(value)
+
+    megatron_backend.checkpoint.save_policy = forgetful
+
+
+def _moments(optimizer: Any) -> Any:
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in one.optimizer.state.values():
+            yield from (state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)
+
+
+def shards_are_swapped_in_export() -> None:
+    whole = export._all_shards  # pyright: ignore[reportPrivateUsage]
+
+    def swapped(own: torch.Tensor, *rest: Any, **options: Any) -> list[torch.Tensor]:
+        return whole(own, *rest, **options)[::-1]
+
+    export._all_shards = swapped  # pyright: ignore[reportPrivateUsage]
+
+
+def gradients_are_divided_by_the_ranks_once_more() -> None:
+    scale = MegatronTrainBackend.scale_gradients
+
+    def smaller(self: Any, factor: float) -> None:
+        scale(self, factor / parallel_groups.data_parallel_group().size())
+
+    MegatronTrainBackend.scale_gradients = smaller
+
+
+def gradients_are_not_summed_over_context_ranks() -> None:
+    gather = attention.gather_in_order
+
+    def keeps_its_own(local: torch.Tensor, borders: Any, **_: bool) -> torch.Tensor:
+        return gather(local, borders, grad_of_every_rank_is_whole=True)
+
+    attention.gather_in_order = keeps_its_own
+
+
+def masks_are_ignored() -> None:
+    of = Masks.of.__func__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def all_count(cls: type[Masks], data: Any, *rest: Any, **options: Any) -> Masks:
+        masks = of(cls, data, *rest, **options)
+        every = torch.ones_like(masks.tokens)
+        return replace(masks, tokens=every, valid=every)
+
+    Masks.of = classmethod(all_count)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def refits_are_stale() -> None:
+    send, last = WeightSender.send, list[Any]()
+
+    def sends_the_last_once_more(self: Any, tensors: Any) -> Any:
+        last.append([(name, tensor.detach().clone()) for name, tensor in tensors])
+        return send(self, iter(last[max(0, len(last) - 2)]))
+
+    WeightSender.send = sends_the_last_once_more
+
+
+def experts_are_in_the_wrong_order_in_export() -> None:
+    local = export.local_parameters
+
+    def rotated(chunks: Any, model: Any, place: Any) -> Any:
+        found = [*local(chunks, model, place)]
+        if place.expert.size() == 1:
+            return found
+        by_weight = dict(found)
+        each = model.num_moe_experts // place.expert.size()
+        first = place.expert.rank() * each
+        return [
+            (weight, parameter)
+            if weight.expert is None
+            else (weight, by_weight[_beside(weight, first + (weight.expert - first + 1) % each, by_weight)])
+            for weight, parameter in found
+        ]
+
+    export.local_parameters = rotated
+
+
+def _beside(weight: Any, expert: int, others: Any) -> Any:
+    """The same weight of another expert."""
+    names = [name.replace(f".experts.{weight.expert}.", f".experts.{expert}.") for name in weight.names]
+    return next(other for other in others if [*other.names] == names)
+
+
+FAULTS = {
+    one.__name__: one
+    for one in (
+        schedule_counts_twice,
+        optimizer_state_is_not_saved,
+        shards_are_swapped_in_export,
+        gradients_are_divided_by_the_ranks_once_more,
+        gradients_are_not_summed_over_context_ranks,
+        masks_are_ignored,
+        refits_are_stale,
+        experts_are_in_the_wrong_order_in_export,
+    )
+}
+
+
+def plant(*names: str) -> None:
+    """Make these mistakes in this process."""
+    for name in names:
+        FAULTS[name]()

@@ -1,0 +1,185 @@
+"""What becomes of every recipe in a folder: migrated, and rehearsed on this machine.
+
+usage: python tests/recipes/scoreboard.py FOLDER [--on-paper] [--output FILE.jsonl] [--only WORD] [--limit N]
+Prints the table of docs/scoreboard.md. Each row is written as it is found, and a later call goes on behind it.
+Configurations of models are read from $HF_HOME; files that recipes name are found from the current folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_mcore.config.base import ConfigError, Problem
+from nemo_rl_mcore.config.migration.draft import Kind
+from nemo_rl_mcore.config.migration.migrate import leave_open, migrate
+from nemo_rl_mcore.preflight import preflight
+from nemo_rl_mcore.rehearsal.command import read_rehearsed, small_runs
+from nemo_rl_mcore.rehearsal.layouts import RANKS, layouts_of
+from nemo_rl_mcore.rehearsal.table import Table
+
+DEADLINE_S = 1800
+"""Of one rehearsal: many times what it takes on two free cores."""
+CALL = (sys.executable, "-c", "import sys; from nemo_rl_mcore.cli import main; sys.exit(main())", "rehearse")
+
+
+NOT_RUN = "not run"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe's row.
+
+    migrated: clean, by hand, or refused. by_hand: keys that are left to the user. rehearsed: yes, failed (a line or the
+    run), refused (it has no rehearsal), traceback, or not run: it was shrunk, and is allowed, and no more.
+    """
+
+    recipe: str
+    migrated: str
+    by_hand: int
+    rehearsed: str = "refused"
+    proven: int = 0
+    refused: int = 0
+    reason: str = ""
+    seconds: float = 0.0
+
+
+def row_of(recipe: Path, name: str, *, on_paper: bool) -> Row:
+    """Migrate a recipe, and rehearse it where that gives one of ours; on_paper: shrink it, and run nothing."""
+    started = time.monotonic()
+    try:
+        migrated = migrate(recipe)
+    except ConfigError as error:
+        return Row(name, "refused", 0, reason=_decisive(error.problems))
+    config = migrated.config
+    if config is None:
+        return Row(name, "refused", len(migrated.problems), reason=_decisive(migrated.problems))
+    leave_open(migrated.draft, _problems_of(lambda: preflight(config, elsewhere=True)))
+    by_hand = sum(note.kind in (Kind.REFUSED, Kind.OPEN) for note in migrated.draft.notes)
+    found = shrunk(recipe) or ({"rehearsed": NOT_RUN} if on_paper else rehearsed(recipe))
+    seconds = round(time.monotonic() - started, 1)
+    return Row(name, "by hand" if by_hand else "clean", by_hand, **found, seconds=seconds)
+
+
+def _problems_of(examine: Callable[[], object]) -> Sequence[Problem]:
+    try:
+        examine()
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _decisive(problems: Sequence[Problem]) -> str:
+    """Return what is missing: an environment, an architecture, else the last problem, which no migration leaves out."""
+    missing = [one for one in problems if one.code == "not-supported"]
+    wanted = [one for one in missing if one.path.startswith("env.")]
+    wanted += [one for one in missing if one.path == "policy.model_name"]
+    one = [*wanted, problems[-1]][0]
+    return f"{one.path}: {one.code}"
+
+
+def shrunk(recipe: Path) -> dict[str, Any]:
+    """Shrink a recipe as a rehearsal does, and return its columns where it has none; what has is empty."""
+    try:
+        read = read_rehearsed(str(recipe), [])
+        with tempfile.TemporaryDirectory() as scratch:
+            small_runs(read, layouts_of(read.config, RANKS[0]), Path(scratch), Table(recipe.name, ""))
+    except ConfigError as error:
+        return {"reason": _decisive(error.problems)}
+    except Exception as error:  # noqa: BLE001  # a recipe that breaks it is what the scoreboard is to show
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return {
+            "rehearsed": "traceback",
+            "reason": f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"[:300],
+        }
+    return {}
+
+
+def rehearsed(recipe: Path) -> dict[str, Any]:
+    """Rehearse a recipe in a process of its own, and return its columns."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "found.json"
+        try:
+            ended = subprocess.run(
+                [*CALL, str(recipe.absolute()), "--json", str(file)],
+                capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+                env=os.environ | {"TMPDIR": scratch},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"rehearsed": "failed", "reason": f"not done after {DEADLINE_S} s"}
+        if file.exists():
+            return judged(json.loads(file.read_text(encoding="utf-8")))
+    last = (ended.stderr.strip().splitlines() or [""])[-1]
+    word = "traceback" if "Traceback" in ended.stderr else "failed"
+    return {"rehearsed": word, "reason": f"exit status {ended.returncode}: {last}"[:300]}
+
+
+def judged(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of what a rehearsal found: how much it proved, and the first line that failed."""
+    verdicts = Counter(line["verdict"] for line in found["lines"])
+    failed = next((line for line in found["lines"] if line["verdict"] == "FAILED"), None)
+    reason = f"{failed['name']}: {' '.join(failed['why'].split())}"[:300] if failed else ""
+    counts = {"proven": verdicts["proven"], "refused": verdicts["refused"]}
+    return {"rehearsed": "failed" if failed else "yes", "reason": reason, **counts}
+
+
+def read_rows(file: Path) -> dict[str, Row]:
+    """Return the rows so far by recipe; the last one of each counts."""
+    if not file.exists():
+        return {}
+    rows = [Row(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+    return {row.recipe: row for row in rows}
+
+
+def table(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield the table, and the counts above it."""
+    rows = sorted(rows, key=lambda row: row.recipe)
+    for column in ("migrated", "rehearsed"):
+        counts = Counter(getattr(row, column) for row in rows)
+        yield f"{column}: {', '.join(f'{counts[name]} {name}' for name in sorted(counts))}; of {len(rows)}"
+        yield ""
+    yield "| recipe | migrated | keys by hand | rehearsed | proven | refused | seconds | its reason if not |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for row in rows:
+        cells = (row.recipe, row.migrated, row.by_hand, row.rehearsed, row.proven, row.refused)
+        reason = row.reason.replace("|", "\\|")
+        yield f"| {' | '.join(map(str, cells))} | {row.seconds:.0f} | {reason} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("results/scoreboard.jsonl"))
+    parser.add_argument("--only", default="", help="recipes whose name contains this")
+    parser.add_argument("--again", help="do recipes once more whose row says this under `rehearsed`")
+    parser.add_argument("--on-paper", action="store_true", help="shrink recipes, and run nothing")
+    parser.add_argument("--limit", type=int, help="do so many recipes at most")
+    args = parser.parse_args()
+    output: Path = args.output.absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    rows = read_rows(output)
+    to_do = {args.again} if args.on_paper else {args.again, NOT_RUN}
+    done = {name for name, row in rows.items() if row.rehearsed not in to_do}
+    recipes = {str(path.relative_to(args.folder)): path for path in sorted(args.folder.rglob("*.yaml"))}
+    left = [name for name in recipes if args.only in name and name not in done]
+    for name in left[: args.limit]:
+        rows[name] = row_of(recipes[name], name, on_paper=args.on_paper)
+        with output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(rows[name])) + "\n")
+        sys.stderr.write(f"{name}: {rows[name].rehearsed} {rows[name].reason}\n")
+    sys.stdout.write("\n".join(table(rows.values())) + "\n")
+
+
+if __name__ == "__main__":
+    main()
