@@ -192,7 +192,7 @@ def remarks(config: RunConfig) -> Iterator[str]:
         yield f"{key}: false: each update waits until no group is being answered"
     if generation.engine.always_rereads and not section.recompute_kv_cache_after_weight_updates:
         key = f"{config.asynchrony_key}.recompute_kv_cache_after_weight_updates"
-        yield f"{key}: false: {generation.backend} recomputes it all the same"
+        yield f"{key}: false: {generation.engine.noun}s recompute it all the same"
     if config.streams and config.policy.model.load_balancing_loss:
         yield f"policy.model.moe_aux_loss_coeff: the loss depends on how {_streaming(config)} cuts a step"
 

@@ -301,7 +301,7 @@ def test_the_section_of_another_algorithm_is_none(exemplar, algorithm):
         ),
         (
             [*VLLM, f"{GENERATION}.vllm_cfg.async_engine=true"],
-            f"{ASYNC}.recompute_kv_cache_after_weight_updates: false: vLLM recomputes it all the same",
+            f"{ASYNC}.recompute_kv_cache_after_weight_updates: false: vLLM engines recompute it all the same",
         ),
         (
             [
