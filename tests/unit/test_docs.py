@@ -233,7 +233,8 @@ def test_keys_exist(page):
 
 
 def test_identifiers_occur_in_the_package():
-    sources = " ".join(path.read_text("utf-8") for path in (REPO / "nemo_rl_mcore").rglob("*.py"))
+    code = ("nemo_rl_mcore", "examples/agents_of_others")
+    sources = " ".join(path.read_text("utf-8") for folder in code for path in (REPO / folder).rglob("*.py"))
     words = set(re.findall(r"\w+", sources)) | set(hook_keywords())
     for page in PAGES:
         for text in in_backticks(page):
