@@ -33,10 +33,11 @@ def main() -> None:
     messages, called, said = [*task["messages"]], False, ""
     for _ in range(2):
         body = {"model": "policy", "messages": messages, "tools": TOOLS}
-        message = post(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body)["choices"][0]["message"]
+        choice = post(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body)["choices"][0]
+        message = choice["message"]
         messages.append(message)
         if not message.get("tool_calls"):
-            said = message["content"] or ""
+            said = message["content"] or "" if choice["finish_reason"] == "stop" else ""
             break
         called = True
         messages += [

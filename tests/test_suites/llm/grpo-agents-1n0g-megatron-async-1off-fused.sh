@@ -14,6 +14,6 @@ check_metrics \
   'max(data["train/skipped_steps"]) == 0' \
   'max(data["episodes/dropped_rate"]) == 0' \
   'max(data["async/age_max"]) == 1' \
-  'mean(data["train/reward"], 1, 6) < 0.8' \
+  'mean(data["train/reward"], 1, 6) < 1.0' \
   'mean(data["rewards/called_mean"], -10) > 0.45' \
-  'mean(data["train/reward"], -10) > 1.2'
+  'mean(data["train/reward"], -10) > 1.1'
