@@ -102,7 +102,8 @@ def test_a_name_says_what_the_recipe_is(recipe):
     assert config.policy.megatron_cfg.use_fused_linear_logprobs is bool(name["fused"])
     assert config.logger.log_dir == f"results/{recipe.stem}"
     if config.cluster.on_cpu:
-        assert name["subject"] == config.data.dataset_name.replace("_", "-")
+        task = config.data.dataset_name if config.env.endpoint is None else "agents"
+        assert name["subject"] == task.replace("_", "-")
     else:
         assert config.checkpointing.checkpoint_dir == f"results/{recipe.stem}/checkpoints"
 
