@@ -1,6 +1,7 @@
 """Parallel layouts compute what one rank computes: same log-probabilities, same step, replicas in agreement."""
 
 import pytest
+from one_rank import assert_equal_to_one
 
 TWO_RANKS = {
     "dp2": {},
@@ -49,17 +50,8 @@ def single_rank(ranks):
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("layout", TWO_RANKS)
 def test_two_ranks_equal_one(ranks, single_rank, layout, fused):
-    weights, logprobs, steps, after = single_rank
-    for _, own_logprobs, own_steps, own_after in ranks(2).run(
-        log_probabilities_and_metrics, TWO_RANKS[layout], weights, fused
-    ):
-        assert own_logprobs == pytest.approx(logprobs, abs=2e-5)
-        for own, reference in zip(own_steps, steps, strict=True):
-            assert own.keys() == reference.keys()
-            for name in reference:
-                assert own[name] == pytest.approx(reference[name], rel=2e-4, abs=2e-5), name
-        assert own_after == pytest.approx(after, abs=2e-4)
-    assert abs(after - logprobs).max() > 1e-2
+    found = ranks(2).run(log_probabilities_and_metrics, TWO_RANKS[layout], single_rank[0], fused)
+    assert_equal_to_one(found, single_rank)
 
 
 def trained_weights(megatron):
