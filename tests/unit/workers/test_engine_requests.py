@@ -106,8 +106,9 @@ def test_a_task_that_is_cancelled_gives_its_group_up_at_the_engine(cluster):
         with pytest.raises(TimeoutError):
             asked(gives_up())
         deadline = time.monotonic() + 5  # nobody waits for what the engine does with it
-        while ray.get(engine_of(engines, 0).process.handle.told.remote(), timeout=5) != ("late",):
+        while not (told := ray.get(engine_of(engines, 0).process.handle.told.remote(), timeout=5)):
             assert time.monotonic() < deadline
+        assert told == ("late, call 1",), "an engine knows a call by its ticket and its number"
 
 
 @pytest.mark.smoke
