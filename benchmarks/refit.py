@@ -28,6 +28,7 @@ from measuring import Clock, Figures, header, table
 
 from nemo_rl_mcore.config import ClusterConfig, PolicyConfig
 from nemo_rl_mcore.config.engine_sizes import refit_bucket_bytes
+from nemo_rl_mcore.config.families import count_parameters
 from nemo_rl_mcore.generation.vllm.kind import vllm_kind
 from nemo_rl_mcore.workers.cluster import RayCluster
 from nemo_rl_mcore.workers.engine_generation import EngineGeneration
@@ -126,7 +127,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where the files go; by default the system's temporary folder")
     options = parser.parse_args()
     config = policy_config(options.layers)
-    size, bucket = config.model.parameters * 4 / MIB, refit_bucket_bytes(config) / MIB
+    size, bucket = count_parameters(config.model) * 4 / MIB, refit_bucket_bytes(config) / MIB
     print(f"{size:.0f} MiB of float32 weights, two buckets of {bucket:.0f} MiB", flush=True)
     with (
         tempfile.TemporaryDirectory(dir=options.folder) as folder,

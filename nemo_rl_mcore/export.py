@@ -9,7 +9,7 @@ from typing import Any
 from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.environment_values import value_now
-from nemo_rl_mcore.config.hf.hf_config import missing_family
+from nemo_rl_mcore.config.families import missing_family
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.observability.ending import exit_status

@@ -14,6 +14,7 @@ from nemo_rl_mcore.config.base import (
     Problem,
     Seconds,
     StrictModel,
+    StrTuple,
 )
 
 PrecisionName = Literal["float32", "bfloat16"]
@@ -161,6 +162,8 @@ class MegatronConfig(StrictModel):
     """Ranks that share the experts."""
     expert_tensor_parallel_size: PositiveInt = 1
     """Ranks that share the weights of one expert."""
+    freeze: StrTuple = ()
+    """Weights that training leaves as they are, by the names that Hugging Face models give them; * and ? match any."""
     freeze_moe_router: bool = False
     """Leave the routers of experts as they are; nothing in a model without experts."""
     overlap_moe_expert_parallel_comm: bool = False

@@ -182,44 +182,6 @@ class ModelConfig(StrictModel):
             and self.moe_aux_loss_coeff > 0
         )
 
-    @property
-    def layer_parameters(self) -> int:
-        """Weights of one transformer layer without its experts."""
-        qkv_rows = (self.num_attention_heads + 2 * self.query_groups) * self.head_dim
-        attention = self.hidden_size * (qkv_rows + self.num_attention_heads * self.head_dim)
-        extras = (qkv_rows if self.add_qkv_bias else 0) + (2 * self.head_dim if self.qk_layernorm else 0)
-        return attention + self._feed_forward_parameters + 2 * self.hidden_size + extras
-
-    @property
-    def _feed_forward_parameters(self) -> int:
-        if self.num_moe_experts is None:
-            return 3 * self.hidden_size * self.ffn_size
-        router = self.num_moe_experts * self.hidden_size
-        return router + 3 * self.hidden_size * (self.moe_shared_expert_intermediate_size or 0)
-
-    @property
-    def expert_parameters(self) -> int:
-        """Weights of the experts of one transformer layer; 0 in a dense model."""
-        return (self.num_moe_experts or 0) * 3 * self.hidden_size * self.expert_ffn_size
-
-    @property
-    def prediction_parameters(self) -> int:
-        """Weights of one multi-token prediction layer beside its transformer layer: a projection and three norms."""
-        return 2 * self.hidden_size**2 + 3 * self.hidden_size
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Weights of the embedding, which are those of the output layer too."""
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def parameters(self) -> int:
-        """Return all weights."""
-        embeddings = self.embedding_parameters * (1 if self.tie_word_embeddings else 2)
-        predicting = self.mtp_num_layers or 0
-        layers = (self.num_layers + predicting) * (self.layer_parameters + self.expert_parameters)
-        return layers + predicting * self.prediction_parameters + embeddings + self.hidden_size
-
     read_unless = (
         ("mtp_loss_scaling_factor", "mtp_num_layers", None),
         *((key, "num_moe_experts", None) for key in _OF_EXPERTS),

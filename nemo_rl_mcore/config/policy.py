@@ -19,6 +19,8 @@ from nemo_rl_mcore.config.base import (
     value_at,
     with_other_spellings,
 )
+from nemo_rl_mcore.config.families.frozen import frozen_weights
+from nemo_rl_mcore.config.families.weights import Weight
 from nemo_rl_mcore.config.generation import GenerationConfig
 from nemo_rl_mcore.config.hf.overrides import override_problems
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
@@ -180,6 +182,12 @@ class PolicyConfig(StrictModel):
             length_round=section.sequence_length_round,
             train_by_rows=section.train_mb_tokens is None,
         )
+
+    @property
+    def frozen_weights(self) -> frozenset[Weight]:
+        """Weights that training leaves as they are."""
+        megatron = self.megatron_cfg
+        return frozen_weights(self.model, megatron.freeze, routers=megatron.freeze_moe_router)
 
     @property
     def weights(self) -> str | None:

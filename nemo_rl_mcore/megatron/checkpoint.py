@@ -82,7 +82,7 @@ def save_policy(
     if reference is not None:
         with reference.swapped_in():
             save_sharded(_model_state(backend.chunks), folder / REFERENCE)
-    state = sharded_optimizer_state(backend.optimizer, _model_state(backend.chunks), loading=False)
+    state = _optimizer_state(backend, config, loading=False)
     save_sharded(state, folder / OPTIMIZER)
     agreed_on_first((folder / RANDOM).mkdir)
     agreed(lambda: torch.save(_random_state(), _random_file(folder)))
@@ -119,7 +119,7 @@ def load_policy(
         load_weights(backend.chunks, folder / REFERENCE)
         reference.keep()
     load_weights(backend.chunks, folder / WEIGHTS)
-    state = sharded_optimizer_state(backend.optimizer, _model_state(backend.chunks), loading=True)
+    state = _optimizer_state(backend, config, loading=True)
     load_optimizer_state(backend.optimizer, load_sharded(state, folder / OPTIMIZER), saved.optimizer_step)
     backend.scheduler.num_steps = saved.schedule_samples
     backend.scheduler.step(0)  # the rates of that place in the schedule
@@ -159,12 +159,23 @@ def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, *, of_a_policy
         _model(chunk).load_state_dict(loaded[str(number)], strict=False)
 
 
-def _model_state(chunks: Sequence[torch.nn.Module]) -> ShardedStateDict:
+def _optimizer_state(
+    backend: MegatronTrainBackend, config: MegatronConfig, *, loading: bool
+) -> ShardedStateDict:
+    # Layers are one tensor, unless some of them have no state of a weight that others have.
+    weights = _model_state(backend.chunks, one_tensor_for_all_layers=not config.freeze)
+    return sharded_optimizer_state(backend.optimizer, weights, loading=loading)
+
+
+def _model_state(
+    chunks: Sequence[torch.nn.Module], *, one_tensor_for_all_layers: bool = True
+) -> ShardedStateDict:
     """Return the sharded weights and buffers of each chunk; they are the model's own tensors, not copies."""
     state: ShardedStateDict = {}
     gather_parameters(chunks)
     for number, chunk in enumerate(chunks):
-        whole = _model(chunk).sharded_state_dict(metadata=layout_independent())
+        metadata = layout_independent() | {"non_homogeneous_layers": not one_tensor_for_all_layers}
+        whole = _model(chunk).sharded_state_dict(metadata=metadata)
         # Transformer Engine keeps the scales of FP8 as pickled objects; there is no FP8 here.
         _, tensors = extract_matching_values(whole, lambda entry: isinstance(entry, ShardedObject))
         state[str(number)] = tensors

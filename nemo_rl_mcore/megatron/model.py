@@ -11,7 +11,6 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.distributed import DistributedDataParallelConfig as MegatronDDPConfig
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_mcore import accelerator
@@ -179,17 +178,6 @@ def in_precision(config: TransformerConfig, chunks: list[LanguageModel]) -> list
         if (head := value_head_of(module)) is not None:
             head.float()
     return modules
-
-
-def freeze_routers(modules: list[MegatronModule]) -> None:
-    """Take the routers' weights out of training: they get neither a buffer for gradients nor optimizer state.
-
-    What is trained below them still has gradients through them.
-    """
-    for module in modules:
-        for part in module.modules():
-            if isinstance(part, TopKRouter):
-                part.weight.requires_grad = False
 
 
 def freeze(modules: list[MegatronModule]) -> list[MegatronModule]:

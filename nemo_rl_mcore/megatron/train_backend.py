@@ -15,7 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from nemo_rl_mcore import accelerator, activity
 from nemo_rl_mcore.agreement import UnequalCallsError, together
-from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.logits_cache import LogitsCache
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
@@ -25,12 +25,13 @@ from nemo_rl_mcore.megatron.forward_backward import ForwardBackward, evaluation_
 from nemo_rl_mcore.megatron.grad_sync import deferred_grad_sync, drop_reductions, finalize_gradients
 from nemo_rl_mcore.megatron.hf_weights.load import load_pretrained
 from nemo_rl_mcore.megatron.hook_check import require_hook
-from nemo_rl_mcore.megatron.model import build_model, freeze, freeze_routers, in_precision, wrap_data_parallel
+from nemo_rl_mcore.megatron.model import build_model, freeze, in_precision, wrap_data_parallel
 from nemo_rl_mcore.megatron.optimizer import build_optimizer, build_scheduler
 from nemo_rl_mcore.megatron.output_processor import fused_processor, unfused_processor
 from nemo_rl_mcore.megatron.overlapped_grad_sync import OverlappedGradSync
 from nemo_rl_mcore.megatron.passes import Passes
-from nemo_rl_mcore.megatron.value_head import give_value_head, value_head_of
+from nemo_rl_mcore.megatron.transforms import transforms
+from nemo_rl_mcore.megatron.value_head import value_head_of
 from nemo_rl_mcore.ops.linear_logprobs import LinearLogprobsOptions
 from nemo_rl_mcore.training.policy_backend import BackendOptions
 from nemo_rl_mcore.training.sums import LocalSums, StepTotals
@@ -62,12 +63,9 @@ class MegatronTrainBackend:
             with activity.loading(), together("the end of loading the weights"):
                 load_pretrained(policy, models)  # before the optimizer takes its fp32 copies
         require_hook(models)
-        if options.role is Role.VALUE:
-            for model in models:
-                give_value_head(model)
+        for transform in transforms(policy, options):
+            transform(models)
         modules = in_precision(self.config, models)
-        if options.trained and policy.megatron_cfg.freeze_moe_router:
-            freeze_routers(modules)
         self._wrapped = wrap_data_parallel(policy, self.config, modules) if options.trained else []
         self.chunks: list[MegatronModule] = [*self._wrapped] or freeze(modules)
         if options.trained:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from nemo_rl_mcore.config.engine_sizes import refit_bucket_bytes
 from nemo_rl_mcore.config.engines import EmbeddedConfig
+from nemo_rl_mcore.config.families import count_parameters
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.preflight.memory import WEIGHT_BYTES
@@ -67,7 +68,7 @@ def _vllm_engines(config: RunConfig) -> int:
 
 
 def _engine_memory(policy: PolicyConfig) -> EngineMemory:
-    parameters = policy.model.parameters
+    parameters = count_parameters(policy.model)
     return EngineMemory(
         parameters=parameters,
         weights=parameters * WEIGHT_BYTES[policy.precision],

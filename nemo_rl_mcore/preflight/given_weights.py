@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, folder_or_name
 from nemo_rl_mcore.config.environment_values import value_now
+from nemo_rl_mcore.config.families import count_parameters
 from nemo_rl_mcore.config.hf.pretrained import pretrained_model, read_hf_config
 from nemo_rl_mcore.config.load import load_recipe
 from nemo_rl_mcore.config.master import RunConfig
@@ -128,7 +129,7 @@ def on_few_ranks(recipe: Recipe, overrides: Iterable[str]) -> RunConfig:
     overrides = list(overrides)
     config = load_recipe(Recipe(recipe.tree.copy(), recipe.files), overrides)
     policy, cluster = config.policy, config.cluster
-    whole = policy.model.parameters * WEIGHT_BYTES[policy.precision]
+    whole = count_parameters(policy.model) * WEIGHT_BYTES[policy.precision]
     needed = policy.megatron_cfg.model_parallel_size
     if whole <= estimate_memory(config).models["policy"].total:
         _replace(recipe.tree, {**ONE_RANK, "cluster.gpus_per_node": min(cluster.gpus_per_node, 1)})

@@ -1,8 +1,12 @@
 """A rough estimate of what one rank keeps in memory; activations and the key-value cache come on top."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nemo_rl_mcore.config.families import count_parameters, layer_slots, prediction_slots
+from nemo_rl_mcore.config.families.weights import EMBEDDING, FINAL_NORM, OUTPUT, Slot, Weight
 from nemo_rl_mcore.config.logits_cache import LogitsCache
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.megatron import MegatronConfig
@@ -77,37 +81,35 @@ def checkpoint_bytes(config: RunConfig) -> int:
 def _saved_bytes(plan: ModelPlan) -> int:
     policy = plan.policy
     weights = WEIGHT_BYTES[policy.precision] * (2 if plan.reference else 1)
-    return policy.model.parameters * (weights + _state_bytes(policy))
+    return count_parameters(policy.model) * (weights + _state_bytes(policy))
 
 
 def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
     policy = plan.policy
-    shared, experts = _rank_parameters(policy)
-    parameters = shared + experts
-    frozen = _frozen(policy)
-    weights = parameters * WEIGHT_BYTES[policy.precision]
+    held, trained = _held(policy), _held(policy, without_frozen=True)
+    weights = held.all * WEIGHT_BYTES[policy.precision]
     ddp = policy.megatron_cfg.distributed_data_parallel_config
     in_fp32 = policy.precision == "float32" or ddp.grad_reduce_in_fp32
     return MemoryEstimate(
-        parameters=policy.model.parameters,
-        rank_parameters=parameters,
+        parameters=count_parameters(policy.model),
+        rank_parameters=held.all,
         weights=weights,
-        gradients=(parameters - frozen) * (_FP32 if in_fp32 else 2) if plan.trained else 0,
-        optimizer=_optimizer(config, policy, shared - frozen, experts) if plan.trained else 0,
+        gradients=trained.all * (_FP32 if in_fp32 else 2) if plan.trained else 0,
+        optimizer=_optimizer(config, policy, trained) if plan.trained else 0,
         reference=weights if plan.reference and may_be_on_device(config) else 0,
         logits=_logits(plan, config.rows_per_sample) if plan.role is Role.POLICY else 0,
     )
 
 
-def _optimizer(config: RunConfig, policy: PolicyConfig, shared: int, experts: int) -> int:
-    """Bytes of the optimizer's state over so many weights of a rank."""
+def _optimizer(config: RunConfig, policy: PolicyConfig, trained: _Held) -> int:
+    """Bytes of the optimizer's state over the trained weights of a rank."""
     megatron, states = policy.megatron_cfg, _state_bytes(policy)
     shards, expert_shards = (1, 1)
     if megatron.optimizer.use_distributed_optimizer:
         stages = megatron.pipeline_model_parallel_size
         shards = config.data_parallel_size * megatron.context_parallel_size
         expert_shards = config.cluster.world_size // (stages * megatron.expert_model_parallel_size)
-    return -(-shared * states // shards) - (-experts * states // expert_shards)
+    return -(-trained.shared * states // shards) - (-trained.experts * states // expert_shards)
 
 
 def _state_bytes(policy: PolicyConfig) -> int:
@@ -116,30 +118,54 @@ def _state_bytes(policy: PolicyConfig) -> int:
     return _FP32 * (moments + (policy.precision != "float32"))
 
 
-def _rank_parameters(policy: PolicyConfig) -> tuple[int, int]:
-    """Weights of the fullest rank: those that tensor parallelism splits, and whole experts."""
-    model, megatron = policy.model, policy.megatron_cfg
-    both_ends = megatron.pipeline_model_parallel_size == 1 and not model.tie_word_embeddings
-    embeddings = model.embedding_parameters * (2 if both_ends else 1)
-    layers = megatron.largest_stage(model.num_layers)
-    predicting = 0
-    if model.mtp_num_layers:
-        # The last stage holds those layers; it has an embedding and the output layer as well.
-        predicting = model.mtp_num_layers
-        embeddings = model.embedding_parameters * (1 if model.tie_word_embeddings else 2)
-    split = (layers + predicting) * model.layer_parameters + predicting * model.prediction_parameters
-    experts = (layers + predicting) * model.expert_parameters // megatron.expert_model_parallel_size
-    return -(-(split + embeddings) // megatron.tensor_model_parallel_size) + model.hidden_size, experts
+@dataclass(frozen=True)
+class _Held:
+    """Numbers that a rank holds; experts' apart, since their optimizer state is shared among other ranks."""
+
+    shared: int = 0
+    experts: int = 0
+
+    @property
+    def all(self) -> int:
+        return self.shared + self.experts
+
+    def __add__(self, other: _Held) -> _Held:
+        return _Held(self.shared + other.shared, self.experts + other.experts)
 
 
-def _frozen(policy: PolicyConfig) -> int:
-    """Weights of the fullest rank that are not trained: those of frozen routers."""
+def _held(policy: PolicyConfig, *, without_frozen: bool = False) -> _Held:
+    """Weights of the fullest rank: of the first stage, with the embedding, and of the most that a stage trains."""
     model, megatron = policy.model, policy.megatron_cfg
-    if not megatron.freeze_moe_router:
-        return 0
-    routers = (model.num_moe_experts or 0) * model.hidden_size
-    layers = megatron.largest_stage(model.num_layers)
-    return layers * routers // megatron.tensor_model_parallel_size
+    frozen = policy.frozen_weights if without_frozen else frozenset[Weight]()
+    left_out = {(weight.slot, weight.layer) for weight in frozen}
+
+    def of(slots: Sequence[Slot], layer: int | None = None) -> _Held:
+        here = [slot for slot in slots if (slot, layer) not in left_out]
+        return _Held(
+            *(
+                sum(_count_on_rank(slot, policy) for slot in here if slot.of_expert is experts)
+                for experts in (False, True)
+            )
+        )
+
+    slots = layer_slots(model)
+    of_layers = [of(slots, layer) for layer in range(model.num_layers)]
+    stage = megatron.largest_stage(model.num_layers)
+    stages = [sum(of_layers[at : at + stage], _Held()) for at in range(model.num_layers - stage + 1)]
+    outside = [EMBEDDING, FINAL_NORM]
+    if megatron.pipeline_model_parallel_size == 1 or model.mtp_num_layers:
+        # One stage has both ends; and the last one an embedding, where it predicts further tokens.
+        outside += [OUTPUT] if OUTPUT.exists(model) else []
+    predicted = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
+    predicting = [of([*prediction_slots(model), *slots], layer) for layer in predicted]
+    return sum(predicting, max(stages, key=lambda one: one.all) + of(outside))
+
+
+def _count_on_rank(slot: Slot, policy: PolicyConfig) -> int:
+    count, megatron = slot.count(policy.model), policy.megatron_cfg
+    if slot.of_expert:
+        return count // megatron.expert_model_parallel_size
+    return count if slot.layout.dimension is None else -(-count // megatron.tensor_model_parallel_size)
 
 
 def _logits(plan: ModelPlan, rows_per_sample: int) -> int:

@@ -31,7 +31,10 @@ _WITHOUT_EFFECT = (
 """What a run leaves behind, where answers are scored, and the weights that the checkpoint has replaced."""
 _ENDINGS_WITHOUT_EFFECT = ("_timeout_s", ".keep_groups", ".keep_groups_gb")
 """How long the driver, ranks and engines wait for each other, and what is left for a replay."""
-_OF_THE_STATE = ("policy.precision", "policy.megatron_cfg.optimizer.optimizer")
+_OF_THE_STATE = (
+    *("policy.precision", "policy.megatron_cfg.optimizer.optimizer"),
+    *("policy.megatron_cfg.freeze", "policy.megatron_cfg.freeze_moe_router"),
+)
 """What decides which tensors the checkpoint of a model holds, besides the architecture."""
 _OF_THE_ANSWERS = (
     *(
@@ -101,7 +104,8 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
         if path in digests:
             same, of_environment = digests[path](value_at(plain, path)), True
         else:
-            same = _same(path, was, now)
+            new_and_off = path not in before and now in (None, False, [])
+            same = new_and_off or _same(path, was, now)
         return None if same else Change(path, "another value" if of_environment else was, shown.get(path))
 
     inside = tuple(f"{path}." for path in digests)

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from nemo_rl_mcore.config.hf.hf_config import missing_family
+from nemo_rl_mcore.config.families import missing_family
 from nemo_rl_mcore.config.offline import DPOConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.losses.base import LossFunction

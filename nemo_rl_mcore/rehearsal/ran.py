@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from nemo_rl_mcore.config.base import Tree
-from nemo_rl_mcore.config.hf.hf_config import missing_family
+from nemo_rl_mcore.config.families import missing_family
 from nemo_rl_mcore.config.load import load_recipe
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.sources import Recipe

@@ -59,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-yarn": ("Qwen2", {"rope_parameters": {**_YARN, "beta_fast": 2.0, "beta_slow": 0.1}}),
     "qwen3": ("Qwen3", {}),
     "qwen3-moe": ("Qwen3Moe", _EXPERTS),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe-shares": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False}),
 }
 

@@ -27,7 +27,7 @@ TWO_RANKS_OF_EXPERTS = {
 }
 # One of each structure: the others have the same parameters, or the same with one left out.
 DENSE = ["llama", "llama-tied", "llama3-32", "mistral", "qwen2-tied", "qwen2-yarn", "qwen3"]
-MOE = ["qwen3-moe", "qwen3-moe-shares"]
+MOE = ["qwen3-moe", "qwen3-moe-shares", "mixtral"]
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,7 @@ def test_stretched_frequencies_reach_the_logprobs(saved, tmp_path):
         ("qwen3", TP2_SP),
         ("qwen3-moe", TP2_SP | EP2),
         ("qwen3-moe-shares", EP2),
+        ("mixtral", EP2),
     ],
 )
 def test_a_written_folder_is_the_one_that_was_read(ranks, saved, tmp_path, name, megatron):
@@ -248,7 +249,7 @@ def test_a_config_that_is_no_longer_the_recipes_is_refused(ranks, saved, tmp_pat
     [
         ({"qk_layernorm": True, "add_qkv_bias": True}, "no supported Hugging Face family has"),
         ({"mtp_num_layers": 1}, "mtp_num_layers: 1"),
-        ({"num_moe_experts": 4}, "qk_layernorm off"),
+        ({"num_moe_experts": 4, "moe_router_pre_softmax": True}, "moe_router_pre_softmax: True"),
     ],
 )
 def test_architectures_without_a_family_are_not_exported(ranks, model, message):

@@ -158,7 +158,7 @@ def write_start(folder: Path, precision: str, device: str) -> None:
     """Draw weights, and write them as a Hugging Face folder."""
     from tiny import policy_config, worker
 
-    from nemo_rl_mcore.config.hf.hf_config import hf_config_of
+    from nemo_rl_mcore.config.families.config_json import hf_config_of
 
     sizes = SIZES[device]
     config = policy_config(

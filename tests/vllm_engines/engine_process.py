@@ -39,7 +39,7 @@ def prepare_engine(_rank: int) -> None:
 def hf_config(family: str, *, tied: bool) -> dict[str, object]:
     """config.json of a tiny model, as a run writes it."""
     from nemo_rl_mcore.config import ModelConfig
-    from nemo_rl_mcore.config.hf.hf_config import hf_config_of
+    from nemo_rl_mcore.config.families.config_json import hf_config_of
 
     sizes: dict[str, Any] = {
         "num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1, "kv_channels": 32,

@@ -142,7 +142,7 @@ LAST_EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 def tensors_of(model, seed):
     import torch
 
-    from nemo_rl_mcore.megatron.hf_weights.names import all_weights
+    from nemo_rl_mcore.config.families import all_weights
 
     noise = torch.Generator().manual_seed(seed)
     for weight in all_weights(model):
@@ -165,7 +165,7 @@ def experts_refitted(folder, kernel):
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     from nemo_rl_mcore.config import ModelConfig
-    from nemo_rl_mcore.config.hf.hf_config import hf_config_of
+    from nemo_rl_mcore.config.families.config_json import hf_config_of
     from nemo_rl_mcore.generation.refit.digests import digests
     from nemo_rl_mcore.generation.refit.verification import IncompleteRefitError
     from nemo_rl_mcore.generation.vllm import held_weights

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
-
-HFConfig = Mapping[str, object]
+from nemo_rl_mcore.config.families.family import HFConfig
 
 OVERRIDES = "hf_config_overrides"
 _ROTATIONS = ("rope_scaling", "rope_theta")

@@ -6,7 +6,8 @@ from typing import cast
 from pydantic import ValidationError
 
 from nemo_rl_mcore.config.base import Code, ConfigError, Problem
-from nemo_rl_mcore.config.hf.hf_config import HFConfig, model_config_from_hf
+from nemo_rl_mcore.config.families.config_json import model_config_from_hf
+from nemo_rl_mcore.config.families.family import HFConfig
 from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
 from nemo_rl_mcore.config.hf.known_models import KNOWN_MODELS
 from nemo_rl_mcore.config.hf.overrides import OVERRIDES, is_of_overrides, overridden

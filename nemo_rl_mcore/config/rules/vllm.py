@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.hf.hf_config import missing_family
+from nemo_rl_mcore.config.families import missing_family
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.feature import Rules
@@ -59,7 +59,7 @@ def _cpu_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "not-supported",
             "policy.generation.backend",
-            "vllm cannot take new weights for experts (family qwen3_moe) on CPU, where it packs them when it starts",
+            "vllm cannot take new weights for experts on CPU, where it packs them when it starts",
             "set backend: embedded, or run on GPUs",
             ("policy.model.num_moe_experts", "cluster.gpus_per_node"),
         )

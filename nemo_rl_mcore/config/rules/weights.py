@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.hf.hf_config import missing_family
+from nemo_rl_mcore.config.families import missing_family
+from nemo_rl_mcore.config.families.frozen import pattern_problems
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 
@@ -58,4 +59,8 @@ def _positions(policy: PolicyConfig) -> Iterator[Problem]:
         )
 
 
-RULES = Rules(of_models=(_family, _vocabulary, _positions))
+def _frozen(policy: PolicyConfig) -> Iterator[Problem]:
+    yield from pattern_problems(policy.model, policy.megatron_cfg.freeze)
+
+
+RULES = Rules(of_models=(_family, _vocabulary, _positions, _frozen))

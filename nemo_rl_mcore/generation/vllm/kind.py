@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.engine_sizes import cpu_cache_bytes, refit_bucket_bytes
-from nemo_rl_mcore.config.hf.hf_config import hf_config_of
+from nemo_rl_mcore.config.families.config_json import hf_config_of
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.generation.engine import EngineKind
 from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine, EngineSettings, VllmEngine

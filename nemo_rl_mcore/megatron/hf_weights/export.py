@@ -15,12 +15,14 @@ import torch.distributed as dist
 from nemo_rl_mcore import accelerator, activity
 from nemo_rl_mcore.agreement import agreed_on_first, together
 from nemo_rl_mcore.config import ModelConfig, PolicyConfig
-from nemo_rl_mcore.config.hf.hf_config import family_of, hf_config_of
+from nemo_rl_mcore.config.families import all_weights, family_of
+from nemo_rl_mcore.config.families.config_json import hf_config_of
+from nemo_rl_mcore.config.families.weights import Weight
 from nemo_rl_mcore.config.hf.hub import local_folder
 from nemo_rl_mcore.config.hf.pretrained import read_hf_config
 from nemo_rl_mcore.data.tokenizer import ChatTemplate, load_tokenizer
 from nemo_rl_mcore.megatron.hf_weights.files import ShardWriter
-from nemo_rl_mcore.megatron.hf_weights.names import Weight, all_weights
+from nemo_rl_mcore.megatron.hf_weights.packing import whole
 from nemo_rl_mcore.megatron.hf_weights.placement import Place, local_parameters, this_place
 from nemo_rl_mcore.megatron.model import DTYPES
 from nemo_rl_mcore.megatron.parameters import gather_parameters
@@ -141,9 +143,9 @@ def _whole_in_stage(
     shapes, layout = weight.slot.shapes(model), weight.slot.layout
     if weight.expert is None:
         assert own is not None
-        return layout.whole(_all_shards(own, place, cut=layout.dimension is not None), shapes, model)
+        return whole(layout, _all_shards(own, place, cut=layout.dimension is not None), shapes, model)
     owner = weight.expert // ((model.num_moe_experts or 0) // place.expert.size())
-    tensors = empty if own is None else layout.whole([own], shapes, model)
+    tensors = empty if own is None else whole(layout, [own], shapes, model)
     for tensor in tensors:
         _broadcast(tensor, owner, place.expert)
     return tensors

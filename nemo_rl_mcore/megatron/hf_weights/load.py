@@ -13,10 +13,12 @@ import torch
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig
+from nemo_rl_mcore.config.families import all_weights
+from nemo_rl_mcore.config.families.weights import EMBEDDING, OUTPUT, Weight
 from nemo_rl_mcore.config.hf.pretrained import differences, pretrained_model
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.megatron.hf_weights.files import TensorFiles
-from nemo_rl_mcore.megatron.hf_weights.names import EMBEDDING, OUTPUT, Weight, all_weights
+from nemo_rl_mcore.megatron.hf_weights.packing import pack
 from nemo_rl_mcore.megatron.hf_weights.placement import Place, local_parameters, this_place
 
 # Old checkpoints hold what is computed from the config.
@@ -83,7 +85,7 @@ def _read(files: TensorFiles, weight: Weight, place: Place, model: ModelConfig) 
         files.read(name, layout.cut(shape, rank, ranks))
         for name, shape in zip(weight.names, shapes, strict=True)
     ]
-    return layout.pack(parts, model)
+    return pack(layout.packing, parts, model)
 
 
 def fill(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
@@ -136,7 +138,7 @@ class WholeWeightFilling:
             parts[name] = tensor.clone()
             return
         del self._parts[weight]
-        packed = weight.slot.layout.pack([parts[each] for each in weight.names], self._model)
+        packed = pack(weight.slot.layout.packing, [parts[each] for each in weight.names], self._model)
         with torch.no_grad():
             fill(self._parameters[weight], packed)
 

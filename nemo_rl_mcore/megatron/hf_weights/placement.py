@@ -12,7 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_rl_mcore.config import ModelConfig
-from nemo_rl_mcore.megatron.hf_weights.names import Weight, find_weight
+from nemo_rl_mcore.config.families.weights import Weight
+from nemo_rl_mcore.megatron.hf_weights.names import find_weight
 from nemo_rl_mcore.megatron.model_class import language_models
 
 

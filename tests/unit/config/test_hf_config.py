@@ -8,7 +8,8 @@ import yaml
 from refusals import brief, briefs, wrong_key
 
 from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig, load_config
-from nemo_rl_mcore.config.hf.hf_config import FAMILIES, family_of, hf_config_of, model_config_from_hf
+from nemo_rl_mcore.config.families import FAMILIES, count_parameters, family_of
+from nemo_rl_mcore.config.families.config_json import hf_config_of, model_config_from_hf
 from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
 from nemo_rl_mcore.config.hf.known_models import KNOWN_MODELS
 from nemo_rl_mcore.config.hf.overrides import overridden
@@ -37,11 +38,13 @@ HF_CLASSES = {
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
     "qwen3_moe": "Qwen3MoeConfig",
+    "mixtral": "MixtralConfig",
 }
 
 
 def config_of(model_type, **keys):
-    extra = {"llama": {}, "mistral": {"sliding_window": None}, "qwen3_moe": EXPERTS}.get(model_type, {})
+    no_window = {"sliding_window": None}
+    extra = {"mistral": no_window, "mixtral": no_window, "qwen3_moe": EXPERTS}.get(model_type, {})
     return {"model_type": model_type, **SIZES, **extra, **keys}
 
 
@@ -193,6 +196,7 @@ def test_overrides_take_the_place_of_keys_of_the_file(given, overrides):
         ({"add_qkv_bias": True}, "qwen2"),
         ({"qk_layernorm": True}, "qwen3"),
         ({"qk_layernorm": True, "num_moe_experts": 4}, "qwen3_moe"),
+        ({"num_moe_experts": 4}, "mixtral"),
     ],
 )
 def test_the_family_follows_from_the_architecture(model, family):
@@ -203,8 +207,14 @@ def test_the_family_follows_from_the_architecture(model, family):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        ({"qk_layernorm": True, "add_qkv_bias": True}, "policy.model.add_qkv_bias set with"),
-        ({"num_moe_experts": 4}, "policy.model.qk_layernorm off with policy.model.num_moe_experts set"),
+        (
+            {"qk_layernorm": True, "add_qkv_bias": True},
+            "policy.model.add_qkv_bias: True with policy.model.qk",
+        ),
+        (
+            {"num_moe_experts": 4, "moe_router_pre_softmax": True},
+            "policy.model.num_moe_experts: 4 with policy.model.moe_router_pre_softmax: True",
+        ),
         ({"mtp_num_layers": 1}, "policy.model.mtp_num_layers: 1"),
         (
             {"num_moe_experts": 4, "qk_layernorm": True, "moe_shared_expert_intermediate_size": 8},
@@ -350,7 +360,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_known_models_have_the_published_number_of_parameters(name):
-    assert model_config_from_hf(KNOWN_MODELS[name]).parameters == PARAMETERS[name]
+    assert count_parameters(model_config_from_hf(KNOWN_MODELS[name])) == PARAMETERS[name]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 
 from nemo_rl_mcore.config import ModelConfig
+from nemo_rl_mcore.config.families import all_weights, count_parameters
+from nemo_rl_mcore.config.families.weights import COLUMNS, GATED, QKV, REPLICATED, ROWS
 from nemo_rl_mcore.megatron.hf_weights.files import INDEX, ShardWriter, TensorFiles
-from nemo_rl_mcore.megatron.hf_weights.layout import COLUMNS, GATED, QKV, REPLICATED, ROWS
-from nemo_rl_mcore.megatron.hf_weights.names import all_weights, find_weight
+from nemo_rl_mcore.megatron.hf_weights.names import find_weight
+from nemo_rl_mcore.megatron.hf_weights.packing import pack, unpack, whole
 
 SIZES = {
     "num_layers": 3,
@@ -112,17 +114,19 @@ def test_all_weights_add_up_to_the_model(model):
     names = [name for weight in all_weights(model) for name in weight.names]
     shapes = [shape for weight in all_weights(model) for shape in weight.slot.shapes(model)]
     assert len(set(names)) == len(names) == len(shapes)
-    assert sum(torch.Size(shape).numel() for shape in shapes) == model.parameters
+    assert sum(torch.Size(shape).numel() for shape in shapes) == count_parameters(model)
     assert ("lm_head.weight" in names) == (not model.tie_word_embeddings)
 
 
 def test_queries_keys_and_values_are_interleaved_by_group():
     query, key, value = (torch.arange(rows).float() + at for rows, at in ((16, 0), (8, 100), (8, 200)))
-    packed = QKV.pack([query, key, value], DENSE)
+    packed = pack(QKV.packing, [query, key, value], DENSE)
     first_group = [*range(8), *range(100, 104), *range(200, 204)]
     second_group = [*range(8, 16), *range(104, 108), *range(204, 208)]
     assert packed.tolist() == [*first_group, *second_group]
-    assert all((a == b).all() for a, b in zip(QKV.unpack(packed, DENSE), [query, key, value], strict=True))
+    assert all(
+        (a == b).all() for a, b in zip(unpack(QKV.packing, packed, DENSE), [query, key, value], strict=True)
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -144,18 +148,18 @@ def test_the_parts_of_all_ranks_are_the_whole(layout, shapes, ranks):
     shards = []
     for rank in range(ranks):
         parts = [tensor[layout.cut(tensor.shape, rank, ranks)] for tensor in tensors]
-        shard = layout.pack(parts, model)
+        shard = pack(layout.packing, parts, model)
         if layout is ROWS:  # the last rank's parameter has rows of padding
             shard = torch.nn.functional.pad(shard, (0, 0, 0, -(-7 // ranks) - shard.shape[0]), value=9.0)
         shards.append(shard)
     assert len({shard.shape for shard in shards}) == 1
-    for found, wanted in zip(layout.whole(shards, shapes, model), tensors, strict=True):
+    for found, wanted in zip(whole(layout, shards, shapes, model), tensors, strict=True):
         assert torch.equal(found, wanted)
 
 
 def test_a_gated_layer_keeps_gate_and_up_apart_on_each_rank():
     gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
-    second = GATED.pack([part[GATED.cut(part.shape, 1, 2)] for part in (gate, up)], DENSE)
+    second = pack(GATED.packing, [part[GATED.cut(part.shape, 1, 2)] for part in (gate, up)], DENSE)
     assert second.flatten().tolist() == [2.0, 3.0, 12.0, 13.0]
 
 

@@ -1,0 +1,94 @@
+"""What a family of models is: one module of this package describes each, and `families/__init__.py` lists it.
+
+A family whose layers are made of parts that exist (`families/weights.py`) is one such file. A new kind of layer also
+needs fields in `config/model.py`, its weights, and what Megatron builds for it (`megatron/layer_specs.py`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.families.weights import LAYER, Slot
+from nemo_rl_mcore.config.model import ModelConfig
+
+HFConfig = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key of config.json whose other values ask for what is not there."""
+
+    key: str
+    allowed: tuple[object, ...]
+    reason: str
+
+
+OUTPUT_BIAS = Refusal("attention_bias", (False, None), "a bias on the attention's output is not supported")
+MLP_BIAS = Refusal("mlp_bias", (False, None), "a bias in the feed-forward layers is not supported")
+WINDOW_SWITCH = Refusal("use_sliding_window", (False, None), "sliding-window attention is not supported")
+WINDOW = Refusal("sliding_window", (None,), "sliding-window attention is not supported")
+
+_FEATURES: Mapping[str, object] = {"add_qkv_bias": False, "qk_layernorm": False, "mtp_num_layers": None}
+_FEATURES_OF_EXPERTS: Mapping[str, object] = {
+    "moe_shared_expert_intermediate_size": None,
+    "moe_router_score_function": "softmax",
+}
+EXPERTS = "num_moe_experts"
+
+
+def _no_problems(_values: HFConfig) -> Iterator[Problem]:
+    yield from ()
+
+
+def _nothing_read(_values: HFConfig) -> Mapping[str, object]:
+    return {}
+
+
+def _nothing_written(_model: ModelConfig, _origin: HFConfig) -> Mapping[str, object]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A `model_type`: what its layers have, what config.json says of them, and what is refused.
+
+    fields: fields of ModelConfig that all its models share, where they differ from a Llama.
+    sizes: fields of ModelConfig and the keys of config.json that give them, besides those of every family.
+    aliases: other spellings of keys, which count where a file has both.
+    layer: the weights of a layer.
+    defaults: transformers' values of the keys that config.json leaves out, where they are not those of every family.
+    read, write: what takes more than a name between config.json and ModelConfig; write gets the config.json that the
+    weights came from, too. problems: what of a config.json no refusal of a key can say.
+    """
+
+    model_type: str
+    architecture: str
+    fields: Mapping[str, object] = field(default_factory=dict[str, object])
+    sizes: Mapping[str, str] = field(default_factory=dict[str, str])
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    layer: tuple[Slot, ...] = LAYER
+    defaults: HFConfig = field(default_factory=dict[str, object])
+    refusals: tuple[Refusal, ...] = ()
+    read: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
+    write: Callable[[ModelConfig, HFConfig], Mapping[str, object]] = _nothing_written
+    problems: Callable[[HFConfig], Iterator[Problem]] = _no_problems
+
+    def has(self, model: ModelConfig) -> bool:
+        """Return whether the architecture is one of this family."""
+        features = features_of(model)
+        return (EXPERTS in features) == (EXPERTS in self.sizes) and all(
+            getattr(model, name) == self.fields.get(name, value)
+            for name, value in (_every_feature(model) | self.fields).items()
+        )
+
+
+def _every_feature(model: ModelConfig) -> dict[str, object]:
+    of_experts = {} if model.num_moe_experts is None else _FEATURES_OF_EXPERTS
+    return {**_FEATURES, **of_experts}
+
+
+def features_of(model: ModelConfig) -> dict[str, object]:
+    """Return the fields by which families are told apart, where they are not those of a Llama."""
+    experts = {} if model.num_moe_experts is None else {EXPERTS: model.num_moe_experts}
+    found = {name: getattr(model, name) for name in _every_feature(model)}
+    return experts | {name: value for name, value in found.items() if value != _every_feature(model)[name]}

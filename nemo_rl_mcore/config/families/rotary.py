@@ -1,0 +1,99 @@
+"""What a config.json says of rotary positions."""
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.families.family import Family, HFConfig
+from nemo_rl_mcore.config.model import ModelConfig, RopeScalingConfig
+
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_YARN = ("factor", "original_max_position_embeddings")
+_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3}
+_YARN_KEYS = {*_KEYS, "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
+_NEEDED: Mapping[str, tuple[str, ...]] = {"default": (), "llama3": _LLAMA3, "yarn": _YARN}
+_OF_YARN: Mapping[str, tuple[object, ...]] = {
+    "truncate": (None, True),
+    "mscale": (None, 1),
+    "mscale_all_dim": (None, 0),
+}
+"""Keys that change a model of latent attention; with these values they change none."""
+
+
+def rotary_of(values: HFConfig) -> dict[str, object]:
+    """Return base, type and factors of the rotary positions.
+
+    transformers 5 writes `rope_parameters`; where a file has `rope_scaling` too, as model cards say to add, that one
+    counts alone (`convert_rope_params_to_dict` in its modeling_rope_utils.py).
+    """
+    section = values.get("rope_scaling") or values.get("rope_parameters")
+    given = dict(cast("HFConfig", section)) if isinstance(section, Mapping) else {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    return {"rope_theta": values["rope_theta"], **given, "rope_type": kind}
+
+
+def rotary_fields(rotary: HFConfig) -> dict[str, object]:
+    """Return the fields of ModelConfig for them."""
+    fields: dict[str, object] = {"rotary_base": rotary["rope_theta"]}
+    if rotary["rope_type"] != "default":
+        known = RopeScalingConfig.model_fields
+        fields["rope_scaling"] = {
+            key: value for key, value in rotary.items() if key in known and value is not None
+        }
+    return fields
+
+
+def rotary_keys(model: ModelConfig) -> dict[str, object]:
+    """Return the keys of a config.json for those of an architecture."""
+    rotary: dict[str, object] = {"rope_theta": model.rotary_base, "rope_type": "default"}
+    if (scaling := model.rope_scaling) is not None:
+        rotary |= {"rope_type": scaling.rope_type, **{key: getattr(scaling, key) for key in scaling.keys}}
+    return {
+        "rope_parameters": rotary,
+        # The same where transformers 4 looks for it: it would silently take the default.
+        "rope_theta": model.rotary_base,
+        "rope_scaling": rotary if model.rope_scaling else None,
+    }
+
+
+def rotary_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
+    """Yield kinds and keys of rotary positions that are missing or not supported."""
+    rotary = rotary_of(values)
+    yield from _hidden_base(values, rotary)
+    kind = rotary["rope_type"]
+    if kind not in _NEEDED:
+        yield Problem(
+            "not-supported",
+            "rope_type",
+            f"{kind!r} of a {family.model_type} model is not supported",
+            f"known: {', '.join(_NEEDED)}",
+        )
+    elif foreign := sorted(rotary.keys() - (_YARN_KEYS if kind == "yarn" else _KEYS)):
+        yield Problem(
+            "not-supported", "rope_parameters", f"{foreign} of a {family.model_type} model are not supported"
+        )
+    if rotary.get("partial_rotary_factor") not in (1, None):
+        yield Problem(
+            "not-supported",
+            "partial_rotary_factor",
+            "rotary positions on a part of each head are not supported",
+        )
+    for key in _NEEDED.get(str(kind), ()):
+        if key not in rotary:
+            yield Problem("missing", f"rope_scaling.{key}", f"missing, and rope_type {kind} needs it")
+    for key, allowed in _OF_YARN.items():
+        if kind == "yarn" and rotary.get(key) not in allowed:
+            what = f"{rotary[key]!r} of a {family.model_type} model: engines and training would read it otherwise"
+            yield Problem("not-supported", f"rope_scaling.{key}", what, "known: the default")
+
+
+def _hidden_base(values: HFConfig, rotary: HFConfig) -> Iterator[Problem]:
+    other = values.get("rope_parameters")
+    base = cast("HFConfig", other).get("rope_theta") if isinstance(other, Mapping) else None
+    if base is not None and base != rotary["rope_theta"]:
+        yield Problem(
+            "contradicts",
+            "rope_scaling.rope_theta",
+            f"{rotary['rope_theta']!r} counts, and rope_parameters.rope_theta: {base!r} does not",
+            "write the base that is meant in both",
+        )

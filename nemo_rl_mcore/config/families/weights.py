@@ -1,0 +1,259 @@
+"""The table of weights: what each is called in Megatron and in Hugging Face models, its shapes, and how ranks cut it.
+
+Megatron's local layers and Transformer Engine's name some of them differently; both are in the table.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import prod
+
+from nemo_rl_mcore.config.model import ModelConfig
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Packing(Enum):
+    """How the tensors of a Hugging Face model lie in one parameter of Megatron."""
+
+    ALONE = auto()
+    """One tensor is the parameter."""
+    GATED = auto()
+    """The gate's rows, then those of the projection up."""
+    QKV = auto()
+    """For each query group its queries, its key and its value."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`dimension` is the one that tensor-parallel ranks cut, None where each rank holds the whole."""
+
+    dimension: int | None
+    packing: Packing = Packing.ALONE
+
+    def cut(self, shape: Sequence[int], rank: int, ranks: int) -> tuple[slice, ...]:
+        """Return the part of a tensor of that shape that a rank holds; the last ones are smaller where it is uneven."""
+        if self.dimension is None:
+            return tuple(slice(0, size) for size in shape)
+        size = shape[self.dimension]
+        share = -(-size // ranks)
+        begin, end = min(rank * share, size), min((rank + 1) * share, size)
+        return tuple(
+            slice(begin, end) if dimension == self.dimension else slice(0, length)
+            for dimension, length in enumerate(shape)
+        )
+
+
+REPLICATED = Layout(None)
+ROWS = Layout(0)
+COLUMNS = Layout(1)
+QKV = Layout(0, Packing.QKV)
+GATED = Layout(0, Packing.GATED)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One kind of weight, in a layer (or in an expert of it) or outside of the layers.
+
+    megatron: a regular expression of its names in Megatron; its group, if any, is the number of the expert.
+    hugging_face: the tensors it consists of. exists: whether a model has it.
+    """
+
+    megatron: str
+    hugging_face: tuple[str, ...]
+    layout: Layout
+    shapes: Callable[[ModelConfig], Shapes]
+    exists: Callable[[ModelConfig], bool] = lambda _: True
+    of_expert: bool = False
+
+    def count(self, model: ModelConfig) -> int:
+        """Return the numbers that a layer holds of it, in all experts where it is theirs."""
+        of_one = sum(prod(shape) for shape in self.shapes(model))
+        return of_one * (model.num_moe_experts or 0) if self.of_expert else of_one
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of the whole model: its slot, and the layer and expert counted over all ranks."""
+
+    slot: Slot
+    layer: int | None = None
+    expert: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return what its tensors are called in a Hugging Face model."""
+        prefix = "" if self.layer is None else f"model.layers.{self.layer}."
+        return tuple(prefix + name.format(expert=self.expert) for name in self.slot.hugging_face)
+
+
+def _is_dense(model: ModelConfig) -> bool:
+    return model.num_moe_experts is None
+
+
+def _has_experts(model: ModelConfig) -> bool:
+    return model.num_moe_experts is not None
+
+
+def _has_shared_expert(model: ModelConfig) -> bool:
+    return _has_experts(model) and bool(model.moe_shared_expert_intermediate_size)
+
+
+def _predicts(model: ModelConfig) -> bool:
+    return bool(model.mtp_num_layers)
+
+
+def _vocabulary(model: ModelConfig) -> Shapes:
+    return ((model.vocab_size, model.hidden_size),)
+
+
+def _hidden(model: ModelConfig) -> Shapes:
+    return ((model.hidden_size,),)
+
+
+def _qkv_rows(model: ModelConfig) -> Shapes:
+    queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
+    return ((queries,), (keys,), (keys,))
+
+
+def _qkv(model: ModelConfig) -> Shapes:
+    return tuple((*rows, model.hidden_size) for rows in _qkv_rows(model))
+
+
+EMBEDDING = Slot(r"embedding\.word_embeddings\.weight", ("model.embed_tokens.weight",), ROWS, _vocabulary)
+OUTPUT = Slot(
+    r"output_layer\.weight",
+    ("lm_head.weight",),
+    ROWS,
+    _vocabulary,
+    exists=lambda model: not model.tie_word_embeddings,
+)
+FINAL_NORM = Slot(r"decoder\.final_layernorm\.weight", ("model.norm.weight",), REPLICATED, _hidden)
+
+ATTENTION = (
+    Slot(
+        r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight",
+        ("input_layernorm.weight",),
+        REPLICATED,
+        _hidden,
+    ),
+    Slot(
+        r"self_attention\.linear_qkv\.weight",
+        tuple(f"self_attn.{kind}_proj.weight" for kind in "qkv"),
+        QKV,
+        _qkv,
+    ),
+    Slot(
+        r"self_attention\.linear_qkv\.bias",
+        tuple(f"self_attn.{kind}_proj.bias" for kind in "qkv"),
+        QKV,
+        _qkv_rows,
+        exists=lambda model: model.add_qkv_bias,
+    ),
+    *(
+        Slot(
+            rf"self_attention\.{kind}_layernorm\.weight",
+            (f"self_attn.{kind}_norm.weight",),
+            REPLICATED,
+            lambda model: ((model.head_dim,),),
+            exists=lambda model: model.qk_layernorm,
+        )
+        for kind in "qk"
+    ),
+    Slot(
+        r"self_attention\.linear_proj\.weight",
+        ("self_attn.o_proj.weight",),
+        COLUMNS,
+        lambda model: ((model.hidden_size, model.num_attention_heads * model.head_dim),),
+    ),
+    Slot(
+        r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight",
+        ("post_attention_layernorm.weight",),
+        REPLICATED,
+        _hidden,
+    ),
+)
+
+
+def _gated_mlp(
+    megatron: str,
+    hugging_face: str,
+    width: Callable[[ModelConfig], int],
+    exists: Callable[[ModelConfig], bool],
+    *,
+    gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[Slot, Slot]:
+    """Return a feed-forward layer of that width; `{n}` in Megatron's name is 1 or 2, and experts are numbered."""
+    gate, up, down = (f"{hugging_face}{part}.weight" for part in gate_up_down)
+    of_expert = "(" in megatron
+    return (
+        Slot(
+            megatron.replace("{n}", "1"),
+            (gate, up),
+            GATED,
+            lambda model: ((width(model), model.hidden_size),) * 2,
+            exists,
+            of_expert,
+        ),
+        Slot(
+            megatron.replace("{n}", "2"),
+            (down,),
+            COLUMNS,
+            lambda model: ((model.hidden_size, width(model)),),
+            exists,
+            of_expert,
+        ),
+    )
+
+
+DENSE_MLP = _gated_mlp(r"mlp\.linear_fc{n}\.weight", "mlp.", lambda model: model.ffn_size, _is_dense)
+SHARED_EXPERT = _gated_mlp(
+    r"mlp\.shared_experts\.linear_fc{n}\.weight",
+    "mlp.shared_experts.",
+    lambda model: model.moe_shared_expert_intermediate_size or 0,
+    _has_shared_expert,
+)
+ROUTER_WEIGHT = r"mlp\.router\.weight"
+
+
+def experts(
+    module: str = "mlp", gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Slot, ...]:
+    """Return the router and the experts, by what a Hugging Face model calls their module and their projections."""
+    return (
+        Slot(
+            ROUTER_WEIGHT,
+            (f"{module}.gate.weight",),
+            REPLICATED,
+            lambda model: ((model.num_moe_experts or 0, model.hidden_size),),
+            _has_experts,
+        ),
+        # One module for each expert, or one for all with numbered weights.
+        *_gated_mlp(
+            r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc{n}\.weight|linear_fc{n}\.weight(\d+))",
+            f"{module}.experts.{{expert}}.",
+            lambda model: model.expert_ffn_size,
+            _has_experts,
+            gate_up_down=gate_up_down,
+        ),
+    )
+
+
+LAYER = (*ATTENTION, *DENSE_MLP, *experts(), *SHARED_EXPERT)
+"""A layer, of which a model has what exists in it."""
+
+PREDICTION = (
+    *(
+        Slot(rf"{kind}\.weight", (f"{kind}.weight",), REPLICATED, _hidden, _predicts)
+        for kind in ("enorm", "hnorm")
+    ),
+    Slot(
+        r"eh_proj\.weight",
+        ("eh_proj.weight",),
+        ROWS,
+        lambda model: ((model.hidden_size, 2 * model.hidden_size),),
+        _predicts,
+    ),
+    Slot(r"final_layernorm\.weight", ("shared_head.norm.weight",), REPLICATED, _hidden, _predicts),
+)
+"""What a multi-token prediction layer has beside a layer of the model."""

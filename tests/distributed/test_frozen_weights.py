@@ -1,0 +1,110 @@
+"""Weights that training leaves as they are: to the bit, without gradients or optimizer state, on every layout."""
+
+import pytest
+
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.1,
+    "qk_layernorm": True,
+}  # fmt: skip
+BIASED = {"add_qkv_bias": True}
+TIED = {"tie_word_embeddings": True}
+TP2_SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+PLAIN = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}}
+RECOMPUTED = {"activation_checkpointing": True}
+
+EMBEDDING = ("model.embed_tokens.weight",)
+LOWER = (*EMBEDDING, "model.layers.0.*")
+ATTENTION = ("*.self_attn.*",)
+OF_EXPERTS = ("*.mlp.experts.*", "*.mlp.gate.weight")
+HEAD = ("lm_head.weight", "model.norm.weight")
+
+
+def steps(freeze, model, megatron, policy, folder):
+    """Weights before and after two steps, gradients of the first, and what a checkpoint of it brings back."""
+    import tiny
+    import torch
+
+    keys = PLAIN | megatron | {"freeze": freeze}
+    worker = tiny.worker(tiny.policy_config(model=model, megatron=keys, max_grad_norm=0.0, **policy))
+    start = tiny.parameters(worker)
+    worker.train(tiny.shard(tiny.grpo_batch()), tiny.grpo_loss())
+    gradients = tiny.gradients(worker)
+    worker.train(tiny.shard(tiny.grpo_batch(seed=1)), tiny.grpo_loss())
+    worker.save_checkpoint(folder)
+    end = tiny.parameters(worker)
+    worker.train(tiny.shard(tiny.grpo_batch(seed=2)), tiny.grpo_loss())
+    worker.load_checkpoint(folder, weights_only=False)
+    again = tiny.parameters(worker)
+    assert all(torch.equal(again[name], value) for name, value in end.items())
+    frozen = {
+        f"{stage}.{name}"
+        for stage, chunk in enumerate(worker.backend.chunks)
+        for name, parameter in chunk.named_parameters()
+        if not parameter.requires_grad
+    }
+    parts = (
+        {name: value.float().numpy() for name, value in part.items()} for part in (start, end, gradients)
+    )
+    return (*parts, frozen)
+
+
+@pytest.mark.smoke("embedding-recomputed", "lower-pp2")
+@pytest.mark.parametrize(
+    ("freeze", "model", "megatron"),
+    [
+        pytest.param(LOWER, {}, {}, id="lower"),
+        pytest.param(ATTENTION, BIASED, {}, id="attention"),
+        pytest.param(HEAD, {}, {"use_fused_linear_logprobs": True}, id="head-fused"),
+        pytest.param(EMBEDDING, {}, RECOMPUTED, id="embedding-recomputed"),
+        pytest.param(LOWER, {}, RECOMPUTED, id="lower-recomputed"),
+        pytest.param(EMBEDDING, TIED, {"use_fused_linear_logprobs": True}, id="tied-fused"),
+        pytest.param(LOWER, {}, TP2_SP, id="lower-tp2-sp"),
+        pytest.param(ATTENTION, BIASED, TP2_SP, id="attention-tp2-sp"),
+        pytest.param(HEAD, {}, TP2_SP, id="head-tp2-sp"),
+        pytest.param(EMBEDDING, TIED, PP2, id="tied-pp2"),
+        pytest.param(LOWER, {}, PP2, id="lower-pp2"),
+        pytest.param((*HEAD, "model.layers.1.*"), {}, PP2, id="upper-pp2"),
+        pytest.param(LOWER, {"num_layers": 4}, VPP, id="lower-vpp"),
+        pytest.param(OF_EXPERTS, EXPERTS, EP2, id="experts-ep2"),
+        pytest.param(("*.mlp.gate.weight",), EXPERTS, TP2_SP | EP2, id="routers-tp2-sp-ep2"),
+        pytest.param(LOWER, {}, {"context_parallel_size": 2}, id="lower-cp2"),
+    ],
+)
+def test_frozen_weights_stay_to_the_bit_and_all_else_has_the_same_gradients(
+    ranks, tmp_path, freeze, model, megatron
+):
+    alone = megatron.keys() <= {"use_fused_linear_logprobs", "activation_checkpointing"}
+    pool = ranks(1 if alone else 2)
+    trained = pool.run(steps, (), model, megatron, {}, str(tmp_path / "trained"))
+    frozen = pool.run(steps, freeze, model, megatron, {}, str(tmp_path / "frozen"))
+    assert any(names for *_, names in frozen)
+    for (_, _, wanted, none), (start, end, gradients, names) in zip(trained, frozen, strict=True):
+        assert not none
+        assert gradients.keys() == wanted.keys() - names
+        for name, gradient in gradients.items():
+            assert (gradient == wanted[name]).all(), name
+        for name in start:
+            assert (start[name] == end[name]).all() == (name in names), name
+
+
+def sharded_steps_in_bf16(freeze, folder):
+    import tiny
+
+    worker = tiny.worker(tiny.policy_config(precision="bfloat16", megatron={"freeze": freeze}))
+    start = tiny.parameters(worker)
+    for seed in range(2):
+        worker.train(tiny.shard(tiny.grpo_batch(seed=seed)), tiny.grpo_loss())
+    worker.save_checkpoint(folder)
+    worker.load_checkpoint(folder)
+    end = tiny.parameters(worker)
+    held = sum(entry.numel() for group in worker.backend.optimizer.get_parameters() for entry in [group])
+    return [bool((value == end[name]).all()) for name, value in start.items()], held
+
+
+def test_a_sharded_optimizer_in_bf16_has_no_part_of_them(ranks, tmp_path):
+    for unchanged, held in ranks(2).run(sharded_steps_in_bf16, LOWER, str(tmp_path / "frozen")):
+        assert 0 < sum(unchanged) < len(unchanged)
+        assert held > 0
