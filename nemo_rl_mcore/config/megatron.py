@@ -154,6 +154,10 @@ class MegatronConfig(StrictModel):
     """Layers of the first pipeline stage; those in between share the rest evenly. Null is a share like theirs."""
     num_layers_in_last_pipeline_stage: PositiveInt | None = None
     """Layers of the last pipeline stage, likewise."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first pipeline stage, which then has one layer fewer."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer as a layer of the last pipeline stage, likewise."""
     context_parallel_size: PositiveInt = 1
     """Ranks that share each sequence."""
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = "p2p"
@@ -213,10 +217,16 @@ class MegatronConfig(StrictModel):
         keys = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
         return {key: layers for key in keys if (layers := getattr(self, key)) is not None}
 
+    @property
+    def counted_ends(self) -> dict[str, bool]:
+        """Return what counts as a layer though it is none: the keys, each true."""
+        keys = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+        return {key: True for key in keys if getattr(self, key)}
+
     def largest_stage(self, num_layers: int) -> int:
-        """Layers of the pipeline stage that has most of them."""
-        own = self.own_stages
-        like, rest = self.pipeline_model_parallel_size - len(own), num_layers - sum(own.values())
+        """Layers of the pipeline stage that has most of them, or as many places for layers."""
+        own, places = self.own_stages, num_layers + len(self.counted_ends)
+        like, rest = self.pipeline_model_parallel_size - len(own), places - sum(own.values())
         return max(*own.values(), rest // like if like else 0, 0) if own else rest // like
 
     @model_validator(mode="before")

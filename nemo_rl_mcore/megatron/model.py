@@ -56,6 +56,7 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         sequence_parallel=config.sequence_parallel,
         **config.own_stages,
+        **config.counted_ends,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         # Microbatches of different shapes: stages tell each other the next one's.
         variable_seq_lengths=policy.dynamic_batching.enabled,

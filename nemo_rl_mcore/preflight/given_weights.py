@@ -34,6 +34,8 @@ ONE_RANK = {
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size": None,
     "policy.megatron_cfg.num_layers_in_first_pipeline_stage": None,
     "policy.megatron_cfg.num_layers_in_last_pipeline_stage": None,
+    "policy.megatron_cfg.account_for_embedding_in_pipeline_split": False,
+    "policy.megatron_cfg.account_for_loss_in_pipeline_split": False,
     "policy.megatron_cfg.context_parallel_size": 1,
     "policy.megatron_cfg.expert_model_parallel_size": 1,
     "policy.megatron_cfg.expert_tensor_parallel_size": 1,

@@ -100,11 +100,15 @@ def stage_keys(config: RunConfig, layout: Layout) -> Tree:
     if layout.pipeline == 1:
         own = {}
     first, last = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    return {first: 1 if first in own else None, last: 2 if last in own else None}
+    ends = {} if layout.pipeline > 1 else dict.fromkeys(config.policy.megatron_cfg.counted_ends, False)
+    return {first: 1 if first in own else None, last: 2 if last in own else None, **ends}
 
 
 def layers_of(config: RunConfig, layouts: list[Layout]) -> int:
     """Return the fewest layers, two at least, that every one of the layouts divides."""
     if config.policy.megatron_cfg.own_stages:
         return 3
-    return max(2, *(layout.pipeline * (layout.virtual or 1) for layout in layouts))
+    chunks = max(layout.pipeline * (layout.virtual or 1) for layout in layouts)
+    if ends := config.policy.megatron_cfg.counted_ends:
+        return 2 * chunks - len(ends)
+    return max(2, chunks)

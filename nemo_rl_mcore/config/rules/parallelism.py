@@ -109,6 +109,8 @@ def _pipeline_problems(
     virtual = f" times policy.{VIRTUAL}: {chunks}" if chunks else ""
     if megatron.own_stages:
         yield from _own_stage_problems(model, megatron, weights or "model.num_layers")
+    elif megatron.counted_ends:
+        yield from _counted_end_problems(model, megatron, weights or "model.num_layers")
     elif model.num_layers % megatron.layer_divisor and weights:
         yield Problem(
             "not-divisible",
@@ -137,6 +139,21 @@ def _pipeline_problems(
         )
 
 
+def _counted_end_problems(model: ModelConfig, megatron: MegatronConfig, source: str) -> Iterator[Problem]:
+    """Yield stages that are not even although embedding or output layer count, or that have nothing else."""
+    first, *others = megatron.counted_ends
+    if megatron.pipeline_model_parallel_size == 1:
+        what = "true needs pipeline_model_parallel_size above 1, and it is 1"
+        yield Problem("requires", f"megatron_cfg.{first}", what, "remove it", (PIPELINE,))
+        return
+    places, chunks = model.num_layers + 1 + len(others), megatron.layer_divisor
+    if places % chunks or places // chunks < 2:
+        what = f"true makes {places} places for {model.num_layers} layers, for {chunks} chunks of the model"
+        related = (*(f"megatron_cfg.{key}" for key in others), PIPELINE, VIRTUAL, source)
+        remedy = "have the places be a multiple of the chunks, at least two each, or remove it"
+        yield Problem("not-divisible", f"megatron_cfg.{first}", what, remedy, related)
+
+
 def _own_stage_problems(model: ModelConfig, megatron: MegatronConfig, source: str) -> Iterator[Problem]:
     """Yield first and last stages that leave no even shares to those in between; source: what says the layers."""
     own, stages = megatron.own_stages, megatron.pipeline_model_parallel_size
@@ -145,6 +162,11 @@ def _own_stage_problems(model: ModelConfig, megatron: MegatronConfig, source: st
         what = f"{own[first]} needs pipeline_model_parallel_size above 1, and it is 1"
         yield Problem("requires", f"megatron_cfg.{first}", what, "remove it", (PIPELINE,))
         return
+    for key in megatron.counted_ends:
+        what = f"{own[first]} does not go with policy.megatron_cfg.{key}: true"
+        yield Problem(
+            "incompatible", f"megatron_cfg.{first}", what, "remove one of the two", (f"megatron_cfg.{key}",)
+        )
     if megatron.virtual_pipeline_model_parallel_size is not None:
         what = (
             f"{own[first]} does not go with policy.{VIRTUAL}: {megatron.virtual_pipeline_model_parallel_size}"

@@ -72,6 +72,23 @@ THREE_RANKS = ["policy.megatron_cfg.pipeline_model_parallel_size=3", "cluster.cp
             "(virtual_pipeline_model_parallel_size)",
         ),
         (
+            [*STAGES, "policy.megatron_cfg.account_for_loss_in_pipeline_split=true"],
+            "policy.megatron_cfg.account_for_loss_in_pipeline_split: requires (pipeline_model_parallel_size)",
+        ),
+        (
+            [*STAGES, *THREE_RANKS, "policy.megatron_cfg.account_for_embedding_in_pipeline_split=true"],
+            "policy.megatron_cfg.account_for_embedding_in_pipeline_split: not-divisible "
+            "(pipeline_model_parallel_size)",
+        ),
+        (
+            [
+                *(*STAGES, *THREE_RANKS, "policy.megatron_cfg.account_for_loss_in_pipeline_split=true"),
+                "policy.megatron_cfg.num_layers_in_first_pipeline_stage=2",
+            ],
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage: incompatible "
+            "(account_for_loss_in_pipeline_split)",
+        ),
+        (
             ["policy.train_global_batch_size=100"],
             "policy.train_global_batch_size: not-divisible (num_prompts_per_step)",
         ),
