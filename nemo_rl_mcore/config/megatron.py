@@ -17,6 +17,7 @@ from nemo_rl_mcore.config.base import (
 )
 
 PrecisionName = Literal["float32", "bfloat16"]
+_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 
 class OptimizerConfig(StrictModel):
@@ -141,6 +142,8 @@ class MegatronConfig(StrictModel):
     """Always true: Megatron is the only backend."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation; auto is Transformer Engine where it is installed and a GPU exists, else local."""
+    model_class: Literal["gpt", "hybrid"] = "gpt"
+    """Megatron's GPTModel, or HybridModel, which is to replace it; the numbers and the checkpoints are the same (ours)."""
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share the weights of each layer."""
     sequence_parallel: bool = False
@@ -207,8 +210,18 @@ class MegatronConfig(StrictModel):
     @property
     def own_stages(self) -> dict[str, int]:
         """Return the stages that have a number of layers of their own: the keys, and the numbers."""
-        keys = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-        return {key: layers for key in keys if (layers := getattr(self, key)) is not None}
+        return {key: layers for key in (_FIRST, _LAST) if (layers := getattr(self, key)) is not None}
+
+    def layers_of_chunks(self, num_layers: int) -> list[int]:
+        """Layers of each chunk of the pipeline, from the first to the last."""
+        own = self.own_stages
+        if not own:
+            return [num_layers // self.layer_divisor] * self.layer_divisor
+        like = self.pipeline_model_parallel_size - len(own)
+        shares = [(num_layers - sum(own.values())) // like] * like if like else []
+        first = [own[_FIRST]] if _FIRST in own else []
+        last = [own[_LAST]] if _LAST in own else []
+        return first + shares + last
 
     def largest_stage(self, num_layers: int) -> int:
         """Layers of the pipeline stage that has most of them."""
