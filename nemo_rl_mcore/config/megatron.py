@@ -143,7 +143,7 @@ class MegatronConfig(StrictModel):
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation; auto is Transformer Engine where it is installed and a GPU exists, else local."""
     model_class: Literal["gpt", "hybrid"] = "gpt"
-    """Megatron's GPTModel, or HybridModel, which is to replace it; the numbers and the checkpoints are the same (ours)."""
+    """Megatron's GPTModel, or the HybridModel that is to replace it: the same numbers and checkpoints (ours)."""
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share the weights of each layer."""
     sequence_parallel: bool = False
@@ -225,9 +225,9 @@ class MegatronConfig(StrictModel):
 
     def largest_stage(self, num_layers: int) -> int:
         """Layers of the pipeline stage that has most of them."""
-        own = self.own_stages
-        like, rest = self.pipeline_model_parallel_size - len(own), num_layers - sum(own.values())
-        return max(*own.values(), rest // like if like else 0, 0) if own else rest // like
+        if not self.own_stages:
+            return num_layers // self.pipeline_model_parallel_size
+        return max(*self.layers_of_chunks(num_layers), 0)
 
     @model_validator(mode="before")
     @classmethod

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -60,7 +61,9 @@ def _stack_spec(layer: ModuleSpec, norm: Any) -> ModuleSpec:
 
 def _part(layer: ModuleSpec, names: tuple[str, ...]) -> ModuleSpec:
     """Return a layer with these modules only; the others of a default one do nothing."""
-    others = {field.name: getattr(_NOTHING, field.name) for field in fields(_NOTHING) if field.name not in names}
+    others = {
+        field.name: getattr(_NOTHING, field.name) for field in fields(_NOTHING) if field.name not in names
+    }
     others.pop("sharded_state_dict_keys_map")
     return replace(layer, submodules=replace(cast(Any, layer.submodules), **others))
 
@@ -80,7 +83,7 @@ class _Stack(HybridStack):
             )
 
     def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
-        hidden_SBH = super().forward(*args, **keywords)
+        hidden_SBH = cast(torch.Tensor, super().forward(*args, **keywords))
         return hidden_SBH if self.final_layernorm is None else self.final_layernorm(hidden_SBH)
 
     def sharded_state_dict(
@@ -96,9 +99,9 @@ class _Stack(HybridStack):
             replace_prefix_for_sharding(of_layer, own, f"{prefix}layers.")
             state |= of_layer
         if self.final_layernorm is not None:
-            name = f"{prefix}final_layernorm."
+            name, nowhere = f"{prefix}final_layernorm.", cast(Any, ())
             state |= sharded_state_dict_default(
-                self.final_layernorm, name, sharded_offsets or (), metadata, tp_group=self.tp_group
+                self.final_layernorm, name, nowhere, metadata, tp_group=self.tp_group
             )
         return state
 
@@ -117,15 +120,16 @@ class _OutputLayer(ColumnParallelLinear):
     """The output layer, with upstream's weight, that can answer with something else than logits."""
 
     def __init__(self, layer: ColumnParallelLinear, config: TransformerConfig):
+        drawn: Any = config.init_method
         super().__init__(
             *(layer.input_size, layer.output_size),
             config=config,
-            init_method=config.init_method,
+            init_method=drawn,
             bias=False,
             gather_output=layer.gather_output,
             skip_bias_add=layer.skip_bias_add,
             skip_weight_param_allocation=True,
-            tp_group=layer.tp_group,
+            tp_group=cast(dist.ProcessGroup, layer.tp_group),
         )
         self.weight = layer.weight  # None where it is tied to an embedding on this rank
 
@@ -152,10 +156,7 @@ class HybridLanguageModel(HybridModel):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *,
+        *inputs: Any,
         output_processor: Callable[..., Any] | None = None,
         output_processor_context: Any = None,
         padding_mask: torch.Tensor | None = None,
@@ -173,10 +174,10 @@ class HybridLanguageModel(HybridModel):
                 output_processor, context=output_processor_context, scale_logits=self._scale_logits
             )
             keywords |= dict.fromkeys(("labels", "runtime_gather_output"), _Question(asked))
-        return super().forward(
-            input_ids, position_ids, attention_mask, padding_mask=padding_mask, **keywords
-        )
+        return super().forward(*inputs, padding_mask=padding_mask, **keywords)
 
     def compute_language_model_loss(self, labels: torch.Tensor | _Question, logits: Any) -> Any:
         """Return the answer to a question; the loss where labels are given."""
-        return logits if isinstance(labels, _Question) else super().compute_language_model_loss(labels, logits)
+        return (
+            logits if isinstance(labels, _Question) else super().compute_language_model_loss(labels, logits)
+        )

@@ -14,10 +14,11 @@ from megatron.core import __version__ as megatron_version
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.megatron.layer_specs import decoder_spec, prediction_spec
+from nemo_rl_mcore.megatron.layer_specs import decoder_spec, parts_of_a_layer, prediction_spec
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.megatron.hybrid_model import HybridLanguageModel
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 else:
     LanguageModel = LanguageModule
 
-__all__ = ["LanguageModel", "language_model", "language_models"]
+__all__ = ["LanguageModel", "language_model", "language_models", "layer_numbers"]
 
 
 def language_model(
@@ -64,3 +65,9 @@ def language_models(modules: Iterable[torch.nn.Module]) -> list[LanguageModel]:
         for part in module.modules()
         if isinstance(part, LanguageModule)
     ]
+
+
+def layer_numbers(model: LanguageModel) -> list[int]:
+    """Return which layer of the whole model, from 0, each one in the list of a stage is, or is a part of."""
+    layers = cast("Iterable[TransformerLayer]", cast(Any, model.decoder).layers)
+    return [(layer.layer_number - 1) // parts_of_a_layer(model.config) for layer in layers]
