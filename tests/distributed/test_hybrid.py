@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from rank_pool import RankFailedError
 
 EXPERTS = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.1,
@@ -20,6 +21,11 @@ SP, FUSED = {"sequence_parallel": True}, {"use_fused_linear_logprobs": True}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 UNEVEN = PP2 | {"num_layers_in_first_pipeline_stage": 1}
 OVERLAP = {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 3000}}
+GATHERED = {
+    "distributed_data_parallel_config": {
+        "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000,
+    }
+}  # fmt: skip
 WHOLE_OPTIMIZER = {"optimizer": {"lr": 1e-2, "weight_decay": 0.1, "use_distributed_optimizer": False}}
 RECOMPUTED = {"activation_checkpointing": True}
 # Ranks, and keys of the model, of Megatron, of the policy.
@@ -34,6 +40,7 @@ CASES = {
     "one-bf16": (1, {}, FUSED, {"precision": "bfloat16"}),
     "one-whole-optimizer": (1, {}, WHOLE_OPTIMIZER, {}),
     "dp2-overlap": (2, {}, OVERLAP, {}),
+    "dp2-overlapped-gather": (2, {}, GATHERED, {}),
     "tp2": (2, {}, TP2, {}),
     "tp2-sp": (2, {}, TP2 | SP | FUSED, {}),
     "tp2-sp-experts": (2, EXPERTS, TP2 | SP, {}),
@@ -237,3 +244,23 @@ def test_answers_top_tokens_and_values_are_those_of_the_gpt_model(ranks, needed,
         assert gpt.keys() == hybrid.keys()
         assert [name for name, value in gpt.items() if not np.array_equal(value, hybrid[name])] == []
         assert abs(hybrid["values"]).max() > 1e-3
+
+
+def a_pass_whose_output_layer_hears_nothing():
+    """What the first pass says of a model that hands the processor on to an output layer that is upstream's."""
+    from unittest.mock import patch
+
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from nemo_rl_mcore.megatron import hybrid_model
+
+    worker = build("hybrid", {}, {}, {})
+    with patch.object(hybrid_model._OutputLayer, "forward", ColumnParallelLinear.forward):
+        logprobs(worker)
+
+
+def test_a_hybrid_model_that_does_not_call_the_processor_is_refused(ranks):
+    with pytest.raises(RankFailedError) as refused:
+        ranks(1).run(a_pass_whose_output_layer_hears_nothing)
+    assert "RuntimeError" in str(refused.value)
+    assert "HybridLanguageModel" in str(refused.value)

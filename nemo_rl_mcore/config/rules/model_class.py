@@ -12,7 +12,13 @@ _MODEL_CLASS = "megatron_cfg.model_class"
 def _prediction_layers(policy: PolicyConfig) -> Iterator[Problem]:
     layers = policy.model.mtp_num_layers
     if layers:
-        yield from _refused(policy, "model.mtp_num_layers", layers, "null", "they have no local layers there")
+        yield from _refused(
+            policy,
+            "model.mtp_num_layers",
+            layers,
+            "null",
+            "those of such a model are Transformer Engine's alone",
+        )
 
 
 def _overlapped_experts(policy: PolicyConfig) -> Iterator[Problem]:
