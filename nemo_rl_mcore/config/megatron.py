@@ -18,6 +18,8 @@ from nemo_rl_mcore.config.base import (
 )
 
 PrecisionName = Literal["float32", "bfloat16"]
+_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_EMBEDDING, _LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
 
 class OptimizerConfig(StrictModel):
@@ -142,6 +144,8 @@ class MegatronConfig(StrictModel):
     """Always true: Megatron is the only backend."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation; auto is Transformer Engine where it is installed and a GPU exists, else local."""
+    model_class: Literal["gpt", "hybrid"] = "gpt"
+    """Megatron's GPTModel, or the HybridModel that is to replace it: the same numbers and checkpoints (ours)."""
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share the weights of each layer."""
     sequence_parallel: bool = False
@@ -214,20 +218,32 @@ class MegatronConfig(StrictModel):
     @property
     def own_stages(self) -> dict[str, int]:
         """Return the stages that have a number of layers of their own: the keys, and the numbers."""
-        keys = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-        return {key: layers for key in keys if (layers := getattr(self, key)) is not None}
+        return {key: layers for key in (_FIRST, _LAST) if (layers := getattr(self, key)) is not None}
+
+    def layers_of_chunks(self, num_layers: int) -> list[int]:
+        """Layers of each chunk of the pipeline, from the first to the last."""
+        own = self.own_stages
+        if not own:
+            ends = self.counted_ends
+            chunks = [(num_layers + len(ends)) // self.layer_divisor] * self.layer_divisor
+            chunks[0] -= _EMBEDDING in ends
+            chunks[-1] -= _LOSS in ends
+            return chunks
+        like = self.pipeline_model_parallel_size - len(own)
+        shares = [(num_layers - sum(own.values())) // like] * like if like else []
+        first = [own[_FIRST]] if _FIRST in own else []
+        last = [own[_LAST]] if _LAST in own else []
+        return first + shares + last
 
     @property
     def counted_ends(self) -> dict[str, bool]:
         """Return what counts as a layer though it is none: the keys, each true."""
-        keys = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-        return {key: True for key in keys if getattr(self, key)}
+        return {key: True for key in (_EMBEDDING, _LOSS) if getattr(self, key)}
 
     def largest_stage(self, num_layers: int) -> int:
-        """Layers of the pipeline stage that has most of them, or as many places for layers."""
-        own, places = self.own_stages, num_layers + len(self.counted_ends)
-        like, rest = self.pipeline_model_parallel_size - len(own), places - sum(own.values())
-        return max(*own.values(), rest // like if like else 0, 0) if own else rest // like
+        """Layers of the pipeline stage that has most of them."""
+        chunks, stages = self.layers_of_chunks(num_layers), self.pipeline_model_parallel_size
+        return max(0, *(sum(chunks[stage::stages]) for stage in range(stages)))
 
     @model_validator(mode="before")
     @classmethod

@@ -50,6 +50,7 @@ from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.data.microbatch import Microbatch
 from nemo_rl_mcore.losses.base import LossFunction, LossType, valid_counts
 from nemo_rl_mcore.megatron import parallel_groups
+from nemo_rl_mcore.megatron.layer_specs import parts_of_a_layer
 from nemo_rl_mcore.megatron.model_class import language_models
 from nemo_rl_mcore.megatron.passes import next_tokens, tokens_to_train
 
@@ -212,7 +213,7 @@ class AuxiliaryLosses:
             # Each rank of a sequence has its part of the loss.
             dist.all_reduce(total, group=_sequence_ranks())
             (mean,) = self._mean_over_data_parallel(total, self._balanced_microbatches)
-            found[name] = mean / self._config.num_layers
+            found[name] = mean * parts_of_a_layer(self._config) / self._config.num_layers
         return found
 
     def _prediction_losses(self) -> dict[str, float]:

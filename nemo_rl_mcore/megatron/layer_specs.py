@@ -50,13 +50,26 @@ def use_transformer_engine(config: MegatronConfig) -> bool:
     return config.transformer_impl == "transformer_engine"
 
 
+def norm_of(config: MegatronConfig) -> Any:
+    """Return the class of the norms that stand alone."""
+    if not use_transformer_engine(config):
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def parts_of_a_layer(transformer: TransformerConfig) -> int:
+    """Return how many of Megatron's layers are one of the model's: a HybridModel's attention is one of its own."""
+    return 2 if transformer.is_hybrid_model else 1
+
+
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
     """Return a layer's ModuleSpec, or the block's submodules; GPTModel takes both, though annotated with the first.
 
     Raises RefusedError, on every stage, for ranks on GPUs that share sequences and have local layers.
     """
-    _refuse_local_attention(config)
-    layer = _layer_spec(config, transformer)
+    layer = layer_spec(config, transformer)
     if use_transformer_engine(config):
         return layer
     # The block form also names the final norm; a bare layer spec would still build the stock one there.
@@ -90,7 +103,7 @@ def prediction_spec(config: MegatronConfig, transformer: TransformerConfig, vp_s
             code="missing-package",
         )
     fast = use_transformer_engine(config)
-    block = get_gpt_mtp_block_spec(transformer, _layer_spec(config, transformer), fast, vp_stage=vp_stage)
+    block = get_gpt_mtp_block_spec(transformer, layer_spec(config, transformer), fast, vp_stage=vp_stage)
     if block is not None and not fast:
         for layer in block.layer_specs or ():
             parts: Any = layer.submodules
@@ -116,7 +129,12 @@ def builds_prediction_layers() -> bool:
     return True
 
 
-def _layer_spec(config: MegatronConfig, transformer: TransformerConfig) -> ModuleSpec:
+def layer_spec(config: MegatronConfig, transformer: TransformerConfig) -> ModuleSpec:
+    """Return what one layer is made of, attention and feed-forward or experts, with the norms before them.
+
+    Raises RefusedError for ranks on GPUs that share sequences and have local layers.
+    """
+    _refuse_local_attention(config)
     experts = transformer.num_moe_experts
     if use_transformer_engine(config):
         return get_gpt_layer_with_transformer_engine_spec(

@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.model import RopeScalingConfig
-from nemo_rl_mcore.megatron.layer_specs import decoder_spec, prediction_spec, use_transformer_engine
-from nemo_rl_mcore.megatron.model_class import LanguageModel
+from nemo_rl_mcore.megatron.layer_specs import use_transformer_engine
+from nemo_rl_mcore.megatron.model_class import LanguageModel, language_model
 from nemo_rl_mcore.megatron.value_head import value_head_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -34,7 +34,7 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
     model, config, dtype = policy.model, policy.megatron_cfg, DTYPES[policy.precision]
     yarn = model.rope_scaling if model.rope_scaling and model.rope_scaling.rope_type == "yarn" else None
     described = TransformerConfig(
-        num_layers=model.num_layers,
+        **_layers(policy),
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.query_groups,
@@ -55,8 +55,6 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         sequence_parallel=config.sequence_parallel,
-        **config.own_stages,
-        **config.counted_ends,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         # Microbatches of different shapes: stages tell each other the next one's.
         variable_seq_lengths=policy.dynamic_batching.enabled,
@@ -75,7 +73,6 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         gradient_accumulation_fusion=False,
         recompute_granularity="full" if config.activation_checkpointing else None,
         recompute_method="uniform" if config.activation_checkpointing else None,
-        recompute_num_layers=1 if config.activation_checkpointing else None,
         transformer_impl="transformer_engine" if use_transformer_engine(config) else "local",
         # The fused kernel of packed rows leaves out what YaRN multiplies cosines and sines by.
         apply_rope_fusion=config.apply_rope_fusion and use_transformer_engine(config) and yarn is None,
@@ -91,6 +88,19 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
 
 
 _YARN_FACTOR = "yarn_rotary_scaling_factor"
+
+
+def _layers(policy: PolicyConfig) -> dict[str, Any]:
+    """Return what a TransformerConfig says of the number of layers; a HybridModel's pattern has their stages."""
+    layers, config = policy.model.num_layers, policy.megatron_cfg
+    hybrid = config.model_class == "hybrid"
+    parts = 2 if hybrid else 1
+    return {
+        "num_layers": parts * layers,
+        "is_hybrid_model": hybrid,
+        "recompute_num_layers": parts if config.activation_checkpointing else None,
+        **({} if hybrid else config.own_stages | config.counted_ends),
+    }
 
 
 def _expert_settings(policy: PolicyConfig) -> dict[str, Any]:
@@ -149,17 +159,16 @@ def _draw_experts_of_this_rank(config: TransformerConfig, chunks: list[LanguageM
 
 def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int | None) -> LanguageModel:
     stage = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
-    chunk = LanguageModel(
+    chunk = language_model(
+        policy,
         config,
-        decoder_spec(policy.megatron_cfg, config, vp_stage),
         vocab_size=padded_vocab_size(policy),
         max_sequence_length=policy.max_total_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=policy.model.tie_word_embeddings,
         position_embedding_type="rope",
-        rotary_base=policy.model.rotary_base,  # type: ignore[arg-type]  # its annotation says int; any number works,
-        mtp_block_spec=prediction_spec(policy.megatron_cfg, config, vp_stage),
+        rotary_base=policy.model.rotary_base,
         vp_stage=vp_stage,
     )
     if policy.model.rope_scaling is not None:

@@ -134,6 +134,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "correction": (False, True),  # importance sampling, from the weights that drew to those that train
     "asynchrony": tuple(ASYNCHRONY),
     "player": ("engine", "agents"),  # the latter's sessions are one to three rows
+    "model class": ("gpt", "hybrid"),
 }
 # What changes the mathematics; the plain sibling of a combination shares it.
 MATHEMATICS = ("algorithm", "temperature", "kl", "updates", "correction", "player")
@@ -166,6 +167,7 @@ def name_of(case: Case) -> str:
         "correction": "corrected" if case["correction"] else "as drawn",
         "asynchrony": "synchronous" if case["asynchrony"] == "none" else case["asynchrony"],
         "player": "played by agents" if case["player"] == "agents" else "answered",
+        "model class": f"{case['model class']} model",
     }
     return ", ".join(str(said.get(name, value)) for name, value in case.items())
 
@@ -268,6 +270,7 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         "policy.generation.temperature": case["temperature"],
         "policy.offload": case["offload"],
         f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce": case["overlap"],
+        f"{MEGATRON}.model_class": case["model class"],
         f"{OPTIMIZER}.use_distributed_optimizer": case["distributed optimizer"],
         f"{OPTIMIZER}.decay_norms_and_biases": case["kl"],  # a factor that the plain sibling has, too
     }

@@ -69,6 +69,7 @@ def steps(freeze, model, megatron, policy, folder):
         pytest.param((*HEAD, "model.layers.1.*"), {}, PP2, id="upper-pp2"),
         pytest.param(LOWER, {"num_layers": 4}, VPP, id="lower-vpp"),
         pytest.param(OF_EXPERTS, EXPERTS, EP2, id="experts-ep2"),
+        pytest.param(LOWER, {}, {**PP2, "model_class": "hybrid"}, id="lower-pp2-hybrid"),
         pytest.param(("*.mlp.gate.weight",), EXPERTS, TP2_SP | EP2, id="routers-tp2-sp-ep2"),
         pytest.param(LOWER, {}, {"context_parallel_size": 2}, id="lower-cp2"),
     ],

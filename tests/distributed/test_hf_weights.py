@@ -20,10 +20,15 @@ VPP = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 UNEVEN = {**PP2, "num_layers_in_last_pipeline_stage": 1}
 CP2 = {"context_parallel_size": 2}
-TWO_RANKS = {"tp2": TP2, "tp2-sp": TP2_SP, "pp2": PP2, "pp2-vpp2": VPP, "pp2-uneven": UNEVEN, "cp2": CP2}
+HYBRID = {"model_class": "hybrid"}
+TWO_RANKS = {
+    **{"tp2": TP2, "tp2-sp": TP2_SP, "pp2": PP2, "pp2-vpp2": VPP, "pp2-uneven": UNEVEN, "cp2": CP2},
+    "hybrid-pp2-uneven": HYBRID | UNEVEN,
+}
 TWO_RANKS_OF_EXPERTS = {
     **{"ep2": EP2, "tp2-sp": TP2_SP, "tp2-sp-ep2": TP2_SP | EP2, "pp2": PP2},
     "cp2-ep2": CP2 | EP2,
+    "hybrid-tp2-sp-ep2": HYBRID | TP2_SP | EP2,
 }
 # One of each structure: the others have the same parameters, or the same with one left out.
 DENSE = ["llama", "llama-tied", "llama3-32", "mistral", "qwen2-tied", "qwen2-yarn", "qwen3"]
@@ -107,6 +112,8 @@ def test_stretched_frequencies_reach_the_logprobs(saved, tmp_path):
         ("qwen3-moe", TP2_SP | EP2),
         ("qwen3-moe-shares", EP2),
         ("mixtral", EP2),
+        ("qwen2-tied", HYBRID | VPP),
+        ("qwen3-moe", HYBRID | PP2),
     ],
 )
 def test_a_written_folder_is_the_one_that_was_read(ranks, saved, tmp_path, name, megatron):

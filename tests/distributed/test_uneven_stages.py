@@ -11,6 +11,7 @@ LAYOUTS = {
     "pp4-2-1-1-1": ((2, 1, 1, 1), {FIRST: 2}),
     "pp4-1-1-1-2": ((1, 1, 1, 2), {FIRST: 1, LAST: 2}),
     "pp2-2-3": ((2, 3), {f"account_for_{EMBEDDING}": True}),
+    "pp2-2-3-hybrid": ((2, 3), {f"account_for_{EMBEDDING}": True, "model_class": "hybrid"}),
     "pp2-3-2-loss": ((3, 2), {f"account_for_{LOSS}": True}),
 }
 """Layers of each stage, written down, and the keys that ask for them."""

@@ -119,23 +119,23 @@ def load_full_weights(to: MegatronPolicyWorker, weights: dict[str, np.ndarray]) 
 
 
 def global_name(name: str, policy: PolicyConfig) -> str:
-    """What a parameter of this rank is called in a model that one rank holds: stages and experts count on."""
+    """What a parameter of this rank is called in a GPTModel that one rank holds: stages and experts count on."""
     config, model = policy.megatron_cfg, policy.model
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    name = _renumbered(
-        name, "decoder.layers.", stage * model.num_layers // config.pipeline_model_parallel_size
-    )
+    parts = 2 if config.model_class == "hybrid" else 1  # attention is a layer of its own
+    first = stage * model.num_layers // config.pipeline_model_parallel_size
+    name = _renumbered(name, "decoder.layers.", first, parts)
     experts = (model.num_moe_experts or 0) // config.expert_model_parallel_size
     rank = parallel_state.get_expert_model_parallel_rank()
     return _renumbered(name, "local_experts.", rank * experts)
 
 
-def _renumbered(name: str, marker: str, offset: int) -> str:
+def _renumbered(name: str, marker: str, offset: int, parts: int = 1) -> str:
     head, found, tail = name.partition(marker)
     if not found:
         return name
     number, rest = tail.split(".", 1)
-    return f"{head}{marker}{int(number) + offset}.{rest}"
+    return f"{head}{marker}{int(number) // parts + offset}.{rest}"
 
 
 def shard_of(full: torch.Tensor, parameter: torch.Tensor, rank: int, name: str) -> torch.Tensor:

@@ -9,12 +9,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_rl_mcore.config import ModelConfig
 from nemo_rl_mcore.config.families.weights import Weight
 from nemo_rl_mcore.megatron.hf_weights.names import find_weight
-from nemo_rl_mcore.megatron.model_class import language_models
+from nemo_rl_mcore.megatron.model_class import language_models, layer_numbers
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,6 @@ def local_parameters(
     """
     first_expert = place.expert.rank() * ((model.num_moe_experts or 0) // place.expert.size())
     for stage in language_models(chunks):
-        layers = [cast(TransformerLayer, layer).layer_number - 1 for layer in stage.decoder.layers]
+        layers = layer_numbers(stage)
         for name, parameter in stage.named_parameters():
             yield find_weight(name, layers, first_expert, model), parameter

@@ -385,3 +385,42 @@ def test_tensor_parallel_layouts_that_fit(policy):
     values = {"megatron_cfg__tensor_model_parallel_size": 2, "megatron_cfg__sequence_parallel": True}
     config = PolicyConfig.model_validate(with_values(policy, **values))
     assert config.megatron_cfg.model_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "related"),
+    [
+        (["policy.model.mtp_num_layers=1"], "mtp_num_layers"),
+        (OVERLAPPED, "overlap_moe_expert_parallel_comm"),
+    ],
+    ids=["mtp", "overlap"],
+)
+def test_what_a_hybrid_model_lacks_is_refused(load, refusals, overrides, related):
+    key = "policy.megatron_cfg.model_class"
+    load(*overrides)
+    assert refusals(*overrides, f"{key}=hybrid") == [f"{key}: incompatible ({related})"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "own", "sizes", "expected"),
+    [
+        (6, {}, (1, None), [6]),
+        (6, {}, (3, None), [2, 2, 2]),
+        (8, {}, (2, 2), [2, 2, 2, 2]),
+        (5, {"first": 1}, (2, None), [1, 4]),
+        (5, {"last": 2}, (2, None), [3, 2]),
+        (7, {"first": 2, "last": 1}, (4, None), [2, 2, 2, 1]),
+        (5, {"first": 3, "last": 2}, (2, None), [3, 2]),
+    ],
+)
+def test_layers_of_the_chunks_of_a_pipeline(layers, own, sizes, expected):
+    keys = {f"num_layers_in_{end}_pipeline_stage": count for end, count in own.items()}
+    stages, chunks = sizes
+    megatron = MegatronConfig(
+        optimizer={"lr": 1e-2},
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=chunks,
+        **keys,
+    )
+    assert megatron.layers_of_chunks(layers) == expected
+    assert megatron.largest_stage(layers) == max(expected) * (chunks or 1)

@@ -1,0 +1,187 @@
+"""Megatron's HybridModel, with the layers of a GPTModel and what the rest of a backend knows of one.
+
+A HybridModel has attention and feed-forward (or experts) as layers of their own, by a pattern of characters: `*-*-` are
+two layers of a GPTModel. Its weights, their order, their names below a layer and in a checkpoint are those of a
+GPTModel; only the numbers of the layers in its list are twice as many.
+
+What it lacks are added by modules of ours, in the places that upstream has for them: a stack with a final norm of our
+choice, by its spec, and an output layer that a processor takes the place of. `forward` hands two arguments on, unread:
+`runtime_gather_output` to the output layer, and `labels` to the loss of that layer's result. Both are the question.
+
+Shapes: S sequence, B batch, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, scatter_to_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.utils import sharded_state_dict_default
+
+from nemo_rl_mcore.config import PolicyConfig
+from nemo_rl_mcore.megatron.layer_specs import layer_spec, norm_of, parts_of_a_layer
+
+_ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
+_FEED_FORWARD = ("pre_mlp_layernorm", "mlp", "mlp_bda")
+
+
+def hybrid_model(policy: PolicyConfig, config: TransformerConfig, **keywords: Any) -> HybridLanguageModel:
+    """Return this rank's stage; `keywords` are those that GPTModel has too."""
+    model, megatron = policy.model, policy.megatron_cfg
+    layer = Symbols.ATTENTION + (Symbols.MLP if model.num_moe_experts is None else Symbols.MOE)
+    chunks = megatron.layers_of_chunks(model.num_layers)
+    pattern = Symbols.PIPE.join(layer * layers for layers in chunks)
+    spec = _stack_spec(layer_spec(megatron, config), norm_of(megatron))
+    return HybridLanguageModel(config, spec, hybrid_layer_pattern=pattern, **keywords)
+
+
+def _stack_spec(layer: ModuleSpec, norm: Any) -> ModuleSpec:
+    feed_forward = _part(layer, _FEED_FORWARD)
+    return ModuleSpec(
+        module=_Stack,
+        params={"final_norm": norm},
+        submodules=HybridStackSubmodules(
+            attention_layer=_part(layer, _ATTENTION), mlp_layer=feed_forward, moe_layer=feed_forward
+        ),
+    )
+
+
+def _part(layer: ModuleSpec, names: tuple[str, ...]) -> ModuleSpec:
+    """Return a layer with these modules only; the others of a default one do nothing."""
+    others = {
+        field.name: getattr(_NOTHING, field.name) for field in fields(_NOTHING) if field.name not in names
+    }
+    others.pop("sharded_state_dict_keys_map")
+    return replace(layer, submodules=replace(cast(Any, layer.submodules), **others))
+
+
+_NOTHING = TransformerLayerSubmodules()
+
+
+class _Stack(HybridStack):
+    """The layers with a final norm of our choice (upstream's is Transformer Engine's), and a GPTModel's checkpoint."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, final_norm: Any, **keywords: Any):
+        super().__init__(config, *args, post_layer_norm=False, **keywords)
+        self.final_layernorm: torch.nn.Module | None = None
+        if self.post_process:
+            self.final_layernorm = final_norm(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
+
+    def forward(self, *args: Any, **keywords: Any) -> torch.Tensor:
+        hidden_SBH = cast(torch.Tensor, super().forward(*args, **keywords))
+        return hidden_SBH if self.final_layernorm is None else self.final_layernorm(hidden_SBH)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] | None = None, metadata: Any = None
+    ) -> ShardedStateDict:
+        """Return the state as a TransformerBlock's: a weight of all layers is one tensor, unless told else."""
+        state: ShardedStateDict = {}
+        parts = parts_of_a_layer(self.config)
+        for number, layer in enumerate(cast("list[TransformerLayer]", self.layers)):
+            own, name, place = f"{prefix}layers.{number}.", f"{prefix}layers.", ()
+            of_all = (layer.layer_number - 1) // parts
+            if (metadata or {}).get("non_homogeneous_layers"):
+                name += f"{of_all}."
+            else:
+                place = ((0, of_all, self.config.num_layers // parts),)
+            of_layer = layer.sharded_state_dict(own, place, metadata)
+            replace_prefix_for_sharding(of_layer, own, name)
+            state |= of_layer
+        if self.final_layernorm is not None:
+            name, nowhere = f"{prefix}final_layernorm.", cast(Any, ())
+            state |= sharded_state_dict_default(
+                self.final_layernorm, name, nowhere, metadata, tp_group=self.tp_group
+            )
+        return state
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked of the output layer instead of logits; see `output_processor`."""
+
+    answer: Callable[..., Any]
+
+    def __bool__(self) -> bool:  # in the place of `runtime_gather_output`
+        return True
+
+
+class _OutputLayer(ColumnParallelLinear):
+    """The output layer, with upstream's weight, that can answer with something else than logits."""
+
+    def __init__(self, layer: ColumnParallelLinear, config: TransformerConfig):
+        drawn: Any = config.init_method
+        super().__init__(
+            *(layer.input_size, layer.output_size),
+            config=config,
+            init_method=drawn,
+            bias=False,
+            gather_output=layer.gather_output,
+            skip_bias_add=layer.skip_bias_add,
+            skip_weight_param_allocation=True,
+            tp_group=cast(dist.ProcessGroup, layer.tp_group),
+        )
+        self.weight = layer.weight  # None where it is tied to an embedding on this rank
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | _Question | None = None,
+    ) -> tuple[Any, torch.Tensor | None]:
+        if isinstance(runtime_gather_output, _Question):
+            return runtime_gather_output.answer(
+                hidden_states=input_, output_layer=self, output_weight=weight
+            ), None
+        return super().forward(input_, weight, runtime_gather_output)
+
+
+class HybridLanguageModel(HybridModel):
+    """A HybridModel that takes an `output_processor`, as a GPTModel does."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any):
+        super().__init__(config, *args, **keywords)
+        if self.post_process:
+            self.output_layer = _OutputLayer(self.output_layer, config)
+
+    def forward(
+        self,
+        *inputs: Any,
+        output_processor: Callable[..., Any] | None = None,
+        output_processor_context: Any = None,
+        padding_mask: torch.Tensor | None = None,
+        **keywords: Any,
+    ) -> Any:
+        """As `GPTModel.forward`: on a last stage what the processor returns, else hidden states [S, B, H].
+
+        padding_mask: bool [B, S], true where no token is; whole on the first stage, which cuts it as it does the ids.
+        """
+        if padding_mask is not None and self.pre_process and self.config.sequence_parallel:
+            by_position = padding_mask.transpose(0, 1).contiguous()
+            padding_mask = scatter_to_sequence_parallel_region(by_position).transpose(0, 1).contiguous()
+        if output_processor is not None:
+            asked = partial(
+                output_processor, context=output_processor_context, scale_logits=self._scale_logits
+            )
+            keywords |= dict.fromkeys(("labels", "runtime_gather_output"), _Question(asked))
+        return super().forward(*inputs, padding_mask=padding_mask, **keywords)
+
+    def compute_language_model_loss(self, labels: torch.Tensor | _Question, logits: Any) -> Any:
+        """Return the answer to a question; the loss where labels are given."""
+        return (
+            logits if isinstance(labels, _Question) else super().compute_language_model_loss(labels, logits)
+        )

@@ -1,0 +1,268 @@
+"""A HybridModel is the GPTModel of the same weights: log-probabilities, gradients, steps, answers and checkpoints."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from rank_pool import RankFailedError
+
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.1,
+    "qk_layernorm": True,
+}  # fmt: skip
+BIASED = {
+    "moe_aux_loss_coeff": 0.0, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+PACKED = {"sequence_packing": {"enabled": True, "train_mb_tokens": 40, "logprob_mb_tokens": 40}}
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2, EP2 = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
+SP, FUSED = {"sequence_parallel": True}, {"use_fused_linear_logprobs": True}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+UNEVEN = PP2 | {"num_layers_in_first_pipeline_stage": 1}
+OVERLAP = {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 3000}}
+GATHERED = {
+    "distributed_data_parallel_config": {
+        "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000,
+    }
+}  # fmt: skip
+WHOLE_OPTIMIZER = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}}
+RECOMPUTED = {"activation_checkpointing": True}
+# Ranks, and keys of the model, of Megatron, of the policy.
+CASES = {
+    "one": (1, {}, FUSED, {}),
+    "one-tied-unfused": (1, {"tie_word_embeddings": True}, {}, {}),
+    "one-experts": (1, EXPERTS, {}, {}),
+    "one-biased-experts": (1, EXPERTS | BIASED, {}, {}),
+    "one-recomputed-experts": (1, EXPERTS, RECOMPUTED, {}),
+    "one-packed": (1, {}, {}, PACKED),
+    "one-yarn": (1, {"rope_scaling": YARN, "qk_layernorm": True, "add_qkv_bias": True}, {}, {}),
+    "one-bf16": (1, {}, FUSED, {"precision": "bfloat16"}),
+    "one-whole-optimizer": (1, {}, WHOLE_OPTIMIZER, {}),
+    "dp2-overlap": (2, {}, OVERLAP, {}),
+    "dp2-overlapped-gather": (2, {}, GATHERED, {}),
+    "tp2": (2, {}, TP2, {}),
+    "tp2-sp": (2, {}, TP2 | SP | FUSED, {}),
+    "tp2-sp-experts": (2, EXPERTS, TP2 | SP, {}),
+    "pp2": (2, {}, PP2 | FUSED, {}),
+    "pp2-tied": (2, {"tie_word_embeddings": True}, PP2, {}),
+    "pp2-uneven": (2, {"num_layers": 5}, UNEVEN, {}),
+    "pp2-vpp2": (2, {"num_layers": 4}, VPP2, {}),
+    "cp2": (2, {}, CP2, {}),
+    "cp2-packed": (2, {}, CP2, PACKED),
+    "ep2": (2, EXPERTS, EP2, {}),
+    "ep2-pp2": (4, EXPERTS, EP2 | PP2, {}),
+}
+
+
+def build(model_class, model, megatron, policy, **options):
+    import tiny
+
+    keys = megatron | {"model_class": model_class}
+    return tiny.worker(tiny.policy_config(model=model, megatron=keys, **policy), **options)
+
+
+def own_weights(worker, read):
+    """What is read of each parameter of this rank, by the names that Hugging Face has for it."""
+    from nemo_rl_mcore.megatron.hf_weights.placement import local_parameters, this_place
+
+    own = local_parameters(worker.backend.chunks, worker.policy.model, this_place())
+    return {weight.names: read(parameter).detach().float().numpy().copy() for weight, parameter in own}
+
+
+def logprobs(worker):
+    import tiny
+
+    return worker.get_logprobs(data=tiny.grpo_batch())["logprobs"].numpy()
+
+
+def train(worker, seed):
+    import tiny
+
+    fused = worker.policy.megatron_cfg.use_fused_linear_logprobs
+    result = worker.train(tiny.shard(tiny.grpo_batch(seed=seed)), tiny.grpo_loss(fused=fused))
+    return result["all_mb_metrics"] | result["moe_metrics"] | {"norm": float(result["grad_norm"])}
+
+
+def three_steps(model_class, model, megatron, policy):
+    """The weights that a seed gives, log-probabilities before and after three steps, the first one's gradients."""
+    worker = build(model_class, model, megatron, policy)
+    found = {"start": own_weights(worker, lambda parameter: parameter), "before": logprobs(worker)}
+    found["steps"] = [train(worker, 0)]
+    found["gradients"] = own_weights(worker, lambda parameter: parameter.main_grad)
+    found["steps"] += [train(worker, seed) for seed in (1, 2)]
+    found |= {"end": own_weights(worker, lambda parameter: parameter), "after": logprobs(worker)}
+    return found | {"modules": [type(chunk).__name__ for chunk in worker.backend.chunks[0].modules()]}
+
+
+@pytest.mark.smoke("one")
+@pytest.mark.quick_cases("one", "one-experts", "tp2-sp", "pp2", "cp2", "ep2")
+@pytest.mark.parametrize("case", CASES)
+def test_a_hybrid_model_is_the_gpt_model_bit_for_bit(ranks, case):
+    needed, *keys = CASES[case]
+    for gpt, hybrid in zip(
+        ranks(needed).run(three_steps, "gpt", *keys),
+        ranks(needed).run(three_steps, "hybrid", *keys),
+        strict=True,
+    ):
+        assert ("GPTModel" in gpt["modules"], "HybridLanguageModel" in hybrid["modules"]) == (True, True)
+        assert gpt["steps"] == hybrid["steps"]
+        for kind in ("start", "gradients", "end"):
+            assert list(gpt[kind]) == list(hybrid[kind])
+            assert [names for names, value in gpt[kind].items() if (value != hybrid[kind][names]).any()] == []
+        for kind in ("before", "after"):
+            assert (gpt[kind] == hybrid[kind]).all()
+        assert abs(hybrid["after"] - hybrid["before"]).max() > 1e-2
+
+
+# Checkpoints
+
+
+def go_on(model_class, folder, model, megatron, loads, renumber=False):
+    """Two steps of a policy that saves before them, or of one that loads what another class saved.
+
+    renumber: whether the layers are loaded into each other's places.
+    """
+    worker = build(model_class, model, megatron, {}, seed=7 if loads else 42)
+    for seed in (3, 4):
+        train(worker, seed)  # of other weights and moments, where others are loaded
+    if loads:
+        with renumbered(worker) if renumber else nothing():
+            worker.load_checkpoint(folder)
+    else:
+        worker.save_checkpoint(folder)
+    before = logprobs(worker)
+    steps = [train(worker, seed) for seed in (5, 6)]
+    whole = {name: tensor.numpy().copy() for name, tensor in worker.backend.full_tensors()}
+    return before, steps, whole, logprobs(worker)
+
+
+@contextmanager
+def nothing():
+    yield
+
+
+@contextmanager
+def renumbered(worker):
+    """Inside, the first layer of the model says that it is the second, and the second that it is the first."""
+    layers = worker.backend.chunks[0].module.decoder.layers
+    numbers = [layer.layer_number for layer in layers]
+    for layer, number in zip(layers, [*numbers[2:], *numbers[:2]], strict=True):
+        layer.layer_number = number
+    yield
+    for layer, number in zip(layers, numbers, strict=True):
+        layer.layer_number = number
+
+
+RESUMED = {
+    "one": (1, {}, {}),
+    "tp2-sp": (2, {}, TP2 | SP),
+    "pp2-tied": (2, {"tie_word_embeddings": True}, PP2),
+    "pp2-vpp2": (2, {"num_layers": 4}, VPP2),
+    "cp2": (2, {}, CP2),
+    "ep2": (2, EXPERTS | {"moe_aux_loss_coeff": 0.0}, EP2),
+    "whole-optimizer": (2, {}, WHOLE_OPTIMIZER),
+}
+
+
+def assert_went_on_alike(found, wanted):
+    """Both continued from the same weights and moments; layouts add in another order."""
+    (before, steps, whole, after), (own_before, own_steps, own_whole, own_after) = wanted, found
+    assert own_before == pytest.approx(before, abs=2e-5)
+    for own, reference in zip(own_steps, steps, strict=True):
+        assert own.keys() == reference.keys()
+        for name in reference:
+            assert own[name] == pytest.approx(reference[name], rel=2e-4, abs=2e-5), name
+    assert list(own_whole) == list(whole)
+    differences = {name: abs(value - own_whole[name]).max() for name, value in whole.items()}
+    assert max(differences.values()) < 1e-4, max(differences, key=differences.get)
+    assert own_after == pytest.approx(after, abs=2e-4)
+    assert abs(after - before).max() > 1e-2
+
+
+@pytest.mark.quick_cases("gpt-pp2-tied", "hybrid-tp2-sp")
+@pytest.mark.parametrize("layout", RESUMED)
+@pytest.mark.parametrize("saver", ["gpt", "hybrid"])
+def test_a_checkpoint_of_one_class_goes_on_in_the_other_in_another_layout(ranks, tmp_path, saver, layout):
+    needed, model, megatron = RESUMED[layout]
+    loader = {"gpt": "hybrid", "hybrid": "gpt"}[saver]
+    (wanted,) = ranks(1).run(go_on, saver, str(tmp_path / "step"), model, {}, False)
+    for found in ranks(needed).run(go_on, loader, str(tmp_path / "step"), model, megatron, True):
+        assert_went_on_alike(found, wanted)
+
+
+def test_layers_in_the_places_of_others_are_found(ranks, tmp_path):
+    (wanted,) = ranks(1).run(go_on, "gpt", str(tmp_path / "step"), {}, {}, False)
+    (found,) = ranks(1).run(go_on, "hybrid", str(tmp_path / "step"), {}, {}, True, True)
+    assert abs(found[0] - wanted[0]).max() > 1e-3
+    with pytest.raises(AssertionError):
+        assert_went_on_alike(found, wanted)
+
+
+# What else is asked of a model
+
+
+def all_reads(model_class, model, megatron):
+    """Answers, the most probable tokens, a student's loss beside its teacher, a critic's values after a step of it."""
+    import tiny
+    import torch
+
+    from nemo_rl_mcore.losses import MseValueLossFn
+
+    batch = tiny.grpo_batch()
+    worker = build(model_class, model, megatron, {})
+    prompts = tiny.BatchedDataDict(
+        input_ids=torch.arange(24).view(4, 6) % 7, input_lengths=torch.tensor([6, 4, 6, 3]),
+        prompt_index=torch.arange(4), sample_index=torch.zeros(4, dtype=torch.long),
+    )  # fmt: skip
+    answers = worker.generate(data=tiny.shard(prompts), step=0, stop_ids=[1])
+    found = {key: value.numpy() for key, value in answers.items()}
+    found |= {key: value.numpy() for key, value in worker.get_topk_logits(data=batch, k=4).items()}
+    critic = build(model_class, model, megatron, {}, role="value")
+    batch["returns"] = torch.randn(batch["token_mask"].shape, generator=torch.Generator().manual_seed(5))
+    batch["values"] = torch.zeros_like(batch["returns"])
+    critic.train(tiny.shard(batch), MseValueLossFn({"cliprange": 0.2}))
+    return found | {"values": critic.get_values(data=batch)["values"].numpy()}
+
+
+@pytest.mark.quick_cases("one")
+@pytest.mark.parametrize(
+    ("needed", "model", "megatron"),
+    [
+        (1, {}, {}),
+        (2, {}, TP2 | SP),
+        (2, {"tie_word_embeddings": True}, PP2),
+        (2, EXPERTS, EP2),
+        (2, {}, CP2),
+    ],
+    ids=["one", "tp2-sp", "pp2-tied", "ep2", "cp2"],
+)
+def test_answers_top_tokens_and_values_are_those_of_the_gpt_model(ranks, needed, model, megatron):
+    for gpt, hybrid in zip(
+        ranks(needed).run(all_reads, "gpt", model, megatron),
+        ranks(needed).run(all_reads, "hybrid", model, megatron),
+        strict=True,
+    ):
+        assert gpt.keys() == hybrid.keys()
+        assert [name for name, value in gpt.items() if not np.array_equal(value, hybrid[name])] == []
+        assert abs(hybrid["values"]).max() > 1e-3
+
+
+def a_pass_whose_output_layer_hears_nothing():
+    """What the first pass says of a model that hands the processor on to an output layer that is upstream's."""
+    from unittest.mock import patch
+
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from nemo_rl_mcore.megatron import hybrid_model
+
+    worker = build("hybrid", {}, {}, {})
+    with patch.object(hybrid_model._OutputLayer, "forward", ColumnParallelLinear.forward):
+        logprobs(worker)
+
+
+def test_a_hybrid_model_that_does_not_call_the_processor_is_refused(ranks):
+    with pytest.raises(RankFailedError) as refused:
+        ranks(1).run(a_pass_whose_output_layer_hears_nothing)
+    assert "RuntimeError" in str(refused.value)
+    assert "HybridLanguageModel" in str(refused.value)
