@@ -1,9 +1,9 @@
 """Configuration of Megatron-Core: parallel layout, optimizer, scheduler, data-parallel buckets."""
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from nemo_rl_mcore.config.base import (
     Fraction,
@@ -14,9 +14,14 @@ from nemo_rl_mcore.config.base import (
     Problem,
     Seconds,
     StrictModel,
+    tuple_from_list,
 )
 
 PrecisionName = Literal["float32", "bfloat16"]
+RecomputedModules = Annotated[
+    tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...],
+    BeforeValidator(tuple_from_list),
+]
 
 
 class OptimizerConfig(StrictModel):
@@ -169,8 +174,18 @@ class MegatronConfig(StrictModel):
     """NeMo RL's other spelling of policy.precision, which it gives where that is left out."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
-    apply_rope_fusion: bool = False
-    """Use Transformer Engine's fused rotary kernel where it runs; the numbers are the same."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """full: of each layer its input alone is kept; selective: all but the insides of recompute_modules are."""
+    recompute_modules: RecomputedModules | None = None
+    """Parts that selective computes again; null is [core_attn]."""
+    bias_activation_fusion: Literal["auto"] | bool = "auto"
+    """Compute SwiGLU and its gradient in one kernel each; auto: on GPUs."""
+    apply_rope_fusion: bool = True
+    """Rotate queries and keys in one kernel, where layers are Transformer Engine's and the model has no YaRN."""
+    gradient_accumulation_fusion: Literal["auto"] | bool = "auto"
+    """Have matrix products add to the gradient buffer; auto: on GPUs with Transformer Engine and Apex's extension."""
+    moe_permute_fusion: bool = True
+    """Sort tokens by their experts in one kernel, where layers are Transformer Engine's."""
     use_fused_linear_logprobs: bool = False
     """Compute log-probabilities from the hidden states in chunks; no batch of logits ever exists at once."""
     fused_linear_logprobs_chunk_size: PositiveInt | None = None
@@ -221,7 +236,12 @@ class MegatronConfig(StrictModel):
     def _fill_weight_decay(cls, given: object) -> object:
         return fill_weight_decay(given)
 
-    read_unless = (("fused_linear_logprobs_cache_bytes", "use_fused_linear_logprobs", False),)
+    read_unless = (
+        ("fused_linear_logprobs_cache_bytes", "use_fused_linear_logprobs", False),
+        ("recompute_granularity", "activation_checkpointing", False),
+        ("recompute_modules", "activation_checkpointing", False),
+        ("recompute_modules", "recompute_granularity", "full"),
+    )
 
     def problems(self) -> Iterator[Problem]:
         """Yield settings that Megatron cannot run together."""
