@@ -1,4 +1,4 @@
-"""Which of Megatron's fused kernels a model runs with, and which parts of its layers the backward pass computes again."""
+"""Which of Megatron's fused kernels a model runs with, and what of its layers the backward pass computes again."""
 
 from __future__ import annotations
 

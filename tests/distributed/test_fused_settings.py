@@ -61,7 +61,6 @@ def _kept_bytes(model):
 def step_of(model, megatron):
     """Log-probabilities, the metrics and gradients of a step, the settings that it ran with, and the bytes it kept."""
     import tiny
-    import torch
 
     # With the plain optimizer the buckets keep the gradients of a step.
     plain = {"optimizer": {"lr": 1e-2, "weight_decay": 0.0, "use_distributed_optimizer": False}}

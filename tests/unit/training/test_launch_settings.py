@@ -13,7 +13,14 @@ EXPERTS = ("+policy.model.num_moe_experts=4", "policy.precision=bfloat16")
     [
         ((), {}, {}),
         (("policy.megatron_cfg.tensor_model_parallel_size=2",), {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-        (("policy.megatron_cfg.context_parallel_size=2",), {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        (
+            (
+                "policy.megatron_cfg.context_parallel_size=2",
+                "policy.megatron_cfg.use_fused_linear_logprobs=false",
+            ),
+            {},
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        ),
         (("policy.megatron_cfg.tensor_model_parallel_size=2",), {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {}),
         (
             (
