@@ -96,3 +96,40 @@ def test_it_equals_the_plain_model(ranks, plain, case):
     assert used == ("bias_activation_fusion" in megatron, megatron.get("recompute_granularity"))
     if case != "dense-attention":  # torch's attention keeps no scores: its inputs are all there is to spare
         assert kept < all_kept
+
+
+def kept_by_two_layers(model, megatron, tokens):
+    """The bytes that two more layers keep of a microbatch, and the estimate of `check`."""
+    import tiny
+
+    from nemo_rl_mcore.preflight.device_memory import activation_bytes
+
+    measured, estimated = [], []
+    for layers in (2, 4):
+        own = model | {"num_layers": layers, "hidden_size": 64, "ffn_hidden_size": 192}
+        measured.append(step_of(own, megatron)[-1])
+        estimated.append(activation_bytes(tiny.policy_config(model=own, megatron=megatron), tokens))
+    return measured[1] - measured[0], estimated[1] - estimated[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "less"),
+    [
+        ("dense", {"bias_activation_fusion": False}, FUSED),
+        ("dense", FUSED, again("mlp")),
+        ("experts", FUSED, again("moe")),
+    ],
+    ids=["unfused", "mlp", "moe"],
+)
+def test_what_a_setting_spares_is_what_check_says(ranks, model, more, less):
+    """Attention cancels out: on CPU it keeps copies that Transformer Engine's does not."""
+    # Two rows of twelve tokens.
+    measured, estimated = zip(
+        *(ranks(1).run(kept_by_two_layers, MODELS[model], one, 24)[0] for one in (more, less)), strict=True
+    )
+    assert measured[0] - measured[1] == pytest.approx(estimated[0] - estimated[1], rel=0.1)
+
+
+def test_full_recomputation_keeps_what_check_says(ranks):
+    measured, estimated = ranks(1).run(kept_by_two_layers, {}, {"activation_checkpointing": True}, 24)[0]
+    assert measured == pytest.approx(estimated, rel=0.1)
