@@ -1,9 +1,9 @@
 """Configuration of Megatron-Core: parallel layout, optimizer, scheduler, data-parallel buckets."""
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
 from nemo_rl_mcore.config.base import (
     Fraction,
@@ -15,9 +15,14 @@ from nemo_rl_mcore.config.base import (
     Seconds,
     StrictModel,
     StrTuple,
+    tuple_from_list,
 )
 
 PrecisionName = Literal["float32", "bfloat16"]
+RecomputedModules = Annotated[
+    tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...],
+    BeforeValidator(tuple_from_list),
+]
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 _EMBEDDING, _LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
@@ -180,8 +185,18 @@ class MegatronConfig(StrictModel):
     """NeMo RL's other spelling of policy.precision, which it gives where that is left out."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them."""
-    apply_rope_fusion: bool = False
-    """Use Transformer Engine's fused rotary kernel where it runs; the numbers are the same."""
+    recompute_granularity: Literal["full", "selective"] = "full"
+    """full: of each layer its input alone is kept; selective: all but the insides of recompute_modules are."""
+    recompute_modules: RecomputedModules | None = None
+    """Parts that selective computes again; null is [core_attn]."""
+    bias_activation_fusion: Literal["auto"] | bool = "auto"
+    """Compute SwiGLU and its gradient in one kernel each; auto: on GPUs."""
+    apply_rope_fusion: bool = True
+    """Rotate queries and keys in one kernel, where layers are Transformer Engine's and the model has no YaRN."""
+    gradient_accumulation_fusion: Literal["auto"] | bool = "auto"
+    """Have matrix products add to the gradient buffer; auto: on GPUs with Transformer Engine and Apex's extension."""
+    moe_permute_fusion: bool = True
+    """Sort tokens by their experts in one kernel, where layers are Transformer Engine's."""
     use_fused_linear_logprobs: bool = False
     """Compute log-probabilities from the hidden states in chunks; no batch of logits ever exists at once."""
     fused_linear_logprobs_chunk_size: PositiveInt | None = None
@@ -214,6 +229,11 @@ class MegatronConfig(StrictModel):
     def layer_divisor(self) -> int:
         """Chunks that the layers are cut into."""
         return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
+
+    @property
+    def parts_of_a_layer(self) -> int:
+        """How many of Megatron's layers are one of the model's: a HybridModel's attention is one of its own."""
+        return 2 if self.model_class == "hybrid" else 1
 
     @property
     def own_stages(self) -> dict[str, int]:
@@ -250,7 +270,12 @@ class MegatronConfig(StrictModel):
     def _fill_weight_decay(cls, given: object) -> object:
         return fill_weight_decay(given)
 
-    read_unless = (("fused_linear_logprobs_cache_bytes", "use_fused_linear_logprobs", False),)
+    read_unless = (
+        ("fused_linear_logprobs_cache_bytes", "use_fused_linear_logprobs", False),
+        ("recompute_granularity", "activation_checkpointing", False),
+        ("recompute_modules", "activation_checkpointing", False),
+        ("recompute_modules", "recompute_granularity", "full"),
+    )
 
     def problems(self) -> Iterator[Problem]:
         """Yield settings that Megatron cannot run together."""

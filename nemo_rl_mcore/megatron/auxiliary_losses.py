@@ -50,6 +50,7 @@ from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.data.microbatch import Microbatch
 from nemo_rl_mcore.losses.base import LossFunction, LossType, valid_counts
 from nemo_rl_mcore.megatron import parallel_groups
+from nemo_rl_mcore.megatron.fusions import recomputes_routers
 from nemo_rl_mcore.megatron.layer_specs import parts_of_a_layer
 from nemo_rl_mcore.megatron.model_class import language_models
 from nemo_rl_mcore.megatron.passes import next_tokens, tokens_to_train
@@ -176,7 +177,7 @@ class AuxiliaryLosses:
         # (transformer/moe/moe_utils.py, transformer/multi_token_prediction.py).
         MoEAuxLossAutoScaler.set_loss_scale(torch.full((1,), terms.router, device=gradient.device))
         MTPLossAutoScaler.set_loss_scale(torch.full((1,), terms.prediction, device=gradient.device))
-        if self._config.recompute_granularity == "full":
+        if recomputes_routers(self._config):
             # Routers count and record when their layer is computed again.
             self._router_padding, self._tracker.factor = router_padding, terms.recorded
 

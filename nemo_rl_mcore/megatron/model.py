@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.model import RopeScalingConfig
-from nemo_rl_mcore.megatron.layer_specs import use_transformer_engine
+from nemo_rl_mcore.megatron.fusions import Kernels, fused_settings, recomputed_settings
 from nemo_rl_mcore.megatron.model_class import LanguageModel, language_model
 from nemo_rl_mcore.megatron.value_head import value_head_of
 
@@ -31,9 +31,25 @@ def padded_vocab_size(policy: PolicyConfig) -> int:
 
 def transformer_config(policy: PolicyConfig) -> TransformerConfig:
     """Megatron's description of the model and of how it is run."""
+    described = TransformerConfig(**transformer_settings(policy, Kernels.here(policy.megatron_cfg)))
+    if (yarn := _yarn(policy)) is not None:
+        # No field, and read by each attention layer: _yarn_get_concentration_factor_from_config
+        setattr(described, _YARN_FACTOR, yarn.factor)
+    return described
+
+
+_YARN_FACTOR = "yarn_rotary_scaling_factor"
+
+
+def _yarn(policy: PolicyConfig) -> RopeScalingConfig | None:
+    scaling = policy.model.rope_scaling
+    return scaling if scaling and scaling.rope_type == "yarn" else None
+
+
+def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any]:
+    """Return the fields of a TransformerConfig that are not Megatron's defaults, for a model with such kernels."""
     model, config, dtype = policy.model, policy.megatron_cfg, DTYPES[policy.precision]
-    yarn = model.rope_scaling if model.rope_scaling and model.rope_scaling.rope_type == "yarn" else None
-    described = TransformerConfig(
+    return dict(
         **_layers(policy),
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -65,45 +81,29 @@ def transformer_config(policy: PolicyConfig) -> TransformerConfig:
         batch_p2p_comm=config.virtual_pipeline_model_parallel_size is None,
         context_parallel_size=config.context_parallel_size,
         cp_comm_type=config.cp_comm_type,
-        use_cpu_initialization=not accelerator.has_cuda(),
+        use_cpu_initialization=not kernels.gpu,
         # What is loaded in full need not be drawn before.
         perform_initialization=policy.model_name is None,
         # The loss functions return sums, and the train step divides once by the global count.
         calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        recompute_granularity="full" if config.activation_checkpointing else None,
-        recompute_method="uniform" if config.activation_checkpointing else None,
-        transformer_impl="transformer_engine" if use_transformer_engine(config) else "local",
-        # The fused kernel of packed rows leaves out what YaRN multiplies cosines and sines by.
-        apply_rope_fusion=config.apply_rope_fusion and use_transformer_engine(config) and yarn is None,
+        transformer_impl="transformer_engine" if kernels.engine else "local",
         mtp_num_layers=model.mtp_num_layers,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
-        **_expert_settings(policy),
+        **fused_settings(config, kernels, yarn=_yarn(policy) is not None),
+        **recomputed_settings(config, kernels),
+        **_expert_settings(policy, kernels),
     )
-    if (
-        yarn is not None
-    ):  # no field, and read by each attention layer: _yarn_get_concentration_factor_from_config
-        setattr(described, _YARN_FACTOR, yarn.factor)
-    return described
-
-
-_YARN_FACTOR = "yarn_rotary_scaling_factor"
 
 
 def _layers(policy: PolicyConfig) -> dict[str, Any]:
     """Return what a TransformerConfig says of the number of layers; a HybridModel's pattern has their stages."""
     layers, config = policy.model.num_layers, policy.megatron_cfg
-    hybrid = config.model_class == "hybrid"
-    parts = 2 if hybrid else 1
-    return {
-        "num_layers": parts * layers,
-        "is_hybrid_model": hybrid,
-        "recompute_num_layers": parts if config.activation_checkpointing else None,
-        **({} if hybrid else config.own_stages | config.counted_ends),
-    }
+    if config.model_class == "hybrid":
+        return {"num_layers": config.parts_of_a_layer * layers, "is_hybrid_model": True}
+    return {"num_layers": layers, **config.own_stages, **config.counted_ends}
 
 
-def _expert_settings(policy: PolicyConfig) -> dict[str, Any]:
+def _expert_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any]:
     """Return what a TransformerConfig says of experts; nothing for a dense model."""
     model, config = policy.model, policy.megatron_cfg
     if model.num_moe_experts is None:
@@ -120,7 +120,7 @@ def _expert_settings(policy: PolicyConfig) -> dict[str, Any]:
         "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
         "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
         "moe_router_bias_update_rate": model.moe_router_bias_update_rate,
-        "moe_grouped_gemm": use_transformer_engine(config),
+        "moe_grouped_gemm": kernels.engine,
         "expert_model_parallel_size": config.expert_model_parallel_size,
         "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
         "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
@@ -203,21 +203,26 @@ def wrap_data_parallel(
     policy: PolicyConfig, config: TransformerConfig, modules: list[MegatronModule]
 ) -> list[DistributedDataParallel]:
     """Add Megatron's gradient buckets, and tell the schedules how gradients are finalised."""
-    ddp = policy.megatron_cfg.distributed_data_parallel_config
-    ddp_config = MegatronDDPConfig(
-        use_distributed_optimizer=policy.megatron_cfg.optimizer.use_distributed_optimizer,
-        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
-        overlap_grad_reduce=ddp.overlap_grad_reduce,
-        overlap_param_gather=ddp.overlap_param_gather,
-        average_in_collective=False,  # gradients are sums; see calculate_per_token_loss above
-        bucket_size=ddp.bucket_size,
-    )
+    ddp_config = MegatronDDPConfig(**bucket_settings(policy))
     wrapped = [DistributedDataParallel(config, ddp_config, module) for module in modules]
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = _one_or_all([module.no_sync for module in wrapped])
-    if ddp.overlap_grad_reduce:
+    if ddp_config.overlap_grad_reduce:
         config.grad_sync_func = _one_or_all([module.start_grad_sync for module in wrapped])
     return wrapped
+
+
+def bucket_settings(policy: PolicyConfig) -> dict[str, Any]:
+    """Return the fields of a DistributedDataParallelConfig that are not Megatron's defaults."""
+    ddp = policy.megatron_cfg.distributed_data_parallel_config
+    return {
+        "use_distributed_optimizer": policy.megatron_cfg.optimizer.use_distributed_optimizer,
+        "grad_reduce_in_fp32": ddp.grad_reduce_in_fp32,
+        "overlap_grad_reduce": ddp.overlap_grad_reduce,
+        "overlap_param_gather": ddp.overlap_param_gather,
+        "average_in_collective": False,  # gradients are sums; see calculate_per_token_loss above
+        "bucket_size": ddp.bucket_size,
+    }
 
 
 def _one_or_all(functions: list[Any]) -> Any:

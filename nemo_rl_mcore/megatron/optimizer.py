@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -13,27 +15,32 @@ from nemo_rl_mcore.megatron.model import DTYPES
 
 def build_optimizer(policy: PolicyConfig, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Build the optimizer over this rank's chunks; fp32 main parameters under bf16, sharded if the config says so."""
-    optimizer = policy.megatron_cfg.optimizer
-    dtype = DTYPES[policy.precision]
+    no_decay = not policy.megatron_cfg.optimizer.decay_norms_and_biases
     return get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer=optimizer.optimizer,
-            lr=optimizer.lr,
-            min_lr=optimizer.min_lr,
-            weight_decay=optimizer.weight_decay,
-            bf16=policy.precision == "bfloat16",
-            params_dtype=dtype,
-            adam_beta1=optimizer.adam_beta1,
-            adam_beta2=optimizer.adam_beta2,
-            adam_eps=optimizer.adam_eps,
-            sgd_momentum=optimizer.sgd_momentum,
-            use_distributed_optimizer=optimizer.use_distributed_optimizer,
-            overlap_param_gather=policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
-            clip_grad=policy.max_grad_norm,
-        ),
+        MegatronOptimizerConfig(**optimizer_settings(policy)),
         [*chunks],
-        config_overrides={} if optimizer.decay_norms_and_biases else None,  # None sets their decay to 0
+        config_overrides=None if no_decay else {},  # None sets the decay of norms and biases to 0
     )
+
+
+def optimizer_settings(policy: PolicyConfig) -> dict[str, Any]:
+    """Return the fields of Megatron's OptimizerConfig that are not its defaults."""
+    optimizer = policy.megatron_cfg.optimizer
+    return {
+        "optimizer": optimizer.optimizer,
+        "lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "weight_decay": optimizer.weight_decay,
+        "bf16": policy.precision == "bfloat16",
+        "params_dtype": DTYPES[policy.precision],
+        "adam_beta1": optimizer.adam_beta1,
+        "adam_beta2": optimizer.adam_beta2,
+        "adam_eps": optimizer.adam_eps,
+        "sgd_momentum": optimizer.sgd_momentum,
+        "use_distributed_optimizer": optimizer.use_distributed_optimizer,
+        "overlap_param_gather": policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather,
+        "clip_grad": policy.max_grad_norm,
+    }
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

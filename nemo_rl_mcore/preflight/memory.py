@@ -181,6 +181,11 @@ def _logits(plan: ModelPlan, rows_per_sample: int) -> int:
     return min(chunk, full) * _CHUNK_COPIES + cached
 
 
+def training_tokens(policy: PolicyConfig, rows_per_sample: int) -> int:
+    """Return the tokens of a rank of the largest microbatch of training."""
+    return _tokens(policy, rows_per_sample)[0]
+
+
 def _tokens(policy: PolicyConfig, rows_per_sample: int) -> tuple[int, int]:
     """Tokens of a rank of the largest microbatch of training, and of log-probabilities."""
     shared, longest = policy.megatron_cfg.context_parallel_size, policy.max_total_sequence_length

@@ -15,6 +15,7 @@ from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrail
 from nemo_rl_mcore.preflight.agents import agent_problems
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
 from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
+from nemo_rl_mcore.preflight.device_memory import DeviceMemory, plan_device_memory
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
 from nemo_rl_mcore.preflight.folders import checkpoints_on_disk, folder_problems
 from nemo_rl_mcore.preflight.memory import RunMemory, estimate_memory, reference_place
@@ -75,8 +76,8 @@ class BatchArithmetic:
 class Plan:
     """The resolved run: what `check` prints and what the launcher goes by.
 
-    subject: what is trained, name and value of each line. reference_policy: where its weights are kept; empty without
-    one.
+    device_memory: of a GPU; None on CPU. subject: what is trained, name and value of each line.
+    reference_policy: where its weights are kept; empty without one.
     """
 
     subject: tuple[tuple[str, str], ...]
@@ -87,6 +88,7 @@ class Plan:
     fused_logprobs: bool
     guardrails: tuple[Guardrail, ...]
     memory: RunMemory
+    device_memory: DeviceMemory | None
     data: DataPlan | None
     steps: int
     reference_policy: str
@@ -124,6 +126,7 @@ def preflight(
     )
     if problems:
         raise ConfigError(hidden(problem, config.references) for problem in problems)
+    memory = estimate_memory(config)
     return Plan(
         subject=tuple(subject_of(config, data.first if data else ())),
         layout=_layout(config, elsewhere=elsewhere),
@@ -132,7 +135,8 @@ def preflight(
         asynchronous=plan_asynchronous(config),
         fused_logprobs=config.policy.megatron_cfg.use_fused_linear_logprobs,
         guardrails=tuple(_guardrails(config.policy)),
-        memory=estimate_memory(config),
+        memory=memory,
+        device_memory=None if config.cluster.on_cpu else plan_device_memory(config, memory),
         data=data,
         steps=config.loop.max_num_steps if data is None else data.steps,
         reference_policy=reference_place(config),

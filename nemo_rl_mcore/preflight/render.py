@@ -6,6 +6,7 @@ from rich.console import Group
 from rich.text import Text
 
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan
+from nemo_rl_mcore.preflight.device_memory import DeviceMemory
 from nemo_rl_mcore.preflight.engines import EngineMemory
 from nemo_rl_mcore.preflight.memory import MemoryEstimate
 from nemo_rl_mcore.preflight.plan import Plan
@@ -149,6 +150,11 @@ def _memory_sections(plan: Plan) -> Iterator[tuple[str, Iterable[Row]]]:
         yield f"Memory per rank{of_which}, without activations and key-value cache", _memory_rows(memory)
     if len(models) > 1:
         yield "Memory per rank of all models", [("total", _bytes(plan.memory.total))]
+    if plan.device_memory is not None:
+        yield (
+            "Memory of a GPU, without CUDA's own and the key-value cache of ranks",
+            _device_rows(plan.device_memory),
+        )
     if (engine := plan.engines.memory) is not None:
         yield "Memory per embedded engine, without key-value cache", _engine_rows(engine)
 
@@ -157,6 +163,15 @@ def _memory_rows(memory: MemoryEstimate) -> Iterator[Row]:
     yield "model", f"{memory.parameters:,} weights, {memory.rank_parameters:,} on the fullest rank"
     for name in ("weights", "gradients", "optimizer", "reference", "logits", "total"):
         yield name, _bytes(getattr(memory, name))
+
+
+def _device_rows(memory: DeviceMemory) -> Iterator[Row]:
+    yield "activations", f"{_bytes(memory.activations)} of {memory.tokens} tokens"
+    yield "while ranks train", _bytes(memory.training)
+    if memory.beside_engines is not None:
+        share = f"at gpu_memory_utilization: {memory.engine_share:g}"
+        yield "while engines answer", f"{_bytes(memory.beside_engines)}, and the engines' share {share}"
+    yield "a GPU needs", f"{_bytes(memory.smallest)} at least"
 
 
 def _engine_rows(memory: EngineMemory) -> Iterator[Row]:

@@ -12,6 +12,7 @@ from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path, value_at
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.rules.kernels import OF_ENGINE
 from nemo_rl_mcore.config.shipped import SHIPPED
 from nemo_rl_mcore.preflight.saved_run import shown_value
 from nemo_rl_mcore.rehearsal.batches import batch_keys
@@ -142,7 +143,8 @@ def _on_cpu(config: RunConfig) -> Tree:
         f"{megatron}.transformer_impl": "auto",
         f"{megatron}.pipeline_dtype": None,
         f"{megatron}.overlap_moe_expert_parallel_comm": False,
-        f"{megatron}.apply_rope_fusion": False,
+        f"{megatron}.gradient_accumulation_fusion": "auto",
+        f"{megatron}.recompute_modules": _parts_on_cpu(config),
         f"{megatron}.optimizer.bf16": None,
     }
     if "value" in config.models:
@@ -151,6 +153,12 @@ def _on_cpu(config: RunConfig) -> Tree:
     if chunk is not None:
         keys[f"{megatron}.fused_linear_logprobs_chunk_size"] = min(chunk, 16)
     return keys
+
+
+def _parts_on_cpu(config: RunConfig) -> list[str] | None:
+    """Return the parts that are computed again, without those that only Transformer Engine can."""
+    parts = config.policy.megatron_cfg.recompute_modules
+    return None if parts is None else [part for part in parts if part not in OF_ENGINE]
 
 
 def _engine(config: RunConfig) -> Tree:

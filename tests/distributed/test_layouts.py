@@ -1,7 +1,7 @@
 """Parallel layouts compute what one rank computes: same log-probabilities, same step, replicas in agreement."""
 
 import pytest
-from one_rank import assert_equal_to_one
+from as_one_rank import assert_equal_to_one
 
 TWO_RANKS = {
     "dp2": {},

@@ -1,7 +1,7 @@
 """Pipeline stages of other sizes hold the layers that they should, and train as one rank does."""
 
 import pytest
-from one_rank import assert_equal_to_one
+from as_one_rank import assert_equal_to_one
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "embedding_in_pipeline_split", "loss_in_pipeline_split"

@@ -18,6 +18,7 @@ from fused_linear_logprobs import Problem
 from needs import missing
 from report import Report
 from run import DEADLINES_S
+from step_part import SETTINGS, SIZES, row
 from table import is_ok, markdown
 from trained_worker import TOLERANCES, compare
 
@@ -79,6 +80,8 @@ def test_every_part_passes_on_cpu_without_ray_vllm_and_pytest(tmp_path):
             for path in ("unfused", "fused")
             for rows in ("padded", "packed")
         }
+    assert groups["step"] == {"settings agree"}
+    assert [row[""] for row in found["step"]["figures"]] == [*SETTINGS]
     assert "the reference on the device and on the CPU" in groups["worker"]
     assert groups["refit"] == {
         f"{what} over shared_memory" for what in ("a worker's weights", "odd tensors")
@@ -131,6 +134,14 @@ def test_what_a_part_lacks_is_told_with_what_installs_it(monkeypatch):
     gpus = torch.cuda.device_count()
     told = None if gpus > 1 else f"needs 2 GPUs, and this machine has {gpus}"
     assert missing("async", "cuda") == told
+
+
+def test_a_step_is_measured_by_what_its_model_multiplies():
+    """32 rows of 1024 down to 512 tokens; 1.5 billion weights, of which the embedding is the output layer too."""
+    found = row("fused", SIZES["cuda"], {"generation": 2.0, "logprobs": 1.0, "train": 2.0}, 1e15)
+    assert found["tokens generated a second"] == 32 * 64 / 2
+    assert found["tokens trained a second"] == pytest.approx(32 * 768 / 2, rel=1e-3)
+    assert found["share of the products' speed"] == pytest.approx(6 * 1.544e9 * 32 * 768 / 2 / 1e15, rel=1e-2)
 
 
 def test_a_part_that_is_not_done_in_time_says_what_it_waited_for(tmp_path):

@@ -15,10 +15,9 @@ _ARCHITECTURE = "remove it and describe the architecture in policy.model"
 _NO_VAL_SAMPLING = "remove it; validation has no sampling settings of its own"
 _NO_FP8 = "set it to its neutral value; the engine computes in vllm_cfg.precision"
 _ENVIRONMENT = "set the variables in the environment of the command"
-_FULL_RECOMPUTE = "with activation_checkpointing each layer is computed again as a whole"
 _KEPT_ON_GPU = "activations stay on the GPU; activation_checkpointing spares them"
 _DISPATCH = "tokens reach their experts by an all-to-all"
-_FUSION = "it costs speed; Transformer Engine's layers fuse what they fuse by themselves"
+_FUSION = "it costs speed; models here gate their feed-forward layers, and none squares a ReLU"
 _DENSE = AnyUnless("policy.model.num_moe_experts")
 _NO_MTP = AnyUnless("policy.model.mtp_num_layers")
 _NO_DTENSOR = AnyUnless("policy.dtensor_cfg.enabled")
@@ -30,8 +29,6 @@ _MEGATRON: dict[str, Judgement] = {
     "force_reconvert_from_hf": UNREAD,
     "empty_unused_memory_level": UNREAD,  # when the CUDA cache is emptied
     "clear_memory_caches_before_refit": UNREAD,
-    "recompute_granularity": told("full", None, cost=_FULL_RECOMPUTE),
-    "recompute_modules": told(None, [], cost=_FULL_RECOMPUTE),
     "fine_grained_activation_offloading": told(False, None, cost=_KEPT_ON_GPU),
     "offload_modules": told(
         None, [], AnyUnless("policy.megatron_cfg.fine_grained_activation_offloading"), cost=_KEPT_ON_GPU
@@ -41,8 +38,6 @@ _MEGATRON: dict[str, Judgement] = {
     "cuda_graph_warmup_steps": UNREAD,
     "overlap_p2p_comm": told(None, cost="the interleaved schedule gets the settings it needs"),
     "batch_p2p_comm": told(None, cost="the interleaved schedule gets the settings it needs"),
-    "bias_activation_fusion": told(False, None, cost=_FUSION),
-    "gradient_accumulation_fusion": told(False, None, cost=_FUSION),
     "use_fused_weighted_squared_relu": told(False, None, cost=_FUSION),
     "defer_fp32_logits": told(
         False, None, cost="it costs memory; use_fused_linear_logprobs: true spares more of it"
@@ -63,7 +58,6 @@ _MEGATRON: dict[str, Judgement] = {
         _DENSE, SameAs("policy.model.moe_router_enable_expert_bias"), remedy="remove it; the weights say it"
     ),
     "moe_grouped_gemm": UNREAD,
-    "moe_permute_fusion": told(_DENSE, False, cost="it costs speed"),
     "moe_per_layer_logging": told(_DENSE, False, cost="moe_metrics are means over the layers"),
     "track_moe_metrics": UNREAD,
     "moe_enable_deepep": told(_DENSE, False, cost=_DISPATCH),

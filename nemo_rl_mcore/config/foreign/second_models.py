@@ -36,9 +36,10 @@ _CUT = (
     *(
         "pipeline_stage",
         "activation_checkpointing",
+        "recompute_",
         "distributed_data_parallel_config",
         "fused_linear",
-        "rope_fusion",
+        "_fusion",
     ),
 )
 """Parts of the names of keys that say how a model is cut, and nothing of what it computes."""

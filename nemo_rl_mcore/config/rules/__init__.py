@@ -22,6 +22,7 @@ from nemo_rl_mcore.config.rules import (
     episodes,
     fused_logprobs,
     generation,
+    kernels,
     lengths,
     losses,
     model_class,
@@ -60,6 +61,7 @@ FEATURES: tuple[Rules, ...] = (
     environments.RULES,
     endpoint.RULES,
     offload.RULES,
+    kernels.RULES,
 )
 
 

@@ -17,6 +17,12 @@ def held_out(digits: int) -> int:
     return sum(is_held_out(f"{number:0{digits}d}>") for number in range(10**digits))
 
 
+_SELECTIVE = (
+    "+policy.megatron_cfg.activation_checkpointing=true",
+    "+policy.megatron_cfg.recompute_granularity=selective",
+)
+
+
 @pytest.mark.parametrize("digits", [1, 2, 3, 4])
 def test_the_prompts_that_the_config_promises_exist(load, digits):
     data = load().data.model_copy(update={"num_digits": digits})
@@ -132,6 +138,18 @@ THREE_RANKS = ["policy.megatron_cfg.pipeline_model_parallel_size=3", "cluster.cp
             "loss_fn.truncated_importance_sampling_ratio: requires (truncated_importance_sampling_type)",
         ),
         (["grpo.seed=7"], "grpo.seed: contradicts (seed)"),
+        (
+            ["+policy.megatron_cfg.gradient_accumulation_fusion=true"],
+            "policy.megatron_cfg.gradient_accumulation_fusion: requires (gpus_per_node)",
+        ),
+        (
+            [*_SELECTIVE, "+policy.megatron_cfg.recompute_modules=[layernorm]"],
+            "policy.megatron_cfg.recompute_modules: requires (gpus_per_node)",
+        ),
+        (
+            [*_SELECTIVE, "+policy.megatron_cfg.recompute_modules=[attention]"],
+            "policy.megatron_cfg.recompute_modules: not-allowed",
+        ),
         (
             ["policy.megatron_cfg.transformer_impl=transformer_engine"],
             "policy.megatron_cfg.transformer_impl: requires (gpus_per_node)",

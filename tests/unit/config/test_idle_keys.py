@@ -14,6 +14,22 @@ UNFUSED = f"{MEGATRON}.use_fused_linear_logprobs=false"
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
+        (
+            [f"+{MEGATRON}.recompute_granularity=selective"],
+            f"{MEGATRON}.recompute_granularity: has-no-effect (activation_checkpointing)",
+        ),
+        (
+            [f"+{MEGATRON}.activation_checkpointing=true", f"+{MEGATRON}.recompute_modules=[mlp]"],
+            f"{MEGATRON}.recompute_modules: has-no-effect (recompute_granularity)",
+        ),
+        (
+            [
+                f"+{MEGATRON}.activation_checkpointing=true",
+                f"+{MEGATRON}.recompute_granularity=selective",
+                f"+{MEGATRON}.recompute_modules=[moe]",
+            ],
+            f"{MEGATRON}.recompute_modules: has-no-effect (num_moe_experts)",
+        ),
         (["grpo.batch_multiplier=1.5"], "grpo.batch_multiplier: has-no-effect (use_dynamic_sampling)"),
         (
             [

@@ -129,7 +129,7 @@ def test_check_prints_what_changed_and_the_plan(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "migrated from NeMo RL: a recipe of grpo"
     assert any(line.startswith("  policy.generation.backend: 'megatron' -> 'embedded'") for line in lines)
-    assert any("policy.megatron_cfg.bias_activation_fusion" in line for line in lines)
+    assert any("policy.megatron_cfg.optimizer.use_precision_aware_optimizer" in line for line in lines)
     assert any(line.split() == ["steps", "7"] for line in lines)
     assert len(lines) < 80  # keys that changed nothing are counted
 

@@ -65,7 +65,7 @@ def test_a_shrunk_recipe_is_allowed(recipe: Path, ranks: int, tmp_path: Path) ->
 
 
 def test_each_shrink_is_told(tmp_path: Path) -> None:
-    config = read_rehearsed(str(DENSE), []).config
+    config = read_rehearsed(str(DENSE), ["policy.megatron_cfg.tensor_model_parallel_size=4"]).config
     small = shrunk(config, layouts_of(config, 4), 0, tmp_path)
     told = {one.path: one for one in shrinks(config, loaded(small.tree), small.why)}
     assert told["policy.model.hidden_size"].was == 3584

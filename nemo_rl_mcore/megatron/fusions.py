@@ -1,0 +1,90 @@
+"""Which of Megatron's fused kernels a model runs with, and what of its layers the backward pass computes again."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config import MegatronConfig
+from nemo_rl_mcore.config.rules.kernels import OF_ENGINE
+from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.megatron.layer_specs import use_transformer_engine
+
+_APEX = "fused_weight_gradient_mlp_cuda"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What there is to compute with.
+
+    gpu: a CUDA device. engine: layers are Transformer Engine's. apex: Apex's products that add to a gradient buffer.
+    """
+
+    gpu: bool
+    engine: bool
+    apex: bool
+
+    @classmethod
+    def here(cls, config: MegatronConfig) -> Kernels:
+        """Return what this process has for such a model."""
+        apex = importlib.util.find_spec(_APEX) is not None
+        return cls(accelerator.has_cuda(), use_transformer_engine(config), apex)
+
+
+def fused_settings(config: MegatronConfig, kernels: Kernels, *, yarn: bool) -> dict[str, bool]:
+    """Return fields of a TransformerConfig; `yarn`: rotations are stretched by it.
+
+    Raises RefusedError where the recipe wants gradients added by an extension that is not there: the output layer is
+    Megatron's own, which has no other way to (tensor_parallel/layers.py, ColumnParallelLinear).
+    """
+    accumulated = config.gradient_accumulation_fusion
+    if accumulated is True and not (kernels.gpu and kernels.apex):
+        raise _needs("gradient_accumulation_fusion: true", f"Apex's {_APEX}", "set it to auto or false")
+    return {
+        "bias_activation_fusion": _on(config.bias_activation_fusion, kernels.gpu),
+        # The fused kernel of packed rows leaves out what YaRN multiplies cosines and sines by.
+        "apply_rope_fusion": config.apply_rope_fusion and kernels.engine and not yarn,
+        "gradient_accumulation_fusion": _on(accumulated, kernels.gpu and kernels.engine and kernels.apex),
+        "moe_permute_fusion": config.moe_permute_fusion and kernels.engine,
+    }
+
+
+def _on(given: object, where_it_runs: bool) -> bool:
+    return where_it_runs if given == "auto" else given is True
+
+
+def recomputed_settings(config: MegatronConfig, kernels: Kernels) -> dict[str, Any]:
+    """Return fields of a TransformerConfig that say what is computed again; none where everything is kept.
+
+    Raises RefusedError for parts whose outputs Megatron discards with the help of Transformer Engine, without that
+    (tensor_parallel/random.py, CheckpointWithoutOutputFunction).
+    """
+    if not config.activation_checkpointing:
+        return {}
+    if config.recompute_granularity == "full":
+        number = config.parts_of_a_layer
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": number}
+    parts = config.recompute_modules
+    for part in parts or ():
+        if part in OF_ENGINE and not kernels.engine:
+            raise _needs(f"recompute_modules: {part}", "Transformer Engine's layers", "leave it out")
+    return {
+        "recompute_granularity": "selective",
+        "recompute_modules": None if parts is None else list(parts),
+    }
+
+
+def _needs(setting: str, what: str, remedy: str) -> RefusedError:
+    text = f"policy.megatron_cfg.{setting} needs a GPU and {what}, and they are not here; install it, or {remedy}"
+    return RefusedError(text, code="missing-package")
+
+
+def recomputes_routers(config: TransformerConfig) -> bool:
+    """Return whether the backward pass computes again where tokens go."""
+    return config.recompute_granularity == "full" or (
+        config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
+    )
