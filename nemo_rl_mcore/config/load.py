@@ -51,8 +51,12 @@ def load_recipe_with_warnings(
     recipe: Recipe, overrides: Iterable[str] = ()
 ) -> tuple[RunConfig, tuple[Problem, ...]]:
     """Check a recipe that was read; see `load_with_warnings`."""
-    read = compute(recipe, overrides)
-    if theirs := recipe_of_nemo_rl(read.tree, next(reversed(recipe.files), None), read.overridden):
+    return check_computed(compute(recipe, overrides))
+
+
+def check_computed(read: "Computed") -> tuple[RunConfig, tuple[Problem, ...]]:
+    """Check a recipe that was computed; see `load_with_warnings`."""
+    if theirs := recipe_of_nemo_rl(read.tree, next(reversed(read.recipe.files), None), read.overridden):
         raise ConfigError(read.located([theirs]))
     return check(read, read.tree)
 
