@@ -16,7 +16,7 @@ from nemo_rl_mcore.api.code import Code
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.load import Computed, check_computed, compute
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.config.sources import COMMAND_LINE, Recipe
+from nemo_rl_mcore.config.sources import COMMAND_LINE, Recipe, places
 from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.custom_code import handed
 from nemo_rl_mcore.errors import RunStoppedError
@@ -217,9 +217,9 @@ class Run:
 
     def _located(self, problem: Problem) -> Problem:
         """Return a problem with what sets its key or, where nothing does, another key that it is about."""
-        about = [problem.path, *problem.related] if self._read is not None else []
-        found = (self._read.where(key) for key in about) if self._read is not None else ()
-        where = problem.where or next(filter(None, found), "")
+        found = {} if self._read is None else places(self._read.recipe, self._read.overridden)
+        about = (found[key] for key in (problem.path, *problem.related) if key in found)
+        where = problem.where or next(about, "")
         return replace(problem, where="overrides" if where == COMMAND_LINE else where)
 
 

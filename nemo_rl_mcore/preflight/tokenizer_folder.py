@@ -65,9 +65,7 @@ def _folder_problems(folder: Path, policy: PolicyConfig) -> Iterator[Problem]:
         yield too_large(policy, rows)
 
 
-def _read[Content](
-    path: Path, read: Callable[[Path], Content], problems: list[Problem]
-) -> Content | None:
+def _read[Content](path: Path, read: Callable[[Path], Content], problems: list[Problem]) -> Content | None:
     """Return what a file holds; None for no file, as of older formats, and for one that is a problem."""
     if not path.exists():
         return None
@@ -86,7 +84,9 @@ def too_large(policy: PolicyConfig, rows: int, lacking: Sequence[str] = ()) -> P
     name, there = policy.tokenizer.name, policy.model.vocab_size
     without = f", none for {', '.join(map(repr, lacking))}" if lacking else ""
     if policy.weights is not None:
-        what = f"{name!r} has {rows} ids, and the weights (policy.{policy.weights}) have {there} rows{without}"
+        what = (
+            f"{name!r} has {rows} ids, and the weights (policy.{policy.weights}) have {there} rows{without}"
+        )
         remedy = "resize the embeddings, or name the tokenizer of the weights"
         return Problem("contradicts", KEY, what, remedy, (f"policy.{policy.weights}",))
     what = f"{there} is below the {rows} ids of {KEY}: {name!r}{without}"
