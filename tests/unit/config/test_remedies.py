@@ -6,7 +6,6 @@ import pytest
 from omegaconf import OmegaConf
 from refusals import assert_holds, brief
 
-from nemo_rl_mcore.config import Problem
 from nemo_rl_mcore.config.sources import Recipe, places
 
 MEGATRON = "policy.megatron_cfg"
