@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from doc_pages import PAGES, REPO, blocks
@@ -15,7 +16,8 @@ PAGE = PAGES["docs/python.md"]
 MODEL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
 MODEL |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
 MODEL |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 512}
-RUNS = {"GRPO", "PPO", "DPO", "SFT", "Distillation", "Run", "load_recipe"}
+WITH_EXAMPLES = {"GRPO", "PPO", "DPO", "SFT", "Distillation", "Run", "load_recipe", "load_config"}
+WITH_EXAMPLES |= {"ConfigError", "BatchedDataDict", "ClippedPGLossFn"}
 
 
 def named_in_the_table(heading):
@@ -45,6 +47,17 @@ def test_what_is_public_is_imported_when_asked_for():
         _ = nemo_rl_mcore.Nothing
 
 
+def test_the_script_that_is_checked_for_types_has_every_public_name():
+    """The types of its calls are a static check, `pyright`, which reads it as it reads the package."""
+    path = "tests/fixtures/typed_script.py"
+    code = (REPO / path).read_text("utf-8")
+    [names] = re.findall(r"^from nemo_rl_mcore import \(([^)]*)\)", code, re.MULTILINE)
+    assert sorted(names.replace(",", " ").split()) == sorted(nemo_rl_mcore.__all__)
+    assert code.startswith("# pyright: strict, reportUnnecessaryTypeIgnoreComment=true\n")
+    checked = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["tool"]["pyright"]["include"]
+    assert path in checked
+
+
 def test_examples_in_docstrings_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("model", "teacher"):
@@ -60,4 +73,4 @@ def test_examples_in_docstrings_run(tmp_path, monkeypatch):
             runner.run(test)
             shown |= {name} if test.examples else set()
     assert runner.failures == 0
-    assert shown >= RUNS
+    assert shown >= WITH_EXAMPLES

@@ -1,6 +1,7 @@
 """From arguments of Python to a recipe."""
 
 import json
+import signal
 import sys
 from functools import partial
 from inspect import signature
@@ -9,6 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
+from chat_templates import APPENDING, byte_tokenizer
 
 from nemo_rl_mcore import (
     DPO,
@@ -28,6 +30,7 @@ from nemo_rl_mcore.custom_code import function_at, handed
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments import make_environment
 from nemo_rl_mcore.errors import code_of
+from nemo_rl_mcore.signals import deferred_stop_signals
 
 MODEL = {
     "model": {
@@ -173,10 +176,42 @@ def test_rows_without_a_prompt_are_refused(tmp_path):
     assert (problem.code, problem.path) == ("missing", "data.train.input_key")
 
 
+def test_what_is_wrong_with_a_source_names_its_argument(tmp_path):
+    for given, path in (
+        ("nowhere.jsonl", "data.train.data_path"),
+        ({"data_path": "x"}, "data.train.data_path"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            grpo(tmp_path, train=given).plan()
+        assert (path, "argument train") in {(one.path, one.where) for one in caught.value.problems}
+    with pytest.raises(ConfigError) as caught:
+        DPO(
+            None, train=ROWS, max_length=8, gpus=0, batch_size=4, out=tmp_path, recipe={"policy": MODEL}
+        ).plan()
+    [problem] = caught.value.problems
+    assert (problem.path, problem.where) == ("data.train.chosen_key", "argument train")
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, train=None)
+    assert ("data", "argument train") in {(one.path, one.where) for one in caught.value.problems}
+
+
 def test_a_recipe_may_say_how_answers_are_scored(tmp_path):
     assert grpo(tmp_path, reward=None, overrides=["env.arithmetic={}"]).config.env.arithmetic is not None
     given = {"policy": MODEL, "env": {"arithmetic": {}}}
     assert grpo(tmp_path, reward=None, recipe=given).config.env.arithmetic is not None
+
+
+def test_a_validation_of_distillation_needs_what_scores_it(tmp_path):
+    given = {"train": ROWS, "teacher": None, "max_length": 8, "max_new_tokens": 4, "gpus": 0, "out": tmp_path}
+    given |= {"recipe": {"policy": MODEL, "teacher": {"init_checkpoint": "there"}}}
+    given["recipe"] |= {"distillation": {"topk_logits_k": 8}}
+    assert Distillation(None, **given).config.loop.val_at_end is False
+    with pytest.raises(ConfigError) as caught:
+        Distillation(None, validation=ROWS, **given)
+    assert [(problem.path, problem.where) for problem in caught.value.problems] == [
+        ("env", "argument reward")
+    ]
+    assert Distillation(None, validation=ROWS, reward=right, **given).config.loop.val_at_end
 
 
 def test_rows_without_an_answer_need_reward_functions(tmp_path):
@@ -208,6 +243,74 @@ def test_a_recipe_of_the_package_opens_by_its_name():
     run = load_recipe("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
     assert run.config == load_config("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
     assert "samples" in repr(run.plan())
+
+
+def test_gpus_that_are_not_there_are_told_by_the_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    run = grpo(tmp_path, gpus=4)
+    for refused in (run.plan, run.train):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        told = {(problem.path, problem.code, problem.where) for problem in caught.value.problems}
+        assert ("cluster.gpus_per_node", "too-large", "argument gpus") in told
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # whose machines Ray knows
+    assert run.plan().plan.layout.world_size == 4
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_told_by_the_plan(tmp_path):
+    """Its class adds one while it loads, which no file of the folder names."""
+    tokenizer = byte_tokenizer(tmp_path / "model", APPENDING)
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    config |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "model_type": "qwen2"}
+    config |= {"architectures": ["Qwen2ForCausalLM"], "vocab_size": tokenizer.vocab_size}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    [lacking] = {"<|endoftext|>"} - {*tokenizer.special_tokens}
+    own = {"train": ROWS, "reward": right, "gpus": 0, "out": tmp_path / "run"}
+    of_arguments = GRPO(tmp_path / "model", **own)
+    (tmp_path / "recipe.yaml").write_text(of_arguments.recipe())
+    of_file = load_recipe(tmp_path / "recipe.yaml")
+    of_overrides = load_recipe(tmp_path / "recipe.yaml", [f"policy.tokenizer.name={tmp_path}/model"])
+    for run, where in (
+        (of_arguments, "argument model"),
+        (of_file, f"{tmp_path}/recipe.yaml:"),
+        (of_overrides, "overrides"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            run.plan()
+        [problem] = caught.value.problems
+        assert (problem.path, problem.code) == ("policy.tokenizer.name", "contradicts")
+        assert problem.where.startswith(where)
+        assert lacking in problem.what
+
+
+def test_an_override_is_named_where_it_takes_the_place_of_an_argument(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, lr=1.0, overrides=["policy.megatron_cfg.optimizer.lr=-1"])
+    assert [problem.where for problem in caught.value.problems] == ["overrides"]
+
+
+@pytest.mark.parametrize("left_by_one", [True, False])
+def test_a_signal_while_the_ranks_stop_ends_the_loop_once(monkeypatch, left_by_one):
+    """Where an earlier one has ended the loop, the run is closed by Python, which nobody could catch another from."""
+
+    def steps(config):
+        try:
+            yield {"step": 1}
+        finally:
+            with deferred_stop_signals(hold=True):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("nemo_rl_mcore.launch.train", steps)
+    loop = iter(load_recipe("grpo_copy_cpu.yaml"))
+    next(loop)
+    raised = []
+    for action in [lambda: signal.raise_signal(signal.SIGINT)] * left_by_one + [loop.close]:
+        try:
+            action()
+        except KeyboardInterrupt:
+            raised.append(action)
+    assert len(raised) == 1
 
 
 class Shorter:
