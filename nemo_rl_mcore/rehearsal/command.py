@@ -15,7 +15,7 @@ from nemo_rl_mcore.config.base import ConfigError, Tree, value_at
 from nemo_rl_mcore.config.load import load_with_warnings
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.migration.draft import Kind
-from nemo_rl_mcore.config.migration.migrate import migrate
+from nemo_rl_mcore.config.migration.migrate import Migrated, migrate
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.observability.ending import EXIT_FAILED, exit_status
@@ -29,6 +29,7 @@ from nemo_rl_mcore.rehearsal.ran import Ran, Row, loaded, resumed, run_in
 from nemo_rl_mcore.rehearsal.schedule import Schedule
 from nemo_rl_mcore.rehearsal.shrink import (
     STEPS,
+    Shrink,
     Small,
     put,
     rollout_steps,
@@ -42,17 +43,25 @@ from nemo_rl_mcore.workers.cluster import RayCluster
 
 EXIT_NOT_REHEARSED = 2
 """Exit status of a recipe that has problems, so that nothing ran."""
+OF_VLLM = ("policy.generation.vllm_cfg.", "policy.generation.vllm_kwargs.")
+"""Settings that only vLLM reads."""
+_NOT_VLLM = "not supported with vLLM; the rehearsal samples with the embedded engine"
 _RATE = 1e-3
 """Highest learning rate of the two steps: one that moves float32 weights by far more than they are rounded."""
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """A recipe to rehearse. schedule: its learning rates, of NeMo RL's where it is one of theirs."""
+    """A recipe to rehearse.
+
+    schedule: its learning rates, in NeMo RL's own keys for a recipe of NeMo RL.
+    open: keys that have no counterpart. of_vllm: settings of vLLM alone that are not supported.
+    """
 
     config: RunConfig
     schedule: Schedule
     open: tuple[str, ...] = ()
+    of_vllm: tuple[Shrink, ...] = ()
 
 
 def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequence[str]) -> int:
@@ -84,7 +93,7 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
 
 
 def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
-    """Read a recipe of ours, or migrate one of NeMo RL; refused keys of theirs are left out, and listed."""
+    """Read a recipe of ours, or migrate one of NeMo RL, without its unsupported keys; raises ConfigError."""
     try:
         config = load_with_warnings(recipe, overrides)[0]
     except ConfigError as error:
@@ -92,12 +101,22 @@ def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
             raise
     else:
         return Rehearsed(config, _schedule(config))
-    migrated = migrate(recipe, overrides)
+    migrated, of_vllm = _migrated(recipe, overrides)
     if migrated.config is None:
         raise ConfigError(migrated.problems)
     left_out = tuple(str(note) for note in migrated.draft.notes if note.kind in (Kind.REFUSED, Kind.OPEN))
     theirs = Schedule.of_nemo_rl(migrated.read.tree, rollout_steps(migrated.config))
-    return Rehearsed(migrated.config, theirs or _schedule(migrated.config), left_out)
+    return Rehearsed(migrated.config, theirs or _schedule(migrated.config), left_out, of_vllm)
+
+
+def _migrated(recipe: str, overrides: Sequence[str]) -> tuple[Migrated, tuple[Shrink, ...]]:
+    """Migrate a recipe; where only settings of vLLM are refused, without them, as the rehearsal samples elsewhere."""
+    migrated = migrate(recipe, overrides)
+    paths = {problem.path: None for problem in migrated.problems}
+    if migrated.config is not None or not all(path.startswith(OF_VLLM) for path in paths):
+        return migrated, ()
+    dropped = [Shrink(path, value_at(migrated.read.tree, path), None, _NOT_VLLM) for path in paths]
+    return migrate(recipe, [*overrides, *(f"~{path}" for path in paths)]), tuple(dropped)
 
 
 def _schedule(config: RunConfig) -> Schedule:
@@ -128,7 +147,7 @@ def small_runs(read: Rehearsed, layouts: list[Layout], folder: Path, table: Tabl
         config = loaded(small.tree)
         preflight(config, elsewhere=False, of_a_run=True)
         if number == 0:
-            table.shrinks = shrinks(read.config, config, small.why)
+            table.shrinks = [*read.of_vllm, *shrinks(read.config, config, small.why)]
         runs.append(Ran(small.tree, layout, own))
     return runs, factor
 
