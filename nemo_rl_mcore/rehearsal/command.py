@@ -23,6 +23,8 @@ from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import ONE_RANK
 from nemo_rl_mcore.rehearsal import proofs
+from nemo_rl_mcore.rehearsal.compared import Found, Refused
+from nemo_rl_mcore.rehearsal.critic import critic_on_one_rank
 from nemo_rl_mcore.rehearsal.layouts import Layout, apart, layouts_of
 from nemo_rl_mcore.rehearsal.portable import packed
 from nemo_rl_mcore.rehearsal.ran import Ran, Row, loaded, resumed, run_in
@@ -174,7 +176,7 @@ def _rehearse(runs: list[Ran], read: Rehearsed, factor: float, table: Table) -> 
         for number, ran in enumerate(runs):
             _prove(table, ran, "two steps, saves, export", lambda ran=ran: _ran(ran, session))
             if number == 0 and not table.failed:
-                _prove(table, ran, "a resume", lambda ran=ran: _went_on(ran, session, went_on))
+                _prove(table, ran, "a kill, a resume", lambda ran=ran: _went_on(ran, session, went_on))
     if table.failed:
         return
     table.run = packed(runs[0])
@@ -190,27 +192,34 @@ def _ran(ran: Ran, session: RayCluster) -> str:
 
 def _went_on(ran: Ran, session: RayCluster, went_on: list[Row]) -> str:
     went_on += resumed(ran, session)
-    return "from a copy of the folder behind step 1"
+    if went_on[-1].get("recovery/restarts") != 1:
+        raise Found("the killed rank was not replaced")
+    return "from a copy of the folder behind step 1; a rank killed in step 2"
 
 
 def _proofs(
     ran: Ran, read: Rehearsed, factor: float, went_on: list[Row], *, first: bool
 ) -> list[tuple[str, Callable[[], str]]]:
     twins = proofs.Twins(ran)
-    every = [("sampled = trained", lambda: proofs.sampled(ran)), ("layout = one rank", twins.layout)]
+    every = [
+        ("sampled = trained", lambda: proofs.sampled(ran)),
+        ("split step = train", twins.split),
+        ("layout = one rank", twins.layout),
+    ]
+    if "value" in ran.config.models:
+        every.append(("critic = one rank", lambda: critic_on_one_rank(ran)))
     if not first:
         return every
     return [
         ("resume = continue", lambda: f"{proofs.resumes(ran, went_on)}, {twins.resumed_weights()}"),
         ("rates = schedule", lambda: proofs.learning_rates(ran, read.schedule, factor)),
-        every[0],
+        *every,
         ("engines = weights", twins.refits),
-        ("split step = train", twins.split),
-        every[1],
         ("masked = ignored", twins.masked),
         ("fused = unfused", twins.fused),
         ("packed = padded", twins.packed),
         ("export = import", twins.exported),
+        ("export = transformers", twins.beside_transformers),
     ]
 
 
@@ -218,9 +227,9 @@ def _prove(table: Table, ran: Ran, name: str, proof: Callable[[], str]) -> None:
     started = time.monotonic()
     try:
         verdict, why = Verdict.PROVEN, proof()
-    except proofs.Refused as reason:
+    except Refused as reason:
         verdict, why = Verdict.REFUSED, str(reason)
-    except (proofs.Found, RunStoppedError) as error:
+    except (Found, RunStoppedError) as error:
         verdict, why = Verdict.FAILED, _first_line(error)
     except Exception as error:  # noqa: BLE001  # whatever it is, it stands beside the other lines
         verdict, why = Verdict.FAILED, f"{type(error).__name__}: {_first_line(error)}"
