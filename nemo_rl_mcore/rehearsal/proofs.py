@@ -12,6 +12,7 @@ from typing import Any, cast
 from nemo_rl_mcore.config.hf.hf_config import missing_family
 from nemo_rl_mcore.config.offline import DPOConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.losses.custom import make_loss
 from nemo_rl_mcore.losses.dpo import DPOLossFn
@@ -100,6 +101,11 @@ class Twins:
         return self.ran.calls[-1]
 
     @property
+    def _rows(self) -> BatchedDataDict:
+        """The first rows of the step."""
+        return self._calls[0].whole
+
+    @property
     def _temperature(self) -> float:
         return self.ran.config.logprob_temperature
 
@@ -113,6 +119,7 @@ class Twins:
             for step in (1, 2):
                 found[f"saved {step}"] = one.load(self.ran.step(step))
                 found[f"digest {step}"] = one.digest()
+            found["logprobs"] = one.logprobs(self._rows)
             if (folder := self.ran.step(2, "killed")).is_dir():
                 found["resumed"] = one.load(folder)
             one.load(self.ran.step(1))
@@ -219,26 +226,21 @@ class Twins:
             one.train(self._calls, loss_fn)
             return within(self._plain["train"], one.tensors(), tolerance)
 
-    @cached_property
-    def _exported(self) -> dict[str, Any]:
-        """Weights of the exported folder, and the log-probabilities of the rows of the last step."""
+    def exported(self) -> str:
+        """Compare what was exported, read again, with the checkpoint, bit by bit."""
         if reason := missing_family(self.ran.config.policy.model):
             raise Refused(reason)
         read = self._policy(model_name=str(self.ran.exported), model=None)
         with one_rank(read, temperature=self._temperature, trained=False) as one:
-            return {"weights": one.tensors(), "logprobs": one.logprobs(self._calls[0].whole)}
-
-    def exported(self) -> str:
-        """Compare what was exported, read again, with the checkpoint, bit by bit."""
-        weights = self._exported["weights"]
-        require_equal(self._plain["saved 2"], weights, "weights that were exported")
-        return f"{len(weights)} tensors equal bit by bit"
+            require_equal(self._plain["saved 2"], one.tensors(), "weights that were exported")
+        return f"{len(self._plain['saved 2'])} tensors equal bit by bit"
 
     def beside_transformers(self) -> str:
-        """Compare the log-probabilities of the exported folder with those of transformers."""
-        rows = self._calls[0].whole
-        theirs = transformers_logprobs(self.ran.exported, rows, self._temperature)
-        found = float((self._exported["logprobs"] - theirs).abs().max())
+        """Compare log-probabilities of the last checkpoint with those of transformers from the exported folder."""
+        expected, rows = self._plain["logprobs"], self._rows
+        found = float(
+            (expected - transformers_logprobs(self.ran.exported, rows, self._temperature)).abs().max()
+        )
         if not found <= tolerances.TRANSFORMERS:
             raise Found(f"a token differs by {found:.2g} nats, and {tolerances.TRANSFORMERS:g} is allowed")
         return f"{int(rows['input_lengths'].sum())} tokens within {found:.1e} of {tolerances.TRANSFORMERS:g} nats"

@@ -21,6 +21,7 @@ ALWAYS = {
     "layout = one rank",
     "split step = train",
     "export = import",
+    "export = transformers",
 }
 
 
@@ -57,6 +58,8 @@ def test_a_sound_recipe(recipe: Path, tmp_path: Path) -> None:
     assert (code, found["failed"]) == (0, False)
     asynchronous = "async" in recipe.stem or "single_controller" in recipe.stem
     expected = ALWAYS - {"resume = continue"} if asynchronous else ALWAYS
+    if found["algorithm"] == "ppo":
+        expected = {*expected, "critic = one rank"}
     assert {name for name, verdict in verdicts.items() if verdict == "proven"} >= expected
     assert found["layouts"]
     assert any(one["path"] == "policy.model.hidden_size" for one in found["shrinks"])
@@ -71,6 +74,9 @@ LINES = {
     "masks_are_ignored": "masked = ignored",
     "refits_are_stale": "engines = weights",
     "experts_are_in_the_wrong_order_in_export": "export = import",
+    "new_ranks_do_not_read_the_checkpoint": "resume = continue",
+    "other_ranks_train_on_their_first_chunk_again": "split step = train",
+    "another_rope_base_is_exported": "export = transformers",
 }
 """Each planted mistake, and the line that is to find it."""
 TENSOR = ("cluster.cpu_workers_per_node=4", "policy.megatron_cfg.tensor_model_parallel_size=2")
@@ -88,6 +94,14 @@ PLANTED = [
     # Mistakes that do not hide each other share a rehearsal; the last column is a line that none of them reaches.
     (TENSOR, ("schedule_counts_twice", "optimizer_state_is_not_saved"), "export = import"),
     (TENSOR, ("shards_are_swapped_in_export",), "layout = one rank"),
+    (
+        TENSOR,
+        (
+            *("new_ranks_do_not_read_the_checkpoint", "other_ranks_train_on_their_first_chunk_again"),
+            "another_rope_base_is_exported",
+        ),
+        "layout = one rank",
+    ),
     (APART, ("gradients_are_divided_by_the_ranks_once_more", "refits_are_stale"), "export = import"),
     (APART, ("masks_are_ignored",), "rates = schedule"),
     (CONTEXT, ("gradients_are_not_summed_over_context_ranks",), "rates = schedule"),
