@@ -64,6 +64,10 @@ def gradients_are_divided_by_the_ranks_once_more() -> None:
     MegatronTrainBackend.scale_gradients = smaller
 
 
+def gradients_of_values_are_divided_by_the_ranks_once_more() -> None:
+    gradients_are_divided_by_the_ranks_once_more()
+
+
 def gradients_are_not_summed_over_context_ranks() -> None:
     gather = attention.gather_in_order
 
@@ -168,6 +172,7 @@ FAULTS = {
         masks_are_ignored,
         refits_are_stale,
         experts_are_in_the_wrong_order_in_export,
+        gradients_of_values_are_divided_by_the_ranks_once_more,
         new_ranks_do_not_read_the_checkpoint,
         other_ranks_train_on_their_first_chunk_again,
         another_rope_base_is_exported,
