@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from nemo_rl_mcore.config.hf.hf_config import missing_family
 from nemo_rl_mcore.rehearsal import tolerances
 from nemo_rl_mcore.rehearsal.compared import (
-    Refused,
     require_comparable_balance,
     require_movement,
     require_same_results,
@@ -20,8 +18,6 @@ def critic_on_one_rank(ran: Ran) -> str:
 
     Raises Refused where that cannot be compared, and Found where something differs.
     """
-    if reason := missing_family(ran.config.policy.model):
-        raise Refused(reason)
     require_comparable_balance(ran.config)
     plan = ran.on_one_rank().models["value"]
     with one_rank(plan.policy, role=plan.role) as one:

@@ -12,7 +12,8 @@ import torch
 from nemo_rl_mcore.config import ClusterConfig, PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
-from nemo_rl_mcore.megatron.value_head import VALUE_HEAD, value_head_of
+from nemo_rl_mcore.megatron.model_class import language_models
+from nemo_rl_mcore.megatron.parameters import gather_parameters
 from nemo_rl_mcore.rehearsal.recorded import TrainCall
 from nemo_rl_mcore.workers.one_process import InProcessRank, OneProcess
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
@@ -24,12 +25,13 @@ class _Readable(MegatronPolicyWorker):
     """A rank whose weights can be read."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of all weights by their Hugging Face names; of a critic, its head as well."""
-        found = {name: tensor.detach().clone() for name, tensor in self.backend.full_tensors()}
-        for chunk in cast("Any", self.backend).chunks:
-            if (head := value_head_of(chunk)) is not None:
-                found |= {f"{VALUE_HEAD}.{name}": one.clone() for name, one in head.state_dict().items()}
-        return found
+        """Return copies of all weights: a policy's by their Hugging Face names, a critic's by Megatron's."""
+        if self.role is Role.POLICY:
+            return {name: tensor.detach().clone() for name, tensor in self.backend.full_tensors()}
+        chunks = cast("Any", self.backend).chunks
+        gather_parameters(chunks)
+        parameters = [one for model in language_models(chunks) for one in model.named_parameters()]
+        return {name: parameter.detach().clone() for name, parameter in parameters}
 
 
 class OneRank:

@@ -25,6 +25,8 @@ TOKENIZER = SHIPPED / "quickstart/tokenizer"
 """Takes the place of one that is not on this machine."""
 _VOCABULARY = 384
 """Rows of the embedding, for that one; divisible by what may share it."""
+_ENDS = [*range(0, _VOCABULARY, 4)]
+"""Tokens that end an answer where a recipe leaves out those that do not end, as nearly all of random weights."""
 _HEADS, _HEAD = 4, 8
 _EXPERTS = 4
 
@@ -57,6 +59,7 @@ def shrunk(config: RunConfig, layouts: list[Layout], number: int, folder: Path) 
     small = Small(copy.deepcopy(config.plain()))
     where = f"{layout}, on {layout.ranks} ranks"
     small.why.update({f"policy.megatron_cfg.{key}": where for key in layout.keys})
+    small.why["policy.generation.stop_token_ids"] = "answers of random weights would not end, and be left out"
     for change in _changes(config, layouts, layout, folder):
         for path, value in change.items():
             put(small.tree, path, value)
@@ -166,8 +169,8 @@ def _engine(config: RunConfig) -> Tree:
     }
     if not generation.decodes_on_ranks:
         keys["embedded_cfg"] = {"engines": min(2, engines_of(config))}
-    if generation.stop_token_ids is not None and not _has_tokenizer(config):
-        keys["stop_token_ids"] = None
+    if not _has_tokenizer(config):
+        keys["stop_token_ids"] = _ENDS if getattr(config.loop, "overlong_filtering", False) else None
     if generation.top_k is not None:
         keys["top_k"] = min(generation.top_k, 8)
     return {f"policy.generation.{key}": value for key, value in keys.items()}
