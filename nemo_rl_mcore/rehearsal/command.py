@@ -28,14 +28,12 @@ from nemo_rl_mcore.rehearsal.critic import critic_on_one_rank
 from nemo_rl_mcore.rehearsal.layouts import Layout, apart, layouts_of
 from nemo_rl_mcore.rehearsal.portable import packed
 from nemo_rl_mcore.rehearsal.ran import Ran, Row, loaded, resumed, run_in
+from nemo_rl_mcore.rehearsal.rates import raise_rates
 from nemo_rl_mcore.rehearsal.schedule import Schedule
 from nemo_rl_mcore.rehearsal.shrink import (
-    STEPS,
     Shrink,
-    Small,
     put,
     rollout_steps,
-    scaled,
     shrinks,
     shrunk,
     teacher_folder,
@@ -48,8 +46,6 @@ EXIT_NOT_REHEARSED = 2
 OF_VLLM = ("policy.generation.vllm_cfg.", "policy.generation.vllm_kwargs.")
 """Settings that only vLLM reads."""
 _NOT_VLLM = "not supported with vLLM; the rehearsal samples with the embedded engine"
-_RATE = 1e-3
-"""Highest learning rate of the two steps: one that moves float32 weights by far more than they are rounded."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +121,6 @@ def _schedule(config: RunConfig) -> Schedule:
     return Schedule.of(config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler)
 
 
-def _factor(read: Rehearsed, small: Small) -> float:
-    """Return what all learning rates are multiplied by."""
-    config = loaded(small.tree)
-    steps = STEPS * rollout_steps(config) * getattr(config.loop, "ppo_epochs", 1)
-    return _RATE / (max(read.schedule.rate(step) for step in range(max(2, steps))) or read.schedule.peak)
-
-
 def small_runs(read: Rehearsed, layouts: list[Layout], folder: Path, table: Table) -> tuple[list[Ran], float]:
     """Make a recipe of each layout; return them, and what their learning rates are multiplied by.
 
@@ -144,11 +133,11 @@ def small_runs(read: Rehearsed, layouts: list[Layout], folder: Path, table: Tabl
         small = shrunk(read.config, layouts, number, own)
         if value_at(small.tree, "teacher") is not None:
             proofs.make_teacher(_alone(small.tree), teacher_folder(own))
-        factor = factor if number else _factor(read, small)
-        scaled(small, factor)
+        raised = raise_rates(small, loaded(small.tree), read.schedule)
         config = loaded(small.tree)
         preflight(config, elsewhere=False, of_a_run=True)
         if number == 0:
+            factor = raised
             table.shrinks = [*read.of_vllm, *shrinks(read.config, config, small.why)]
         runs.append(Ran(small.tree, layout, own))
     return runs, factor

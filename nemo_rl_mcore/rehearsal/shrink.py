@@ -280,17 +280,6 @@ def _records(config: RunConfig, folder: Path) -> Tree:
     }
 
 
-def scaled(small: Small, factor: float) -> None:
-    """Multiply every learning rate of a recipe, so that the shape of its schedule stays."""
-    for model in ("policy.megatron_cfg", "value"):
-        for key in ("optimizer.lr", "optimizer.min_lr", "scheduler.lr_warmup_init"):
-            path = f"{model}.{key}"
-            value = value_at(small.tree, path)
-            if isinstance(value, int | float):
-                put(small.tree, path, value * factor)
-                small.why[path] = f"all rates times {factor:.6g}; the schedule keeps its shape"
-
-
 def rollout_steps(config: RunConfig) -> int:
     """Return the optimizer steps of one pass over a rollout; 1 where there is none."""
     if not isinstance(config.loop, RolloutConfig):

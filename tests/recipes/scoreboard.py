@@ -153,7 +153,7 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
         counts = Counter(getattr(row, column) for row in rows)
         yield f"{column}: {', '.join(f'{counts[name]} {name}' for name in sorted(counts))}; of {len(rows)}"
         yield ""
-    yield "| recipe | migrated | keys by hand | rehearsed | proven | refused | seconds | its reason if not |"
+    yield "| recipe | migrated | keys by hand | rehearsed | proven | refused | seconds | reason |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for row in rows:
         cells = (row.recipe, row.migrated, row.by_hand, row.rehearsed, row.proven, row.refused)
