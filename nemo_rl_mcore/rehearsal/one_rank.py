@@ -12,8 +12,6 @@ import torch
 from nemo_rl_mcore.config import ClusterConfig, PolicyConfig, Role
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
-from nemo_rl_mcore.megatron.model_class import language_models
-from nemo_rl_mcore.megatron.parameters import gather_parameters
 from nemo_rl_mcore.rehearsal.recorded import TrainCall
 from nemo_rl_mcore.workers.one_process import InProcessRank, OneProcess
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
@@ -28,6 +26,10 @@ class _Readable(MegatronPolicyWorker):
         """Return copies of all weights: a policy's by their Hugging Face names, a critic's by Megatron's."""
         if self.role is Role.POLICY:
             return {name: tensor.detach().clone() for name, tensor in self.backend.full_tensors()}
+        # Megatron takes seconds to import, and recipes are shrunk without it.
+        from nemo_rl_mcore.megatron.model_class import language_models
+        from nemo_rl_mcore.megatron.parameters import gather_parameters
+
         chunks = cast("Any", self.backend).chunks
         gather_parameters(chunks)
         parameters = [one for model in language_models(chunks) for one in model.named_parameters()]

@@ -10,7 +10,7 @@ from nemo_rl_mcore.rehearsal.shrink import STEPS, Small, put, rollout_steps
 _RATE = 1e-3
 """Highest learning rate of the two steps: one that moves float32 weights by far more than they are rounded."""
 _EPSILON = 1e-6
-"""Of Adam at least. A smaller one divides gradients that only rounding keeps from 0, as of key biases, by their size."""
+"""Of Adam at least. A smaller one divides gradients that are 0 but for rounding, as of key biases, by their size."""
 
 
 def raise_rates(small: Small, config: RunConfig, schedule: Schedule) -> float:
