@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from nemo_rl_mcore.algorithms.recovery import Recovery
 from nemo_rl_mcore.generation.refit.sender import WeightSender
 from nemo_rl_mcore.losses.base import Masks
 from nemo_rl_mcore.megatron import attention, parallel_groups
 from nemo_rl_mcore.megatron import backend as megatron_backend
 from nemo_rl_mcore.megatron.hf_weights import export
 from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
+from nemo_rl_mcore.training.train_step import TrainStep
 
 
 def schedule_counts_twice() -> None:
@@ -60,6 +62,10 @@ def gradients_are_divided_by_the_ranks_once_more() -> None:
         scale(self, factor / parallel_groups.data_parallel_group().size())
 
     MegatronTrainBackend.scale_gradients = smaller
+
+
+def gradients_of_values_are_divided_by_the_ranks_once_more() -> None:
+    gradients_are_divided_by_the_ranks_once_more()
 
 
 def gradients_are_not_summed_over_context_ranks() -> None:
@@ -118,6 +124,43 @@ def _beside(weight: Any, expert: int, others: Any) -> Any:
     return next(other for other in others if [*other.names] == names)
 
 
+def new_ranks_do_not_read_the_checkpoint() -> None:
+    bring_back = Recovery._bring_back  # pyright: ignore[reportPrivateUsage]
+
+    def with_their_first_weights(self: Any, algorithm: Any) -> None:
+        restore, self.checkpoints.restore = self.checkpoints.restore, lambda models: {}  # pyright: ignore[reportUnknownLambdaType]
+        try:
+            bring_back(self, algorithm)
+        finally:
+            self.checkpoints.restore = restore
+
+    Recovery._bring_back = with_their_first_weights  # pyright: ignore[reportPrivateUsage]
+
+
+def other_ranks_train_on_their_first_chunk_again() -> None:
+    microbatch = TrainStep.microbatch
+
+    def stale(self: Any, data: Any, *rest: Any, **more: Any) -> None:
+        first = vars(self._step).setdefault("first_chunk", data)
+        alone = parallel_groups.data_parallel_group().rank() == 0
+        microbatch(self, data if alone else first, *rest, **more)
+
+    TrainStep.microbatch = stale
+
+
+def another_rope_base_is_exported() -> None:
+    of = export.hf_config_of
+
+    def another(*args: Any, **options: Any) -> dict[str, Any]:
+        config: dict[str, Any] = of(*args, **options)
+        return config | {
+            "rope_parameters": config["rope_parameters"] | {"rope_theta": 3.0},
+            "rope_theta": 3.0,
+        }
+
+    export.hf_config_of = another
+
+
 FAULTS = {
     one.__name__: one
     for one in (
@@ -129,6 +172,10 @@ FAULTS = {
         masks_are_ignored,
         refits_are_stale,
         experts_are_in_the_wrong_order_in_export,
+        gradients_of_values_are_divided_by_the_ranks_once_more,
+        new_ranks_do_not_read_the_checkpoint,
+        other_ranks_train_on_their_first_chunk_again,
+        another_rope_base_is_exported,
     )
 }
 

@@ -15,7 +15,7 @@ from nemo_rl_mcore.config.base import ConfigError, Tree, value_at
 from nemo_rl_mcore.config.load import load_with_warnings
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.migration.draft import Kind
-from nemo_rl_mcore.config.migration.migrate import migrate
+from nemo_rl_mcore.config.migration.migrate import Migrated, migrate
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.observability.ending import EXIT_FAILED, exit_status
@@ -23,16 +23,17 @@ from nemo_rl_mcore.output import write_line
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import ONE_RANK
 from nemo_rl_mcore.rehearsal import proofs
+from nemo_rl_mcore.rehearsal.compared import Found, Refused
+from nemo_rl_mcore.rehearsal.critic import critic_on_one_rank
 from nemo_rl_mcore.rehearsal.layouts import Layout, apart, layouts_of
 from nemo_rl_mcore.rehearsal.portable import packed
 from nemo_rl_mcore.rehearsal.ran import Ran, Row, loaded, resumed, run_in
+from nemo_rl_mcore.rehearsal.rates import raise_rates
 from nemo_rl_mcore.rehearsal.schedule import Schedule
 from nemo_rl_mcore.rehearsal.shrink import (
-    STEPS,
-    Small,
+    Shrink,
     put,
     rollout_steps,
-    scaled,
     shrinks,
     shrunk,
     teacher_folder,
@@ -42,17 +43,23 @@ from nemo_rl_mcore.workers.cluster import RayCluster
 
 EXIT_NOT_REHEARSED = 2
 """Exit status of a recipe that has problems, so that nothing ran."""
-_RATE = 1e-3
-"""Highest learning rate of the two steps: one that moves float32 weights by far more than they are rounded."""
+OF_VLLM = ("policy.generation.vllm_cfg.", "policy.generation.vllm_kwargs.")
+"""Settings that only vLLM reads."""
+_NOT_VLLM = "not supported with vLLM; the rehearsal samples with the embedded engine"
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """A recipe to rehearse. schedule: its learning rates, of NeMo RL's where it is one of theirs."""
+    """A recipe to rehearse.
+
+    schedule: its learning rates, in NeMo RL's own keys for a recipe of NeMo RL.
+    open: keys that have no counterpart. of_vllm: settings of vLLM alone that are not supported.
+    """
 
     config: RunConfig
     schedule: Schedule
     open: tuple[str, ...] = ()
+    of_vllm: tuple[Shrink, ...] = ()
 
 
 def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequence[str]) -> int:
@@ -84,7 +91,7 @@ def run_rehearse(recipe: str, ranks: int, json_file: str | None, overrides: Sequ
 
 
 def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
-    """Read a recipe of ours, or migrate one of NeMo RL; refused keys of theirs are left out, and listed."""
+    """Read a recipe of ours, or migrate one of NeMo RL, without its unsupported keys; raises ConfigError."""
     try:
         config = load_with_warnings(recipe, overrides)[0]
     except ConfigError as error:
@@ -92,23 +99,26 @@ def read_rehearsed(recipe: str, overrides: Sequence[str]) -> Rehearsed:
             raise
     else:
         return Rehearsed(config, _schedule(config))
-    migrated = migrate(recipe, overrides)
+    migrated, of_vllm = _migrated(recipe, overrides)
     if migrated.config is None:
         raise ConfigError(migrated.problems)
     left_out = tuple(str(note) for note in migrated.draft.notes if note.kind in (Kind.REFUSED, Kind.OPEN))
     theirs = Schedule.of_nemo_rl(migrated.read.tree, rollout_steps(migrated.config))
-    return Rehearsed(migrated.config, theirs or _schedule(migrated.config), left_out)
+    return Rehearsed(migrated.config, theirs or _schedule(migrated.config), left_out, of_vllm)
+
+
+def _migrated(recipe: str, overrides: Sequence[str]) -> tuple[Migrated, tuple[Shrink, ...]]:
+    """Migrate a recipe; where only settings of vLLM are refused, without them, as the rehearsal samples elsewhere."""
+    migrated = migrate(recipe, overrides)
+    paths = {problem.path: None for problem in migrated.problems}
+    if migrated.config is not None or not all(path.startswith(OF_VLLM) for path in paths):
+        return migrated, ()
+    dropped = [Shrink(path, value_at(migrated.read.tree, path), None, _NOT_VLLM) for path in paths]
+    return migrate(recipe, [*overrides, *(f"~{path}" for path in paths)]), tuple(dropped)
 
 
 def _schedule(config: RunConfig) -> Schedule:
     return Schedule.of(config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler)
-
-
-def _factor(read: Rehearsed, small: Small) -> float:
-    """Return what all learning rates are multiplied by."""
-    config = loaded(small.tree)
-    steps = STEPS * rollout_steps(config) * getattr(config.loop, "ppo_epochs", 1)
-    return _RATE / (max(read.schedule.rate(step) for step in range(max(2, steps))) or read.schedule.peak)
 
 
 def small_runs(read: Rehearsed, layouts: list[Layout], folder: Path, table: Table) -> tuple[list[Ran], float]:
@@ -123,12 +133,12 @@ def small_runs(read: Rehearsed, layouts: list[Layout], folder: Path, table: Tabl
         small = shrunk(read.config, layouts, number, own)
         if value_at(small.tree, "teacher") is not None:
             proofs.make_teacher(_alone(small.tree), teacher_folder(own))
-        factor = factor if number else _factor(read, small)
-        scaled(small, factor)
+        raised = raise_rates(small, loaded(small.tree), read.schedule)
         config = loaded(small.tree)
         preflight(config, elsewhere=False, of_a_run=True)
         if number == 0:
-            table.shrinks = shrinks(read.config, config, small.why)
+            factor = raised
+            table.shrinks = [*read.of_vllm, *shrinks(read.config, config, small.why)]
         runs.append(Ran(small.tree, layout, own))
     return runs, factor
 
@@ -155,7 +165,7 @@ def _rehearse(runs: list[Ran], read: Rehearsed, factor: float, table: Table) -> 
         for number, ran in enumerate(runs):
             _prove(table, ran, "two steps, saves, export", lambda ran=ran: _ran(ran, session))
             if number == 0 and not table.failed:
-                _prove(table, ran, "a resume", lambda ran=ran: _went_on(ran, session, went_on))
+                _prove(table, ran, "a kill, a resume", lambda ran=ran: _went_on(ran, session, went_on))
     if table.failed:
         return
     table.run = packed(runs[0])
@@ -171,27 +181,34 @@ def _ran(ran: Ran, session: RayCluster) -> str:
 
 def _went_on(ran: Ran, session: RayCluster, went_on: list[Row]) -> str:
     went_on += resumed(ran, session)
-    return "from a copy of the folder behind step 1"
+    if went_on[-1].get("recovery/restarts") != 1:
+        raise Found("the killed rank was not replaced")
+    return "from a copy of the folder behind step 1; a rank killed in step 2"
 
 
 def _proofs(
     ran: Ran, read: Rehearsed, factor: float, went_on: list[Row], *, first: bool
 ) -> list[tuple[str, Callable[[], str]]]:
     twins = proofs.Twins(ran)
-    every = [("sampled = trained", lambda: proofs.sampled(ran)), ("layout = one rank", twins.layout)]
+    every = [
+        ("sampled = trained", lambda: proofs.sampled(ran)),
+        ("split step = train", twins.split),
+        ("layout = one rank", twins.layout),
+    ]
+    if "value" in ran.config.models:
+        every.append(("critic = one rank", lambda: critic_on_one_rank(ran)))
     if not first:
         return every
     return [
         ("resume = continue", lambda: f"{proofs.resumes(ran, went_on)}, {twins.resumed_weights()}"),
         ("rates = schedule", lambda: proofs.learning_rates(ran, read.schedule, factor)),
-        every[0],
+        *every,
         ("engines = weights", twins.refits),
-        ("split step = train", twins.split),
-        every[1],
         ("masked = ignored", twins.masked),
         ("fused = unfused", twins.fused),
         ("packed = padded", twins.packed),
         ("export = import", twins.exported),
+        ("export = transformers", twins.beside_transformers),
     ]
 
 
@@ -199,9 +216,9 @@ def _prove(table: Table, ran: Ran, name: str, proof: Callable[[], str]) -> None:
     started = time.monotonic()
     try:
         verdict, why = Verdict.PROVEN, proof()
-    except proofs.Refused as reason:
+    except Refused as reason:
         verdict, why = Verdict.REFUSED, str(reason)
-    except (proofs.Found, RunStoppedError) as error:
+    except (Found, RunStoppedError) as error:
         verdict, why = Verdict.FAILED, _first_line(error)
     except Exception as error:  # noqa: BLE001  # whatever it is, it stands beside the other lines
         verdict, why = Verdict.FAILED, f"{type(error).__name__}: {_first_line(error)}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from nemo_rl_mcore.config import ClusterConfig, PolicyConfig
+from nemo_rl_mcore.config import ClusterConfig, PolicyConfig, Role
+from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.rehearsal.recorded import TrainCall
-from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.workers.one_process import InProcessRank, OneProcess
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 
@@ -23,19 +23,28 @@ class _Readable(MegatronPolicyWorker):
     """A rank whose weights can be read."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of all weights by their Hugging Face names."""
-        return {name: tensor.detach().clone() for name, tensor in self.backend.full_tensors()}
+        """Return copies of all weights: a policy's by their Hugging Face names, a critic's by Megatron's."""
+        if self.role is Role.POLICY:
+            return {name: tensor.detach().clone() for name, tensor in self.backend.full_tensors()}
+        # Megatron takes seconds to import, and recipes are shrunk without it.
+        from nemo_rl_mcore.megatron.model_class import language_models
+        from nemo_rl_mcore.megatron.parameters import gather_parameters
+
+        chunks = cast("Any", self.backend).chunks
+        gather_parameters(chunks)
+        parameters = [one for model in language_models(chunks) for one in model.named_parameters()]
+        return {name: parameter.detach().clone() for name, parameter in parameters}
 
 
 class OneRank:
-    """The policy of a recipe on one rank; made by `one_rank`."""
+    """A model of a recipe on one rank; made by `one_rank`."""
 
-    def __init__(self, policy: PolicyConfig, group: InProcessRank) -> None:
-        self._policy, self._group = policy, group
+    def __init__(self, policy: PolicyConfig, group: InProcessRank, name: str) -> None:
+        self._policy, self._group, self._name = policy, group, name
 
     def load(self, checkpoint: Path) -> Tensors:
         """Set weights, optimizer and schedule to those of a folder step_N, and return the weights."""
-        self._group.run_all("load_checkpoint", folder=str((checkpoint / "policy").absolute()))
+        self._group.run_all("load_checkpoint", folder=str((checkpoint / self._name).absolute()))
         return self.tensors()
 
     def tensors(self) -> Tensors:
@@ -50,6 +59,10 @@ class OneRank:
         """Write the weights as a Hugging Face folder."""
         self._group.run_all("export_hf", folder=str(folder))
 
+    def logprobs(self, rows: BatchedDataDict) -> torch.Tensor:
+        """Return those of all tokens, fp32 [B, S]; see `MegatronPolicyWorker.get_logprobs`."""
+        return self._group.run_all("get_logprobs", data=rows)[0]["logprobs"]
+
     def train(self, calls: Sequence[TrainCall], loss_fn: LossFunction | None = None) -> list[dict[str, Any]]:
         """Train as the run did, each call whole; loss_fn: in place of its own."""
         return [
@@ -62,24 +75,25 @@ class OneRank:
     def train_split(self, calls: Sequence[TrainCall]) -> None:
         """Train on the same rows by the split step, in chunks of a sample first and of all others then."""
         for call in calls:
-            sizes = BatchSizes.of(self._policy, call.loss_fn, call.gbs, call.mbs)
-            for batch in sizes.steps(call.whole):
-                samples = batch.samples(sizes.rows_per_sample)
+            for chunks in call.as_split_steps(self._policy):
                 self._group.run_all("begin_train_step", loss_fn=call.loss_fn, gbs=call.gbs, mbs=call.mbs)
-                parts = [samples[:1], samples[1:]] if len(samples) > 1 else [samples]
-                for part in parts:
-                    chunk = batch.slice(part[0].start, part[-1].stop)
+                for chunk in chunks:
                     self._group.run_all("train_microbatch", data=chunk)
                 self._group.run_all("finish_train_step")
 
 
 @contextmanager
 def one_rank(
-    policy: PolicyConfig, *, seed: int = 42, temperature: float = 1.0, trained: bool = True
+    policy: PolicyConfig,
+    *,
+    seed: int = 42,
+    temperature: float = 1.0,
+    trained: bool = True,
+    role: Role = Role.POLICY,
 ) -> Generator[OneRank]:
-    """Start a policy on one rank in this process.
+    """Start a model on one rank in this process.
 
-    temperature: divides the logits, as in the run. trained: whether it has an optimizer.
+    temperature: divides the logits, as in the run. trained: whether it has an optimizer. role: whether it is a critic.
     """
     with OneProcess(ClusterConfig()) as place:
         options = {
@@ -87,10 +101,11 @@ def one_rank(
             "init_reference_model": False,
             "temperature": temperature,
             "trained": trained,
+            "role": role,
         }
         group = InProcessRank(_Readable, place, (policy,), options, deadline_keys="policy", name="one")
         try:
-            yield OneRank(policy, group)
+            yield OneRank(policy, group, role.value)
         finally:
             group.shutdown()
 

@@ -12,25 +12,27 @@ from typing import Any, cast
 from nemo_rl_mcore.config.families import missing_family
 from nemo_rl_mcore.config.offline import DPOConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.losses.custom import make_loss
 from nemo_rl_mcore.losses.dpo import DPOLossFn
 from nemo_rl_mcore.rehearsal import tolerances
-from nemo_rl_mcore.rehearsal.one_rank import Tensors, difference, one_rank
+from nemo_rl_mcore.rehearsal.beside_transformers import transformers_logprobs
+from nemo_rl_mcore.rehearsal.compared import (
+    Found,
+    Refused,
+    require_close,
+    require_comparable_balance,
+    require_equal,
+    require_movement,
+    require_same_results,
+    within,
+)
+from nemo_rl_mcore.rehearsal.one_rank import difference, one_rank
 from nemo_rl_mcore.rehearsal.ran import Ran, Row
 from nemo_rl_mcore.rehearsal.schedule import Schedule
 
 _OF_THE_MACHINE = ("timing/", "performance/", "async/")
-_MOVED = 50
-"""How many tolerances a step has to move some weight by, if what it trains is to be compared."""
-
-
-class Refused(Exception):
-    """Why something is not proven: the recipe has no such thing, or it cannot be compared."""
-
-
-class Found(Exception):
-    """What is not as it is to be."""
 
 
 def learning_rates(ran: Ran, schedule: Schedule, factor: float) -> str:
@@ -99,6 +101,11 @@ class Twins:
         return self.ran.calls[-1]
 
     @property
+    def _rows(self) -> BatchedDataDict:
+        """The first rows of the step."""
+        return self._calls[0].whole
+
+    @property
     def _temperature(self) -> float:
         return self.ran.config.logprob_temperature
 
@@ -112,6 +119,7 @@ class Twins:
             for step in (1, 2):
                 found[f"saved {step}"] = one.load(self.ran.step(step))
                 found[f"digest {step}"] = one.digest()
+            found["logprobs"] = one.logprobs(self._rows)
             if (folder := self.ran.step(2, "killed")).is_dir():
                 found["resumed"] = one.load(folder)
             one.load(self.ran.step(1))
@@ -120,46 +128,40 @@ class Twins:
             one.load(self.ran.step(1))
             one.train_split(self._calls)
             found["split"] = one.tensors()
+            found["split on all"] = one.load(self.ran.split)
         return found
 
     def _policy(self, **changes: object) -> PolicyConfig:
         return self.ran.on_one_rank(**changes).policy
 
     def _require_movement(self, tolerance: float) -> None:
-        moved = difference(self._plain["saved 1"], self._plain["saved 2"])
-        if moved < _MOVED * tolerance:
-            raise Refused(
-                f"the step moved no weight by more than {moved:.1e}, which is too little to compare"
-            )
+        require_movement(self._plain["saved 1"], self._plain["saved 2"], tolerance)
 
     def resumed_weights(self) -> str:
         """Compare the weights that the resumed run saved, bit by bit."""
         if "resumed" not in self._plain:
             raise Found("the resumed run saved nothing")
-        _require_equal(self._plain["saved 2"], self._plain["resumed"], "weights behind the resumed step")
+        require_equal(self._plain["saved 2"], self._plain["resumed"], "weights behind the resumed step")
         return "weights equal bit by bit"
 
     def layout(self) -> str:
         """Compare the step of all ranks with that of one."""
-        self._require_comparable_balance()
+        require_comparable_balance(self.ran.config)
         self._require_movement(tolerances.REORDERED)
-        for call, result in zip(self._calls, self._plain["results"], strict=True):
-            for name in ("global_loss", "grad_norm"):
-                _require_close(name, call.result[name], result[name])
-        return _within(self._plain["saved 2"], self._plain["train"], tolerances.REORDERED)
-
-    def _require_comparable_balance(self) -> None:
-        policy = self.ran.config.policy
-        by_microbatch = policy.model.moe_router_load_balancing_type == "aux_loss"
-        if policy.model.load_balancing_loss and by_microbatch:
-            raise Refused(
-                "aux_loss balances a microbatch, and one rank has others (seq_aux_loss can be compared)"
-            )
+        require_same_results(self._calls, self._plain["results"])
+        return within(self._plain["saved 2"], self._plain["train"], tolerances.REORDERED)
 
     def split(self) -> str:
-        """Compare the split step with `train`."""
-        self._require_movement(tolerances.SPLIT_STEP)
-        return _within(self._plain["train"], self._plain["split"], tolerances.REORDERED)
+        """Compare the split step with `train`, on one rank and on all."""
+        self._require_movement(tolerances.REORDERED)
+        alone = within(self._plain["train"], self._plain["split"], tolerances.REORDERED)
+        on_all = difference(self._plain["saved 2"], self._plain["split on all"])
+        if on_all > tolerances.REORDERED:
+            ranks = self.ran.layout.ranks
+            raise Found(
+                f"a weight differs by {on_all:.2g} on {ranks} ranks, {tolerances.REORDERED:g} is allowed"
+            )
+        return f"{alone}; on all ranks {on_all:.1e}"
 
     def masked(self) -> str:
         """Compare the step with one whose numbers per token are others wherever the masks say that none counts."""
@@ -171,10 +173,10 @@ class Twins:
         with one_rank(self._policy(), temperature=self._temperature) as one:
             one.load(self.ran.step(1))
             for plain, noisy in zip(self._plain["results"], one.train(calls), strict=True):
-                _require_close(
+                require_close(
                     "global_loss", plain["global_loss"], noisy["global_loss"], "with other numbers there"
                 )
-            return _within(self._plain["train"], one.tensors(), tolerances.REORDERED)
+            return within(self._plain["train"], one.tensors(), tolerances.REORDERED)
 
     def refits(self) -> str:
         """Compare the digest of what engines were sent last with that of a checkpoint, read on one rank."""
@@ -212,7 +214,7 @@ class Twins:
         policy = self.ran.config.policy
         if not policy.sequence_packing.enabled and not policy.dynamic_batching.enabled:
             raise Refused("the recipe pads")
-        self._require_comparable_balance()
+        require_comparable_balance(self.ran.config)
         padded = {"sequence_packing__enabled": False, "dynamic_batching__enabled": False}
         padded["megatron_cfg__fused_linear_logprobs_packed"] = False
         return self._beside(self._policy(**padded), tolerances.REORDERED)
@@ -222,7 +224,7 @@ class Twins:
         with one_rank(policy, temperature=self._temperature) as one:
             one.load(self.ran.step(1))
             one.train(self._calls, loss_fn)
-            return _within(self._plain["train"], one.tensors(), tolerance)
+            return within(self._plain["train"], one.tensors(), tolerance)
 
     def exported(self) -> str:
         """Compare what was exported, read again, with the checkpoint, bit by bit."""
@@ -230,28 +232,18 @@ class Twins:
             raise Refused(reason)
         read = self._policy(model_name=str(self.ran.exported), model=None)
         with one_rank(read, temperature=self._temperature, trained=False) as one:
-            _require_equal(self._plain["saved 2"], one.tensors(), "weights that were exported")
+            require_equal(self._plain["saved 2"], one.tensors(), "weights that were exported")
         return f"{len(self._plain['saved 2'])} tensors equal bit by bit"
 
-
-def _within(left: Tensors, right: Tensors, tolerance: float) -> str:
-    found = difference(left, right)
-    if found > tolerance:
-        raise Found(f"a weight differs by {found:.2g}, and {tolerance:g} is allowed")
-    return f"weights within {found:.1e} of {tolerance:g}"
-
-
-def _require_equal(left: Tensors, right: Tensors, what: str) -> None:
-    if difference(left, right):
-        names = [name for name in left if name not in right or not left[name].equal(right[name])]
-        raise Found(f"{what}: {names[0] if names else 'names'} differs, of {len(names)}")
-
-
-def _require_close(name: str, expected: Any, found: Any, where: str = "on one rank") -> None:
-    for left, right in zip(expected.flatten().tolist(), found.flatten().tolist(), strict=True):
-        allowed = tolerances.METRICS
-        if not math.isclose(left, right, rel_tol=allowed["rel"], abs_tol=allowed["abs"]):
-            raise Found(f"{name} is {left:.6g}, and {right:.6g} {where}")
+    def beside_transformers(self) -> str:
+        """Compare log-probabilities of the last checkpoint with those of transformers from the exported folder."""
+        expected, rows = self._plain["logprobs"], self._rows
+        found = float(
+            (expected - transformers_logprobs(self.ran.exported, rows, self._temperature)).abs().max()
+        )
+        if not found <= tolerances.TRANSFORMERS:
+            raise Found(f"a token differs by {found:.2g} nats, and {tolerances.TRANSFORMERS:g} is allowed")
+        return f"{int(rows['input_lengths'].sum())} tokens within {found:.1e} of {tolerances.TRANSFORMERS:g} nats"
 
 
 def make_teacher(policy: PolicyConfig, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The runs of a rehearsal: two steps with a save after each, and one that goes on from a copy of the first save."""
+"""The runs of a rehearsal: two steps with a save after each, and one that resumes from a copy of the first save."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.sources import Recipe
 from nemo_rl_mcore.launch import train
 from nemo_rl_mcore.preflight.given_weights import ONE_RANK
+from nemo_rl_mcore.rehearsal.killed import Killer
 from nemo_rl_mcore.rehearsal.layouts import Layout
 from nemo_rl_mcore.rehearsal.recorded import Recorder, TrainCall
 from nemo_rl_mcore.rehearsal.shrink import put
@@ -29,6 +30,7 @@ Row = Mapping[str, float]
 class Ran:
     """A recipe that ran in a layout: its metrics, and what each step trained on.
 
+    critic_calls: the same of PPO's critic.
     digest: of the weights that engines of their own were sent last. version: the step that these are said to be of.
     folder: of all its files.
     """
@@ -38,6 +40,7 @@ class Ran:
     folder: Path
     rows: list[Row] = field(default_factory=list[Row])
     calls: list[list[TrainCall]] = field(default_factory=list[list[TrainCall]])
+    critic_calls: list[list[TrainCall]] = field(default_factory=list[list[TrainCall]])
     digest: str = ""
     version: int | None = None
 
@@ -50,6 +53,11 @@ class Ran:
     def exported(self) -> Path:
         """The weights behind the last step, as the ranks wrote them."""
         return self.folder / "hf"
+
+    @property
+    def split(self) -> Path:
+        """The checkpoint behind the last step, when all ranks train it by the split step."""
+        return self.folder / "split"
 
     @property
     def killed(self) -> Path:
@@ -76,21 +84,28 @@ def loaded(tree: Tree) -> RunConfig:
 
 
 def run_in(ran: Ran, session: RayCluster) -> None:
-    """Run all steps; keep a copy of the folder as it is behind the first one, and export the last weights."""
+    """Run all steps, and keep a copy of the folder as it is behind the first one.
+
+    Behind the last one the weights are exported, and all ranks train that step once more by the split step.
+    """
     recorder = Recorder()
     for row in train(ran.config, session=session, watch=recorder):
         ran.rows.append(row)
         ran.calls.append(recorder.take())
+        ran.critic_calls.append(recorder.take("value"))
         if len(ran.rows) == 1:
             shutil.copytree(ran.folder / "run", ran.killed)
         elif not missing_family(ran.config.policy.model):
             recorder.export(ran.exported)
             ran.digest, ran.version = recorder.sent_digest(), recorder.sent_version()
+            start, end = ran.step(1) / "policy", ran.split / "policy"
+            recorder.train_split(ran.calls[-1], ran.config.policy, ran.layout.data, start, end)
 
 
 def resumed(ran: Ran, session: RayCluster) -> list[Row]:
-    """Go on from the copy, and return the metrics of the steps that were left."""
+    """Resume the copy, kill a rank in the step that is left, and return the metrics of that step."""
     tree = copy.deepcopy(ran.tree)
     put(tree, "logger.log_dir", str(ran.killed))
     put(tree, "checkpointing.checkpoint_dir", str(ran.killed / "checkpoints"))
-    return [*train(loaded(tree), session=session)]
+    put(tree, "cluster.max_trainer_restarts", 1)
+    return [*train(loaded(tree), session=session, watch=Killer())]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.interfaces import GenerationInterface
 from nemo_rl_mcore.launch import Watch
 from nemo_rl_mcore.losses.base import LossFunction
+from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.workers.policy import Policy
 
 _OF_TOKENS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
@@ -43,31 +46,56 @@ class TrainCall:
             return None
         return replace(self, chunks=[BatchedDataDict(rows, **noisy)])
 
+    def as_split_steps(self, policy: PolicyConfig, shards: int = 1) -> Iterator[list[BatchedDataDict]]:
+        """Yield the chunks of each optimizer step: a sample for each data-parallel rank, then all other samples."""
+        sizes = BatchSizes.of(policy, self.loss_fn, self.gbs, self.mbs)
+        for batch in sizes.steps(self.whole):
+            samples = batch.samples(sizes.rows_per_sample)
+            parts = [samples[:shards], samples[shards:]]
+            yield [batch.slice(part[0].start, part[-1].stop) for part in parts if part]
+
 
 class Recorder(Watch):
-    """Keeps what the policy was trained on since it was last asked, and can reach policy and engine."""
+    """Keeps what policy and critic were trained on since it was last asked, and can reach policy and engine."""
 
     def __init__(self) -> None:
         self.policy: Policy | None = None
         self._engine: GenerationInterface | None = None
-        self._calls: list[TrainCall] = []
+        self._calls: dict[str, list[TrainCall]] = {}
 
     def model(self, name: str, model: Policy) -> Policy:
-        """Return the policy with its training calls kept; any other model as it is."""
-        if name != "policy":
-            return model
-        self.policy = model
-        return cast("Policy", _Recorded(model, self._calls))
+        """Return a model with its training calls kept."""
+        if name == "policy":
+            self.policy = model
+        return cast("Policy", _Recorded(model, self._calls.setdefault(name, [])))
 
     def engine(self, engine: GenerationInterface) -> None:
         """Keep the engine."""
         self._engine = engine
 
-    def take(self) -> list[TrainCall]:
-        """Return the calls since the last time."""
-        calls = [*self._calls]
-        self._calls.clear()
-        return calls
+    def take(self, name: str = "policy") -> list[TrainCall]:
+        """Return the calls of a model since the last time; none where the run has no such model."""
+        calls = self._calls.get(name, [])
+        taken = [*calls]
+        calls.clear()
+        return taken
+
+    def train_split(
+        self, calls: Sequence[TrainCall], config: PolicyConfig, shards: int, start: Path, end: Path
+    ) -> None:
+        """Train once more by the split step, on all ranks.
+
+        start: the checkpoint of the policy to begin with. end: the folder of the one to write.
+        """
+        assert self.policy is not None
+        self.policy.load_checkpoint(str(start))
+        for call in calls:
+            for chunks in call.as_split_steps(config, shards):
+                self.policy.begin_train_step(call.loss_fn, gbs=call.gbs, mbs=call.mbs)
+                for chunk in chunks:
+                    self.policy.train_microbatch(chunk)
+                self.policy.finish_train_step()
+        self.policy.save_checkpoint(str(end))
 
     def sent_digest(self) -> str:
         """Return the digest of the weights that the engines were sent last; empty where the ranks answer."""
@@ -84,7 +112,7 @@ class Recorder(Watch):
 
 
 class _Recorded:
-    """A policy as it is, whose calls that train are kept."""
+    """A model as it is, whose calls that train are kept."""
 
     def __init__(self, policy: Policy, calls: list[TrainCall]) -> None:
         self._policy, self._calls = policy, calls

@@ -26,6 +26,8 @@ TOKENIZER = SHIPPED / "quickstart/tokenizer"
 """Takes the place of one that is not on this machine."""
 _VOCABULARY = 384
 """Rows of the embedding, for that one; divisible by what may share it."""
+_ENDS = [*range(0, _VOCABULARY, 4)]
+"""Tokens that end an answer where a recipe leaves out those that do not end, as nearly all of random weights."""
 _HEADS, _HEAD = 4, 8
 _EXPERTS = 4
 
@@ -58,6 +60,7 @@ def shrunk(config: RunConfig, layouts: list[Layout], number: int, folder: Path) 
     small = Small(copy.deepcopy(config.plain()))
     where = f"{layout}, on {layout.ranks} ranks"
     small.why.update({f"policy.megatron_cfg.{key}": where for key in layout.keys})
+    small.why["policy.generation.stop_token_ids"] = "answers of random weights would not end, and be left out"
     for change in _changes(config, layouts, layout, folder):
         for path, value in change.items():
             put(small.tree, path, value)
@@ -174,8 +177,8 @@ def _engine(config: RunConfig) -> Tree:
     }
     if not generation.decodes_on_ranks:
         keys["embedded_cfg"] = {"engines": min(2, engines_of(config))}
-    if generation.stop_token_ids is not None and not _has_tokenizer(config):
-        keys["stop_token_ids"] = None
+    if not _has_tokenizer(config):
+        keys["stop_token_ids"] = _ENDS if getattr(config.loop, "overlong_filtering", False) else None
     if generation.top_k is not None:
         keys["top_k"] = min(generation.top_k, 8)
     return {f"policy.generation.{key}": value for key, value in keys.items()}
@@ -283,17 +286,6 @@ def _records(config: RunConfig, folder: Path) -> Tree:
             "save_period": 1,
         },
     }
-
-
-def scaled(small: Small, factor: float) -> None:
-    """Multiply every learning rate of a recipe, so that the shape of its schedule stays."""
-    for model in ("policy.megatron_cfg", "value"):
-        for key in ("optimizer.lr", "optimizer.min_lr", "scheduler.lr_warmup_init"):
-            path = f"{model}.{key}"
-            value = value_at(small.tree, path)
-            if isinstance(value, int | float):
-                put(small.tree, path, value * factor)
-                small.why[path] = f"all rates times {factor:.6g}; the schedule keeps its shape"
 
 
 def rollout_steps(config: RunConfig) -> int:

@@ -9,6 +9,8 @@ FIVE_STEPS = 1e-5
 GENERATION = 1e-4
 # The split step against train, over the same microbatches: parameters after three Adam steps.
 SPLIT_STEP = 1e-6
+# Log-probabilities beside those of transformers.
+TRANSFORMERS = 1e-4
 # Metrics of a step.
 METRICS = {"rel": 1e-4, "abs": 1e-5}
 # The learning rate of a step against the recipe's, a share of it.

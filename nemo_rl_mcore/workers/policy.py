@@ -264,6 +264,11 @@ class Policy:
         """Return where the ranks run."""
         return self._workers.placement
 
+    @property
+    def processes(self) -> Sequence[int]:
+        """Return the process id of each rank, on its own machine."""
+        return [identity.pid for _, identity in sorted(self._workers.identities.items())]
+
     def loading_s(self) -> float:
         """Seconds that loading weights has taken, on the slowest rank."""
         return max(self._workers.run_all("loading_s", context=self._next_call("loading_s")))

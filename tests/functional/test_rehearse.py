@@ -21,6 +21,7 @@ ALWAYS = {
     "layout = one rank",
     "split step = train",
     "export = import",
+    "export = transformers",
 }
 
 
@@ -57,6 +58,8 @@ def test_a_sound_recipe(recipe: Path, tmp_path: Path) -> None:
     assert (code, found["failed"]) == (0, False)
     asynchronous = "async" in recipe.stem or "single_controller" in recipe.stem
     expected = ALWAYS - {"resume = continue"} if asynchronous else ALWAYS
+    if found["algorithm"] == "ppo":
+        expected = {*expected, "critic = one rank"}
     assert {name for name, verdict in verdicts.items() if verdict == "proven"} >= expected
     assert found["layouts"]
     assert any(one["path"] == "policy.model.hidden_size" for one in found["shrinks"])
@@ -71,46 +74,63 @@ LINES = {
     "masks_are_ignored": "masked = ignored",
     "refits_are_stale": "engines = weights",
     "experts_are_in_the_wrong_order_in_export": "export = import",
+    "gradients_of_values_are_divided_by_the_ranks_once_more": "critic = one rank",
+    "new_ranks_do_not_read_the_checkpoint": "resume = continue",
+    "other_ranks_train_on_their_first_chunk_again": "split step = train",
+    "another_rope_base_is_exported": "export = transformers",
 }
 """Each planted mistake, and the line that is to find it."""
-TENSOR = ("cluster.cpu_workers_per_node=4", "policy.megatron_cfg.tensor_model_parallel_size=2")
-APART = ("cluster.cpu_workers_per_node=2", "policy.generation.colocated.enabled=false")
+TENSOR = (COPY, "cluster.cpu_workers_per_node=4", "policy.megatron_cfg.tensor_model_parallel_size=2")
+APART = (COPY, "cluster.cpu_workers_per_node=2", "policy.generation.colocated.enabled=false")
 CONTEXT = (
-    "cluster.cpu_workers_per_node=4", "policy.megatron_cfg.context_parallel_size=2",
+    COPY, "cluster.cpu_workers_per_node=4", "policy.megatron_cfg.context_parallel_size=2",
     "policy.megatron_cfg.use_fused_linear_logprobs=false",
 )  # fmt: skip
 EXPERTS = (
-    "cluster.cpu_workers_per_node=2", "policy.megatron_cfg.expert_model_parallel_size=2",
+    COPY, "cluster.cpu_workers_per_node=2", "policy.megatron_cfg.expert_model_parallel_size=2",
     "++policy.model.num_moe_experts=4", "++policy.model.moe_router_topk=2", "++policy.model.moe_ffn_hidden_size=32",
     "++policy.model.qk_layernorm=true",  # a family of Hugging Face has it
 )  # fmt: skip
+CRITIC = ("examples/configs/ppo_cpu.yaml", "cluster.cpu_workers_per_node=2")
 PLANTED = [
     # Mistakes that do not hide each other share a rehearsal; the last column is a line that none of them reaches.
     (TENSOR, ("schedule_counts_twice", "optimizer_state_is_not_saved"), "export = import"),
     (TENSOR, ("shards_are_swapped_in_export",), "layout = one rank"),
+    (
+        TENSOR,
+        (
+            *("new_ranks_do_not_read_the_checkpoint", "other_ranks_train_on_their_first_chunk_again"),
+            "another_rope_base_is_exported",
+        ),
+        "layout = one rank",
+    ),
     (APART, ("gradients_are_divided_by_the_ranks_once_more", "refits_are_stale"), "export = import"),
     (APART, ("masks_are_ignored",), "rates = schedule"),
     (CONTEXT, ("gradients_are_not_summed_over_context_ranks",), "rates = schedule"),
+    (CRITIC, ("gradients_of_values_are_divided_by_the_ranks_once_more",), "layout = one rank"),
     (EXPERTS, ("experts_are_in_the_wrong_order_in_export",), "layout = one rank"),
 ]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("layout", "faults", "sound"), [pytest.param(*case, id="-".join(case[1])) for case in PLANTED]
+    ("recipe", "faults", "sound"), [pytest.param(*case, id="-".join(case[1])) for case in PLANTED]
 )
 def test_planted_mistakes_are_found_by_their_lines(
-    layout: tuple[str, ...], faults: tuple[str, ...], sound: str, tmp_path: Path
+    recipe: tuple[str, ...], faults: tuple[str, ...], sound: str, tmp_path: Path
 ) -> None:
+    section, loss = (
+        ("loss_fn", "ClippedPGLossFn") if recipe is not CRITIC else ("value_loss_fn", "MseValueLossFn")
+    )
     (tmp_path / "planted.py").write_text(
         "from planted_faults import plant\n"
-        "from nemo_rl_mcore.losses import ClippedPGLossFn\n"
-        "class Faulty(ClippedPGLossFn):\n    pass\n"
+        f"from nemo_rl_mcore.losses import {loss}\n"
+        f"class Faulty({loss}):\n    pass\n"
         f"plant(*{faults!r})\n"
     )
     paths = os.pathsep.join(filter(None, [str(tmp_path), str(REPO / "tests"), os.environ.get("PYTHONPATH")]))
     code, verdicts, found = rehearse(
-        COPY, *layout, "++loss_fn.type=planted:Faulty", file=tmp_path / "found.json",
+        *recipe, f"++{section}.type=planted:Faulty", file=tmp_path / "found.json",
         PYTHONPATH=paths,
     )  # fmt: skip
     assert (code, found["failed"]) == (1, True)

@@ -25,7 +25,7 @@ from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.migration.draft import Kind
 from nemo_rl_mcore.config.migration.migrate import leave_open, migrate
 from nemo_rl_mcore.preflight import preflight
-from nemo_rl_mcore.rehearsal.command import read_rehearsed, small_runs
+from nemo_rl_mcore.rehearsal.command import OF_VLLM, read_rehearsed, small_runs
 from nemo_rl_mcore.rehearsal.layouts import RANKS, layouts_of
 from nemo_rl_mcore.rehearsal.table import Table
 
@@ -41,8 +41,9 @@ NOT_RUN = "not run"
 class Row:
     """A recipe's row.
 
-    migrated: clean, by hand, or refused. by_hand: keys that are left to the user. rehearsed: yes, failed (a line or the
-    run), refused (it has no rehearsal), traceback, or not run: it was shrunk, and is allowed, and no more.
+    migrated: clean, by hand, or refused. by_hand: keys left to the user; of a refused recipe, its problems.
+    rehearsed: yes, failed (a check or the run), refused (nothing can run), traceback, or not run (only shrunk and
+    checked). reason: why it was not rehearsed, else why it does not migrate.
     """
 
     recipe: str
@@ -62,14 +63,16 @@ def row_of(recipe: Path, name: str, *, on_paper: bool) -> Row:
         migrated = migrate(recipe)
     except ConfigError as error:
         return Row(name, "refused", 0, reason=_decisive(error.problems))
-    config = migrated.config
-    if config is None:
-        return Row(name, "refused", len(migrated.problems), reason=_decisive(migrated.problems))
-    leave_open(migrated.draft, _problems_of(lambda: preflight(config, elsewhere=True)))
-    by_hand = sum(note.kind in (Kind.REFUSED, Kind.OPEN) for note in migrated.draft.notes)
+    by_hand, reason = len(migrated.problems), ""
+    if (config := migrated.config) is None:
+        reason = _decisive(migrated.problems)
+    else:
+        leave_open(migrated.draft, _problems_of(lambda: preflight(config, elsewhere=True)))
+        by_hand = sum(note.kind in (Kind.REFUSED, Kind.OPEN) for note in migrated.draft.notes)
     found = shrunk(recipe) or ({"rehearsed": NOT_RUN} if on_paper else rehearsed(recipe))
-    seconds = round(time.monotonic() - started, 1)
-    return Row(name, "by hand" if by_hand else "clean", by_hand, **found, seconds=seconds)
+    found["reason"] = found.get("reason") or reason
+    how = "refused" if config is None else "by hand" if by_hand else "clean"
+    return Row(name, how, by_hand, **found, seconds=round(time.monotonic() - started, 1))
 
 
 def _problems_of(examine: Callable[[], object]) -> Sequence[Problem]:
@@ -81,11 +84,12 @@ def _problems_of(examine: Callable[[], object]) -> Sequence[Problem]:
 
 
 def _decisive(problems: Sequence[Problem]) -> str:
-    """Return what is missing: an environment, an architecture, else the last problem, which no migration leaves out."""
+    """Return what is missing: an environment, an architecture, else the last problem, of vLLM if there is no other."""
     missing = [one for one in problems if one.code == "not-supported"]
     wanted = [one for one in missing if one.path.startswith("env.")]
     wanted += [one for one in missing if one.path == "policy.model_name"]
-    one = [*wanted, problems[-1]][0]
+    others = [one for one in problems if not one.path.startswith(OF_VLLM)]
+    one = [*wanted, *others[::-1], *problems][0]
     return f"{one.path}: {one.code}"
 
 
@@ -149,7 +153,7 @@ def table(rows: Iterable[Row]) -> Iterator[str]:
         counts = Counter(getattr(row, column) for row in rows)
         yield f"{column}: {', '.join(f'{counts[name]} {name}' for name in sorted(counts))}; of {len(rows)}"
         yield ""
-    yield "| recipe | migrated | keys by hand | rehearsed | proven | refused | seconds | its reason if not |"
+    yield "| recipe | migrated | keys by hand | rehearsed | proven | refused | seconds | reason |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for row in rows:
         cells = (row.recipe, row.migrated, row.by_hand, row.rehearsed, row.proven, row.refused)

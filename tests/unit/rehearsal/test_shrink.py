@@ -83,3 +83,22 @@ def test_their_schedule_is_read_from_their_recipe() -> None:
     assert [theirs.schedule.rate(step) for step in range(40)] == pytest.approx(
         [again.rate(step) for step in range(40)]
     )
+
+
+ENGINE = "policy.generation.vllm_cfg"
+TRAINER = "policy.megatron_cfg.fp8_cfg"
+
+
+def test_what_only_vllm_refuses_is_dropped_with_vllm() -> None:
+    recipe = str(THEIRS / "grpo_math_1B_megatron.yaml")
+    read = read_rehearsed(recipe, [f"{ENGINE}.precision=fp8", f"++{ENGINE}.use_deep_gemm=true"])
+    dropped = {one.path: (one.was, one.now) for one in read.of_vllm}
+    assert dropped == {f"{ENGINE}.precision": ("fp8", None), f"{ENGINE}.use_deep_gemm": (True, None)}
+    assert read_rehearsed(recipe, []).of_vllm == ()
+
+
+def test_a_recipe_that_also_trains_in_fp8_is_refused_with_every_problem() -> None:
+    overrides = [f"{ENGINE}.precision=fp8", f"++{TRAINER}={{enabled: true}}"]
+    with pytest.raises(ConfigError) as refused:
+        read_rehearsed(str(THEIRS / "grpo_math_1B_megatron.yaml"), overrides)
+    assert {one.path for one in refused.value.problems} >= {f"{ENGINE}.precision", TRAINER}
