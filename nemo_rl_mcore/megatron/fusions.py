@@ -67,7 +67,11 @@ def recomputed_settings(config: MegatronConfig, kernels: Kernels) -> dict[str, A
         return {}
     if config.recompute_granularity == "full":
         number = config.parts_of_a_layer
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": number}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": number,
+        }
     parts = config.recompute_modules
     for part in parts or ():
         if part in OF_ENGINE and not kernels.engine:

@@ -19,6 +19,7 @@ from torch import Tensor
 from trained_worker import leave, prepare
 
 from nemo_rl_mcore import accelerator
+from nemo_rl_mcore.config.families import count_parameters
 
 TABLE = "a step by phase"
 FUSED = {"bias_activation_fusion": True, "apply_rope_fusion": True}
@@ -164,7 +165,8 @@ def row(name: str, size: Size, seconds: Mapping[str, float], ceiling: float) -> 
     """A line of the table."""
     model = config_of(size, {}).model
     # The embedding is looked up; as the output layer it is multiplied with, once.
-    weights = model.num_layers * model.layer_parameters + model.embedding_parameters
+    multiplied = model.model_copy(update={"tie_word_embeddings": True})
+    weights = count_parameters(multiplied)
     tokens = int(batch(size.rows, size.length, 2, shortest=0.5)["input_lengths"].sum())
     return {
         "": name,

@@ -63,8 +63,8 @@ class Family:
 
     model_type: str
     architecture: str
-    fields: Mapping[str, object] = field(default_factory=dict[str, object])
-    sizes: Mapping[str, str] = field(default_factory=dict[str, str])
+    fields: dict[str, object] = field(default_factory=dict[str, object])
+    sizes: dict[str, str] = field(default_factory=dict[str, str])
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     layer: tuple[Slot, ...] = LAYER
     defaults: HFConfig = field(default_factory=dict[str, object])
@@ -83,12 +83,13 @@ class Family:
 
 
 def _every_feature(model: ModelConfig) -> dict[str, object]:
-    of_experts = {} if model.num_moe_experts is None else _FEATURES_OF_EXPERTS
-    return {**_FEATURES, **of_experts}
+    return {**_FEATURES, **({} if model.num_moe_experts is None else _FEATURES_OF_EXPERTS)}
 
 
 def features_of(model: ModelConfig) -> dict[str, object]:
     """Return the fields by which families are told apart, where they are not those of a Llama."""
-    experts = {} if model.num_moe_experts is None else {EXPERTS: model.num_moe_experts}
+    experts: dict[str, object] = {}
+    if model.num_moe_experts is not None:
+        experts[EXPERTS] = model.num_moe_experts
     found = {name: getattr(model, name) for name in _every_feature(model)}
     return experts | {name: value for name, value in found.items() if value != _every_feature(model)[name]}

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from fnmatch import translate
-from functools import cache
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.families import all_weights, layer_slots
@@ -13,7 +12,6 @@ from nemo_rl_mcore.config.model import ModelConfig
 KEY = "megatron_cfg.freeze"
 
 
-@cache
 def frozen_weights(model: ModelConfig, patterns: tuple[str, ...], *, routers: bool) -> frozenset[Weight]:
     """Return the weights that a pattern matches, and the routers of experts where these are to stay."""
     frozen = {weight for pattern in patterns for weight in _matched(model, pattern)}

@@ -6,9 +6,10 @@ from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.families.family import OUTPUT_BIAS, WINDOW_SWITCH, Family, HFConfig, Refusal
 from nemo_rl_mcore.config.model import ModelConfig
 
-_DENSE_LAYERS = tuple(
-    Refusal(key, allowed, "dense layers between layers of experts are not supported")
-    for key, allowed in (("decoder_sparse_step", (1, None)), ("mlp_only_layers", ([], (), None)))
+_BETWEEN = "dense layers between layers of experts are not supported"
+_DENSE_LAYERS = (
+    Refusal("decoder_sparse_step", (1, None), _BETWEEN),
+    Refusal("mlp_only_layers", ([], (), None), _BETWEEN),
 )
 
 
