@@ -100,8 +100,8 @@ def cell(value):
 def rows_of(page):
     """(configuration, field, NeMo RL's value, ours, reason) of the page's table."""
     part = page.split(HEADING)[1].split("\n## ")[0]
-    table = [line.strip("| \n").split(" | ") for line in part.splitlines() if line.startswith("| `")]
-    return [[one.strip("`") for one in row[:4]] + row[4:] for row in table]
+    rows = (line.strip("| \n").split(" | ") for line in part.splitlines() if line.startswith("| "))
+    return [row for row in rows if row[0] in SECTION.values()]
 
 
 def test_every_difference_is_a_row_with_a_reason(differences):
