@@ -39,7 +39,8 @@ def run_command(arguments: Sequence[str] | None) -> int:
         of_a_run = options.command not in _OVER_WEIGHTS
         # A recipe for CPUs runs here too; one for GPUs is mostly checked where there are none.
         elsewhere = options.command == "check" and not config.cluster.on_cpu
-        plan = preflight(config, elsewhere=elsewhere, of_a_run=of_a_run, warnings=warnings)
+        starts = of_a_run and options.command != "check"
+        plan = preflight(config, elsewhere=elsewhere, of_a_run=of_a_run, starts=starts, warnings=warnings)
     except (ConfigError, NotACheckpointError) as error:
         write_line(sys.stderr, str(error))
         return EXIT_CONFIG_ERROR

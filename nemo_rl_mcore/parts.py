@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from nemo_rl_mcore.algorithms.custom_estimator import check_estimator
 from nemo_rl_mcore.config import PolicyConfig, RunConfig
+from nemo_rl_mcore.config.base import ConfigError
 from nemo_rl_mcore.config.data import DataConfig, RowKind
 from nemo_rl_mcore.data.datasets import PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
@@ -25,6 +26,7 @@ from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.interfaces import Environment
 from nemo_rl_mcore.losses import check_losses
 from nemo_rl_mcore.preflight.data_files import steps_of_epochs
+from nemo_rl_mcore.preflight.tokenizer_folder import too_large
 from nemo_rl_mcore.rollouts.episodes import ONE_ANSWER, EpisodeForm
 
 
@@ -103,39 +105,48 @@ def tokenizer_of(policy: PolicyConfig, data: DataConfig | None = None) -> Tokeni
     """Load the tokenizer; only now is it known which tokens a Hugging Face directory adds while it loads.
 
     data: how it shows rows. Its files may come from the hub with the weights, which are fetched here: the
-    ranks have less time to start.
+    ranks have less time to start. Raises RunStoppedError.
     """
     try:
         if policy.model_name is not None:
             fetched_folder(policy.model_name)
         if policy.tokenizer.name not in (policy.model_name, CHAR_TOKENIZER_NAME):
             fetch_tokenizer(policy.tokenizer.name)
-        given = policy.tokenizer
-        template = ChatTemplate(given.chat_template, given.chat_template_kwargs or {})
-        if data is not None:
-            answers = GivenAnswers(data.add_eos, data.imitated)
-            template = replace(template, add_bos=data.add_bos, answers=answers)
-        parses = data is not None and data.parses_content
-        tokenizer = load_tokenizer(given.name, parse_content=parses, template=template)
     except ValueError as error:
         raise RunStoppedError(str(error), code=code_of(error)) from error
-    _require_room(policy, tokenizer)
+    return open_tokenizer(policy, data)
+
+
+def open_tokenizer(policy: PolicyConfig, data: DataConfig | None = None) -> Tokenizer:
+    """Load the tokenizer of files that are here; see `tokenizer_of`.
+
+    Raises RunStoppedError, caused by the ConfigError of a tokenizer with more tokens than the model has rows.
+    """
+    given = policy.tokenizer
+    template = ChatTemplate(given.chat_template, given.chat_template_kwargs or {})
+    if data is not None:
+        answers = GivenAnswers(data.add_eos, data.imitated)
+        template = replace(template, add_bos=data.add_bos, answers=answers)
+    parses = data is not None and data.parses_content
+    try:
+        tokenizer = load_tokenizer(given.name, parse_content=parses, template=template)
+        _require_room(policy, tokenizer)
+    except ValueError as error:
+        raise RunStoppedError(str(error), code=code_of(error)) from error
     return tokenizer
 
 
 def _require_room(policy: PolicyConfig, tokenizer: Tokenizer) -> None:
-    """Raise RunStoppedError for a tokenizer with more tokens than the model has rows of embeddings."""
+    """Raise ConfigError for a tokenizer with more tokens than the model has rows of embeddings."""
     rows = policy.model.vocab_size
-    if tokenizer.vocab_size <= rows:
-        return
-    shown = f"{tokenizer.vocab_size} tokens of policy.tokenizer.name: {policy.tokenizer.name}"
-    if policy.model_name is None:
-        raise RunStoppedError(f"policy.model.vocab_size: {rows} is less than the {shown}; raise it")
-    lacking = ", ".join(repr(tokenizer.text_of([token])) for token in range(rows, tokenizer.vocab_size)[:3])
-    raise RunStoppedError(
-        f"policy.model_name: {policy.model_name} has embeddings of {rows} tokens, and not of all {shown}; it lacks "
-        f"{lacking}, which the tokenizer's class may have added; resize the embeddings, or name another tokenizer"
-    )
+    if tokenizer.vocab_size > rows:
+        without = range(rows, tokenizer.vocab_size)[:_NAMED]
+        lacking = [tokenizer.text_of([token]) for token in without]
+        raise ConfigError([too_large(policy, tokenizer.vocab_size, lacking)])
+
+
+_NAMED = 3
+"""Tokens without a row, at most."""
 
 
 def stop_ids_of(config: RunConfig, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -14,15 +14,17 @@ from typing import Any, cast
 
 from nemo_rl_mcore.api.code import Code
 from nemo_rl_mcore.config.base import ConfigError, Problem
-from nemo_rl_mcore.config.load import load_recipe_with_warnings
+from nemo_rl_mcore.config.load import Computed, check_computed, compute
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.config.sources import COMMAND_LINE, Recipe
+from nemo_rl_mcore.config.sources import COMMAND_LINE, Recipe, places
 from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.custom_code import handed
+from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.preflight.evaluation import as_evaluated
 from nemo_rl_mcore.preflight.given_weights import load_over_given_weights
 from nemo_rl_mcore.preflight.plan import Plan, preflight
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, recipe_text
+from nemo_rl_mcore.preflight.tokenizer_folder import has_tokenizer
 from nemo_rl_mcore.signals import stop_signals
 
 Metrics = Mapping[str, float]
@@ -75,8 +77,10 @@ class Run:
         code: what its import paths stand for. problems: what is known to be wrong before.
         """
         self._code = code or Code()
-        with _told_in_python(problems):
-            self._config, self._warnings = load_recipe_with_warnings(recipe, overrides)
+        self._read: Computed | None = None
+        with self._told(problems):
+            self._read = compute(recipe, overrides)
+            self._config, self._warnings = check_computed(self._read)
 
     @property
     def config(self) -> RunConfig:
@@ -93,9 +97,20 @@ class Run:
         return recipe_text(self._config)
 
     def plan(self) -> RunPlan:
-        """Look at files and at this machine, and return what the run is going to do; raises ConfigError."""
-        with handed(self._code.objects):
-            return RunPlan(preflight(self._config, elsewhere=False, of_a_run=True, warnings=self._warnings))
+        """Look at files and at this machine, and return what the run is going to do.
+
+        Raises ConfigError, and RunStoppedError for a tokenizer that cannot be loaded.
+        """
+        with handed(self._code.objects), self._told():
+            plan = self._preflight()
+            if has_tokenizer(self._config.policy.tokenizer.name):
+                from nemo_rl_mcore.parts import open_tokenizer  # brings in torch, by way of transformers
+
+                open_tokenizer(self._config.policy, self._config.data)
+        return RunPlan(plan)
+
+    def _preflight(self) -> Plan:
+        return preflight(self._config, elsewhere=False, of_a_run=True, starts=True, warnings=self._warnings)
 
     def __iter__(self) -> Iterator[Metrics]:
         """Train; raises ConfigError, RunStoppedError, and KeyboardInterrupt where a signal ends it."""
@@ -163,8 +178,8 @@ class Run:
         return Path(output).absolute()
 
     def _steps(self) -> Generator[Metrics]:
-        with handed(self._code.objects), stop_signals(), _told_in_python():
-            self.plan()
+        with handed(self._code.objects), stop_signals(), self._told():
+            self._preflight()
             from nemo_rl_mcore.launch import train  # brings in torch, and Ray as it is to be
 
             self._code.require_portable()
@@ -180,12 +195,32 @@ class Run:
         _end_open_run()
         saved = CheckpointStore(Path(self._config.checkpointing.checkpoint_dir)).latest()
         folder = checkpoint or (saved and saved.folder)
-        with TemporaryDirectory() as place, handed(self._code.objects), stop_signals(), _told_in_python():
+        with TemporaryDirectory() as place, handed(self._code.objects), stop_signals(), self._told():
             recipe = Path(place) / RECIPE_FILE
             recipe.write_text(self.recipe(), encoding="utf-8")
             yield load_over_given_weights(
                 (), config=str(recipe), checkpoint=folder and str(folder), few_ranks=few_ranks
             )
+
+    @contextmanager
+    def _told(self, problems: Sequence[Problem] = ()) -> Generator[None]:
+        """Have problems of the recipe say where in Python a key is set, and raise those that are known with them."""
+        try:
+            yield
+        except (ConfigError, RunStoppedError) as error:
+            found = error if isinstance(error, ConfigError) else error.__cause__
+            if not isinstance(found, ConfigError):
+                raise
+            raise ConfigError([*problems, *map(self._located, found.problems)]) from None
+        if problems:
+            raise ConfigError(problems)
+
+    def _located(self, problem: Problem) -> Problem:
+        """Return a problem with what sets its key or, where nothing does, another key that it is about."""
+        found = {} if self._read is None else places(self._read.recipe, self._read.overridden)
+        about = (found[key] for key in (problem.path, *problem.related) if key in found)
+        where = problem.where or next(about, "")
+        return replace(problem, where="overrides" if where == COMMAND_LINE else where)
 
 
 _under_way: list[weakref.ref[Generator[Any]]] = []
@@ -199,18 +234,3 @@ def _end_open_run() -> None:
 
 
 atexit.register(_end_open_run)
-
-
-@contextmanager
-def _told_in_python(problems: Sequence[Problem] = ()) -> Generator[None]:
-    """Have problems of the recipe say where in Python a key is set, and raise those that are known with them."""
-    try:
-        yield
-    except ConfigError as error:
-        told = [
-            replace(problem, where="overrides") if problem.where == COMMAND_LINE else problem
-            for problem in error.problems
-        ]
-        raise ConfigError([*problems, *told]) from None
-    if problems:
-        raise ConfigError(problems)

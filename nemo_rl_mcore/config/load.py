@@ -21,7 +21,7 @@ from nemo_rl_mcore.config.foreign.recognised import recipe_of_nemo_rl
 from nemo_rl_mcore.config.hf.own_tokenizer import MODEL, TOKENIZER, inherited, other_tokenizer
 from nemo_rl_mcore.config.interpolations import long_chain
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.config.sources import Recipe, apply_overrides, locate, origins, read_recipe
+from nemo_rl_mcore.config.sources import Recipe, apply_overrides, origins, places, read_recipe
 from nemo_rl_mcore.config.validate import validate
 
 Number = int | float
@@ -51,8 +51,12 @@ def load_recipe_with_warnings(
     recipe: Recipe, overrides: Iterable[str] = ()
 ) -> tuple[RunConfig, tuple[Problem, ...]]:
     """Check a recipe that was read; see `load_with_warnings`."""
-    read = compute(recipe, overrides)
-    if theirs := recipe_of_nemo_rl(read.tree, next(reversed(recipe.files), None), read.overridden):
+    return check_computed(compute(recipe, overrides))
+
+
+def check_computed(read: "Computed") -> tuple[RunConfig, tuple[Problem, ...]]:
+    """Check a recipe that was computed; see `load_with_warnings`."""
+    if theirs := recipe_of_nemo_rl(read.tree, next(reversed(read.recipe.files), None), read.overridden):
         raise ConfigError(read.located([theirs]))
     return check(read, read.tree)
 
@@ -72,12 +76,11 @@ class Computed:
 
     def located(self, problems: Iterable[Problem]) -> list[Problem]:
         """Return the problems with where each key was set, and without values from the environment."""
-        given = self.recipe.arguments
-        shown = [
-            replace(hidden(problem, self.references), where=problem.where or given.get(problem.path, ""))
+        where = places(self.recipe, self.overridden)
+        return [
+            replace(hidden(problem, self.references), where=problem.where or where.get(problem.path, ""))
             for problem in problems
         ]
-        return locate(shown, self.recipe.files, self.overridden)
 
 
 def compute(recipe: Recipe, overrides: Iterable[str]) -> Computed:

@@ -176,16 +176,13 @@ def _settings(files: Iterable[Path]) -> Iterator[tuple[str, Origin, bool]]:
             yield key, Origin(place, f"{path}:{line}", text), isinstance(value, yaml.MappingNode)
 
 
-def locate(problems: Iterable[Problem], files: Iterable[Path], overridden: Iterable[str]) -> list[Problem]:
-    """Add where the key was set: file and line, or the command line; an override counts for its sections too."""
-    lines = {key: origin.where for key, origin in origins(files).items()}
-    lines |= {
+def places(recipe: Recipe, overridden: Iterable[str]) -> dict[str, str]:
+    """Return where each key is set: file and line, argument, or command line, which counts for its sections too."""
+    lines = {key: origin.where for key, origin in origins(recipe.files).items()}
+    lines |= recipe.arguments
+    return lines | {
         section: COMMAND_LINE for path in overridden for section in accumulate(path.split("."), join_path)
     }
-    return [
-        Problem(p.code, p.path, p.what, p.remedy, p.related, p.where or lines.get(p.path, ""))
-        for p in problems
-    ]
 
 
 def key_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int, yaml.Node]]:

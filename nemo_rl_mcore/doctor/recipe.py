@@ -12,6 +12,7 @@ from nemo_rl_mcore.doctor.accelerators import GPU
 from nemo_rl_mcore.doctor.findings import Finding, Status, ok
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.engines import plan_engines
+from nemo_rl_mcore.preflight.gpus import KEY, REMEDY, wanted_gpus
 from nemo_rl_mcore.preflight.memory import estimate_memory
 from nemo_rl_mcore.preflight.packages import missing_packages, needed_packages
 
@@ -93,9 +94,9 @@ def _of_machines(config: RunConfig, machines: Machines) -> Iterator[Finding]:
 
 
 def _gpu_count(config: RunConfig, machines: Machines) -> Finding:
-    cluster, key = config.cluster, "cluster.gpus_per_node"
+    cluster = config.cluster
     if machines.cluster is None:
-        wanted, there = cluster.gpus_per_node + _gpus_of_engines(config), len(machines.gpus)
+        wanted, there = wanted_gpus(config), len(machines.gpus)
         found = f"{wanted} GPUs are asked for, and this machine has {there}"
         fits = there >= wanted
     else:
@@ -103,17 +104,8 @@ def _gpu_count(config: RunConfig, machines: Machines) -> Finding:
         found = f"{cluster.num_nodes} machine(s) with {cluster.gpus_per_node} GPUs are asked for, and Ray has {fitting}"
         fits = fitting >= cluster.num_nodes
     if fits:
-        return ok(key, found)
-    mend = "lower it, run where they are, or set 0 for ranks on CPU"
-    return Finding(key, Status.MISSING, found, mend=mend, needed=True)
-
-
-def _gpus_of_engines(config: RunConfig) -> int:
-    """GPUs that engines have for themselves on one machine, beside those of the ranks."""
-    generation = config.policy.generation
-    if generation.decodes_on_ranks or generation.colocated.enabled:
-        return 0
-    return generation.colocated.resources.gpus_per_node or 0
+        return ok(KEY, found)
+    return Finding(KEY, Status.MISSING, found, mend=REMEDY, needed=True)
 
 
 def _memory(config: RunConfig, there: int, where: str, ranks: int) -> Finding:

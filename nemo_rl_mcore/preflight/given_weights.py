@@ -18,9 +18,9 @@ from nemo_rl_mcore.config.load import load_recipe
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.sources import Recipe, read_recipe
 from nemo_rl_mcore.preflight.data_files import has_template
+from nemo_rl_mcore.preflight.gpus import visible_gpus
 from nemo_rl_mcore.preflight.memory import WEIGHT_BYTES, estimate_memory
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, TOKENIZER_FOLDER, read_recipe_of
-from nemo_rl_mcore.preflight.visible_gpus import visible_gpus
 
 _OTHER_MODELS = {"value": {"optimizer": {"lr": 1.0}}, "teacher": {"init_checkpoint": "none"}}
 """What leaves nothing of the sections of models that are not started to be wrong."""

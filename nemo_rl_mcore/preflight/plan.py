@@ -17,6 +17,7 @@ from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
 from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched
 from nemo_rl_mcore.preflight.engines import EnginesPlan, plan_engines
 from nemo_rl_mcore.preflight.folders import checkpoints_on_disk, folder_problems
+from nemo_rl_mcore.preflight.gpus import gpu_problems
 from nemo_rl_mcore.preflight.memory import RunMemory, estimate_memory, reference_place
 from nemo_rl_mcore.preflight.packages import (
     import_problems,
@@ -98,12 +99,18 @@ class Plan:
 
 
 def preflight(
-    config: RunConfig, *, elsewhere: bool = False, of_a_run: bool = True, warnings: tuple[Problem, ...] = ()
+    config: RunConfig,
+    *,
+    elsewhere: bool = False,
+    of_a_run: bool = True,
+    starts: bool = False,
+    warnings: tuple[Problem, ...] = (),
 ) -> Plan:
     """Resolve a run on paper; raises ConfigError for files and packages that are missing.
 
     `elsewhere` says that it is to run on other machines, which have the packages that the recipe asks for: what is
     missing on this one, and folders that it cannot write to, are then the plan's `missing`.
+    `starts` says that it is to start here now, on the GPUs of this machine.
     `warnings` are those of loading the recipe, and stand in the plan before its own.
     Without `of_a_run`, which is for a checkpoint, the data set and the classes of the user's own are not looked for.
     """
@@ -121,6 +128,7 @@ def preflight(
         *of_data,
         *of_classes,
         *(() if elsewhere else missing),
+        *(gpu_problems(config) if starts else ()),
     )
     if problems:
         raise ConfigError(hidden(problem, config.references) for problem in problems)

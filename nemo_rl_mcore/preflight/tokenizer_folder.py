@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from nemo_rl_mcore.config.base import Problem
+from nemo_rl_mcore.config.base import Problem, Tree
 from nemo_rl_mcore.config.hf.hub import is_hub_id, local_folder
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.strict_json import read_json, read_regular
@@ -26,13 +26,17 @@ def tokenizer_problems(policy: PolicyConfig) -> Iterator[Problem]:
         return  # the latter is fetched, see `parts.tokenizer_of`
     if folder is None:
         yield Problem("not-found", KEY, f"no folder {name!r} in {Path.cwd()}", _REMEDY)
-    elif not any(folder.glob("tokenizer*")):
+    elif not has_tokenizer(name):
         what = f"the folder {name!r} holds no tokenizer (tokenizer.json, tokenizer_config.json)"
         yield Problem("not-found", KEY, what, "name a folder that does, or set it to char")
     else:
-        for file, rows_of in _FILES.items():
-            if (folder / file).exists():
-                yield from _file_problems(folder / file, rows_of, policy)
+        yield from _folder_problems(folder, policy)
+
+
+def has_tokenizer(name: str) -> bool:
+    """Return whether a tokenizer of that name lies on this machine."""
+    folder = None if name == "char" else local_folder(name)
+    return folder is not None and any(folder.glob("tokenizer*"))
 
 
 def special_tokens_of(name: str) -> list[str]:
@@ -48,54 +52,77 @@ def special_tokens_of(name: str) -> list[str]:
     return [token.content for token in added.values() if token.special]
 
 
-def _file_problems(path: Path, rows_of: Callable[[Path], int], policy: PolicyConfig) -> Iterator[Problem]:
+def _folder_problems(folder: Path, policy: PolicyConfig) -> Iterator[Problem]:
+    problems = list[Problem]()
+    settings = _read(folder / "tokenizer_config.json", _settings, problems)
+    tokenizer = _read(folder / "tokenizer.json", _tokenizer, problems)
+    yield from problems
+    if tokenizer is None:
+        return
+    lacking = [text for text in _named_in(settings or {}) if tokenizer.token_to_id(text) is None]
+    rows = max(_rows_of(tokenizer), tokenizer.get_vocab_size() + len(lacking))
+    if rows > policy.model.vocab_size:
+        yield too_large(policy, rows)
+
+
+def _read[Content](path: Path, read: Callable[[Path], Content], problems: list[Problem]) -> Content | None:
+    """Return what a file holds; None for no file, as of older formats, and for one that is a problem."""
+    if not path.exists():
+        return None
     try:
-        vocabulary = rows_of(path)
+        return read(path)
     except OSError as error:
-        yield Problem("not-readable", KEY, f"{str(path)!r} cannot be read: {error.strerror}", _REMEDY)
+        what = f"{str(path)!r} cannot be read: {error.strerror}"
     except ValueError as error:
-        yield Problem(
-            "not-readable", KEY, f"{str(path)!r} is not what a tokenizer is saved as: {error}", _REMEDY
-        )
-    else:
-        if vocabulary > policy.model.vocab_size:
-            yield _too_large(str(path.parent), vocabulary, policy)
+        what = f"{str(path)!r} is not what a tokenizer is saved as: {error}"
+    problems.append(Problem("not-readable", KEY, what, _REMEDY))
+    return None
 
 
-def _too_large(folder: str, vocabulary: int, policy: PolicyConfig) -> Problem:
-    rows = policy.model.vocab_size
+def too_large(policy: PolicyConfig, rows: int, lacking: Sequence[str] = ()) -> Problem:
+    """Return that the tokenizer needs more rows of embeddings than the model has; lacking: tokens without one."""
+    name, there = policy.tokenizer.name, policy.model.vocab_size
+    without = f", none for {', '.join(map(repr, lacking))}" if lacking else ""
     if policy.weights is not None:
-        what = f"{folder!r} has {vocabulary} ids, and the weights (policy.{policy.weights}) have {rows}"
-        return Problem(
-            "contradicts", KEY, what, "name the tokenizer of the weights", (f"policy.{policy.weights}",)
+        what = (
+            f"{name!r} has {rows} ids, and the weights (policy.{policy.weights}) have {there} rows{without}"
         )
-    return Problem(
-        "too-small",
-        "policy.model.vocab_size",
-        f"{rows} is below the {vocabulary} ids of {KEY}: {folder!r}",
-        f"set vocab_size: {vocabulary}",
-        (KEY,),
-    )
+        remedy = "resize the embeddings, or name the tokenizer of the weights"
+        return Problem("contradicts", KEY, what, remedy, (f"policy.{policy.weights}",))
+    what = f"{there} is below the {rows} ids of {KEY}: {name!r}{without}"
+    return Problem("too-small", "policy.model.vocab_size", what, f"set vocab_size: {rows}", (KEY,))
 
 
-def _rows_of_tokens(path: Path) -> int:
+def _rows_of(tokenizer: Tokenizer) -> int:
     """Return the rows of the embedding that the ids need; ids with gaps need more rows than there are tokens."""
-    tokenizer = _tokenizer(path)
     tokens = tokenizer.get_vocab_size()
     if all(tokenizer.id_to_token(token) is not None for token in range(tokens)):
         return tokens  # the vocabulary itself, a dict of all of them, takes twice as long to get and to free
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
-def _rows_of_settings(path: Path) -> int:
-    """Return 0: settings need no rows, but they are to be an object."""
-    if not isinstance(read_json(path, finite=False), dict):
+def _settings(path: Path) -> Tree:
+    settings = read_json(path, finite=False)
+    if not isinstance(settings, dict):
         raise ValueError("it should be an object")
-    return 0
+    return cast("Tree", settings)
 
 
-_FILES = {"tokenizer.json": _rows_of_tokens, "tokenizer_config.json": _rows_of_settings}
-"""Older formats, such as tokenizer.model, are left to the libraries."""
+_ONE = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MANY = ("additional_special_tokens", "extra_special_tokens", "added_tokens_decoder")
+
+
+def _named_in(settings: Tree) -> list[str]:
+    """Return the tokens that settings name; those that tokenizer.json lacks are added when the tokenizer is loaded.
+
+    Its class may add others still, which only transformers knows: see `parts.open_tokenizer`.
+    """
+    named = [settings.get(key) for key in _ONE]
+    for many in (settings.get(key) for key in _MANY):
+        listed = [*cast("Tree", many).values()] if isinstance(many, dict) else many
+        named += cast("list[object]", listed) if isinstance(listed, list) else []
+    texts = [cast("Tree", one).get("content") if isinstance(one, dict) else one for one in named]
+    return [*dict.fromkeys(text for text in texts if isinstance(text, str))]
 
 
 def _tokenizer(path: Path) -> Tokenizer:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from chat_templates import APPENDING, REWRITING, byte_tokenizer
-from refusals import refused
+from refusals import brief, refused
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data.messages import Message
@@ -98,6 +98,7 @@ def test_tokens_that_the_model_lacks_are_named(tmp_path, of_weights):
     policy = policy.model_copy(update=named | {"model_name": folder if of_weights else None})
     with pytest.raises(RunStoppedError) as caught:
         tokenizer_of(policy)
-    assert str(caught.value).startswith("policy.model_name" if of_weights else "policy.model.vocab_size")
-    last = tokenizer.text_of([tokenizer.vocab_size - 1])
-    assert (repr(last) in str(caught.value)) == of_weights
+    [problem] = caught.value.__cause__.problems
+    told = "policy.tokenizer.name: contradicts (model_name)"
+    assert brief(problem) == (told if of_weights else "policy.model.vocab_size: too-small (name)")
+    assert repr(tokenizer.text_of([tokenizer.vocab_size - 1])) in str(caught.value)

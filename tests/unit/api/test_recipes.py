@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 import yaml
+from chat_templates import APPENDING, byte_tokenizer
 
 from nemo_rl_mcore import (
     DPO,
@@ -208,6 +209,51 @@ def test_a_recipe_of_the_package_opens_by_its_name():
     run = load_recipe("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
     assert run.config == load_config("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"])
     assert "samples" in repr(run.plan())
+
+
+def test_gpus_that_are_not_there_are_told_by_the_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    run = grpo(tmp_path, gpus=4)
+    for refused in (run.plan, run.train):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        told = {(problem.path, problem.code, problem.where) for problem in caught.value.problems}
+        assert ("cluster.gpus_per_node", "too-large", "argument gpus") in told
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # whose machines Ray knows
+    assert run.plan().plan.layout.world_size == 4
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_told_by_the_plan(tmp_path):
+    """Its class adds one while it loads, which no file of the folder names."""
+    tokenizer = byte_tokenizer(tmp_path / "model", APPENDING)
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    config |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "model_type": "qwen2"}
+    config |= {"architectures": ["Qwen2ForCausalLM"], "vocab_size": tokenizer.vocab_size}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    [lacking] = {"<|endoftext|>"} - {*tokenizer.special_tokens}
+    own = {"train": ROWS, "reward": right, "gpus": 0, "out": tmp_path / "run"}
+    of_arguments = GRPO(tmp_path / "model", **own)
+    (tmp_path / "recipe.yaml").write_text(of_arguments.recipe())
+    of_file = load_recipe(tmp_path / "recipe.yaml")
+    of_overrides = load_recipe(tmp_path / "recipe.yaml", [f"policy.tokenizer.name={tmp_path}/model"])
+    for run, where in (
+        (of_arguments, "argument model"),
+        (of_file, f"{tmp_path}/recipe.yaml:"),
+        (of_overrides, "overrides"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            run.plan()
+        [problem] = caught.value.problems
+        assert (problem.path, problem.code) == ("policy.tokenizer.name", "contradicts")
+        assert problem.where.startswith(where)
+        assert lacking in problem.what
+
+
+def test_an_override_is_named_where_it_takes_the_place_of_an_argument(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, lr=1.0, overrides=["policy.megatron_cfg.optimizer.lr=-1"])
+    assert [problem.where for problem in caught.value.problems] == ["overrides"]
 
 
 class Shorter:

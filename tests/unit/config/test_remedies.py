@@ -1,10 +1,12 @@
 """Whoever follows a remedy is not sent back, nor told to change weights, nor told of consequences beside the cause."""
 
+from pathlib import Path
+
 import pytest
+from omegaconf import OmegaConf
 from refusals import assert_holds, brief
 
-from nemo_rl_mcore.config import Problem
-from nemo_rl_mcore.config.sources import locate
+from nemo_rl_mcore.config.sources import Recipe, places
 
 MEGATRON = "policy.megatron_cfg"
 LENGTH = "policy.max_total_sequence_length"
@@ -130,11 +132,7 @@ def test_a_prompt_file_is_not_dropped_without_what_it_said(refusals):
 def test_a_section_set_to_null_is_no_place_of_its_keys(exemplar, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("policy:\n  model: null\n")
-    problems = [
-        Problem("missing", "policy.model.num_layers", ""),
-        Problem("missing", "policy.model", ""),
-        Problem("missing", "policy.precision", ""),
-    ]
-    places = [problem.where.rpartition("/")[2] for problem in locate(problems, [exemplar, recipe], [])]
-    assert places[:2] == ["", "recipe.yaml:2"]
-    assert places[2].startswith("grpo_copy_cpu.yaml:")
+    found = places(Recipe(OmegaConf.create(), (Path(exemplar), recipe)), [])
+    assert "policy.model.num_layers" not in found
+    assert found["policy.model"].endswith("/recipe.yaml:2")
+    assert Path(found["policy.precision"]).name.startswith("grpo_copy_cpu.yaml:")

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from refusals import briefs, wrong_key
 from tokenizers import AddedToken, Tokenizer, models
+from transformers import AutoTokenizer
 
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.preflight import preflight
@@ -115,6 +116,24 @@ def test_settings_that_are_not_an_object_are_refused(tmp_path, content):
 def test_a_folder_without_tokenizer_json_is_left_to_the_libraries(tmp_path):
     write(tmp_path, {"tokenizer_class": "LlamaTokenizer"}, "tokenizer_config.json")
     assert problems_of(tmp_path, 1) == []
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"eos_token": "b"},
+        {"eos_token": "<eos>", "pad_token": "<eos>", "bos_token": None, "add_bos_token": False},
+        {"eos_token": {"__type": "AddedToken", "content": "<eos>", "special": True}, "pad_token": "<pad>"},
+        {"additional_special_tokens": ["<x>", "a"], "extra_special_tokens": {"image": "<y>"}},
+        {"added_tokens_decoder": {"3": {"content": "<x>", "special": True}}},
+    ],
+)
+def test_tokens_that_only_the_settings_name_are_counted_as_the_library_counts_them(tmp_path, named):
+    Tokenizer(MODELS["BPE"]).save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, named | {"tokenizer_class": "PreTrainedTokenizerFast"}, "tokenizer_config.json")
+    rows = len(AutoTokenizer.from_pretrained(tmp_path, local_files_only=True))
+    assert problems_of(tmp_path, rows) == []
+    assert problems_of(tmp_path, rows - 1) == ["policy.model.vocab_size: too-small (name)"]
 
 
 def test_the_preflight_compares_with_the_model_of_the_recipe(load, tmp_path):
