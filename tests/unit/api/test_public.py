@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from doc_pages import PAGES, REPO, blocks
@@ -43,6 +44,17 @@ def test_what_is_public_is_imported_when_asked_for():
     assert all(getattr(nemo_rl_mcore, name) is not None for name in nemo_rl_mcore.__all__)
     with pytest.raises(AttributeError):
         _ = nemo_rl_mcore.Nothing
+
+
+def test_the_script_that_is_checked_for_types_has_every_public_name():
+    """The types of its calls are a static check, `pyright`, which reads it as it reads the package."""
+    path = "tests/fixtures/typed_script.py"
+    code = (REPO / path).read_text("utf-8")
+    [names] = re.findall(r"^from nemo_rl_mcore import \(([^)]*)\)", code, re.MULTILINE)
+    assert sorted(names.replace(",", " ").split()) == sorted(nemo_rl_mcore.__all__)
+    assert code.startswith("# pyright: strict, reportUnnecessaryTypeIgnoreComment=true\n")
+    checked = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))["tool"]["pyright"]["include"]
+    assert path in checked
 
 
 def test_examples_in_docstrings_run(tmp_path, monkeypatch):
