@@ -178,12 +178,18 @@ class Run:
         return Path(output).absolute()
 
     def _steps(self) -> Generator[Metrics]:
-        with handed(self._code.objects), stop_signals(), self._told():
+        with handed(self._code.objects), stop_signals() as signals, self._told():
             self._preflight()
             from nemo_rl_mcore.launch import train  # brings in torch, and Ray as it is to be
 
             self._code.require_portable()
-            yield from train(self._config)
+            steps = train(self._config)
+            for metrics in steps:
+                try:
+                    yield metrics
+                except GeneratorExit:
+                    _close(steps, interrupted=signals.asked)
+                    raise
 
     @contextmanager
     def _over_weights(
@@ -221,6 +227,15 @@ class Run:
         about = (found[key] for key in (problem.path, *problem.related) if key in found)
         where = problem.where or next(about, "")
         return replace(problem, where="overrides" if where == COMMAND_LINE else where)
+
+
+def _close(steps: Generator[Any], *, interrupted: bool) -> None:
+    """End a run whose loop was left; interrupted: by a signal, after which another one, while it ends, is dropped."""
+    try:
+        steps.close()
+    except KeyboardInterrupt:
+        if not interrupted:
+            raise
 
 
 _under_way: list[weakref.ref[Generator[Any]]] = []

@@ -87,7 +87,7 @@ def too_large(policy: PolicyConfig, rows: int, lacking: Sequence[str] = ()) -> P
         what = (
             f"{name!r} has {rows} ids, and the weights (policy.{policy.weights}) have {there} rows{without}"
         )
-        remedy = "resize the embeddings, or name the tokenizer of the weights"
+        remedy = f"resize the embeddings to {rows} rows, or name the tokenizer of the weights"
         return Problem("contradicts", KEY, what, remedy, (f"policy.{policy.weights}",))
     what = f"{there} is below the {rows} ids of {KEY}: {name!r}{without}"
     return Problem("too-small", "policy.model.vocab_size", what, f"set vocab_size: {rows}", (KEY,))

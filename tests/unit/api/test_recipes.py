@@ -1,6 +1,7 @@
 """From arguments of Python to a recipe."""
 
 import json
+import signal
 import sys
 from functools import partial
 from inspect import signature
@@ -29,6 +30,7 @@ from nemo_rl_mcore.custom_code import function_at, handed
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.environments import make_environment
 from nemo_rl_mcore.errors import code_of
+from nemo_rl_mcore.signals import deferred_stop_signals
 
 MODEL = {
     "model": {
@@ -254,6 +256,29 @@ def test_an_override_is_named_where_it_takes_the_place_of_an_argument(tmp_path):
     with pytest.raises(ConfigError) as caught:
         grpo(tmp_path, lr=1.0, overrides=["policy.megatron_cfg.optimizer.lr=-1"])
     assert [problem.where for problem in caught.value.problems] == ["overrides"]
+
+
+@pytest.mark.parametrize("left_by_one", [True, False])
+def test_a_signal_while_the_ranks_stop_ends_the_loop_once(monkeypatch, left_by_one):
+    """Where an earlier one has ended the loop, the run is closed by Python, which nobody could catch another from."""
+
+    def steps(config):
+        try:
+            yield {"step": 1}
+        finally:
+            with deferred_stop_signals(hold=True):
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("nemo_rl_mcore.launch.train", steps)
+    loop = iter(load_recipe("grpo_copy_cpu.yaml"))
+    next(loop)
+    raised = []
+    for action in [lambda: signal.raise_signal(signal.SIGINT)] * left_by_one + [loop.close]:
+        try:
+            action()
+        except KeyboardInterrupt:
+            raised.append(action)
+    assert len(raised) == 1
 
 
 class Shorter:
