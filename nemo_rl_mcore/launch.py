@@ -35,6 +35,7 @@ from nemo_rl_mcore.config import (
 )
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.rules import shrunk
+from nemo_rl_mcore.config.rules.losses import policy_gradient
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.data.sources import open_pairs
 from nemo_rl_mcore.data.tokenizer import Tokenizer
@@ -136,7 +137,12 @@ def _run_from(
         config.logger,
         config.loop.max_num_steps,
         title=f"{config.algorithm}: {config.data.dataset_name}",
-        run=RunFacts(config.algorithm, config.written(), checkpoints.resumed_step),
+        run=RunFacts(
+            config.algorithm,
+            config.written(),
+            checkpoints.resumed_step,
+            rewards_teach=policy_gradient(config) is not None,
+        ),
         write_page=page_of_run,
     )
     with ExitStack() as session:

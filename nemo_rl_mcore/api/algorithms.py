@@ -152,7 +152,8 @@ class Distillation(Run):
     ) -> None:
         """Check a run; the other arguments are those of `GRPO`. Raises ConfigError with every problem.
 
-        teacher: a Hugging Face folder or hub id; None where `recipe` gives `teacher`. reward: scores validations.
+        teacher: a Hugging Face folder or hub id; None where `recipe` gives `teacher`. reward: scores validations,
+        which need it.
 
         >>> run = Distillation("model", teacher="teacher", train=[{"prompt": "2+2=", "answer": "4"}], max_new_tokens=9)
         >>> run.config.policy.generation.max_new_tokens
@@ -163,6 +164,8 @@ class Distillation(Run):
             draft.set("teacher.model_name", str(teacher), "teacher")
         draft.model(model, max_length, max_new_tokens)
         draft.rewards(reward)
+        if validation is not None:
+            draft.require_rewards(recipe, overrides)
         draft.data(train, validation, Path(out) / "data")
         draft.loop(steps, epochs, validation is not None, answers=True)
         draft.saved_in(out)

@@ -95,7 +95,7 @@ class RunRecorder:
         self._console = console or open_console()
         self._console.file = cast(TextIO, BestEffortStream(self._console.file))
         self._history = HistorySink()
-        self._resumed_step = run.resumed_step
+        self._resumed_step, self._rewards_teach = run.resumed_step, run.rewards_teach
         self._write_page = write_page
         self._progress = ProgressDisplay(
             total_steps, title=title, console=self._console, steps_before=run.resumed_step or 0
@@ -129,7 +129,7 @@ class RunRecorder:
             self._rollouts,
             metrics,
             self._progress,
-            EqualRewardsSink(self._say),
+            *([EqualRewardsSink(self._say)] if self._rewards_teach else []),
             self._loggers,
         ]
         with ExitStack() as opened:

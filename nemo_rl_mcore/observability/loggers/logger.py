@@ -23,11 +23,13 @@ class RunFacts:
     """What a logger is told of the run when it opens.
 
     recipe: resolved, as JSON has it. resumed_step: the last step that is behind a run that goes on, else None.
+    rewards_teach: whether the loss is of rewards, and not of given answers or a teacher alone.
     """
 
     algorithm: str = ""
     recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
     resumed_step: int | None = None
+    rewards_teach: bool = True
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,19 @@ def test_a_recipe_may_say_how_answers_are_scored(tmp_path):
     assert grpo(tmp_path, reward=None, recipe=given).config.env.arithmetic is not None
 
 
+def test_a_validation_of_distillation_needs_what_scores_it(tmp_path):
+    given = {"train": ROWS, "teacher": None, "max_length": 8, "max_new_tokens": 4, "gpus": 0, "out": tmp_path}
+    given |= {"recipe": {"policy": MODEL, "teacher": {"init_checkpoint": "there"}}}
+    given["recipe"] |= {"distillation": {"topk_logits_k": 8}}
+    assert Distillation(None, **given).config.loop.val_at_end is False
+    with pytest.raises(ConfigError) as caught:
+        Distillation(None, validation=ROWS, **given)
+    assert [(problem.path, problem.where) for problem in caught.value.problems] == [
+        ("env", "argument reward")
+    ]
+    assert Distillation(None, validation=ROWS, reward=right, **given).config.loop.val_at_end
+
+
 def test_rows_without_an_answer_need_reward_functions(tmp_path):
     rows = [{"prompt": "527>"}]
     assert grpo(tmp_path, train=rows).config.data.train.output_key is None

@@ -177,6 +177,15 @@ def test_a_part_of_the_start_that_fails_ends_its_line(tmp_path: Path) -> None:
     assert recorder._console.file.getvalue() == "starting Ray ...\n"  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("rewards_teach", [True, False])
+def test_equal_rewards_are_told_of_where_rewards_teach(tmp_path: Path, rewards_teach: bool) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    facts = RunFacts("distillation", rewards_teach=rewards_teach)
+    with RunRecorder(LoggerConfig(log_dir=str(tmp_path)), 1, console=console, run=facts) as recorder:
+        recorder.log(1, {"train/reward_min": 0.0, "train/reward_max": 0.0})
+    assert ("have had the reward 0" in console.file.getvalue()) is rewards_teach  # type: ignore[attr-defined]
+
+
 def test_engines_that_start_anew_are_a_part_of_their_step(tmp_path: Path) -> None:
     recorder = make(tmp_path)
     with recorder:
