@@ -104,7 +104,9 @@ class Draft:
             self.set(f"data.{key}", source.section, key)
             if source.is_chat:
                 self.set("data.apply_chat_template", True, key)
-        if train is not None:
+        if train is None:
+            self.arguments["data"] = "argument train"  # which would have set it
+        else:
             self.set("data.dataset_name", "files", "train")
 
     def require_rewards(self, recipe: Mapping[str, object] | None, overrides: Sequence[str]) -> None:

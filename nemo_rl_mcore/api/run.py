@@ -222,9 +222,10 @@ class Run:
             raise ConfigError(problems)
 
     def _located(self, problem: Problem) -> Problem:
-        """Return a problem with what sets its key or, where nothing does, another key that it is about."""
+        """Return a problem with what sets its key or, where nothing does, its section or a key that it is about too."""
+        section = problem.path.rpartition(".")[0]
         found = {} if self._read is None else places(self._read.recipe, self._read.overridden)
-        about = (found[key] for key in (problem.path, *problem.related) if key in found)
+        about = (found[key] for key in (problem.path, section, *problem.related) if key in found)
         where = problem.where or next(about, "")
         return replace(problem, where="overrides" if where == COMMAND_LINE else where)
 

@@ -89,7 +89,15 @@ def _as_yaml(value: object) -> str:
 
 
 class ConfigError(ValueError):
-    """Every problem of a configuration at once."""
+    """Every problem of a configuration at once.
+
+    >>> from nemo_rl_mcore import load_config
+    >>> try:
+    ...     config = load_config("grpo_copy_cpu.yaml", ["grpo.max_num_steps=0", "seed=-1"])
+    ... except ConfigError as error:
+    ...     print(sorted(problem.path for problem in error.problems))
+    ['grpo.max_num_steps', 'seed']
+    """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)

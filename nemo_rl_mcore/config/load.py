@@ -31,6 +31,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Load and check a recipe; the section of the algorithm (grpo, ppo, dpo, sft, distillation) says of which.
 
     Overrides follow Hydra's grammar: `a.b=c`, `+new=...`, `~gone`. Raises ConfigError with every problem.
+
+    >>> load_config("grpo_copy_cpu.yaml", ["grpo.max_num_steps=7"]).loop.max_num_steps
+    7
     """
     return load_with_warnings(path, overrides)[0]
 

@@ -21,6 +21,11 @@ class BatchedDataDict(dict[str, Any]):
 
     Every value has the same number of rows; the assignment that breaks this raises a ValueError naming it.
     No method edits the batch in place: each returns a new one.
+
+    >>> import torch
+    >>> batch = BatchedDataDict(input_ids=torch.zeros(2, 8, dtype=torch.long), answers=["4", "5"])
+    >>> batch.slice(1, 2)["answers"]
+    ['5']
     """
 
     def __init__(self, data: Entries = (), /, **entries: Any) -> None:

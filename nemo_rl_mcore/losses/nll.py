@@ -1,5 +1,7 @@
 """The negative log-likelihood of the tokens to train on."""
 
+from collections.abc import Mapping
+
 from nemo_rl_mcore.config import checked
 from nemo_rl_mcore.config.loss import NLLLossConfig
 from nemo_rl_mcore.data.batched_data_dict import BatchedDataDict
@@ -19,7 +21,9 @@ class NLLLossFn(TokenLossFunction):
 
     loss_type = LossType.TOKEN_LEVEL
 
-    def __init__(self, cfg: NLLLossConfig | None = None, use_fused_linear_logprobs: bool = False) -> None:
+    def __init__(
+        self, cfg: NLLLossConfig | Mapping[str, object] | None = None, use_fused_linear_logprobs: bool = False
+    ) -> None:
         self.cfg = checked(NLLLossConfig, cfg or NLLLossConfig())
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
 

@@ -176,6 +176,25 @@ def test_rows_without_a_prompt_are_refused(tmp_path):
     assert (problem.code, problem.path) == ("missing", "data.train.input_key")
 
 
+def test_what_is_wrong_with_a_source_names_its_argument(tmp_path):
+    for given, path in (
+        ("nowhere.jsonl", "data.train.data_path"),
+        ({"data_path": "x"}, "data.train.data_path"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            grpo(tmp_path, train=given).plan()
+        assert (path, "argument train") in {(one.path, one.where) for one in caught.value.problems}
+    with pytest.raises(ConfigError) as caught:
+        DPO(
+            None, train=ROWS, max_length=8, gpus=0, batch_size=4, out=tmp_path, recipe={"policy": MODEL}
+        ).plan()
+    [problem] = caught.value.problems
+    assert (problem.path, problem.where) == ("data.train.chosen_key", "argument train")
+    with pytest.raises(ConfigError) as caught:
+        grpo(tmp_path, train=None)
+    assert ("data", "argument train") in {(one.path, one.where) for one in caught.value.problems}
+
+
 def test_a_recipe_may_say_how_answers_are_scored(tmp_path):
     assert grpo(tmp_path, reward=None, overrides=["env.arithmetic={}"]).config.env.arithmetic is not None
     given = {"policy": MODEL, "env": {"arithmetic": {}}}
