@@ -76,6 +76,15 @@ def test_a_package_that_a_recipe_needs_here_is_a_problem(capsys, monkeypatch):
     assert "policy.generation.backend: " in capsys.readouterr().out
 
 
+def test_gpus_are_looked_for_where_a_run_starts(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    of_gpus = ["--config", EXEMPLAR, "cluster.gpus_per_node=2"]
+    assert cli.main(["check", *of_gpus]) == 0
+    assert cli.main(["grpo", *of_gpus]) == 2
+    assert "cluster.gpus_per_node: 2 " in capsys.readouterr().err
+
+
 def test_missing_files_are_found_by_the_preflight(capsys):
     assert cli.main(["check", "--config", EXEMPLAR, "policy.tokenizer.name=not/a/folder"]) == 2
     assert "policy.tokenizer.name: no folder 'not/a/folder'" in capsys.readouterr().err
