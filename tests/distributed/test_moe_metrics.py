@@ -11,6 +11,15 @@ LAYOUTS = {
     "ep2": (2, {"expert_model_parallel_size": 2}),
     "tp2-sp": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pp2-recompute": (2, {"pipeline_model_parallel_size": 2, "activation_checkpointing": True}),
+    "pp2-recompute-moe": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "activation_checkpointing": True,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe"],
+        },
+    ),
 }
 ALL, EMPTY = (0, 8), (0, 0)
 
@@ -36,7 +45,12 @@ def balance_of_steps(megatron, kind, steps):
 # A step of microbatches that are filled up, and each of its microbatches as a step without filling.
 FILLED = [(5, [ALL]), (5, [(0, 5)]), (3, [(5, 8)])]
 FILLED_ON_TWO = [(3, [(0, 6), (6, 8)]), (3, [(0, 6)]), (1, [(6, 8)])]
-QUICK = {("one", "seq_aux_loss"), ("recompute", "seq_aux_loss"), ("ep2", "aux_loss")}
+QUICK = {
+    ("one", "seq_aux_loss"),
+    ("recompute", "seq_aux_loss"),
+    ("pp2-recompute-moe", "seq_aux_loss"),
+    ("ep2", "aux_loss"),
+}
 
 
 def _cases():
