@@ -135,7 +135,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "asynchrony": tuple(ASYNCHRONY),
     "player": ("engine", "agents"),  # the latter's sessions are one to three rows
     "model class": ("gpt", "hybrid"),
+    "recomputed": ("nothing", "full", "selective"),
 }
+FROZEN = ("model.embed_tokens.weight", "model.layers.0.*")
 # What changes the mathematics; the plain sibling of a combination shares it.
 MATHEMATICS = ("algorithm", "temperature", "kl", "updates", "correction", "player")
 
@@ -168,6 +170,7 @@ def name_of(case: Case) -> str:
         "asynchrony": "synchronous" if case["asynchrony"] == "none" else case["asynchrony"],
         "player": "played by agents" if case["player"] == "agents" else "answered",
         "model class": f"{case['model class']} model",
+        "recomputed": f"{case['recomputed']} recomputed",
     }
     return ", ".join(str(said.get(name, value)) for name, value in case.items())
 
@@ -272,10 +275,15 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce": case["overlap"],
         f"{MEGATRON}.model_class": case["model class"],
         f"{OPTIMIZER}.use_distributed_optimizer": case["distributed optimizer"],
-        f"{OPTIMIZER}.decay_norms_and_biases": case["kl"],  # a factor that the plain sibling has, too
+        f"{MEGATRON}.activation_checkpointing": case["recomputed"] != "nothing",
+        # Factors that the plain sibling has, too.
+        f"{OPTIMIZER}.decay_norms_and_biases": case["kl"],
+        f"{MEGATRON}.freeze": list(FROZEN) if case["correction"] else [],
     }
     if case["layout"] in EXPERT_LAYOUTS:
-        values[f"{MEGATRON}.freeze_moe_router"] = case["kl"]  # as above
+        values[f"{MEGATRON}.freeze_moe_router"] = case["kl"]
+    if case["recomputed"] == "selective":
+        values[f"{MEGATRON}.recompute_granularity"] = "selective"
     if algorithm.shipped.algorithm in ("grpo", "ppo"):
         values["policy.recompute_prev_logprobs"] = "auto" if case["updates"] == "one pass" else "always"
     if algorithm.shipped.algorithm == "ppo":
