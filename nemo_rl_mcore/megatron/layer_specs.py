@@ -22,6 +22,9 @@ from nemo_rl_mcore.config import MegatronConfig
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.attention import LocalAttention
 
+HYBRID_PARTS = 2
+"""Layers of a HybridModel that are one of a GPTModel: attention, and feed-forward or experts."""
+
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm for the local layer spec, also under sequence parallelism.
@@ -60,8 +63,8 @@ def norm_of(config: MegatronConfig) -> Any:
 
 
 def parts_of_a_layer(transformer: TransformerConfig) -> int:
-    """Return how many of Megatron's layers are one of the model's: a HybridModel's attention is one of its own."""
-    return 2 if transformer.is_hybrid_model else 1
+    """Return how many of Megatron's layers are one of the model's."""
+    return HYBRID_PARTS if transformer.is_hybrid_model else 1
 
 
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:

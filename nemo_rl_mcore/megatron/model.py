@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.model import RopeScalingConfig
-from nemo_rl_mcore.megatron.layer_specs import use_transformer_engine
+from nemo_rl_mcore.megatron.layer_specs import HYBRID_PARTS, use_transformer_engine
 from nemo_rl_mcore.megatron.model_class import LanguageModel, language_model
 from nemo_rl_mcore.megatron.value_head import value_head_of
 
@@ -95,7 +95,7 @@ def _layers(policy: PolicyConfig) -> dict[str, Any]:
     """Return what a TransformerConfig says of the number of layers; a HybridModel's pattern has their stages."""
     layers, config = policy.model.num_layers, policy.megatron_cfg
     hybrid = config.model_class == "hybrid"
-    parts = 2 if hybrid else 1
+    parts = HYBRID_PARTS if hybrid else 1
     return {
         "num_layers": parts * layers,
         "is_hybrid_model": hybrid,
