@@ -23,6 +23,8 @@ RecomputedModules = Annotated[
     tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...],
     BeforeValidator(tuple_from_list),
 ]
+HYBRID_PARTS = 2
+"""Layers of a HybridModel that are one of a GPTModel: attention, and feed-forward or experts."""
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 _EMBEDDING, _LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
@@ -232,8 +234,8 @@ class MegatronConfig(StrictModel):
 
     @property
     def parts_of_a_layer(self) -> int:
-        """How many of Megatron's layers are one of the model's: a HybridModel's attention is one of its own."""
-        return 2 if self.model_class == "hybrid" else 1
+        """How many of Megatron's layers are one of the model's."""
+        return HYBRID_PARTS if self.model_class == "hybrid" else 1
 
     @property
     def own_stages(self) -> dict[str, int]:

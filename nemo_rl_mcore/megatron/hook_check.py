@@ -1,7 +1,8 @@
 """Make sure that the installed Megatron calls the `output_processor` that it is handed, see `output_processor`.
 
 A branch of Megatron accepts the keyword and ignores it; log-probabilities would then be read off something else. So the
-first pass of a last stage is watched: it costs nothing that can be measured, and later passes nothing at all.
+first pass of a last stage is watched: it costs nothing that can be measured, and later passes nothing at all. Of a
+HybridModel the keyword is ours, and the pass shows that upstream hands the processor on, see `hybrid_model`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ A HybridModel has attention and feed-forward (or experts) as layers of their own
 two layers of a GPTModel. Its weights, their order, their names below a layer and in a checkpoint are those of a
 GPTModel; only the numbers of the layers in its list are twice as many.
 
-What it lacks are added by modules of ours, in the places that upstream has for them: a stack with a final norm of our
-choice, by its spec, and an output layer that a processor takes the place of. `forward` hands two arguments on, unread:
-`runtime_gather_output` to the output layer, and `labels` to the loss of that layer's result. Both are the question.
+Nothing of upstream is replaced: classes derived from its own add what it lacks, a stack with a final norm of our
+choice, which the spec names, and an output layer whose place a processor takes. `HybridModel.forward` hands two
+arguments on, unread: `runtime_gather_output` to the output layer, and `labels` to the loss of that layer's result. In a
+pass with a processor both carry what is asked.
 
 Shapes: S sequence, B batch, H hidden.
 """
@@ -114,10 +115,14 @@ class _Stack(HybridStack):
 class _Question:
     """What is asked of the output layer instead of logits; see `output_processor`."""
 
-    answer: Callable[..., Any]
+    processor: Callable[..., Any]
 
-    def __bool__(self) -> bool:  # in the place of `runtime_gather_output`
-        return True
+
+@dataclass(frozen=True)
+class _Answer:
+    """What the processor returned, on its way through what upstream does with logits."""
+
+    value: Any
 
 
 class _OutputLayer(ColumnParallelLinear):
@@ -144,9 +149,8 @@ class _OutputLayer(ColumnParallelLinear):
         runtime_gather_output: bool | _Question | None = None,
     ) -> tuple[Any, torch.Tensor | None]:
         if isinstance(runtime_gather_output, _Question):
-            return runtime_gather_output.answer(
-                hidden_states=input_, output_layer=self, output_weight=weight
-            ), None
+            ask = runtime_gather_output.processor
+            return _Answer(ask(hidden_states=input_, output_layer=self, output_weight=weight)), None
         return super().forward(input_, weight, runtime_gather_output)
 
 
@@ -180,8 +184,12 @@ class HybridLanguageModel(HybridModel):
             keywords |= dict.fromkeys(("labels", "runtime_gather_output"), _Question(asked))
         return super().forward(*inputs, padding_mask=padding_mask, **keywords)
 
-    def compute_language_model_loss(self, labels: torch.Tensor | _Question, logits: Any) -> Any:
+    def compute_language_model_loss(self, labels: Any, logits: Any) -> Any:
         """Return the answer to a question; the loss where labels are given."""
-        return (
-            logits if isinstance(labels, _Question) else super().compute_language_model_loss(labels, logits)
-        )
+        if not isinstance(labels, _Question):
+            return super().compute_language_model_loss(labels, logits)
+        # Logits here are of an output layer that was not asked: `hook_check` refuses them.
+        return logits.value if isinstance(logits, _Answer) else logits
+
+    def _scale_logits(self, logits: Any) -> Any:
+        return logits if isinstance(logits, _Answer) else super()._scale_logits(logits)

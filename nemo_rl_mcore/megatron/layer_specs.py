@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import MegatronConfig
+from nemo_rl_mcore.config.megatron import HYBRID_PARTS
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.attention import LocalAttention
 
@@ -60,8 +61,8 @@ def norm_of(config: MegatronConfig) -> Any:
 
 
 def parts_of_a_layer(transformer: TransformerConfig) -> int:
-    """Return how many of Megatron's layers are one of the model's: a HybridModel's attention is one of its own."""
-    return 2 if transformer.is_hybrid_model else 1
+    """Return how many of Megatron's layers are one of the model's."""
+    return HYBRID_PARTS if transformer.is_hybrid_model else 1
 
 
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:

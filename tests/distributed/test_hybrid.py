@@ -20,6 +20,9 @@ CP2, EP2 = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
 SP, FUSED = {"sequence_parallel": True}, {"use_fused_linear_logprobs": True}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 UNEVEN = PP2 | {"num_layers_in_first_pipeline_stage": 1}
+COUNTED = VPP2 | dict.fromkeys(
+    ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), True
+)
 OVERLAP = {"distributed_data_parallel_config": {"overlap_grad_reduce": True, "bucket_size": 3000}}
 GATHERED = {
     "distributed_data_parallel_config": {
@@ -48,6 +51,8 @@ CASES = {
     "pp2-tied": (2, {"tie_word_embeddings": True}, PP2, {}),
     "pp2-uneven": (2, {"num_layers": 5}, UNEVEN, {}),
     "pp2-vpp2": (2, {"num_layers": 4}, VPP2, {}),
+    "pp2-vpp2-counted-ends": (2, {"num_layers": 6}, COUNTED, {}),
+    "pp2-frozen": (2, {}, PP2 | {"freeze": ["*layers.0.mlp*"]}, {}),
     "cp2": (2, {}, CP2, {}),
     "cp2-packed": (2, {}, CP2, PACKED),
     "ep2": (2, EXPERTS, EP2, {}),
@@ -70,6 +75,11 @@ def own_weights(worker, read):
     return {weight.names: read(parameter).detach().float().numpy().copy() for weight, parameter in own}
 
 
+def gradient(parameter):
+    """What a step was given; nothing of a frozen weight."""
+    return parameter.main_grad if parameter.requires_grad else parameter.new_zeros(0)
+
+
 def logprobs(worker):
     import tiny
 
@@ -89,7 +99,7 @@ def three_steps(model_class, model, megatron, policy):
     worker = build(model_class, model, megatron, policy)
     found = {"start": own_weights(worker, lambda parameter: parameter), "before": logprobs(worker)}
     found["steps"] = [train(worker, 0)]
-    found["gradients"] = own_weights(worker, lambda parameter: parameter.main_grad)
+    found["gradients"] = own_weights(worker, gradient)
     found["steps"] += [train(worker, seed) for seed in (1, 2)]
     found |= {"end": own_weights(worker, lambda parameter: parameter), "after": logprobs(worker)}
     return found | {"modules": [type(chunk).__name__ for chunk in worker.backend.chunks[0].modules()]}

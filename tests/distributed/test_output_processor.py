@@ -193,18 +193,21 @@ def test_the_first_pass_of_a_model_is_the_only_one_that_is_watched(ranks):
     assert ranks(1).run(hooks_of_a_model) == [(2, 0)]
 
 
-def test_mup_scale_is_applied_by_both_processors(ranks):
-    unfused, fused, plain = ranks(1).run(scaled_logprobs)[0]
+@pytest.mark.parametrize("model_class", ["gpt", "hybrid"])
+def test_mup_scale_is_applied_by_both_processors(ranks, model_class):
+    unfused, fused, plain = ranks(1).run(scaled_logprobs, model_class)[0]
     assert fused == pytest.approx(unfused, abs=1e-5)
     assert abs(fused - plain).max() > 1e-2
 
 
-def scaled_logprobs():
+def scaled_logprobs(model_class):
     import tiny
 
     results = []
     for fused, scale in ((False, 0.25), (True, 0.25), (True, 1.0)):
-        worker = tiny.worker(tiny.policy_config(megatron={"use_fused_linear_logprobs": fused}))
+        worker = tiny.worker(
+            tiny.policy_config(megatron={"use_fused_linear_logprobs": fused, "model_class": model_class})
+        )
         worker.backend.config.use_mup, worker.backend.config.mup_output_mult = True, scale
         results.append(worker.get_logprobs(data=tiny.grpo_batch())["logprobs"].numpy())
     return results
