@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
@@ -18,6 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
 
+from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.megatron.sharded_files import ShardedStateDict, layout_independent
 
 _STEP = "step"
@@ -57,12 +59,19 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: ShardedStateDict, 
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> float:
-    """Return how many updates the moments have seen, the same for every weight."""
-    for part in parts_of(optimizer):
-        for holder in (*part.optimizer.state.values(), *part.optimizer.param_groups):
-            if _STEP in holder:
-                return float(holder[_STEP])
-    return 0.0
+    """Return how many updates the moments have seen, the same for every weight; every rank takes part.
+
+    A rank whose weights are all frozen has seen none.
+    """
+    steps = [
+        float(holder[_STEP])
+        for part in parts_of(optimizer)
+        for holder in (*part.optimizer.state.values(), *part.optimizer.param_groups)
+        if _STEP in holder
+    ]
+    most = torch.tensor(max(steps, default=0.0), device=accelerator.device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:

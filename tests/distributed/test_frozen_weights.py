@@ -36,9 +36,13 @@ def steps(freeze, model, megatron, policy, folder):
     worker.save_checkpoint(folder)
     end = tiny.parameters(worker)
     worker.train(tiny.shard(tiny.grpo_batch(seed=2)), tiny.grpo_loss())
+    third = tiny.parameters(worker)
     worker.load_checkpoint(folder, weights_only=False)
     again = tiny.parameters(worker)
     assert all(torch.equal(again[name], value) for name, value in end.items())
+    worker.train(tiny.shard(tiny.grpo_batch(seed=2)), tiny.grpo_loss())
+    again = tiny.parameters(worker)
+    assert all(torch.equal(again[name], value) for name, value in third.items())
     frozen = {
         f"{stage}.{name}"
         for stage, chunk in enumerate(worker.backend.chunks)
