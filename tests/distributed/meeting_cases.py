@@ -142,6 +142,17 @@ REFUSED = (
         )
         for asynchrony in ASYNCHRONOUS
     ),
+    *(
+        # Implied by those of each algorithm that agents may play.
+        Refusal(
+            {"player": "agents", "asynchrony": asynchrony, "correction": False},
+            "missing",
+            "{correction}",
+            "older weights have drawn",
+            (AGE,),
+        )
+        for asynchrony in ("ahead", "as completed")
+    ),
     Refusal(
         {"asynchrony": "in chunks", "updates": "two"},
         "incompatible",
