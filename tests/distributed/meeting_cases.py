@@ -65,9 +65,6 @@ def _refused_of(name: str) -> Iterator[Refusal]:
     """Yield what an algorithm refuses of asynchrony."""
     chunks = {"algorithm": name, "asynchrony": "in chunks"}
     needs_all = "it needs all groups of a step"
-    if ALGORITHMS[name].shipped.algorithm != "grpo":
-        agents = {"algorithm": name, "player": "agents"}
-        yield Refusal(agents, "incompatible", "env.endpoint", "a session may fork into several rows")
     for asynchrony in ASYNCHRONOUS:
         values, sampled = {"algorithm": name, "asynchrony": asynchrony}, "nothing is sampled"
         if name == "sft":
@@ -131,16 +128,15 @@ REFUSED = (
         )
         for name in ("sft", "dpo", "dpo offline")
     ),
-    *(rule for name in ALGORITHMS for rule in _refused_of(name)),
     *(
         Refusal(
-            {"asynchrony": asynchrony, "offload": "grads_optimizer"},
+            {"algorithm": name, "player": "agents"},
             "incompatible",
-            "policy.offload",
-            "the ranks read between the chunks of a step",
-            ("{asynchrony}.enabled",),
+            "env.endpoint",
+            "a session may fork into several rows",
         )
-        for asynchrony in ASYNCHRONOUS
+        for name, algorithm in ALGORITHMS.items()
+        if algorithm.shipped.algorithm != "grpo"
     ),
     *(
         # Implied by those of each algorithm that agents may play.
@@ -152,6 +148,17 @@ REFUSED = (
             (AGE,),
         )
         for asynchrony in ("ahead", "as completed")
+    ),
+    *(rule for name in ALGORITHMS for rule in _refused_of(name)),
+    *(
+        Refusal(
+            {"asynchrony": asynchrony, "offload": "grads_optimizer"},
+            "incompatible",
+            "policy.offload",
+            "the ranks read between the chunks of a step",
+            ("{asynchrony}.enabled",),
+        )
+        for asynchrony in ASYNCHRONOUS
     ),
     Refusal(
         {"asynchrony": "in chunks", "updates": "two"},
