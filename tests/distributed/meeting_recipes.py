@@ -93,10 +93,10 @@ LAYOUTS: dict[str, tuple[int, Overrides]] = {
     "one with experts": (1, EXPERTS),
     "dp2": (2, {}),
     "tp2 sp": (2, {TENSOR: 2, f"{MEGATRON}.sequence_parallel": True}),
-    "pp2": (2, {PIPELINE: 2}),
+    "pp2": (2, {PIPELINE: 2, f"{MEGATRON}.num_layers_in_first_pipeline_stage": 1}),
     "ep2": (2, EXPERTS | {f"{MEGATRON}.expert_model_parallel_size": 2}),
     "cp2": (2, {CONTEXT: 2}),
-    "dp2 pp2": (4, {PIPELINE: 2}),
+    "dp2 pp2": (4, {PIPELINE: 2, f"{MEGATRON}.account_for_embedding_in_pipeline_split": True}),
 }
 EXPERT_LAYOUTS = [name for name, (_, keys) in LAYOUTS.items() if EXPERTS.keys() <= keys.keys()]
 
@@ -237,12 +237,12 @@ def _text(value: Any) -> str:
 
 
 def _shrunk(shipped: RunConfig) -> Overrides:
-    """A model of two layers, a handful of rows, and numbers in which a difference shows."""
+    """A model of three layers, a handful of rows, and numbers in which a difference shows."""
     name, loop = shipped.algorithm, shipped.loop
     keys: Overrides = {
         f"{name}.max_num_steps": 2, f"{name}.val_period": 0, f"{name}.val_at_end": True,
         f"{name}.max_val_samples": 4, f"{name}.val_batch_size": 4,
-        "policy.model.hidden_size": 32, "policy.model.ffn_hidden_size": 64,
+        "policy.model.num_layers": 3, "policy.model.hidden_size": 32, "policy.model.ffn_hidden_size": 64,
         "policy.model.num_attention_heads": 4, "policy.model.init_method_std": 0.1,
         "policy.max_total_sequence_length": PROMPT + RESPONSE, "policy.generation.max_new_tokens": RESPONSE,
         "policy.train_global_batch_size": 4, "policy.train_micro_batch_size": 1, "policy.logprob_batch_size": 4,
