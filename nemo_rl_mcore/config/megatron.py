@@ -234,7 +234,7 @@ class MegatronConfig(StrictModel):
 
     @property
     def parts_of_a_layer(self) -> int:
-        """How many of Megatron's layers are one of the model's."""
+        """Layers of Megatron that are one layer of the model."""
         return HYBRID_PARTS if self.model_class == "hybrid" else 1
 
     @property

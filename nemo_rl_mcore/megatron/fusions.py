@@ -1,4 +1,4 @@
-"""Which of Megatron's fused kernels a model runs with, and what of its layers the backward pass computes again."""
+"""Choose Megatron's fused kernels for a model, and the parts of its layers that the backward pass computes again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _APEX = "fused_weight_gradient_mlp_cuda"
 
 @dataclass(frozen=True)
 class Kernels:
-    """What there is to compute with.
+    """Hardware and packages to compute with.
 
     gpu: a CUDA device. engine: layers are Transformer Engine's. apex: Apex's products that add to a gradient buffer.
     """

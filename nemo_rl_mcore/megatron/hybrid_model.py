@@ -113,14 +113,14 @@ class _Stack(HybridStack):
 
 @dataclass(frozen=True)
 class _Question:
-    """What is asked of the output layer instead of logits; see `output_processor`."""
+    """A question to the output layer, which asks for something other than logits; see `output_processor`."""
 
     processor: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the processor returned, on its way through what upstream does with logits."""
+    """An answer of the processor, on its way through what upstream does with logits."""
 
     value: Any
 

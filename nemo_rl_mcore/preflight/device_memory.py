@@ -1,4 +1,4 @@
-"""What a GPU holds in the two halves of a step: while ranks train, and while engines on the same GPUs answer.
+"""Memory of a GPU in the two halves of a step: while ranks train, and while engines on the same GPUs generate.
 
 B bytes of a number, H hidden size, F feed-forward size, Q and K the sizes of all queries and of all keys, T tokens.
 """
@@ -15,21 +15,21 @@ class DeviceMemory:
     """Bytes of a GPU, without what CUDA, NCCL and fragmentation take.
 
     activations: of the microbatches under way, of the model that has most. training: with all that the ranks keep.
-    beside_engines: what the ranks keep while engines answer on their GPUs; None where none do. engine_share: of a GPU,
-    what an engine takes then.
+    during_generation: what the ranks keep while engines generate on their GPUs; None where none do. engine_share: of a
+    GPU, what an engine takes then.
     """
 
     tokens: int
     activations: int
     training: int
-    beside_engines: int | None
+    during_generation: int | None
     engine_share: float
 
     @property
     def smallest(self) -> int:
         """Return the least bytes that a GPU has to have."""
-        beside = self.beside_engines
-        return max(self.training, 0 if beside is None else round(beside / (1 - self.engine_share)))
+        kept = self.during_generation
+        return max(self.training, 0 if kept is None else round(kept / (1 - self.engine_share)))
 
 
 def plan_device_memory(config: RunConfig, memory: RunMemory) -> DeviceMemory:
@@ -42,12 +42,12 @@ def plan_device_memory(config: RunConfig, memory: RunMemory) -> DeviceMemory:
         tokens=tokens,
         activations=activations,
         training=memory.total + activations,
-        beside_engines=_kept_beside_engines(config.policy, memory) if turns else None,
+        during_generation=_kept_during_generation(config.policy, memory) if turns else None,
         engine_share=config.policy.generation.vllm_cfg.gpu_memory_utilization,
     )
 
 
-def _kept_beside_engines(policy: PolicyConfig, memory: RunMemory) -> int:
+def _kept_during_generation(policy: PolicyConfig, memory: RunMemory) -> int:
     """Bytes of the ranks while nothing is computed with them, so without logits."""
     kept = 0
     for model in memory.models.values():

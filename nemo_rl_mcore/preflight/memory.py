@@ -134,7 +134,7 @@ class _Held:
 
 
 def _held(policy: PolicyConfig, *, without_frozen: bool = False) -> _Held:
-    """Weights of the fullest rank: of the first stage, with the embedding, and of the most that a stage trains."""
+    """Count the weights of the fullest rank: the embedding, and the heaviest layers that a stage may have."""
     model, megatron = policy.model, policy.megatron_cfg
     frozen = policy.frozen_weights if without_frozen else frozenset[Weight]()
     left_out = {(weight.slot, weight.layer) for weight in frozen}

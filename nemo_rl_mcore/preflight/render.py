@@ -168,9 +168,9 @@ def _memory_rows(memory: MemoryEstimate) -> Iterator[Row]:
 def _device_rows(memory: DeviceMemory) -> Iterator[Row]:
     yield "activations", f"{_bytes(memory.activations)} of {memory.tokens} tokens"
     yield "while ranks train", _bytes(memory.training)
-    if memory.beside_engines is not None:
+    if memory.during_generation is not None:
         share = f"at gpu_memory_utilization: {memory.engine_share:g}"
-        yield "while engines answer", f"{_bytes(memory.beside_engines)}, and the engines' share {share}"
+        yield "while engines answer", f"{_bytes(memory.during_generation)}, and the engines' share {share}"
     yield "a GPU needs", f"{_bytes(memory.smallest)} at least"
 
 

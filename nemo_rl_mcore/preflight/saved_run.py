@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import cast
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
 from nemo_rl_mcore.config.base import Problem, absolute_path, join_path, value_at
 from nemo_rl_mcore.config.environment_values import SECTION, saved_digests, saved_salt
@@ -104,13 +105,25 @@ def changes_since(saved: Tree, config: RunConfig) -> list[Change]:
         if path in digests:
             same, of_environment = digests[path](value_at(plain, path)), True
         else:
-            new_and_off = path not in before and now in (None, False, [])
-            same = new_and_off or _same(path, was, now)
+            new = path not in before and now == _default_of(config, path)
+            same = new or _same(path, was, now)
         return None if same else Change(path, "another value" if of_environment else was, shown.get(path))
 
     inside = tuple(f"{path}." for path in digests)
     paths = (path for path in {**after, **before} if not _has_no_effect(path) and not path.startswith(inside))
     return [change for path in paths if (change := changed(path)) is not None]
+
+
+def _default_of(config: RunConfig, path: str) -> object:
+    """Return the default of a key as JSON has it: an earlier version, which had no such key, ran as with that."""
+    *sections, name = path.split(".")
+    section: object = config
+    for key in sections:
+        section = getattr(section, key, None)
+    field = type(section).model_fields.get(name) if isinstance(section, BaseModel) else None
+    return (
+        to_jsonable_python(field.get_default(call_default_factory=True, validated_data={})) if field else None
+    )
 
 
 def _same(path: str, was: object, now: object) -> bool:

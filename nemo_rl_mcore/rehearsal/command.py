@@ -208,7 +208,7 @@ def _proofs(
         ("fused = unfused", twins.fused),
         ("packed = padded", twins.packed),
         ("export = import", twins.exported),
-        ("export = transformers", twins.beside_transformers),
+        ("export = transformers", twins.transformers),
     ]
 
 

@@ -12,15 +12,15 @@ from nemo_rl_mcore.rehearsal.one_rank import Tensors, difference
 from nemo_rl_mcore.rehearsal.recorded import TrainCall
 
 _MOVED = 50
-"""How many tolerances a step has to move some weight by, if what it trains is to be compared."""
+"""Tolerances that a step has to move some weight by, if what it trains is to be compared."""
 
 
 class Refused(Exception):
-    """Why something is not proven: the recipe has no such thing, or it cannot be compared."""
+    """A reason why something is not proven: the recipe has no such thing, or it cannot be compared."""
 
 
 class Found(Exception):
-    """What is not as it is to be."""
+    """A difference where there must be none."""
 
 
 def require_movement(before: Tensors, after: Tensors, tolerance: float) -> None:

@@ -17,7 +17,6 @@ from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.losses.custom import make_loss
 from nemo_rl_mcore.losses.dpo import DPOLossFn
 from nemo_rl_mcore.rehearsal import tolerances
-from nemo_rl_mcore.rehearsal.beside_transformers import transformers_logprobs
 from nemo_rl_mcore.rehearsal.compared import (
     Found,
     Refused,
@@ -31,6 +30,7 @@ from nemo_rl_mcore.rehearsal.compared import (
 from nemo_rl_mcore.rehearsal.one_rank import difference, one_rank
 from nemo_rl_mcore.rehearsal.ran import Ran, Row
 from nemo_rl_mcore.rehearsal.schedule import Schedule
+from nemo_rl_mcore.rehearsal.transformers_logprobs import transformers_logprobs
 
 _OF_THE_MACHINE = ("timing/", "performance/", "async/")
 
@@ -235,7 +235,7 @@ class Twins:
             require_equal(self._plain["saved 2"], one.tensors(), "weights that were exported")
         return f"{len(self._plain['saved 2'])} tensors equal bit by bit"
 
-    def beside_transformers(self) -> str:
+    def transformers(self) -> str:
         """Compare log-probabilities of the last checkpoint with those of transformers from the exported folder."""
         expected, rows = self._plain["logprobs"], self._rows
         found = float(

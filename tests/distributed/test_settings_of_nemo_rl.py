@@ -1,4 +1,4 @@
-"""What Megatron is given here, after `migrate`, beside what NeMo RL gives it.
+"""Megatron's settings here, after `migrate`, compared with those of NeMo RL.
 
 Each difference is a row of docs/performance.md with its reason, and each row is a difference.
 """
@@ -14,7 +14,7 @@ from migrations import migrated_with
 pytestmark = pytest.mark.smoke
 
 THEIRS = yaml.safe_load((REPO / "tests/fixtures/megatron_settings_of_nemo_rl.yaml").read_text())
-HEADING = "## Megatron's settings beside NeMo RL's"
+HEADING = "## Megatron's settings compared with NeMo RL's"
 SECTION = {
     "transformer": "TransformerConfig",
     "ddp": "DistributedDataParallelConfig",
@@ -57,7 +57,7 @@ def filled(kind, settings):
 
 
 def settings_on_gpus(policies):
-    """What Megatron is given for each policy on GPUs with Transformer Engine's layers."""
+    """Megatron's settings for each policy on GPUs with Transformer Engine's layers."""
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig

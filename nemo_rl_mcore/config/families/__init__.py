@@ -53,7 +53,7 @@ def layer_slots(model: ModelConfig) -> list[Slot]:
 
 
 def prediction_slots(model: ModelConfig) -> list[Slot]:
-    """Return what a multi-token prediction layer has beside those of a layer; nothing without any."""
+    """Return the weights of a multi-token prediction layer that other layers do not have."""
     return [slot for slot in PREDICTION if slot.exists(model)]
 
 

@@ -1,4 +1,4 @@
-"""What a family of models is: one module of this package describes each, and `families/__init__.py` lists it.
+"""A family of models: one module of this package describes each, and `families/__init__.py` lists it.
 
 A family whose layers are made of parts that exist (`families/weights.py`) is one such file. A new kind of layer also
 needs fields in `config/model.py`, its weights, and what Megatron builds for it (`megatron/layer_specs.py`).

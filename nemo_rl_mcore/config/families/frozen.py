@@ -1,4 +1,4 @@
-"""Which weights training leaves as they are: patterns of names, as Hugging Face models call them."""
+"""Frozen weights, which training leaves as they are, by patterns of their Hugging Face names."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a config.json says of rotary positions."""
+"""Rotary positions in a config.json: read, written and judged."""
 
 from collections.abc import Iterator, Mapping
 from typing import cast

@@ -14,7 +14,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class Packing(Enum):
-    """How the tensors of a Hugging Face model lie in one parameter of Megatron."""
+    """The order of a Hugging Face model's tensors in one parameter of Megatron."""
 
     ALONE = auto()
     """One tensor is the parameter."""
@@ -256,4 +256,4 @@ PREDICTION = (
     ),
     Slot(r"final_layernorm\.weight", ("shared_head.norm.weight",), REPLICATED, _hidden, _predicts),
 )
-"""What a multi-token prediction layer has beside a layer of the model."""
+"""Weights of a multi-token prediction layer that other layers do not have."""

@@ -1,4 +1,4 @@
-"""What a model or a machine must have for parts that are computed again, and for fused kernels."""
+"""Requirements of fused kernels, and of parts that are computed again."""
 
 from collections.abc import Iterator
 

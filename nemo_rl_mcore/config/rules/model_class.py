@@ -1,4 +1,4 @@
-"""What a HybridModel of Megatron lacks: all of it stands here."""
+"""Settings that a HybridModel of Megatron does not support."""
 
 from collections.abc import Iterator
 

@@ -9,7 +9,7 @@ from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.run_models import TeacherConfig
 from nemo_rl_mcore.preflight import preflight
 from nemo_rl_mcore.preflight.given_weights import load_recipe_of
-from nemo_rl_mcore.preflight.saved_run import changes_since, read_recipe_of, recipe_text
+from nemo_rl_mcore.preflight.saved_run import cannot_resume, changes_since, read_recipe_of, recipe_text
 
 
 def saved(folder, config):
@@ -120,6 +120,31 @@ def test_a_folder_that_was_saved_as_it_was_written_is_no_change(load, here):
     (folder / "tokenizer").mkdir()
     assert changes_since(read_recipe_of(folder), config) == []
     assert load_recipe_of(folder).policy.tokenizer.name == str(folder / "tokenizer")
+
+
+FREEZE = "policy.megatron_cfg.freeze"
+
+
+def test_keys_that_an_earlier_version_had_not_ran_as_their_defaults(load):
+    recipe = yaml.safe_load(recipe_text(load()))
+    for key in ("freeze", "freeze_moe_router", "model_class", "bias_activation_fusion"):
+        del recipe["policy"]["megatron_cfg"][key]
+    assert changes_since(recipe, load()) == []
+    assert cannot_resume(recipe, load()) is None
+    changed = load("policy.megatron_cfg.bias_activation_fusion=false")
+    assert [one.path for one in changes_since(recipe, changed)] == [
+        "policy.megatron_cfg.bias_activation_fusion"
+    ]
+
+
+@pytest.mark.parametrize("before", ["[]", "['*.mlp.*']"])
+def test_a_run_does_not_resume_with_other_frozen_weights(load, before):
+    """Its checkpoint has the optimizer's state of the weights that were trained."""
+    recipe = yaml.safe_load(recipe_text(load(f"{FREEZE}={before}")))
+    assert cannot_resume(recipe, load(f"{FREEZE}={before}")) is None
+    refusal = cannot_resume(recipe, load(f"{FREEZE}=['model.norm.weight']"))
+    assert refusal is not None
+    assert_holds(refusal, FREEZE)
 
 
 def test_a_recipe_of_an_earlier_version_has_a_key_that_is_gone_and_goes_on(load, tmp_path):
