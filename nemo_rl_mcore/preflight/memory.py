@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_rl_mcore.config.families import count_parameters, layer_slots, prediction_slots
+from nemo_rl_mcore.config.families import all_layers, count_parameters, layer_slots
 from nemo_rl_mcore.config.families.weights import EMBEDDING, FINAL_NORM, OUTPUT, Slot, Weight
 from nemo_rl_mcore.config.logits_cache import LogitsCache
 from nemo_rl_mcore.config.master import RunConfig
@@ -148,16 +148,14 @@ def _held(policy: PolicyConfig, *, without_frozen: bool = False) -> _Held:
             )
         )
 
-    slots = layer_slots(model)
-    of_layers = [of(slots, layer) for layer in range(model.num_layers)]
+    of_layers = [of(layer_slots(model, layer), layer) for layer in all_layers(model)]
     stage = megatron.largest_stage(model.num_layers)
     stages = [sum(of_layers[at : at + stage], _Held()) for at in range(model.num_layers - stage + 1)]
     outside = [EMBEDDING, FINAL_NORM]
     if megatron.pipeline_model_parallel_size == 1 or model.mtp_num_layers:
         # One stage has both ends; and the last one an embedding, where it predicts further tokens.
         outside += [OUTPUT] if OUTPUT.exists(model) else []
-    predicted = range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0))
-    predicting = [of([*prediction_slots(model), *slots], layer) for layer in predicted]
+    predicting = of_layers[model.num_layers :]
     return sum(predicting, max(stages, key=lambda one: one.all) + of(outside))
 
 

@@ -46,32 +46,35 @@ def missing_family(model: ModelConfig) -> str:
     return f"no supported Hugging Face family has {described} (known: {', '.join(FAMILIES)})"
 
 
-def layer_slots(model: ModelConfig) -> list[Slot]:
-    """Return the weights of a layer, those of a model that no family has too."""
-    layer = next((family.layer for family in FAMILIES.values() if family.has(model)), LAYER)
-    return [slot for slot in layer if slot.exists(model)]
+def layer_slots(model: ModelConfig, layer: int) -> list[Slot]:
+    """Return the weights of a layer, those of a model that no family has too.
+
+    Layers of multi-token prediction are counted behind the others.
+    """
+    known = next((family.layer for family in FAMILIES.values() if family.has(model)), LAYER)
+    slots = known if layer < model.num_layers else (*PREDICTION, *known)
+    return [slot for slot in slots if slot.exists(model) and slot.in_layer(model, layer)]
 
 
-def prediction_slots(model: ModelConfig) -> list[Slot]:
-    """Return the weights of a multi-token prediction layer that other layers do not have."""
-    return [slot for slot in PREDICTION if slot.exists(model)]
+def all_layers(model: ModelConfig) -> range:
+    """Return the numbers of all layers, those of multi-token prediction too."""
+    return range(model.num_layers + (model.mtp_num_layers or 0))
 
 
 def all_weights(model: ModelConfig) -> Iterator[Weight]:
     """Yield every weight of the whole model, in the order of its layers."""
-    slots, predicting = layer_slots(model), prediction_slots(model)
     yield Weight(EMBEDDING)
     for layer in range(model.num_layers):
-        yield from _in_layer(slots, layer, model)
+        yield from _in_layer(layer, model)
     yield Weight(FINAL_NORM)
     if OUTPUT.exists(model):
         yield Weight(OUTPUT)
-    for layer in range(model.num_layers, model.num_layers + (model.mtp_num_layers or 0)):
-        yield from _in_layer([*predicting, *slots], layer, model)
+    for layer in all_layers(model)[model.num_layers :]:
+        yield from _in_layer(layer, model)
 
 
-def _in_layer(slots: list[Slot], layer: int, model: ModelConfig) -> Iterator[Weight]:
-    for slot in slots:
+def _in_layer(layer: int, model: ModelConfig) -> Iterator[Weight]:
+    for slot in layer_slots(model, layer):
         if slot.of_expert:
             yield from (Weight(slot, layer, expert) for expert in range(model.num_moe_experts or 0))
         else:
@@ -80,7 +83,7 @@ def _in_layer(slots: list[Slot], layer: int, model: ModelConfig) -> Iterator[Wei
 
 def count_parameters(model: ModelConfig) -> int:
     """Return how many numbers all weights have."""
-    of_layer = sum(slot.count(model) for slot in layer_slots(model))
-    of_prediction = of_layer + sum(slot.count(model) for slot in prediction_slots(model))
-    outside = sum(slot.count(model) for slot in (EMBEDDING, FINAL_NORM, OUTPUT) if slot.exists(model))
-    return model.num_layers * of_layer + (model.mtp_num_layers or 0) * of_prediction + outside
+    of_layers = sum(slot.count(model) for layer in all_layers(model) for slot in layer_slots(model, layer))
+    return of_layers + sum(
+        slot.count(model) for slot in (EMBEDDING, FINAL_NORM, OUTPUT) if slot.exists(model)
+    )

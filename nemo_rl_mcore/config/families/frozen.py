@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import translate
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.families import all_weights, layer_slots
+from nemo_rl_mcore.config.families import all_layers, all_weights, layer_slots
 from nemo_rl_mcore.config.families.weights import ROUTER_WEIGHT, Weight
 from nemo_rl_mcore.config.model import ModelConfig
 
@@ -22,8 +22,12 @@ def frozen_weights(model: ModelConfig, patterns: tuple[str, ...], *, routers: bo
 
 def _of_layers(model: ModelConfig) -> Iterator[Weight]:
     """Yield the weights of layers without those of experts."""
-    layers = range(model.num_layers + (model.mtp_num_layers or 0))
-    return (Weight(slot, layer) for layer in layers for slot in layer_slots(model) if not slot.of_expert)
+    return (
+        Weight(slot, layer)
+        for layer in all_layers(model)
+        for slot in layer_slots(model, layer)
+        if not slot.of_expert
+    )
 
 
 def _matched(model: ModelConfig, pattern: str) -> list[Weight]:

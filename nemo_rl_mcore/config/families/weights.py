@@ -56,7 +56,8 @@ class Slot:
     """One kind of weight, in a layer (or in an expert of it) or outside of the layers.
 
     megatron: a regular expression of its names in Megatron; its group, if any, is the number of the expert.
-    hugging_face: the tensors it consists of. exists: whether a model has it.
+    hugging_face: the tensors it consists of. exists: whether a model has it. in_layer: whether that layer of a model
+    that has it does.
     """
 
     megatron: str
@@ -65,6 +66,7 @@ class Slot:
     shapes: Callable[[ModelConfig], Shapes]
     exists: Callable[[ModelConfig], bool] = lambda _: True
     of_expert: bool = False
+    in_layer: Callable[[ModelConfig, int], bool] = lambda _model, _layer: True
 
     def count(self, model: ModelConfig) -> int:
         """Return the numbers that a layer holds of it, in all experts where it is theirs."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from nemo_rl_mcore.config import ModelConfig
-from nemo_rl_mcore.config.families import layer_slots, prediction_slots
+from nemo_rl_mcore.config.families import layer_slots
 from nemo_rl_mcore.config.families.weights import EMBEDDING, FINAL_NORM, OUTPUT, Slot, Weight
 from nemo_rl_mcore.errors import RefusedError
 
@@ -24,10 +24,11 @@ def find_weight(name: str, layers: Sequence[int], first_expert: int, model: Mode
     slots: Sequence[Slot] = (EMBEDDING, FINAL_NORM, OUTPUT)
     layer, own_name = None, name
     if inside := _LAYER.fullmatch(name):
-        slots, layer, own_name = layer_slots(model), layers[int(inside[1])], inside[2]
+        layer, own_name = layers[int(inside[1])], inside[2]
     elif inside := _PREDICTION.fullmatch(name):
-        slots = [*prediction_slots(model), *layer_slots(model)]
         layer, own_name = model.num_layers + int(inside[1]), inside[2]
+    if layer is not None:
+        slots = layer_slots(model, layer)
     for slot in slots:
         if (match := re.fullmatch(slot.megatron, own_name)) is None:
             continue
