@@ -1,11 +1,21 @@
 """Configuration of the architecture: for random weights, and what loaded ones must fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from nemo_rl_mcore.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Problem, StrictModel
+from nemo_rl_mcore.config.base import (
+    IntTuple,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Problem,
+    StrictModel,
+)
+
+_OF_LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 _OF_EXPERTS = (
+    "moe_layer_freq",
     "moe_router_topk",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
@@ -20,6 +30,16 @@ _OF_EXPERTS = (
     "moe_router_enable_expert_bias",
     "moe_router_bias_update_rate",
 )
+
+
+_WITH_LATENT_ATTENTION: Mapping[str, object] = {
+    "num_query_groups": None,
+    "kv_channels": None,
+    "add_qkv_bias": False,
+    "qk_layernorm": True,
+    "mtp_num_layers": None,
+}
+"""What goes with latent attention: its heads have sizes of their own, and its latents are normalised."""
 
 
 class RopeScalingConfig(StrictModel):
@@ -37,13 +57,22 @@ class RopeScalingConfig(StrictModel):
     """yarn: rotations with at most this many turns in the original context count as slow."""
     beta_fast: PositiveFloat = 32.0
     """yarn: rotations with at least this many turns in the original context stay as they are."""
+    mscale: NonNegativeFloat = 1.0
+    """yarn with multi_latent_attention: how much the factor adds to the rotated parts of queries and keys."""
+    mscale_all_dim: NonNegativeFloat = 0.0
+    """The same: how much it adds to whole queries and keys, of which mscale leaves the rotated parts out."""
     original_max_position_embeddings: PositiveInt
     """The original context: the longest sequence before the stretching."""
 
     read_unless = (
         *((key, "rope_type", "yarn") for key in ("low_freq_factor", "high_freq_factor")),
-        *((key, "rope_type", "llama3") for key in ("beta_slow", "beta_fast")),
+        *((key, "rope_type", "llama3") for key in ("beta_slow", "beta_fast", "mscale", "mscale_all_dim")),
     )
+
+    @property
+    def scales(self) -> bool:
+        """Return whether queries and keys are scaled otherwise than in a model without latent attention."""
+        return (self.mscale, self.mscale_all_dim) != (1.0, 0.0)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -53,7 +82,8 @@ class RopeScalingConfig(StrictModel):
             if self.rope_type == "llama3"
             else ("beta_fast", "beta_slow")
         )
-        return ("factor", *turns, "original_max_position_embeddings")
+        scales = ("mscale", "mscale_all_dim") if self.scales else ()
+        return ("factor", *turns, *scales, "original_max_position_embeddings")
 
     @property
     def slow_and_fast(self) -> tuple[float, float]:
@@ -72,6 +102,9 @@ class RopeScalingConfig(StrictModel):
             if self.beta_slow >= self.beta_fast:
                 what = f"{self.beta_slow} is not below beta_fast: {self.beta_fast}"
                 yield Problem("too-large", "beta_slow", what, "lower it", ("beta_fast",))
+            if self.scales and not (self.mscale and self.mscale_all_dim):
+                what = f"{self.mscale} with mscale_all_dim: {self.mscale_all_dim} is read otherwise by others"
+                yield Problem("not-supported", "mscale", what, "set both, or neither", ("mscale_all_dim",))
             return
         for key in ("low_freq_factor", "high_freq_factor"):
             if getattr(self, key) is None:
@@ -88,7 +121,10 @@ class RopeScalingConfig(StrictModel):
 
 
 class ModelConfig(StrictModel):
-    """A decoder of the Llama and Qwen kind: RMSNorm, rotary positions, gated feed-forward layers or experts."""
+    """A decoder of the Llama and Qwen kind: RMSNorm, rotary positions, gated feed-forward layers or experts.
+
+    With multi_latent_attention it is one of the DeepSeek kind.
+    """
 
     num_layers: PositiveInt
     """Transformer layers."""
@@ -117,11 +153,25 @@ class ModelConfig(StrictModel):
     init_method_std: PositiveFloat = 0.02
     """Standard deviation of the random weights."""
     qk_layernorm: bool = False
-    """Normalise queries and keys per head (Qwen3)."""
+    """Normalise queries and keys per head (Qwen3), or the latents that they are made of."""
     add_qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
+    multi_latent_attention: bool = False
+    """Make keys and values, and perhaps queries, of latents that are narrower than they are (DeepSeek)."""
+    q_lora_rank: PositiveInt | None = None
+    """Width of the queries' latent; null makes queries of the hidden state."""
+    kv_lora_rank: PositiveInt = 512
+    """Width of the latent of keys and values."""
+    qk_head_dim: PositiveInt = 128
+    """Size of the part of a head's query and key that has no position."""
+    qk_pos_emb_head_dim: PositiveInt = 64
+    """Size of the part that is rotated; the keys of all heads share theirs."""
+    v_head_dim: PositiveInt = 128
+    """Size of a head's value."""
     num_moe_experts: PositiveInt | None = None
     """Experts of every feed-forward layer; null is dense."""
+    moe_layer_freq: IntTuple | None = None
+    """For each layer 1 if it has experts, 0 if it is dense; null is experts in all. Dense layers come first."""
     moe_router_topk: PositiveInt = 2
     """Experts that a token is sent to."""
     moe_ffn_hidden_size: PositiveInt | None = None
@@ -169,8 +219,22 @@ class ModelConfig(StrictModel):
 
     @property
     def head_dim(self) -> int:
-        """Size of one head."""
+        """Size of one head's query and key."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Size of one head's value."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_dim
+
+    @property
+    def dense_layers(self) -> int:
+        """Return how many layers have no experts: the first ones, or all."""
+        if self.num_moe_experts is None:
+            return self.num_layers
+        return (self.moe_layer_freq or ()).count(0)
 
     @property
     def ffn_size(self) -> int:
@@ -194,17 +258,34 @@ class ModelConfig(StrictModel):
     read_unless = (
         ("mtp_loss_scaling_factor", "mtp_num_layers", None),
         *((key, "num_moe_experts", None) for key in _OF_EXPERTS),
+        *((key, "multi_latent_attention", False) for key in _OF_LATENT_ATTENTION),
         ("moe_router_bias_update_rate", "moe_router_enable_expert_bias", False),
         ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "none"),
     )
 
     def problems(self) -> Iterator[Problem]:
         """Yield sizes that do not divide, and settings of experts that cannot train."""
-        yield from self._size_problems()
+        yield from self._latent_problems() if self.multi_latent_attention else self._size_problems()
         if self.num_moe_experts is not None:
             yield from self._expert_problems(self.num_moe_experts)
 
+    def _latent_problems(self) -> Iterator[Problem]:
+        for key, only in _WITH_LATENT_ATTENTION.items():
+            if (given := getattr(self, key)) != only:
+                what = f"{given} does not go with multi_latent_attention: true"
+                yield Problem("incompatible", key, what, f"set it to {only}", ("multi_latent_attention",))
+        if self.qk_pos_emb_head_dim % 2:
+            what = f"{self.qk_pos_emb_head_dim} is odd, and rotary positions rotate pairs"
+            yield Problem("not-divisible", "qk_pos_emb_head_dim", what, "make it even")
+        if self.rope_scaling is not None and self.rope_scaling.rope_type != "yarn":
+            what = f"{self.rope_scaling.rope_type} does not go with multi_latent_attention: true"
+            related = ("multi_latent_attention",)
+            yield Problem("incompatible", "rope_scaling.rope_type", what, "use yarn, or none", related)
+
     def _size_problems(self) -> Iterator[Problem]:
+        if self.rope_scaling is not None and self.rope_scaling.scales:
+            what = "has no meaning without multi_latent_attention: true"
+            yield Problem("requires", "rope_scaling.mscale", what, "remove it", ("multi_latent_attention",))
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             yield Problem(
                 "not-divisible",
@@ -254,6 +335,19 @@ class ModelConfig(StrictModel):
 
     def _expert_problems(self, experts: int) -> Iterator[Problem]:
         yield from self._group_problems(experts)
+        layers = self.moe_layer_freq
+        if layers is not None and layers != (0,) * layers.count(0) + (1,) * (
+            self.num_layers - layers.count(0)
+        ):
+            what = f"{list(layers)} is not dense layers (0), then layers with experts (1), {self.num_layers} in all"
+            yield Problem(
+                "not-supported", "moe_layer_freq", what, "change it, or set it to null", ("num_layers",)
+            )
+        elif layers is not None and 1 not in layers:
+            what = "no layer has experts"
+            yield Problem(
+                "contradicts", "moe_layer_freq", what, "set num_moe_experts: null", ("num_moe_experts",)
+            )
         if self.moe_router_topk > experts:
             yield Problem(
                 "too-large",

@@ -37,7 +37,15 @@ class LocalAttention(DotProductAttention):
     go back to who has them, and add up there.
     """
 
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ):
+        """See upstream; k_channels and v_channels are sizes of a head, which the tensors say."""
         # Its own forward pass, which is not used here, is refused under context parallelism.
         alone = copy.copy(config)
         alone.context_parallel_size = 1
@@ -57,11 +65,12 @@ class LocalAttention(DotProductAttention):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """[Q, B, N * D] for query [Q, B, N, D], key and value [K, B, groups, D].
+        """[Q, B, N * D] for query [Q, B, N, D], key and value [K, B, groups, D]; D of a value may be another.
 
         attention_mask: bool, broadcast to [B, N, Q, K], true where a query may not look. Without one a causal layer
         masks the future; a single query, the newest, sees every key.
-        packed_seq_params: the borders of samples in a row, under context parallelism; there is no dimension B then.
+        packed_seq_params: the borders of samples in a row, under context parallelism; there is no dimension B then, in
+        the result either.
         """
         shared = context_parallel_size() > 1
         if attention_bias is not None or (packed_seq_params is not None and not shared):
@@ -91,7 +100,8 @@ class LocalAttention(DotProductAttention):
             )
             for block in blocks
         ]
-        return torch.cat(context).flatten(2)
+        joined = torch.cat(context).flatten(2)
+        return joined.squeeze(1) if borders else joined
 
 
 def _attend_from_last(

@@ -35,8 +35,8 @@ class Kernels:
         return cls(accelerator.has_cuda(), use_transformer_engine(config), apex)
 
 
-def fused_settings(config: MegatronConfig, kernels: Kernels, *, yarn: bool) -> dict[str, bool]:
-    """Return fields of a TransformerConfig; `yarn`: rotations are stretched by it.
+def fused_settings(config: MegatronConfig, kernels: Kernels, *, scaled: bool) -> dict[str, bool]:
+    """Return fields of a TransformerConfig; `scaled`: rotations are YaRN's, or those of latent attention.
 
     Raises RefusedError where the recipe wants gradients added by an extension that is not there: the output layer is
     Megatron's own, which has no other way to (tensor_parallel/layers.py, ColumnParallelLinear).
@@ -46,8 +46,9 @@ def fused_settings(config: MegatronConfig, kernels: Kernels, *, yarn: bool) -> d
         raise _needs("gradient_accumulation_fusion: true", f"Apex's {_APEX}", "set it to auto or false")
     return {
         "bias_activation_fusion": _on(config.bias_activation_fusion, kernels.gpu),
-        # The fused kernel of packed rows leaves out what YaRN multiplies cosines and sines by.
-        "apply_rope_fusion": config.apply_rope_fusion and kernels.engine and not yarn,
+        # The fused kernel of packed rows leaves out what YaRN multiplies cosines and sines by, and that of latent
+        # attention is YaRN's alone, and decodes nothing.
+        "apply_rope_fusion": config.apply_rope_fusion and kernels.engine and not scaled,
         "gradient_accumulation_fusion": _on(accumulated, kernels.gpu and kernels.engine and kernels.apex),
         "moe_permute_fusion": config.moe_permute_fusion and kernels.engine,
     }

@@ -15,13 +15,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import MegatronConfig
 from nemo_rl_mcore.config.megatron import HYBRID_PARTS
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.attention import LocalAttention
+from nemo_rl_mcore.megatron.latent_attention import LatentAttention, require_latent_attention
 
 
 class RMSNorm(torch.nn.Module):
@@ -66,16 +67,20 @@ def parts_of_a_layer(transformer: TransformerConfig) -> int:
 
 
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
-    """Return a layer's ModuleSpec, or the block's submodules; GPTModel takes both, though annotated with the first.
+    """Return a layer's ModuleSpec, or the submodules of a stage; GPTModel takes both, though annotated with the first.
 
     Raises RefusedError, on every stage, for ranks on GPUs that share sequences and have local layers.
     """
-    layer = layer_spec(config, transformer)
-    if use_transformer_engine(config):
+    layer, frequency = layer_spec(config, transformer), transformer.moe_layer_freq
+    if use_transformer_engine(config) and not isinstance(frequency, list):
         return layer
     # The block form also names the final norm; a bare layer spec would still build the stock one there.
     layers = [layer] * get_num_layers_to_build(transformer, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    if isinstance(frequency, list):
+        dense = layer_spec(config, transformer, dense=True)
+        first = get_transformer_layer_offset(transformer, vp_stage=vp_stage)
+        layers = [layer if frequency[number] else dense for number in range(first, first + len(layers))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm_of(config))
 
 
 def _refuse_local_attention(config: MegatronConfig) -> None:
@@ -130,28 +135,40 @@ def builds_prediction_layers() -> bool:
     return True
 
 
-def layer_spec(config: MegatronConfig, transformer: TransformerConfig) -> ModuleSpec:
+def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense: bool = False) -> ModuleSpec:
     """Return what one layer is made of, attention and feed-forward or experts, with the norms before them.
 
+    dense: whether it has no experts, though others of the model have some.
     Raises RefusedError for ranks on GPUs that share sequences and have local layers.
     """
     _refuse_local_attention(config)
-    experts = transformer.num_moe_experts
+    experts = None if dense else transformer.num_moe_experts
+    latent = transformer.multi_latent_attention
+    if latent:
+        require_latent_attention()
     if use_transformer_engine(config):
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts,
             moe_grouped_gemm=transformer.moe_grouped_gemm,
             qk_layernorm=transformer.qk_layernorm,
+            multi_latent_attention=latent,
         )
+        if latent:
+            cast(Any, layer.submodules).self_attention.module = LatentAttention
+        return layer
     submodules = get_gpt_layer_local_submodules(
         num_experts=experts,
         moe_grouped_gemm=False,
         normalization="RMSNorm",
         qk_layernorm=transformer.qk_layernorm,
+        multi_latent_attention=latent,
     )
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
-    attention: Any = cast(ModuleSpec, submodules.self_attention).submodules
-    attention.core_attention = LocalAttention
+    attention: Any = cast(ModuleSpec, submodules.self_attention)
+    attention.submodules.core_attention = LocalAttention
+    if latent:
+        attention.module = LatentAttention
     if transformer.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        for name in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm"):
+            setattr(attention.submodules, name, RMSNorm)
     return ModuleSpec(module=TransformerLayer, submodules=submodules)

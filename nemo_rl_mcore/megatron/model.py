@@ -11,12 +11,13 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.distributed import DistributedDataParallelConfig as MegatronDDPConfig
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.config.model import RopeScalingConfig
+from nemo_rl_mcore.config.model import ModelConfig, RopeScalingConfig
 from nemo_rl_mcore.megatron.fusions import Kernels, fused_settings, recomputed_settings
+from nemo_rl_mcore.megatron.latent_attention import share_rotations
 from nemo_rl_mcore.megatron.model_class import LanguageModel, biased_routers, language_model
 from nemo_rl_mcore.megatron.value_head import value_head_of
 
@@ -31,7 +32,10 @@ def padded_vocab_size(policy: PolicyConfig) -> int:
 
 def transformer_config(policy: PolicyConfig) -> TransformerConfig:
     """Megatron's description of the model and of how it is run."""
-    described = TransformerConfig(**transformer_settings(policy, Kernels.here(policy.megatron_cfg)))
+    settings = transformer_settings(policy, Kernels.here(policy.megatron_cfg))
+    if policy.model.multi_latent_attention:
+        return MLATransformerConfig(**settings, **_latent_settings(policy.model))
+    described = TransformerConfig(**settings)
     if (yarn := _yarn(policy)) is not None:
         # No field, and read by each attention layer: _yarn_get_concentration_factor_from_config
         setattr(described, _YARN_FACTOR, yarn.factor)
@@ -89,7 +93,7 @@ def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, An
         transformer_impl="transformer_engine" if kernels.engine else "local",
         mtp_num_layers=model.mtp_num_layers,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
-        **fused_settings(config, kernels, yarn=_yarn(policy) is not None),
+        **fused_settings(config, kernels, scaled=_yarn(policy) is not None or model.multi_latent_attention),
         **recomputed_settings(config, kernels),
         **_expert_settings(policy, kernels),
     )
@@ -103,6 +107,21 @@ def _layers(policy: PolicyConfig) -> dict[str, Any]:
     return {"num_layers": layers, **config.own_stages, **config.counted_ends}
 
 
+def _latent_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return what an MLATransformerConfig says beside a TransformerConfig: latents, heads and their rotations."""
+    settings: dict[str, Any] = {
+        **{key: getattr(model, key) for key in ("q_lora_rank", "kv_lora_rank")},
+        **{key: getattr(model, key) for key in ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")},
+        "rope_type": "rope",
+        "rotary_base": model.rotary_base,
+    }
+    if (yarn := model.rope_scaling) is not None:
+        settings |= {"rope_type": "yarn", "rotary_scaling_factor": yarn.factor}
+        settings |= {key: getattr(yarn, key) for key in yarn.keys if key != "factor"}
+        settings |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
+    return settings
+
+
 def _expert_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any]:
     """Return what a TransformerConfig says of experts; nothing for a dense model."""
     model, config = policy.model, policy.megatron_cfg
@@ -110,6 +129,7 @@ def _expert_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any]:
         return {}
     return {
         "num_moe_experts": model.num_moe_experts,
+        "moe_layer_freq": 1 if model.moe_layer_freq is None else [*model.moe_layer_freq],
         "moe_router_topk": model.moe_router_topk,
         "moe_ffn_hidden_size": model.expert_ffn_size,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
@@ -174,7 +194,9 @@ def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int 
         rotary_base=policy.model.rotary_base,
         vp_stage=vp_stage,
     )
-    if policy.model.rope_scaling is not None:
+    if policy.model.multi_latent_attention:
+        share_rotations(chunk)
+    elif policy.model.rope_scaling is not None:
         rotary = cast(RotaryEmbedding, chunk.rotary_pos_emb)
         rotary.inv_freq = stretched_frequencies(
             rotary.inv_freq, policy.model.rope_scaling, policy.model.rotary_base

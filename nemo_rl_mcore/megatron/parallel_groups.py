@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from nemo_rl_mcore import accelerator, rendezvous
@@ -68,7 +69,8 @@ def destroy() -> None:
         if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
     _computing_ranks = None
-    RotaryEmbedding.forward.cache_clear()  # which keeps the last models' rotary positions, with a group of each
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+        kind.forward.cache_clear()  # which keeps the last models' rotary positions, with a group of each
     gc.collect()  # a former worker holds its groups in cycles
 
 

@@ -45,6 +45,26 @@ _EXPERTS = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+# Latents narrower than what is made of them, heads of three sizes, and two groups of experts of four.
+_LATENT = {
+    "head_dim": 8,  # of the rotated part
+    "num_key_value_heads": 4,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 2.5,
+}
+# Of four rotations the first stays, and the others are slow or between; whole queries and keys are scaled too.
+_SCALED = {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 2.0, "beta_slow": 0.1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -60,6 +80,33 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3-moe": ("Qwen3Moe", _EXPERTS),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "deepseek-v3": ("DeepseekV3", _LATENT),
+    "deepseek-v3-yarn": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "rope_parameters": {**_YARN, **_SCALED},
+            "first_k_dense_replace": 2,
+            "tie_word_embeddings": True,
+            "topk_group": 4,
+        },
+    ),
+    "moonlight": (
+        "DeepseekV3",
+        {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3},
+    ),
+    "deepseek-v3-one-expert": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "first_k_dense_replace": 0,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "topk_group": 4,
+            "n_shared_experts": 0,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
     "qwen3-moe-shares": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False}),
 }
 
@@ -74,6 +121,9 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
     model.to(dtype).save_pretrained(folder)
     return folder
 
@@ -110,21 +160,10 @@ def set_in_config(folder: Path, **values: object) -> None:
 def in_float64(folder: Path, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
     """What transformers makes of a batch with float64 weights: log-probabilities, their mean loss, its gradients.
 
-    Norms and angles are those of transformers, in float32.
+    Norms, angles and scores of routers are those of transformers, in float32.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        # The other ways to attend and to run experts compute in float32, or not in float64.
-        folder,
-        dtype=torch.float64,
-        attn_implementation="sdpa",
-        experts_implementation="eager",
-    )
-    ids, lengths = torch.from_numpy(batch["input_ids"]), torch.from_numpy(batch["input_lengths"])
-    every = model(ids).logits.log_softmax(-1)
-    found = every[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
-    found = torch.nn.functional.pad(found, (1, 0)) * (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))
-    mask = torch.from_numpy(batch["token_mask"])
-    loss = -(found * mask).sum() / mask.sum()
+    model = _float64(folder)
+    found, loss = _loss(model, batch)
     loss.backward()
     # A file has the tensors of experts one by one, as weights are exchanged; the model holds them together.
     for parameter in model.parameters():
@@ -132,3 +171,37 @@ def in_float64(folder: Path, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, 
     model.save_pretrained(folder / "gradients")
     gradients = {name: tensor.numpy() for name, tensor in tensors(folder / "gradients").items()}
     return found.detach().numpy(), loss.item(), gradients
+
+
+def stepped_in_float64(
+    folder: Path, batches: list[dict[str, np.ndarray]], **adam: Any
+) -> dict[str, np.ndarray]:
+    """The tensors of a model after a step of AdamW on each batch, in float64."""
+    model = _float64(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), **adam)
+    for batch in batches:
+        optimizer.zero_grad()
+        _loss(model, batch)[1].backward()
+        optimizer.step()
+    model.save_pretrained(folder / "stepped")
+    return {name: tensor.numpy() for name, tensor in tensors(folder / "stepped").items()}
+
+
+def _float64(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        # The other ways to attend and to run experts compute in float32, or not in float64.
+        folder,
+        dtype=torch.float64,
+        attn_implementation="sdpa",
+        experts_implementation="eager",
+    )
+
+
+def _loss(model: Any, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a batch, and its mean negative log-likelihood."""
+    ids, lengths = torch.from_numpy(batch["input_ids"]), torch.from_numpy(batch["input_lengths"])
+    every = model(ids).logits.log_softmax(-1)
+    found = every[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    found = torch.nn.functional.pad(found, (1, 0)) * (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))
+    mask = torch.from_numpy(batch["token_mask"])
+    return found, -(found * mask).sum() / mask.sum()

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_mcore.config.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from nemo_rl_mcore.config.families import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from nemo_rl_mcore.config.families.family import Family, features_of
+from nemo_rl_mcore.config.families.latent_attention import LATENT_LAYER
 from nemo_rl_mcore.config.families.weights import (
     EMBEDDING,
     FINAL_NORM,
@@ -18,6 +19,7 @@ from nemo_rl_mcore.config.model import ModelConfig
 FAMILIES = {
     family.model_type: family
     for family in (
+        deepseek_v3.FAMILY,
         llama.FAMILY,
         mistral.FAMILY,
         mixtral.FAMILY,
@@ -51,7 +53,8 @@ def layer_slots(model: ModelConfig, layer: int) -> list[Slot]:
 
     Layers of multi-token prediction are counted behind the others.
     """
-    known = next((family.layer for family in FAMILIES.values() if family.has(model)), LAYER)
+    default = LATENT_LAYER if model.multi_latent_attention else LAYER
+    known = next((family.layer for family in FAMILIES.values() if family.has(model)), default)
     slots = known if layer < model.num_layers else (*PREDICTION, *known)
     return [slot for slot in slots if slot.exists(model) and slot.in_layer(model, layer)]
 

@@ -28,9 +28,15 @@ MLP_BIAS = Refusal("mlp_bias", (False, None), "a bias in the feed-forward layers
 WINDOW_SWITCH = Refusal("use_sliding_window", (False, None), "sliding-window attention is not supported")
 WINDOW = Refusal("sliding_window", (None,), "sliding-window attention is not supported")
 
-_FEATURES: Mapping[str, object] = {"add_qkv_bias": False, "qk_layernorm": False, "mtp_num_layers": None}
+_FEATURES: Mapping[str, object] = {
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "multi_latent_attention": False,
+    "mtp_num_layers": None,
+}
 _FEATURES_OF_EXPERTS: Mapping[str, object] = {
     "moe_shared_expert_intermediate_size": None,
+    "moe_layer_freq": None,
     "moe_router_score_function": "softmax",
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
@@ -42,6 +48,10 @@ EXPERTS = "num_moe_experts"
 
 def _no_problems(_values: HFConfig) -> Iterator[Problem]:
     yield from ()
+
+
+def _all_fit(_model: ModelConfig) -> bool:
+    return True
 
 
 def _nothing_read(_values: HFConfig) -> Mapping[str, object]:
@@ -60,7 +70,9 @@ class Family:
     varied: fields that tell families apart, and that its models have or not.
     sizes: fields of ModelConfig and the keys of config.json that give them, besides those of every family.
     aliases: other spellings of keys, which count where a file has both.
+    fits: whether a model with those can be written as a config.json of the family.
     layer: the weights of a layer.
+    predicts: whether its files may hold layers behind the last one, which predict further tokens and are left out.
     defaults: transformers' values of the keys that config.json leaves out, where they are not those of every family.
     read, write: what takes more than a name between config.json and ModelConfig; write gets the config.json that the
     weights came from, too. problems: what of a config.json no refusal of a key can say.
@@ -70,9 +82,11 @@ class Family:
     architecture: str
     fields: dict[str, object] = field(default_factory=dict[str, object])
     varied: tuple[str, ...] = ()
+    fits: Callable[[ModelConfig], bool] = _all_fit
     sizes: dict[str, str] = field(default_factory=dict[str, str])
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     layer: tuple[Slot, ...] = LAYER
+    predicts: bool = False
     defaults: HFConfig = field(default_factory=dict[str, object])
     refusals: tuple[Refusal, ...] = ()
     read: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
@@ -82,11 +96,20 @@ class Family:
     def has(self, model: ModelConfig) -> bool:
         """Return whether the architecture is one of this family."""
         features = features_of(model)
-        return (EXPERTS in features) == (EXPERTS in self.sizes) and all(
-            getattr(model, name) == self.fields.get(name, value)
-            for name, value in (_every_feature(model) | self.fields).items()
-            if name not in self.varied
+        return (
+            self.fits(model)
+            and (EXPERTS in features) == (EXPERTS in self.sizes)
+            and all(
+                getattr(model, name) == self.fields.get(name, value)
+                for name, value in (_every_feature(model) | self.fields).items()
+                if name not in self.varied
+            )
         )
+
+    @property
+    def latent_attention(self) -> bool:
+        """Return whether its models have latent attention."""
+        return bool(self.fields.get("multi_latent_attention"))
 
 
 def _every_feature(model: ModelConfig) -> dict[str, object]:

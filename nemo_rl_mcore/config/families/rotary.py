@@ -12,12 +12,9 @@ _YARN = ("factor", "original_max_position_embeddings")
 _KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3}
 _YARN_KEYS = {*_KEYS, "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
 _NEEDED: Mapping[str, tuple[str, ...]] = {"default": (), "llama3": _LLAMA3, "yarn": _YARN}
-_OF_YARN: Mapping[str, tuple[object, ...]] = {
-    "truncate": (None, True),
-    "mscale": (None, 1),
-    "mscale_all_dim": (None, 0),
-}
-"""Keys that change a model of latent attention; with these values they change none."""
+_OF_YARN: Mapping[str, tuple[object, ...]] = {"truncate": (None, True)}
+_OF_LATENTS: Mapping[str, tuple[object, ...]] = {"mscale": (None, 1), "mscale_all_dim": (None, 0)}
+"""Keys that change a model of latent attention, where they have other values."""
 
 
 def rotary_of(values: HFConfig) -> dict[str, object]:
@@ -61,12 +58,13 @@ def rotary_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
     rotary = rotary_of(values)
     yield from _hidden_base(values, rotary)
     kind = rotary["rope_type"]
-    if kind not in _NEEDED:
+    known = [one for one in _NEEDED if not (family.latent_attention and one == "llama3")]
+    if kind not in known:
         yield Problem(
             "not-supported",
             "rope_type",
             f"{kind!r} of a {family.model_type} model is not supported",
-            f"known: {', '.join(_NEEDED)}",
+            f"known: {', '.join(known)}",
         )
     elif foreign := sorted(rotary.keys() - (_YARN_KEYS if kind == "yarn" else _KEYS)):
         yield Problem(
@@ -81,7 +79,8 @@ def rotary_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
     for key in _NEEDED.get(str(kind), ()):
         if key not in rotary:
             yield Problem("missing", f"rope_scaling.{key}", f"missing, and rope_type {kind} needs it")
-    for key, allowed in _OF_YARN.items():
+    others = {**_OF_YARN, **({} if family.latent_attention else _OF_LATENTS)}
+    for key, allowed in others.items():
         if kind == "yarn" and rotary.get(key) not in allowed:
             what = f"{rotary[key]!r} of a {family.model_type} model: engines and training would read it otherwise"
             yield Problem("not-supported", f"rope_scaling.{key}", what, "known: the default")

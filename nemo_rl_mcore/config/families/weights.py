@@ -90,8 +90,16 @@ class Weight:
         return tuple(prefix + name.format(expert=self.expert) for name in self.slot.hugging_face)
 
 
-def _is_dense(model: ModelConfig) -> bool:
-    return model.num_moe_experts is None
+def _has_dense_layers(model: ModelConfig) -> bool:
+    return model.dense_layers > 0
+
+
+def _is_dense(model: ModelConfig, layer: int) -> bool:
+    return layer < model.dense_layers
+
+
+def _is_of_experts(model: ModelConfig, layer: int) -> bool:
+    return layer >= model.dense_layers
 
 
 def _has_experts(model: ModelConfig) -> bool:
@@ -133,13 +141,20 @@ OUTPUT = Slot(
 )
 FINAL_NORM = Slot(r"decoder\.final_layernorm\.weight", ("model.norm.weight",), REPLICATED, _hidden)
 
+INPUT_NORM = Slot(
+    r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight",
+    ("input_layernorm.weight",),
+    REPLICATED,
+    _hidden,
+)
+POST_ATTENTION_NORM = Slot(
+    r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight",
+    ("post_attention_layernorm.weight",),
+    REPLICATED,
+    _hidden,
+)
 ATTENTION = (
-    Slot(
-        r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight",
-        ("input_layernorm.weight",),
-        REPLICATED,
-        _hidden,
-    ),
+    INPUT_NORM,
     Slot(
         r"self_attention\.linear_qkv\.weight",
         tuple(f"self_attn.{kind}_proj.weight" for kind in "qkv"),
@@ -169,12 +184,7 @@ ATTENTION = (
         COLUMNS,
         lambda model: ((model.hidden_size, model.num_attention_heads * model.head_dim),),
     ),
-    Slot(
-        r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight",
-        ("post_attention_layernorm.weight",),
-        REPLICATED,
-        _hidden,
-    ),
+    POST_ATTENTION_NORM,
 )
 
 
@@ -184,6 +194,7 @@ def _gated_mlp(
     width: Callable[[ModelConfig], int],
     exists: Callable[[ModelConfig], bool],
     *,
+    in_layer: Callable[[ModelConfig, int], bool],
     gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> tuple[Slot, Slot]:
     """Return a feed-forward layer of that width; `{n}` in Megatron's name is 1 or 2, and experts are numbered."""
@@ -197,6 +208,7 @@ def _gated_mlp(
             lambda model: ((width(model), model.hidden_size),) * 2,
             exists,
             of_expert,
+            in_layer,
         ),
         Slot(
             megatron.replace("{n}", "2"),
@@ -205,16 +217,24 @@ def _gated_mlp(
             lambda model: ((model.hidden_size, width(model)),),
             exists,
             of_expert,
+            in_layer,
         ),
     )
 
 
-DENSE_MLP = _gated_mlp(r"mlp\.linear_fc{n}\.weight", "mlp.", lambda model: model.ffn_size, _is_dense)
+DENSE_MLP = _gated_mlp(
+    r"mlp\.linear_fc{n}\.weight",
+    "mlp.",
+    lambda model: model.ffn_size,
+    _has_dense_layers,
+    in_layer=_is_dense,
+)
 SHARED_EXPERT = _gated_mlp(
     r"mlp\.shared_experts\.linear_fc{n}\.weight",
     "mlp.shared_experts.",
     lambda model: model.moe_shared_expert_intermediate_size or 0,
     _has_shared_expert,
+    in_layer=_is_of_experts,
 )
 ROUTER_WEIGHT = r"mlp\.router\.weight"
 EXPERT_BIAS = r"mlp\.router\.expert_bias"
@@ -233,6 +253,7 @@ def experts(
             REPLICATED,
             lambda model: ((model.num_moe_experts or 0, model.hidden_size),),
             _has_experts,
+            in_layer=_is_of_experts,
         ),
         Slot(
             EXPERT_BIAS,
@@ -240,6 +261,7 @@ def experts(
             REPLICATED,
             lambda model: ((model.num_moe_experts or 0,),),
             lambda model: _has_experts(model) and model.moe_router_enable_expert_bias,
+            in_layer=_is_of_experts,
             buffer=True,
         ),
         # One module for each expert, or one for all with numbered weights.
@@ -248,6 +270,7 @@ def experts(
             f"{module}.experts.{{expert}}.",
             lambda model: model.expert_ffn_size,
             _has_experts,
+            in_layer=_is_of_experts,
             gate_up_down=gate_up_down,
         ),
     )

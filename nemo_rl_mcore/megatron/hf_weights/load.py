@@ -13,7 +13,7 @@ import torch
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig
-from nemo_rl_mcore.config.families import all_weights
+from nemo_rl_mcore.config.families import all_weights, family_of, missing_family
 from nemo_rl_mcore.config.families.weights import EMBEDDING, OUTPUT, Weight
 from nemo_rl_mcore.config.hf.pretrained import differences, pretrained_model
 from nemo_rl_mcore.data.hub import fetched_folder
@@ -22,8 +22,10 @@ from nemo_rl_mcore.megatron.hf_weights.packing import pack
 from nemo_rl_mcore.megatron.hf_weights.placement import Place, local_parameters, this_place
 
 # Old checkpoints hold what is computed from the config.
-_COMPUTED = re.compile(r".+\.rotary_emb\.inv_freq")
+_COMPUTED = r".+\.rotary_emb\.inv_freq"
 _SHOWN = 8
+_MOST_PREDICTING = 4
+"""Layers that predict further tokens, of any model whose weights are known."""
 
 
 def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> None:
@@ -41,7 +43,7 @@ def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> 
 
 def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: ModelConfig) -> None:
     """Fill this rank's chunks from the files, which must hold the tensors of that architecture and no others."""
-    _check_names(files.names, model)
+    _check_names(files, model)
     place = this_place()
     with torch.no_grad():
         for weight, parameter in local_parameters(chunks, model, place):
@@ -59,10 +61,16 @@ def _check_architecture(policy: PolicyConfig, folder: Path) -> None:
         raise ConfigError(problem.below("policy") for problem in problems)
 
 
-def _check_names(found: frozenset[str], model: ModelConfig) -> None:
+def _check_names(files: TensorFiles, model: ModelConfig) -> None:
+    found, left_out = files.names, _left_out(model)
     expected = {name for weight in all_weights(model) for name in weight.names}
     allowed = expected | ({*OUTPUT.hugging_face} if model.tie_word_embeddings else set[str]())
-    unexpected = sorted(name for name in found - allowed if not _COMPUTED.fullmatch(name))
+    unexpected = sorted(
+        name
+        for name in found - allowed
+        # Without shared experts a file has tensors of them without an entry.
+        if not left_out.fullmatch(name) and 0 not in files.shape(name)
+    )
     complaints = [
         f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
         for kind, names in (("missing", sorted(expected - found)), ("unexpected", unexpected))
@@ -70,6 +78,16 @@ def _check_names(found: frozenset[str], model: ModelConfig) -> None:
     ]
     if complaints:
         raise ValueError(f"the tensors are not those of the architecture; {'; '.join(complaints)}")
+
+
+def _left_out(model: ModelConfig) -> re.Pattern[str]:
+    """Return the names of tensors that are not loaded: of prediction layers, where the family's files have some."""
+    if missing_family(model) or not family_of(model).predicts:
+        return re.compile(_COMPUTED)
+    behind = (
+        rf"model\.layers\.({'|'.join(str(model.num_layers + one) for one in range(_MOST_PREDICTING))})\..+"
+    )
+    return re.compile(f"{_COMPUTED}|{behind}")
 
 
 def _read(files: TensorFiles, weight: Weight, place: Place, model: ModelConfig) -> torch.Tensor:
