@@ -28,12 +28,14 @@ def generation_config(**sampling):
     return {"max_new_tokens": 6, "temperature": 0.7} | sampling
 
 
-def generated_against_logprobs(megatron, prompt_lengths, stop_ids, filters=None):
+def generated_against_logprobs(megatron, prompt_lengths, stop_ids, filters=None, model=None):
     import tiny
     import torch
 
     config = tiny.policy_config(
-        model={"num_layers": 4}, megatron=megatron, generation=generation_config(**(filters or {}))
+        model={"num_layers": 4} | (model or {}),
+        megatron=megatron,
+        generation=generation_config(**(filters or {})),
     )
     worker = tiny.worker(config)
     asked = requests(prompt_lengths)
@@ -75,6 +77,42 @@ def test_own_logprobs_are_those_of_get_logprobs(ranks, world_size, megatron):
     prompt_lengths = [4, 4, 2, 5, 2, 1, 5, 3]
     for generated, confirmed, *_ in ranks(world_size).run(
         generated_against_logprobs, megatron, prompt_lengths, []
+    ):
+        assert len(generated) == 8 * 6
+        assert generated == pytest.approx(confirmed, abs=GENERATION)
+
+
+LATENT = {
+    "multi_latent_attention": True, "qk_layernorm": True, "num_query_groups": None, "q_lora_rank": 20,
+    "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.2,
+    },
+}  # fmt: skip
+DENSE_FIRST = {
+    "num_moe_experts": 4, "moe_layer_freq": (0, 1, 1, 1), "moe_ffn_hidden_size": 24,
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+}  # fmt: skip
+
+
+@pytest.mark.quick_cases("one-rank", "tp2-sp-experts")
+@pytest.mark.parametrize(
+    ("world_size", "megatron", "experts"),
+    [
+        (1, {}, {}),
+        (2, {"tensor_model_parallel_size": 2}, {}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, DENSE_FIRST),
+        (2, {"expert_model_parallel_size": 2}, DENSE_FIRST),
+        (2, {"pipeline_model_parallel_size": 2}, DENSE_FIRST),
+        (2, {"context_parallel_size": 2}, {}),
+    ],
+    ids=["one-rank", "tp2", "tp2-sp-experts", "ep2", "pp2", "cp2"],
+)
+def test_logprobs_of_latent_attention_are_those_of_get_logprobs(ranks, world_size, megatron, experts):
+    """Decoding keeps keys and values of every head, as upstream's does: the latents are made whole once a token."""
+    prompt_lengths = [4, 4, 2, 5, 2, 1, 5, 3]
+    for generated, confirmed, *_ in ranks(world_size).run(
+        generated_against_logprobs, megatron, prompt_lengths, [], None, LATENT | experts
     ):
         assert len(generated) == 8 * 6
         assert generated == pytest.approx(confirmed, abs=GENERATION)
