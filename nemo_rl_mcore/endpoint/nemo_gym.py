@@ -28,7 +28,7 @@ from nemo_rl_mcore.errors import RunStoppedError
 
 PROGRAM = Path(__file__).with_name("gym_servers.py")
 LOG_FILE, SESSIONS_FILE = "nemo_gym.log", "nemo_gym_sessions.jsonl"
-_END_WITHIN_S = 15.0
+_END_WITHIN_S, _LOOKS_EVERY_S = 15.0, 0.1
 _LINE_BYTES = 1 << 24
 
 
@@ -133,16 +133,25 @@ class NemoGym:
 
     async def hear(self) -> None:
         """Hand on answers until the program ends; then whoever waits is told."""
+        reading = asyncio.ensure_future(self._read())
+        exits = asyncio.ensure_future(_exit(self.process))
+        try:
+            await asyncio.wait((reading, exits), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reading.cancel()
+            exits.cancel()
+        self._ended = self._stopped("ended")
+        for told in self._asked.values():
+            if not told.done():
+                told.set_exception(self._ended)
+
+    async def _read(self) -> None:
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
             answer = json.loads(line)
             told = self._asked.get(answer["number"])
             if told is not None and not told.done():
                 told.set_result(answer)
-        self._ended = self._stopped("ended")
-        for told in self._asked.values():
-            if not told.done():
-                told.set_exception(self._ended)
 
     def _stopped(self, what: str) -> RunStoppedError:
         return RunStoppedError(
@@ -177,7 +186,7 @@ async def nemo_gym(setup: GymSetup, url: str) -> AsyncGenerator[NemoGym]:
     finally:
         if hearing is not None:
             hearing.cancel()
-        await _end(process, mark)
+        await _end(process, mark, _END_WITHIN_S if hearing is not None else 0.0)
 
 
 async def _start(setup: GymSetup, mark: str) -> Process:
@@ -197,13 +206,19 @@ async def _start(setup: GymSetup, mark: str) -> Process:
             raise RunStoppedError(f"env.endpoint.gym.python: {what}", code="no-agent") from error
 
 
-async def _end(process: Process, mark: str) -> None:
+async def _exit(process: Process) -> None:
+    """Wait for the program alone; `Process.wait` goes on while something it has started holds its output open."""
+    while process.returncode is None:
+        await asyncio.sleep(_LOOKS_EVERY_S)
+
+
+async def _end(process: Process, mark: str, within_s: float) -> None:
     """Let the servers end by themselves for a while, and end what is left of them."""
     assert process.stdin is not None
     process.stdin.close()
     with suppress(TimeoutError):
-        async with asyncio.timeout(_END_WITHIN_S):
-            await process.wait()
+        async with asyncio.timeout(within_s):
+            await _exit(process)
     if process.returncode is None:
         os.kill(process.pid, signal.SIGTERM)
     await asyncio.to_thread(end_family, process.pid, mark)
