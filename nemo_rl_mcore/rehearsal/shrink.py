@@ -64,7 +64,12 @@ def shrunk(config: RunConfig, layouts: list[Layout], number: int, folder: Path) 
     for change in _changes(config, layouts, layout, folder):
         for path, value in change.items():
             put(small.tree, path, value)
-    if value_at(small.tree, "env.math") is not None:
+    if config.env.nemo_gym is not None:
+        put(small.tree, "env.nemo_gym", None)
+        put(small.tree, "env.endpoint", None)
+        put(small.tree, f"{config.algorithm}.max_rollout_turns", 1)
+        small.why["env.nemo_gym"] = "NeMo Gym's servers are not started: each sample is one answer"
+    if config.env.nemo_gym is not None or config.env.math is not None:
         put(small.tree, "env.math", None)
         put(small.tree, "env.rewards", {"variety": "nemo_rl_mcore.rehearsal.signal:variety"})
         small.why["env.rewards"] = "answers of random weights earn nothing else, and nothing would be trained"
