@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
-from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path, value_at
+from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.rules.kernels import OF_ENGINE
