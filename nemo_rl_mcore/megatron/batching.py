@@ -88,12 +88,14 @@ def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[
     if not borders:
         return {"attention_mask": None}
     if config.transformer_impl == "transformer_engine" or config.context_parallel_size > 1:
-        return {"attention_mask": None, "packed_seq_params": _packed_seq_params(borders)}
+        return {"attention_mask": None, "packed_seq_params": _packed_seq_params(borders, config)}
     return {"attention_mask": _hidden_keys(borders)}
 
 
-def _packed_seq_params(borders: tuple[int, ...]) -> PackedSeqParams:
+def _packed_seq_params(borders: tuple[int, ...], config: TransformerConfig) -> PackedSeqParams:
     """Return the borders for kernels that run each sample by itself, and for rotary positions cut sample by sample."""
+    # With it Megatron tells its Mamba layers which sample each token is of.
+    tokens = {"total_tokens": borders[-1]} if config.is_hybrid_model else {}
     cumulative = torch.tensor(borders, dtype=torch.int32, device=accelerator.device())
     longest = max(end - start for start, end in pairwise(borders))
     return PackedSeqParams(
@@ -102,6 +104,7 @@ def _packed_seq_params(borders: tuple[int, ...]) -> PackedSeqParams:
         cu_seqlens_kv=cumulative,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        **tokens,
     )
 
 

@@ -45,6 +45,16 @@ _EXPERTS = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+# Heads that do not make up the hidden size, odd sizes of heads and states, a Mamba layer behind another.
+_MAMBA = {
+    "hybrid_override_pattern": "M-MM*-M-",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 5,
+    "n_groups": 2,
+    # transformers lifts shorter time steps to it, and neither Megatron nor vLLM does.
+    "time_step_min": 1e-30,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -60,6 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3-moe": ("Qwen3Moe", _EXPERTS),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "nemotron-h": ("NemotronH", _MAMBA),
     "qwen3-moe-shares": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False}),
 }
 

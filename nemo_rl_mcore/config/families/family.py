@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.families.weights import LAYER, Slot
+from nemo_rl_mcore.config.families.weights import LAYER, Outside, Slot
 from nemo_rl_mcore.config.model import ModelConfig
 
 HFConfig = Mapping[str, object]
@@ -28,7 +28,10 @@ MLP_BIAS = Refusal("mlp_bias", (False, None), "a bias in the feed-forward layers
 WINDOW_SWITCH = Refusal("use_sliding_window", (False, None), "sliding-window attention is not supported")
 WINDOW = Refusal("sliding_window", (None,), "sliding-window attention is not supported")
 
-_FEATURES: Mapping[str, object] = {"add_qkv_bias": False, "qk_layernorm": False, "mtp_num_layers": None}
+_FEATURES: Mapping[str, object] = {
+    **{"add_qkv_bias": False, "qk_layernorm": False, "mtp_num_layers": None},
+    **{"activation_func": "silu", "position_embedding_type": "rope"},
+}
 _FEATURES_OF_EXPERTS: Mapping[str, object] = {
     "moe_shared_expert_intermediate_size": None,
     "moe_router_score_function": "softmax",
@@ -55,7 +58,9 @@ class Family:
     fields: fields of ModelConfig that all its models share, where they differ from a Llama.
     sizes: fields of ModelConfig and the keys of config.json that give them, besides those of every family.
     aliases: other spellings of keys, which count where a file has both.
-    layer: the weights of a layer.
+    layer, outside: the weights of a layer, and those outside of layers.
+    hybrid: its models have a pattern of layers, and with it experts or none.
+    complete: keys that follow from others of config.json.
     defaults: transformers' values of the keys that config.json leaves out, where they are not those of every family.
     read, write: what takes more than a name between config.json and ModelConfig; write gets the config.json that the
     weights came from, too. problems: what of a config.json no refusal of a key can say.
@@ -67,6 +72,9 @@ class Family:
     sizes: dict[str, str] = field(default_factory=dict[str, str])
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     layer: tuple[Slot, ...] = LAYER
+    outside: Outside = Outside()
+    hybrid: bool = False
+    complete: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
     defaults: HFConfig = field(default_factory=dict[str, object])
     refusals: tuple[Refusal, ...] = ()
     read: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
@@ -76,10 +84,17 @@ class Family:
     def has(self, model: ModelConfig) -> bool:
         """Return whether the architecture is one of this family."""
         features = features_of(model)
+        if self.hybrid != (model.hybrid_layer_pattern is not None):
+            return False
         return (EXPERTS in features) == (EXPERTS in self.sizes) and all(
             getattr(model, name) == self.fields.get(name, value)
             for name, value in (_every_feature(model) | self.fields).items()
         )
+
+    @property
+    def rotary(self) -> bool:
+        """Return whether its attention has rotary positions."""
+        return self.fields.get("position_embedding_type") != "none"
 
 
 def _every_feature(model: ModelConfig) -> dict[str, object]:
