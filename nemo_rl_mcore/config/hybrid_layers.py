@@ -26,7 +26,7 @@ class _Model(Protocol):
 
 
 def pattern_problems(model: _Model) -> Iterator[Problem]:
-    """Yield kinds of layers that do not exist, a wrong number of them, and sizes that they lack or that do not divide."""
+    """Yield kinds of layers that do not exist, a wrong number of them, and sizes that they lack or do not divide."""
     pattern = model.hybrid_layer_pattern
     if pattern is None:
         return

@@ -44,9 +44,7 @@ _FEED_FORWARD = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 def hybrid_model(policy: PolicyConfig, config: TransformerConfig, **keywords: Any) -> HybridLanguageModel:
     """Return this rank's stage; `keywords` are those that GPTModel has too."""
     pattern = Symbols.PIPE.join(_patterns_of_chunks(policy))
-    return HybridLanguageModel(
-        config, _stack_spec(policy, config), hybrid_layer_pattern=pattern, **keywords
-    )
+    return HybridLanguageModel(config, _stack_spec(policy, config), hybrid_layer_pattern=pattern, **keywords)
 
 
 def _patterns_of_chunks(policy: PolicyConfig) -> Iterator[str]:

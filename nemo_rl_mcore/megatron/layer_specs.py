@@ -124,9 +124,7 @@ def builds_prediction_layers() -> bool:
     return True
 
 
-def layer_spec(
-    config: MegatronConfig, transformer: TransformerConfig, *, dense: bool = False
-) -> ModuleSpec:
+def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense: bool = False) -> ModuleSpec:
     """Return what one layer is made of, attention and feed-forward or experts, with the norms before them.
 
     dense: have a feed-forward part where the model has experts, too. Raises RefusedError for ranks on GPUs that share

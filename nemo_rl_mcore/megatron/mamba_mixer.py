@@ -27,6 +27,7 @@ from torch.nn.functional import silu, softplus
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config.model import MAMBA_NORM_EPSILON, MAMBA_TAPS
+from nemo_rl_mcore.megatron.batching import sample_of_tokens
 from nemo_rl_mcore.megatron.context_parallel import (
     context_parallel_rank,
     context_parallel_size,
@@ -36,12 +37,12 @@ from nemo_rl_mcore.megatron.context_parallel import (
 from nemo_rl_mcore.ops.state_space import ScanInputs, causal_convolution, selective_scan
 
 # As upstream draws them.
-_TIME_STEPS = 1e-3, 0.1
-_DECAYS = 1, 16
+_SHORTEST_STEP, _LONGEST_STEP = 1e-3, 0.1
+_DECAYS = 1.0, 16.0
 
 
 class ReferenceMambaLayer(MambaLayer):
-    """Megatron's layer, that tells its mixer of the samples of a packed row where only the attention's mask shows them."""
+    """Megatron's layer, which tells its mixer of the samples of a packed row where only the mask shows them."""
 
     def forward(
         self,
@@ -87,7 +88,12 @@ class ReferenceMambaMixer(MambaMixer):
         ranks = self.tp_group.size()
         self.nheads_local_tp, self.ngroups_local_tp = self.nheads // ranks, self.ngroups // ranks
         self.d_inner_local_tp = self.d_inner // ranks
-        common: dict[str, Any] = dict(config=config, bias=False, is_expert=False, tp_group=self.tp_group)
+        common: dict[str, Any] = {
+            "config": config,
+            "bias": False,
+            "is_expert": False,
+            "tp_group": self.tp_group,
+        }
         self.in_proj = build_module(
             *(submodules.in_proj, d_model, sum(self._parts(1))),
             **common,
@@ -117,8 +123,10 @@ class ReferenceMambaMixer(MambaMixer):
         convolved, bound = self._parts(1)[1:4], 1 / math.sqrt(MAMBA_TAPS)
         self.conv1d_weight = self._part(_uniform(-bound, bound, sum(convolved), 1, MAMBA_TAPS), convolved)
         self.conv1d_bias = self._part(_uniform(-bound, bound, sum(convolved)), convolved)
-        steps = _uniform(*map(math.log, _TIME_STEPS), self.nheads).exp()
-        self.dt_bias = self._part(steps + torch.log(-torch.expm1(-steps)), (self.nheads,))  # softplus gives steps
+        steps = _uniform(math.log(_SHORTEST_STEP), math.log(_LONGEST_STEP), self.nheads).exp()
+        self.dt_bias = self._part(
+            steps + torch.log(-torch.expm1(-steps)), (self.nheads,)
+        )  # softplus gives steps
         self.A_log = self._part(_uniform(*_DECAYS, self.nheads).log(), (self.nheads,))
         self.D = self._part(torch.ones(self.nheads), (self.nheads,))
         self.norm = GatedNorm(
@@ -153,7 +161,8 @@ class ReferenceMambaMixer(MambaMixer):
         if context_parallel_size() > 1:
             projected_SBX = gather_in_order(projected_SBX, borders, grad_of_every_rank_is_whole=False)
         state = _State.of(self, inference_context, projected_SBX)
-        mixed_SBD = self._mix(projected_SBX.transpose(0, 1), _samples(borders), state).transpose(0, 1)
+        samples_S = sample_of_tokens(borders) if borders else None
+        mixed_SBD = self._mix(projected_SBX.transpose(0, 1), samples_S, state).transpose(0, 1)
         if context_parallel_size() > 1:
             own = zigzag(borders or (0, len(mixed_SBD)), context_parallel_size())[context_parallel_rank()]
             mixed_SBD = mixed_SBD.index_select(0, own.to(mixed_SBD.device))
@@ -195,14 +204,6 @@ class ReferenceMambaMixer(MambaMixer):
 
 def _uniform(low: float, high: float, *shape: int) -> Tensor:
     return torch.empty(*shape).uniform_(low, high)
-
-
-def _samples(borders: Sequence[int]) -> Tensor | None:
-    """Return which sample each position is of, int64 [S]; None where there is one."""
-    if not borders:
-        return None
-    lengths = torch.tensor(borders, device=accelerator.device()).diff()
-    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
 
 
 class _State:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.families import llama, mistral, mixtral, nemotron_h, qwen2, qwen3, qwen3_moe
 from nemo_rl_mcore.config.families.family import Family, features_of
-from nemo_rl_mcore.config.families.weights import LAYER, PREDICTION, Outside, Slot, Weight
+from nemo_rl_mcore.config.families.weights import LAYER, OUTSIDE, PREDICTION, Outside, Slot, Weight
 from nemo_rl_mcore.config.model import ModelConfig
 
 FAMILIES = {
@@ -51,7 +51,7 @@ def layer_slots(model: ModelConfig, layer: int) -> list[Slot]:
 
 def outside_of_layers(model: ModelConfig) -> Outside:
     """Return the weights outside of layers, as the model's family calls them."""
-    return next((family.outside for family in _families_with(model)), Outside())
+    return next((family.outside for family in _families_with(model)), OUTSIDE)
 
 
 def _families_with(model: ModelConfig) -> Iterator[Family]:

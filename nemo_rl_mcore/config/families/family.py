@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.families.weights import LAYER, Outside, Slot
+from nemo_rl_mcore.config.families.weights import LAYER, OUTSIDE, Outside, Slot
 from nemo_rl_mcore.config.model import ModelConfig
 
 HFConfig = Mapping[str, object]
@@ -72,7 +72,7 @@ class Family:
     sizes: dict[str, str] = field(default_factory=dict[str, str])
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     layer: tuple[Slot, ...] = LAYER
-    outside: Outside = Outside()
+    outside: Outside = OUTSIDE
     hybrid: bool = False
     complete: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
     defaults: HFConfig = field(default_factory=dict[str, object])

@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron Nano v2: hybrids of Mamba-2, attention without positions, and squared-ReLU feed-forward layers.
+"""Nemotron-H and Nemotron Nano v2: hybrids of Mamba-2, attention without positions, and squared-ReLU layers.
 
 Each layer has one norm and one mixer; `hybrid_override_pattern` says which, in a character each, or
 `layers_block_type`, in words.
@@ -48,9 +48,13 @@ def _complete(values: HFConfig) -> Mapping[str, object]:
 def _problems(values: HFConfig) -> Iterator[Problem]:
     words = values.get(_WORDS) or values.get("layer_types") or ()
     if foreign := sorted({str(word) for word in cast("Sequence[object]", words)} - _KINDS.keys()):
-        yield Problem("not-supported", _WORDS, f"{foreign} of a nemotron_h model", f"known: {', '.join(_KINDS)}")
+        yield Problem(
+            "not-supported", _WORDS, f"{foreign} of a nemotron_h model", f"known: {', '.join(_KINDS)}"
+        )
     if EXPERTS in str(values.get(_PATTERN)):
-        yield Problem("not-supported", _PATTERN, "layers of experts (E) of a nemotron_h model are not supported")
+        yield Problem(
+            "not-supported", _PATTERN, "layers of experts (E) of a nemotron_h model are not supported"
+        )
 
 
 def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
@@ -209,7 +213,9 @@ FAMILY = Family(
         Refusal("use_conv_bias", (True,), "a convolution without bias is not supported"),
         Refusal("use_bias", (False, None), _BIAS),
         Refusal("mamba_proj_bias", (False, None), _BIAS),
-        Refusal("layer_norm_epsilon", (MAMBA_NORM_EPSILON,), "Megatron's norm behind the scan has this one alone"),
+        Refusal(
+            "layer_norm_epsilon", (MAMBA_NORM_EPSILON,), "Megatron's norm behind the scan has this one alone"
+        ),
         Refusal("residual_in_fp32", (False, None), "residuals in another number format are not supported"),
         Refusal("hidden_dropout", (0, None), "dropout is not supported"),
         Refusal("num_nextn_predict_layers", (0, None), "layers of multi-token prediction are not supported"),

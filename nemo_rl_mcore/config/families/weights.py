@@ -167,6 +167,9 @@ class Outside(NamedTuple):
         return [slot for slot in self if slot.exists(model)]
 
 
+OUTSIDE = Outside()
+
+
 ATTENTION_PROJECTIONS = (
     Slot(
         r"self_attention\.linear_qkv\.weight",
