@@ -96,7 +96,7 @@ class ModelConfig(StrictModel):
     num_layers: PositiveInt
     """Transformer layers; with hybrid_layer_pattern its characters, where attention and feed-forward are two layers."""
     hybrid_layer_pattern: str | None = None
-    """A character a layer: M is Mamba-2, * attention, - feed-forward, E experts; null: attention and the rest in each."""
+    """A character a layer: M is Mamba-2, * attention, - feed-forward, E experts; null: attention and the rest."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
     num_attention_heads: PositiveInt
