@@ -20,6 +20,9 @@ _OF_EXPERTS = (
     "moe_router_dtype",
     "moe_router_load_balancing_type",
     "moe_aux_loss_coeff",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias",
     "moe_router_bias_update_rate",
 )
@@ -141,6 +144,12 @@ class ModelConfig(StrictModel):
     """How the router turns its logits into scores."""
     moe_router_pre_softmax: bool = False
     """Take the softmax over all experts before the best are selected, instead of over the selected ones."""
+    moe_router_num_groups: PositiveInt | None = None
+    """Groups of equal size that the experts are in, some of which a token is sent to; null is one group of all."""
+    moe_router_group_topk: PositiveInt | None = None
+    """Groups that a token is sent to: those with the best scores, each added up over its best experts."""
+    moe_router_topk_scaling_factor: PositiveFloat | None = None
+    """What the shares of a token's experts are multiplied by; null is 1."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp32"
     """Number format of the router's logits; null is policy.precision."""
     moe_router_load_balancing_type: Literal["none", "aux_loss", "seq_aux_loss"] = "aux_loss"
@@ -265,7 +274,30 @@ class ModelConfig(StrictModel):
                 ("hidden_size", "num_attention_heads", "kv_channels"),
             )
 
+    def _group_problems(self, experts: int) -> Iterator[Problem]:
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        given, missing = ("moe_router_num_groups", "moe_router_group_topk")[:: 1 if groups else -1]
+        if groups is None and chosen is None:
+            return
+        if groups is None or chosen is None:
+            yield Problem("requires", given, f"needs {missing}, which is null", f"set {missing}", (missing,))
+        elif experts % groups:
+            what = f"{experts} is not divisible by moe_router_num_groups: {groups}"
+            yield Problem("not-divisible", "num_moe_experts", what, "make it a multiple", (given,))
+        elif chosen > groups:
+            what = f"{chosen} is above moe_router_num_groups: {groups}"
+            yield Problem("too-large", "moe_router_group_topk", what, f"set it to {groups} at most", (given,))
+        elif not chosen <= self.moe_router_topk <= chosen * (experts // groups):
+            yield Problem(
+                "not-allowed",
+                "moe_router_topk",
+                f"{self.moe_router_topk} experts of {chosen} groups with {experts // groups} each",
+                f"set it to {chosen} at least and {chosen * (experts // groups)} at most",
+                ("moe_router_group_topk", "moe_router_num_groups"),
+            )
+
     def _expert_problems(self, experts: int) -> Iterator[Problem]:
+        yield from self._group_problems(experts)
         if self.moe_router_topk > experts:
             yield Problem(
                 "too-large",

@@ -18,7 +18,7 @@ from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import ModelConfig, PolicyConfig
 from nemo_rl_mcore.config.model import RopeScalingConfig
 from nemo_rl_mcore.megatron.fusions import Kernels, fused_settings, recomputed_settings
-from nemo_rl_mcore.megatron.model_class import LanguageModel, language_model
+from nemo_rl_mcore.megatron.model_class import LanguageModel, biased_routers, language_model
 from nemo_rl_mcore.megatron.value_head import value_head_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -129,6 +129,9 @@ def _expert_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "moe_router_score_function": model.moe_router_score_function,
         "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
         "moe_router_dtype": model.moe_router_dtype,
         "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
@@ -194,13 +197,16 @@ def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int 
 
 
 def in_precision(config: TransformerConfig, chunks: list[LanguageModel]) -> list[MegatronModule]:
-    """Return the chunks as they are run in the config's number format; a value head stays fp32."""
+    """Return the chunks as they are run in the config's number format; a value head and experts' biases stay fp32."""
+    biases = [bias.clone() for _, bias in biased_routers(chunks)]
     modules: list[MegatronModule] = [
         Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks
     ]
     for module in modules:
         if (head := value_head_of(module)) is not None:
             head.float()
+    for (_, rounded), bias in zip(biased_routers(chunks), biases, strict=True):
+        rounded.data = bias
     return modules
 
 

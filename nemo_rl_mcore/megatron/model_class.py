@@ -13,6 +13,7 @@ import torch
 from megatron.core import __version__ as megatron_version
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 else:
     LanguageModel = LanguageModule
 
-__all__ = ["LanguageModel", "language_model", "language_models", "layer_numbers"]
+__all__ = ["LanguageModel", "biased_routers", "language_model", "language_models", "layer_numbers"]
 
 
 def language_model(
@@ -64,6 +65,16 @@ def language_models(modules: Iterable[torch.nn.Module]) -> list[LanguageModel]:
         for module in modules
         for part in module.modules()
         if isinstance(part, LanguageModule)
+    ]
+
+
+def biased_routers(modules: Iterable[torch.nn.Module]) -> list[tuple[TopKRouter, torch.Tensor]]:
+    """Return the routers whose experts have a bias, each with it, [experts]."""
+    return [
+        (part, part.expert_bias)
+        for module in modules
+        for part in module.modules()
+        if isinstance(part, TopKRouter) and part.expert_bias is not None
     ]
 
 

@@ -87,14 +87,14 @@ def _saved_bytes(plan: ModelPlan) -> int:
 def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
     policy = plan.policy
     held, trained = _held(policy), _held(policy, without_frozen=True)
-    weights = held.all * WEIGHT_BYTES[policy.precision]
+    weights = held.trained * WEIGHT_BYTES[policy.precision] + held.buffers * _FP32
     ddp = policy.megatron_cfg.distributed_data_parallel_config
     in_fp32 = policy.precision == "float32" or ddp.grad_reduce_in_fp32
     return MemoryEstimate(
         parameters=count_parameters(policy.model),
         rank_parameters=held.all,
         weights=weights,
-        gradients=trained.all * (_FP32 if in_fp32 else 2) if plan.trained else 0,
+        gradients=trained.trained * (_FP32 if in_fp32 else 2) if plan.trained else 0,
         optimizer=_optimizer(config, policy, trained) if plan.trained else 0,
         reference=weights if plan.reference and may_be_on_device(config) else 0,
         logits=_logits(plan, config.rows_per_sample) if plan.role is Role.POLICY else 0,
@@ -120,17 +120,25 @@ def _state_bytes(policy: PolicyConfig) -> int:
 
 @dataclass(frozen=True)
 class _Held:
-    """Numbers that a rank holds; experts' apart, since their optimizer state is shared among other ranks."""
+    """Numbers that a rank holds; experts' apart, since their optimizer state is shared among other ranks.
+
+    buffers: those in fp32 that have neither gradients nor optimizer state.
+    """
 
     shared: int = 0
     experts: int = 0
+    buffers: int = 0
+
+    @property
+    def trained(self) -> int:
+        return self.shared + self.experts
 
     @property
     def all(self) -> int:
-        return self.shared + self.experts
+        return self.trained + self.buffers
 
     def __add__(self, other: _Held) -> _Held:
-        return _Held(self.shared + other.shared, self.experts + other.experts)
+        return _Held(self.shared + other.shared, self.experts + other.experts, self.buffers + other.buffers)
 
 
 def _held(policy: PolicyConfig, *, without_frozen: bool = False) -> _Held:
@@ -143,8 +151,8 @@ def _held(policy: PolicyConfig, *, without_frozen: bool = False) -> _Held:
         here = [slot for slot in slots if (slot, layer) not in left_out]
         return _Held(
             *(
-                sum(_count_on_rank(slot, policy) for slot in here if slot.of_expert is experts)
-                for experts in (False, True)
+                sum(_count_on_rank(slot, policy) for slot in here if (slot.of_expert, slot.buffer) == kind)
+                for kind in ((False, False), (True, False), (False, True))
             )
         )
 

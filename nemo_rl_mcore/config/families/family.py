@@ -35,6 +35,10 @@ _FEATURES: Mapping[str, object] = {
 _FEATURES_OF_EXPERTS: Mapping[str, object] = {
     "moe_shared_expert_intermediate_size": None,
     "moe_router_score_function": "softmax",
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_enable_expert_bias": False,
 }
 EXPERTS = "num_moe_experts"
 
@@ -56,6 +60,7 @@ class Family:
     """A `model_type`: what its layers have, what config.json says of them, and what is refused.
 
     fields: fields of ModelConfig that all its models share, where they differ from a Llama.
+    varied: fields that tell families apart, and that its models have or not.
     sizes: fields of ModelConfig and the keys of config.json that give them, besides those of every family.
     aliases: other spellings of keys, which count where a file has both.
     layer, outside: the weights of a layer, and those outside of layers.
@@ -69,6 +74,7 @@ class Family:
     model_type: str
     architecture: str
     fields: dict[str, object] = field(default_factory=dict[str, object])
+    varied: tuple[str, ...] = ()
     sizes: dict[str, str] = field(default_factory=dict[str, str])
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     layer: tuple[Slot, ...] = LAYER
@@ -89,6 +95,7 @@ class Family:
         return (EXPERTS in features) == (EXPERTS in self.sizes) and all(
             getattr(model, name) == self.fields.get(name, value)
             for name, value in (_every_feature(model) | self.fields).items()
+            if name not in self.varied
         )
 
     @property

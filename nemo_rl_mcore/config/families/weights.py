@@ -78,7 +78,8 @@ class Slot:
 
     megatron: a regular expression of its names in Megatron; its group, if any, is the number of the expert.
     hugging_face: the tensors it consists of. exists: whether a model has it. in_layer: whether that layer of a model
-    that has it does. prefix: what stands before the names of the tensors of a layer.
+    that has it does. buffer: it has no gradient, and is fp32 whatever the number format of the others. prefix: what
+    stands before the names of the tensors of a layer.
     """
 
     megatron: str
@@ -88,6 +89,7 @@ class Slot:
     exists: Callable[[ModelConfig], bool] = lambda _: True
     of_expert: bool = False
     in_layer: Callable[[ModelConfig, int], bool] = lambda _model, _layer: True
+    buffer: bool = False
     prefix: str = "model.layers.{layer}."
 
     def count(self, model: ModelConfig) -> int:
@@ -260,12 +262,15 @@ SHARED_EXPERT = _gated_mlp(
     _has_shared_expert,
 )
 ROUTER_WEIGHT = r"mlp\.router\.weight"
+EXPERT_BIAS = r"mlp\.router\.expert_bias"
+EXPERT_BIAS_NAME = "e_score_correction_bias"
+"""What Hugging Face models and engines call it; either has it in fp32, whatever the others are in."""
 
 
 def experts(
     module: str = "mlp", gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[Slot, ...]:
-    """Return the router and the experts, by what a Hugging Face model calls their module and their projections."""
+    """Return the router with its bias and the experts, by what a Hugging Face model calls them."""
     return (
         Slot(
             ROUTER_WEIGHT,
@@ -273,6 +278,14 @@ def experts(
             REPLICATED,
             lambda model: ((model.num_moe_experts or 0, model.hidden_size),),
             _has_experts,
+        ),
+        Slot(
+            EXPERT_BIAS,
+            (f"{module}.gate.{EXPERT_BIAS_NAME}",),
+            REPLICATED,
+            lambda model: ((model.num_moe_experts or 0,),),
+            lambda model: _has_experts(model) and model.moe_router_enable_expert_bias,
+            buffer=True,
         ),
         # One module for each expert, or one for all with numbered weights.
         *_gated_mlp(

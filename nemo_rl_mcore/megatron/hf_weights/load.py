@@ -89,7 +89,7 @@ def _read(files: TensorFiles, weight: Weight, place: Place, model: ModelConfig) 
     return pack(layout.packing, parts, model)
 
 
-def fill(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Set a parameter of which the values are the rows that tokens have."""
     rows = values.shape[0]
     assert values.shape[1:] == parameter.shape[1:]
@@ -98,9 +98,7 @@ def fill(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     parameter[rows:].zero_()  # rows that fill the embedding up, and are no tokens
 
 
-def _check_tied_output(
-    files: TensorFiles, place: Place, model: ModelConfig, embedding: torch.nn.Parameter
-) -> None:
+def _check_tied_output(files: TensorFiles, place: Place, model: ModelConfig, embedding: torch.Tensor) -> None:
     """Compare an output layer that is stored although it is tied: it must repeat the embedding."""
     outside = outside_of_layers(model)
     if files.names.isdisjoint(outside.output.hugging_face):
