@@ -55,6 +55,13 @@ _MAMBA = {
     # transformers lifts shorter time steps to it, and neither Megatron nor vLLM does.
     "time_step_min": 1e-30,
 }
+_HYBRID_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
 SHIFTED = {"dt_bias": 4.0, "A_log": -2.0}
 """With those of a start the states of Mamba layers would hold little, and forget it at once."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,6 +80,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", _EXPERTS),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "nemotron-h": ("NemotronH", _MAMBA),
+    "nemotron-h-experts": ("NemotronH", {**_MAMBA, **_HYBRID_EXPERTS, "hybrid_override_pattern": "MEM*EM-E"}),
     "qwen3-moe-shares": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False}),
 }
 
@@ -87,6 +95,9 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter) + SHIFTED.get(key.rsplit(".", 1)[-1], 0.0))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
     model.to(dtype).save_pretrained(folder)
     return folder
 

@@ -60,6 +60,7 @@ class Family:
     """A `model_type`: what its layers have, what config.json says of them, and what is refused.
 
     fields: fields of ModelConfig that all its models share, where they differ from a Llama.
+    fields_of_experts: the same of models with experts, where a family has some with and some without.
     varied: fields that tell families apart, and that its models have or not.
     sizes: fields of ModelConfig and the keys of config.json that give them, besides those of every family.
     aliases: other spellings of keys, which count where a file has both.
@@ -74,6 +75,7 @@ class Family:
     model_type: str
     architecture: str
     fields: dict[str, object] = field(default_factory=dict[str, object])
+    fields_of_experts: HFConfig = field(default_factory=dict[str, object])
     varied: tuple[str, ...] = ()
     sizes: dict[str, str] = field(default_factory=dict[str, str])
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -92,9 +94,12 @@ class Family:
         features = features_of(model)
         if self.hybrid != (model.hybrid_layer_pattern is not None):
             return False
-        return (EXPERTS in features) == (EXPERTS in self.sizes) and all(
-            getattr(model, name) == self.fields.get(name, value)
-            for name, value in (_every_feature(model) | self.fields).items()
+        if not self.hybrid and (EXPERTS in features) != (EXPERTS in self.sizes):
+            return False
+        own = {**self.fields, **(self.fields_of_experts if EXPERTS in features else {})}
+        return all(
+            getattr(model, name) == value
+            for name, value in (_every_feature(model) | own).items()
             if name not in self.varied
         )
 

@@ -1,27 +1,32 @@
-"""Nemotron-H and Nemotron Nano v2: hybrids of Mamba-2, attention without positions, and squared-ReLU layers.
+"""Nemotron-H, Nano v2 and Nemotron 3 Nano: hybrids of Mamba-2, attention without positions, and squared ReLUs.
 
 Each layer has one norm and one mixer; `hybrid_override_pattern` says which, in a character each, or
 `layers_block_type`, in words.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.families.family import MLP_BIAS, OUTPUT_BIAS, WINDOW, Family, HFConfig, Refusal
+from nemo_rl_mcore.config.families.weights import ATTENTION as LLAMA_ATTENTION
 from nemo_rl_mcore.config.families.weights import (
-    ATTENTION_PROJECTIONS,
     COLUMNS,
+    DENSE_MLP,
     EMBEDDING,
     FINAL_NORM,
+    GATED,
     OUTPUT,
     REPLICATED,
     ROWS,
+    SHARED_EXPERT,
     Layout,
     Outside,
     Shapes,
     Slot,
+    experts,
 )
 from nemo_rl_mcore.config.hybrid_layers import ATTENTION, EXPERTS, MAMBA, MLP
 from nemo_rl_mcore.config.model import MAMBA_NORM_EPSILON, MAMBA_TAPS, ModelConfig
@@ -32,6 +37,10 @@ _KINDS = {
     **{"mamba": MAMBA, "attention": ATTENTION},  # before transformers 5.10
 }
 _PREFIX = "backbone.layers.{layer}."
+_OF_EXPERTS: Mapping[str, object] = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 _BIAS = "a bias in the projections of Mamba layers is not supported"
 
 
@@ -52,9 +61,35 @@ def _problems(values: HFConfig) -> Iterator[Problem]:
             "not-supported", _WORDS, f"{foreign} of a nemotron_h model", f"known: {', '.join(_KINDS)}"
         )
     if EXPERTS in str(values.get(_PATTERN)):
-        yield Problem(
-            "not-supported", _PATTERN, "layers of experts (E) of a nemotron_h model are not supported"
-        )
+        yield from _expert_problems(values)
+
+
+def _expert_problems(values: HFConfig) -> Iterator[Problem]:
+    """Yield what experts lack, and shares of them that Megatron makes otherwise."""
+    for key in _EXPERTS.values():
+        if values.get(key) is None:
+            yield Problem("missing", key, "missing, and a nemotron_h model with layers of experts (E) has it")
+    chosen, shares = values.get("num_experts_per_tok"), values.get("norm_topk_prob")
+    if (chosen != 1) != bool(shares):
+        what = f"{shares!r} of a nemotron_h model with num_experts_per_tok: {chosen}"
+        reason = "shares of several experts are made to sum to 1, and that of one is its score"
+        yield Problem("not-supported", "norm_topk_prob", f"{what}: {reason}")
+    for key in ("n_group", "topk_group", "n_shared_experts"):
+        if values.get(key) not in (1, None):
+            what = f"{values[key]!r} of a nemotron_h model with layers of experts (E): only 1 is supported"
+            yield Problem("not-supported", key, what)
+
+
+def _read(values: HFConfig) -> Mapping[str, object]:
+    """Return the fields of experts where there are any: transformers writes the keys into every config.json."""
+    if EXPERTS not in str(values[_PATTERN]):
+        return {}
+    scale = values.get("routed_scaling_factor")
+    return {
+        **_OF_EXPERTS,
+        **{name: values[key] for name, key in _EXPERTS.items()},
+        "moe_router_topk_scaling_factor": None if scale == 1 else scale,
+    }
 
 
 def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
@@ -62,10 +97,19 @@ def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
     pattern = model.hybrid_layer_pattern or ""
     words = {kind: word for word, kind in reversed(_KINDS.items())}
     kept = ("chunk_size", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual")
-    return {
+    written: dict[str, object] = {
         _WORDS: [words[kind] for kind in pattern],
         **{key: origin[key] for key in kept if key in origin},
     }
+    if model.num_moe_experts is not None:
+        written |= {key: getattr(model, name) for name, key in _EXPERTS.items()}
+        written |= {
+            "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
+            "norm_topk_prob": model.moe_router_topk > 1,
+            "moe_intermediate_size": model.expert_ffn_size,
+            **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
+        }
+    return written
 
 
 def _in(kind: str) -> Callable[[ModelConfig, int], bool]:
@@ -131,37 +175,41 @@ _MAMBA = (
         lambda model: ((model.hidden_size, model.mamba_size),),
     ),
 )
-_ATTENTION = (
-    _norm(ATTENTION, r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight"),
-    *(
-        replace(
-            slot,
-            hugging_face=tuple(name.replace("self_attn.", "mixer.") for name in slot.hugging_face),
-            in_layer=_in(ATTENTION),
-            prefix=_PREFIX,
+
+
+def _mixer(kind: str, slots: Iterable[Slot]) -> Iterator[Slot]:
+    """Yield weights of a Llama's layer as they are in a layer of that kind, without gates."""
+    for slot in slots:
+        names, shapes, layout = slot.hugging_face, slot.shapes, slot.layout
+        if layout is GATED:
+            names, layout = names[1:], ROWS
+            shapes = _second(shapes)
+        names = tuple(re.sub(r"(self_attn|mlp)\.", "mixer.", name, count=1) for name in names)
+        yield replace(
+            slot, hugging_face=names, layout=layout, shapes=shapes, in_layer=_in(kind), prefix=_PREFIX
         )
-        for slot in ATTENTION_PROJECTIONS
-    ),
+
+
+def _second(shapes: Callable[[ModelConfig], Shapes]) -> Callable[[ModelConfig], Shapes]:
+    return lambda model: shapes(model)[1:]
+
+
+_BEFORE_FEED_FORWARD = r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight"
+_LAYER = (
+    *_MAMBA,
+    _norm(ATTENTION, r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight"),
+    *_mixer(ATTENTION, (slot for slot in LLAMA_ATTENTION if slot.hugging_face[0].startswith("self_attn."))),
+    _norm(MLP, _BEFORE_FEED_FORWARD),
+    *_mixer(MLP, DENSE_MLP),
+    _norm(EXPERTS, _BEFORE_FEED_FORWARD),
+    *_mixer(EXPERTS, (*experts(), *SHARED_EXPERT)),
 )
-_MLP = (
-    _norm(MLP, r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight"),
-    Slot(
-        r"mlp\.linear_fc1\.weight",
-        ("mixer.up_proj.weight",),
-        ROWS,
-        lambda model: ((model.ffn_size, model.hidden_size),),
-        in_layer=_in(MLP),
-        prefix=_PREFIX,
-    ),
-    Slot(
-        r"mlp\.linear_fc2\.weight",
-        ("mixer.down_proj.weight",),
-        COLUMNS,
-        lambda model: ((model.hidden_size, model.ffn_size),),
-        in_layer=_in(MLP),
-        prefix=_PREFIX,
-    ),
-)
+_EXPERTS = {
+    "num_moe_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+}
 
 FAMILY = Family(
     "nemotron_h",
@@ -182,13 +230,15 @@ FAMILY = Family(
         "mamba_conv_bias": "use_conv_bias",
         "norm_eps": "layer_norm_epsilon",
     },
-    layer=(*_MAMBA, *_ATTENTION, *_MLP),
+    layer=_LAYER,
     outside=Outside(
         replace(EMBEDDING, hugging_face=("backbone.embeddings.weight",)),
         replace(FINAL_NORM, hugging_face=("backbone.norm_f.weight",)),
         OUTPUT,
     ),
     hybrid=True,
+    fields_of_experts=_OF_EXPERTS,
+    varied=("moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor"),
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -201,6 +251,12 @@ FAMILY = Family(
         "conv_kernel": MAMBA_TAPS,
         "use_conv_bias": True,
         "mlp_hidden_act": "relu2",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
     },
     refusals=(
         OUTPUT_BIAS,
@@ -222,6 +278,7 @@ FAMILY = Family(
         Refusal("moe_latent_size", (None,), "experts of a latent size are not supported"),
     ),
     complete=_complete,
+    read=_read,
     write=_write,
     problems=_problems,
 )

@@ -114,7 +114,7 @@ class Weight:
 
 
 def _is_dense(model: ModelConfig) -> bool:
-    return model.num_moe_experts is None
+    return model.has_dense_layers
 
 
 def _has_experts(model: ModelConfig) -> bool:
@@ -172,22 +172,6 @@ class Outside(NamedTuple):
 OUTSIDE = Outside()
 
 
-ATTENTION_PROJECTIONS = (
-    Slot(
-        r"self_attention\.linear_qkv\.weight",
-        tuple(f"self_attn.{kind}_proj.weight" for kind in "qkv"),
-        QKV,
-        _qkv,
-    ),
-    Slot(
-        r"self_attention\.linear_proj\.weight",
-        ("self_attn.o_proj.weight",),
-        COLUMNS,
-        lambda model: ((model.hidden_size, model.num_attention_heads * model.head_dim),),
-    ),
-)
-_QKV_WEIGHT, _ATTENTION_OUTPUT = ATTENTION_PROJECTIONS
-
 ATTENTION = (
     Slot(
         r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight",
@@ -195,7 +179,12 @@ ATTENTION = (
         REPLICATED,
         _hidden,
     ),
-    _QKV_WEIGHT,
+    Slot(
+        r"self_attention\.linear_qkv\.weight",
+        tuple(f"self_attn.{kind}_proj.weight" for kind in "qkv"),
+        QKV,
+        _qkv,
+    ),
     Slot(
         r"self_attention\.linear_qkv\.bias",
         tuple(f"self_attn.{kind}_proj.bias" for kind in "qkv"),
@@ -213,7 +202,12 @@ ATTENTION = (
         )
         for kind in "qk"
     ),
-    _ATTENTION_OUTPUT,
+    Slot(
+        r"self_attention\.linear_proj\.weight",
+        ("self_attn.o_proj.weight",),
+        COLUMNS,
+        lambda model: ((model.hidden_size, model.num_attention_heads * model.head_dim),),
+    ),
     Slot(
         r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight",
         ("post_attention_layernorm.weight",),
