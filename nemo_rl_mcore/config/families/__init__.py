@@ -35,6 +35,8 @@ def missing_family(model: ModelConfig) -> str:
     features = features_of(model)
     if model.num_moe_experts is not None and model.moe_router_pre_softmax:
         features["moe_router_pre_softmax"] = True  # of some families it is a setting
+    if model.hybrid_layer_pattern is not None:
+        features = {"hybrid_layer_pattern": model.hybrid_layer_pattern} | features
     described = " with ".join(f"policy.model.{name}: {value}" for name, value in features.items())
     return f"no supported Hugging Face family has {described} (known: {', '.join(FAMILIES)})"
 

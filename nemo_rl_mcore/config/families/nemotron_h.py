@@ -224,11 +224,9 @@ FAMILY = Family(
         "layernorm_epsilon": "layer_norm_epsilon",
     },
     aliases={
-        "attention_head_dim": "head_dim",
         "mamba_n_groups": "n_groups",
         "mamba_d_conv": "conv_kernel",
         "mamba_conv_bias": "use_conv_bias",
-        "norm_eps": "layer_norm_epsilon",
     },
     layer=_LAYER,
     outside=Outside(
