@@ -41,6 +41,8 @@ _OF_EXPERTS: Mapping[str, object] = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
+_SHORTEST_STEP = 1e-12
+"""Where no file says otherwise: transformers lifts shorter time steps to it, and neither Megatron nor vLLM does."""
 _BIAS = "a bias in the projections of Mamba layers is not supported"
 
 
@@ -96,8 +98,9 @@ def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
     """Return the layers, and what of the model's start the weights do not tell."""
     pattern = model.hybrid_layer_pattern or ""
     words = {kind: word for word, kind in reversed(_KINDS.items())}
+    written: dict[str, object] = {"time_step_min": _SHORTEST_STEP}
     kept = ("chunk_size", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual")
-    written: dict[str, object] = {
+    written |= {
         _WORDS: [words[kind] for kind in pattern],
         **{key: origin[key] for key in kept if key in origin},
     }
