@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import MegatronConfig
-from nemo_rl_mcore.config.megatron import HYBRID_PARTS
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.attention import LocalAttention
 
@@ -58,11 +57,6 @@ def norm_of(config: MegatronConfig) -> Any:
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
-
-
-def parts_of_a_layer(transformer: TransformerConfig) -> int:
-    """Return how many of Megatron's layers are one of the model's."""
-    return HYBRID_PARTS if transformer.is_hybrid_model else 1
 
 
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:
@@ -130,13 +124,14 @@ def builds_prediction_layers() -> bool:
     return True
 
 
-def layer_spec(config: MegatronConfig, transformer: TransformerConfig) -> ModuleSpec:
+def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense: bool = False) -> ModuleSpec:
     """Return what one layer is made of, attention and feed-forward or experts, with the norms before them.
 
-    Raises RefusedError for ranks on GPUs that share sequences and have local layers.
+    dense: have a feed-forward part where the model has experts, too. Raises RefusedError for ranks on GPUs that share
+    sequences and have local layers.
     """
     _refuse_local_attention(config)
-    experts = transformer.num_moe_experts
+    experts = None if dense else transformer.num_moe_experts
     if use_transformer_engine(config):
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts,

@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl_mcore.config import PolicyConfig, Role
 from nemo_rl_mcore.megatron.hf_weights.placement import local_parameters, this_place
-from nemo_rl_mcore.megatron.model_class import LanguageModel
+from nemo_rl_mcore.megatron.model_class import LanguageModel, biased_routers
 from nemo_rl_mcore.megatron.value_head import give_value_head
 from nemo_rl_mcore.training.policy_backend import BackendOptions
 
@@ -44,9 +44,14 @@ def freeze_weights(policy: PolicyConfig, models: Sequence[LanguageModel]) -> Non
     What is trained below them still has gradients through them.
     """
     frozen = policy.frozen_weights
+    routers = {id(bias): router for router, bias in biased_routers(models)}
     for weight, parameter in local_parameters(models, policy.model, this_place()):
-        if weight in frozen:
+        if weight not in frozen:
+            continue
+        if (router := routers.get(id(parameter))) is None:
             parameter.requires_grad = False
+        else:
+            router.frozen_expert_bias = True
     for model in models:
         if model.pre_process and not any(part.requires_grad for part in model.embedding.parameters()):
             model.embedding.register_forward_hook(_as_if_trained)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_rl_mcore.config.families import all_layers, count_parameters, layer_slots
-from nemo_rl_mcore.config.families.weights import EMBEDDING, FINAL_NORM, OUTPUT, Slot, Weight
+from nemo_rl_mcore.config.families import all_layers, count_parameters, layer_slots, outside_of_layers
+from nemo_rl_mcore.config.families.weights import Slot, Weight
 from nemo_rl_mcore.config.logits_cache import LogitsCache
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.megatron import MegatronConfig
@@ -87,14 +87,14 @@ def _saved_bytes(plan: ModelPlan) -> int:
 def _estimate(config: RunConfig, plan: ModelPlan) -> MemoryEstimate:
     policy = plan.policy
     held, trained = _held(policy), _held(policy, without_frozen=True)
-    weights = held.all * WEIGHT_BYTES[policy.precision]
+    weights = held.trained * WEIGHT_BYTES[policy.precision] + held.buffers * _FP32
     ddp = policy.megatron_cfg.distributed_data_parallel_config
     in_fp32 = policy.precision == "float32" or ddp.grad_reduce_in_fp32
     return MemoryEstimate(
         parameters=count_parameters(policy.model),
         rank_parameters=held.all,
         weights=weights,
-        gradients=trained.all * (_FP32 if in_fp32 else 2) if plan.trained else 0,
+        gradients=trained.trained * (_FP32 if in_fp32 else 2) if plan.trained else 0,
         optimizer=_optimizer(config, policy, trained) if plan.trained else 0,
         reference=weights if plan.reference and may_be_on_device(config) else 0,
         logits=_logits(plan, config.rows_per_sample) if plan.role is Role.POLICY else 0,
@@ -120,17 +120,25 @@ def _state_bytes(policy: PolicyConfig) -> int:
 
 @dataclass(frozen=True)
 class _Held:
-    """Numbers that a rank holds; experts' apart, since their optimizer state is shared among other ranks."""
+    """Numbers that a rank holds; experts' apart, since their optimizer state is shared among other ranks.
+
+    buffers: those in fp32 that have neither gradients nor optimizer state.
+    """
 
     shared: int = 0
     experts: int = 0
+    buffers: int = 0
+
+    @property
+    def trained(self) -> int:
+        return self.shared + self.experts
 
     @property
     def all(self) -> int:
-        return self.shared + self.experts
+        return self.trained + self.buffers
 
     def __add__(self, other: _Held) -> _Held:
-        return _Held(self.shared + other.shared, self.experts + other.experts)
+        return _Held(self.shared + other.shared, self.experts + other.experts, self.buffers + other.buffers)
 
 
 def _held(policy: PolicyConfig, *, without_frozen: bool = False) -> _Held:
@@ -143,18 +151,19 @@ def _held(policy: PolicyConfig, *, without_frozen: bool = False) -> _Held:
         here = [slot for slot in slots if (slot, layer) not in left_out]
         return _Held(
             *(
-                sum(_count_on_rank(slot, policy) for slot in here if slot.of_expert is experts)
-                for experts in (False, True)
+                sum(_count_on_rank(slot, policy) for slot in here if (slot.of_expert, slot.buffer) == kind)
+                for kind in ((False, False), (True, False), (False, True))
             )
         )
 
     of_layers = [of(layer_slots(model, layer), layer) for layer in all_layers(model)]
     stage = megatron.largest_stage(model.num_layers)
     stages = [sum(of_layers[at : at + stage], _Held()) for at in range(model.num_layers - stage + 1)]
-    outside = [EMBEDDING, FINAL_NORM]
+    ends = outside_of_layers(model)
+    outside = [ends.embedding, ends.final_norm]
     if megatron.pipeline_model_parallel_size == 1 or model.mtp_num_layers:
         # One stage has both ends; and the last one an embedding, where it predicts further tokens.
-        outside += [OUTPUT] if OUTPUT.exists(model) else []
+        outside = ends.of(model)
     predicting = of_layers[model.num_layers :]
     return sum(predicting, max(stages, key=lambda one: one.all) + of(outside))
 

@@ -266,7 +266,20 @@ def _model(model: ModelConfig, config: RunConfig, layers: int, longest: int) -> 
         }
     if model.mtp_num_layers:
         sizes["mtp_num_layers"] = 1
+    if model.hybrid_layer_pattern is not None:
+        sizes |= _hybrid(model, model.hybrid_layer_pattern, layers)
     return model.model_dump(mode="json") | sizes
+
+
+def _hybrid(model: ModelConfig, pattern: str, layers: int) -> Tree:
+    """Return the kinds of layers in the order in which the pattern first has them, again and again."""
+    kinds = [*dict.fromkeys(pattern)]
+    sizes: Tree = {"hybrid_layer_pattern": "".join(kinds[layer % len(kinds)] for layer in range(layers))}
+    if model.has_mamba:
+        groups = min(2, model.mamba_num_groups)
+        sizes |= {"mamba_num_heads": _HEADS, "mamba_head_dim": _HEAD}
+        sizes |= {"mamba_state_dim": _HEAD, "mamba_num_groups": groups}
+    return sizes
 
 
 def _own_heads(model: ModelConfig) -> int | None:

@@ -45,6 +45,25 @@ _EXPERTS = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+# Heads that do not make up the hidden size, odd sizes of heads and states, a Mamba layer behind another.
+_MAMBA = {
+    "hybrid_override_pattern": "M-MM*-M-",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 5,
+    "n_groups": 2,
+    # transformers lifts shorter time steps to it, and neither Megatron nor vLLM does.
+    "time_step_min": 1e-30,
+}
+_HYBRID_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
+SHIFTED = {"dt_bias": 4.0, "A_log": -2.0}
+"""With those of a start the states of Mamba layers would hold little, and forget it at once."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -60,6 +79,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
     "qwen3-moe": ("Qwen3Moe", _EXPERTS),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "nemotron-h": ("NemotronH", _MAMBA),
+    "nemotron-h-experts": ("NemotronH", {**_MAMBA, **_HYBRID_EXPERTS, "hybrid_override_pattern": "MEM*EM-E"}),
     "qwen3-moe-shares": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False}),
 }
 
@@ -71,9 +92,12 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     config = getattr(transformers, f"{family}Config")(**_SIZES | keys)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
+                parameter.add_(0.3 * torch.randn_like(parameter) + SHIFTED.get(key.rsplit(".", 1)[-1], 0.0))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
     model.to(dtype).save_pretrained(folder)
     return folder
 
@@ -110,21 +134,10 @@ def set_in_config(folder: Path, **values: object) -> None:
 def in_float64(folder: Path, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
     """What transformers makes of a batch with float64 weights: log-probabilities, their mean loss, its gradients.
 
-    Norms and angles are those of transformers, in float32.
+    Norms, angles and scans of Mamba layers are those of transformers, in float32.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        # The other ways to attend and to run experts compute in float32, or not in float64.
-        folder,
-        dtype=torch.float64,
-        attn_implementation="sdpa",
-        experts_implementation="eager",
-    )
-    ids, lengths = torch.from_numpy(batch["input_ids"]), torch.from_numpy(batch["input_lengths"])
-    every = model(ids).logits.log_softmax(-1)
-    found = every[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
-    found = torch.nn.functional.pad(found, (1, 0)) * (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))
-    mask = torch.from_numpy(batch["token_mask"])
-    loss = -(found * mask).sum() / mask.sum()
+    model = _float64(folder)
+    found, loss = _loss(model, batch)
     loss.backward()
     # A file has the tensors of experts one by one, as weights are exchanged; the model holds them together.
     for parameter in model.parameters():
@@ -132,3 +145,37 @@ def in_float64(folder: Path, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, 
     model.save_pretrained(folder / "gradients")
     gradients = {name: tensor.numpy() for name, tensor in tensors(folder / "gradients").items()}
     return found.detach().numpy(), loss.item(), gradients
+
+
+def stepped_in_float64(
+    folder: Path, batches: list[dict[str, np.ndarray]], **adam: Any
+) -> dict[str, np.ndarray]:
+    """The tensors of a model after a step of AdamW on each batch, in float64."""
+    model = _float64(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), **adam)
+    for batch in batches:
+        optimizer.zero_grad()
+        _loss(model, batch)[1].backward()
+        optimizer.step()
+    model.save_pretrained(folder / "stepped")
+    return {name: tensor.numpy() for name, tensor in tensors(folder / "stepped").items()}
+
+
+def _float64(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        # The other ways to attend and to run experts compute in float32, or not in float64.
+        folder,
+        dtype=torch.float64,
+        attn_implementation="sdpa",
+        experts_implementation="eager",
+    )
+
+
+def _loss(model: Any, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a batch, and its mean negative log-likelihood."""
+    ids, lengths = torch.from_numpy(batch["input_ids"]), torch.from_numpy(batch["input_lengths"])
+    every = model(ids).logits.log_softmax(-1)
+    found = every[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    found = torch.nn.functional.pad(found, (1, 0)) * (torch.arange(ids.shape[1]) < lengths.unsqueeze(1))
+    mask = torch.from_numpy(batch["token_mask"])
+    return found, -(found * mask).sum() / mask.sum()

@@ -116,6 +116,21 @@ def exported_without_a_family(model):
         raise AssertionError("nothing may be sent")
 
 
+def stepped(folder, megatron, sections, batches, adam):
+    """The weights as Hugging Face's tensors after a step of AdamW on each batch."""
+    import tiny
+
+    from nemo_rl_mcore.data import BatchedDataDict
+    from nemo_rl_mcore.losses import NLLLossFn
+
+    optimizer = {"optimizer": {"weight_decay": 0.0} | adam}
+    worker = tiny.worker(policy_of(folder, megatron | optimizer, max_grad_norm=0.0, **sections))
+    for batch in batches:
+        data = BatchedDataDict(**{name: torch.from_numpy(values) for name, values in batch.items()})
+        worker.train(tiny.shard(data), NLLLossFn())
+    return {name: tensor.numpy().copy() for name, tensor in full_tensors_of(worker)}
+
+
 def trained_on(folder, megatron, sections, batch):
     """Log-probabilities of a batch, and the gradients of its mean negative log-likelihood as Hugging Face's tensors."""
     import tiny

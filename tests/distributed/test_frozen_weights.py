@@ -101,6 +101,26 @@ def test_frozen_weights_stay_to_the_bit_and_all_else_has_the_same_gradients(
             assert (start[name] == end[name]).all() == (name in names), name
 
 
+def biases_after_a_step(freeze):
+    import tiny
+
+    biased = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    model = EXPERTS | biased | {"moe_aux_loss_coeff": 0.0}
+    worker = tiny.worker(tiny.policy_config(model=model, megatron={"freeze": freeze}))
+    worker.train(tiny.grpo_batch(), tiny.grpo_loss())
+    buffers = worker.backend.chunks[0].named_buffers()
+    return [bool(bias.any()) for name, bias in buffers if name.endswith("expert_bias")]
+
+
+@pytest.mark.parametrize(
+    ("freeze", "moved"),
+    [((), [True, True]), (("model.layers.0.*",), [False, True]), (("*_correction_bias",), [False, False])],
+    ids=["none", "a-layer", "biases"],
+)
+def test_a_frozen_bias_of_experts_is_not_moved(ranks, freeze, moved):
+    assert ranks(1).run(biases_after_a_step, freeze) == [moved]
+
+
 def sharded_steps_in_bf16(freeze, model, folder):
     import tiny
 

@@ -28,12 +28,14 @@ def generation_config(**sampling):
     return {"max_new_tokens": 6, "temperature": 0.7} | sampling
 
 
-def generated_against_logprobs(megatron, prompt_lengths, stop_ids, filters=None):
+def generated_against_logprobs(megatron, prompt_lengths, stop_ids, filters=None, model=None):
     import tiny
     import torch
 
     config = tiny.policy_config(
-        model={"num_layers": 4}, megatron=megatron, generation=generation_config(**(filters or {}))
+        model={"num_layers": 4} | (model or {}),
+        megatron=megatron,
+        generation=generation_config(**(filters or {})),
     )
     worker = tiny.worker(config)
     asked = requests(prompt_lengths)

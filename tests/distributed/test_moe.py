@@ -5,6 +5,13 @@ import pytest
 from tolerances import GENERATION, LOGPROBS, METRICS, REORDERED
 
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24}
+IN_GROUPS = {
+    "num_moe_experts": 8,
+    "moe_router_topk": 4,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_score_function": "sigmoid",
+}
 TWO_RANKS = {
     "dp2": {},
     "ep2": {"expert_model_parallel_size": 2},
@@ -27,6 +34,8 @@ def layer_against_the_formula(model):
 
     worker = tiny.worker(tiny.policy_config(model=EXPERTS | model))
     layer = worker.backend.chunks[0].module.decoder.layers[0].mlp
+    if layer.router.expert_bias is not None:
+        layer.router.expert_bias.copy_(torch.linspace(0.2, -0.2, len(layer.router.expert_bias)))
     seen = {}
     layer.register_forward_hook(
         lambda _module, inputs, output: seen.update(x=inputs[0].clone(), y=output[0].clone())
@@ -41,17 +50,26 @@ def layer_against_the_formula(model):
     scores = x @ layer.router.weight.double().T
     if model.get("moe_router_score_function") == "sigmoid":
         scores = scores.sigmoid()
-        best = scores.topk(2, dim=1)
-        shares = best.values / best.values.sum(1, keepdim=True)
+        selected = scores
+        if layer.router.expert_bias is not None:
+            selected = scores + layer.router.expert_bias
+        if groups := model.get("moe_router_num_groups"):
+            by_group = selected.unflatten(1, (groups, -1))
+            few = by_group.topk(model["moe_router_topk"] // model["moe_router_group_topk"]).values.sum(-1)
+            left_out = few.argsort(1, descending=True)[:, model["moe_router_group_topk"] :]
+            open_groups = torch.ones_like(few).scatter(1, left_out, 0).bool()
+            selected = by_group.where(open_groups.unsqueeze(-1), -torch.inf).flatten(1)
+            assert (selected.topk(4).indices != scores.topk(4).indices).any(), "the groups choose"
+        chosen = selected.topk(model.get("moe_router_topk", 2), dim=1).indices
+        shares = scores.gather(1, chosen)
+        shares = shares / shares.sum(1, keepdim=True) * (model.get("moe_router_topk_scaling_factor") or 1)
     elif model.get("moe_router_pre_softmax"):
-        best = scores.softmax(1).topk(2, dim=1)
-        shares = best.values
+        shares, chosen = scores.softmax(1).topk(2, dim=1)
     else:
-        best = scores.topk(2, dim=1)
-        shares = best.values.softmax(1)
+        best, chosen = scores.topk(2, dim=1)
+        shares = best.softmax(1)
     every = torch.stack([gated(expert) for expert in layer.experts.local_experts], dim=1)
-    chosen = every.gather(1, best.indices[:, :, None].expand(-1, -1, x.shape[1]))
-    wanted = (chosen * shares[:, :, None]).sum(1)
+    wanted = (every.gather(1, chosen[:, :, None].expand(-1, -1, x.shape[1])) * shares[:, :, None]).sum(1)
     if layer.shared_experts is not None:
         wanted = wanted + gated(layer.shared_experts)
     return seen["y"].flatten(0, 1).detach().numpy(), wanted.detach().numpy()
@@ -64,6 +82,9 @@ def layer_against_the_formula(model):
         {"moe_router_pre_softmax": True},
         {"moe_router_score_function": "sigmoid"},
         {"moe_shared_expert_intermediate_size": 16},
+        {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
+        IN_GROUPS,
+        IN_GROUPS | {"moe_router_topk_scaling_factor": 2.5, "moe_router_enable_expert_bias": True},
     ],
     ids=str,
 )

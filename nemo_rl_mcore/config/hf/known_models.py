@@ -55,6 +55,50 @@ _QWEN3_4B = _QWEN3 | {
     "num_attention_heads": 32,
     "tie_word_embeddings": True,
 }
+_NEMOTRON_H: dict[str, object] = {
+    "model_type": "nemotron_h",
+    "head_dim": 128,
+    "mamba_num_heads": 128,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": 131072,
+    "vocab_size": 131072,
+    "tie_word_embeddings": False,
+}
+_NEMOTRON_NANO_V2 = _NEMOTRON_H | {
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "mamba_head_dim": 80,
+}
+_NEMOTRON_NANO_12B_V2 = _NEMOTRON_NANO_V2 | {
+    "hidden_size": 5120,
+    "intermediate_size": 20480,
+    "num_hidden_layers": 62,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-",
+}
+_NEMOTRON_3_NANO = _NEMOTRON_H | {
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "num_hidden_layers": 52,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "max_position_embeddings": 262144,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 _LLAMA3: dict[str, object] = {
     "model_type": "llama",
     "num_attention_heads": 32,
@@ -134,6 +178,33 @@ KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
     "meta-llama/Llama-3.1-8B-Instruct": _LLAMA31_8B,
     "meta-llama/Llama-3.2-1B": _LLAMA32_1B,
     "meta-llama/Llama-3.2-1B-Instruct": _LLAMA32_1B,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NEMOTRON_3_NANO,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": _NEMOTRON_3_NANO,
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": _NEMOTRON_3_NANO
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 2688,
+        "num_hidden_layers": 88,
+        "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*"
+        "EMEMEMEME",
+        "mamba_num_heads": 128,
+        "n_routed_experts": 512,
+        "num_experts_per_tok": 22,
+        "moe_intermediate_size": 2688,
+        "moe_shared_expert_intermediate_size": 5376,
+        "moe_latent_size": 1024,
+        "num_nextn_predict_layers": 1,
+        "routed_scaling_factor": 5.0,
+    },
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": _NEMOTRON_NANO_V2
+    | {
+        "hidden_size": 4480,
+        "intermediate_size": 15680,
+        "num_hidden_layers": 56,
+        "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    },
+    "nvidia/NVIDIA-Nemotron-Nano-12B-v2": _NEMOTRON_NANO_12B_V2,
+    "nvidia/NVIDIA-Nemotron-Nano-12B-v2-Base": _NEMOTRON_NANO_12B_V2,
     "mistralai/Mistral-7B-v0.3": {
         "model_type": "mistral",
         "hidden_size": 4096,

@@ -21,6 +21,8 @@ from collections.abc import Iterable
 
 import torch
 
+from nemo_rl_mcore.config.families.weights import EXPERT_BIAS_NAME
+
 _ALL_BITS = (1 << 64) - 1
 _ROWS, _COLUMNS = 0x243F6A8885A308D3, 0x13198A2E03707344
 """What the two kinds of weights are drawn from: digits of pi."""
@@ -45,7 +47,7 @@ def digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 class Digester:
     """Takes the digests of tensors as they come; their device is waited for once, at the end.
 
-    held_as: number format that they are cast to first, as `torch` calls it.
+    held_as: number format that they are cast to first, as `torch` calls it; experts' biases stay what they are.
     """
 
     def __init__(self, held_as: str | None = None) -> None:
@@ -55,8 +57,9 @@ class Digester:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Read a tensor, which may change afterwards."""
-        self._sums[name] = block_sum(tensor, dtype=self._dtype)
-        self._kinds[name] = self._dtype or tensor.dtype, tensor.shape
+        dtype = None if name.endswith(EXPERT_BIAS_NAME) else self._dtype
+        self._sums[name] = block_sum(tensor, dtype=dtype)
+        self._kinds[name] = dtype or tensor.dtype, tensor.shape
 
     def digests(self) -> dict[str, int]:
         """Return what was added, by name."""

@@ -109,9 +109,8 @@ def _write_surroundings(policy: PolicyConfig, folder: Path, origin: str | None) 
 
 
 def _bytes_of(policy: PolicyConfig) -> dict[str, int]:
-    entry = DTYPES[policy.precision].itemsize
     return {
-        name: math.prod(shape) * entry
+        name: math.prod(shape) * _dtype(weight, policy).itemsize
         for weight in all_weights(policy.model)
         for name, shape in zip(weight.names, weight.slot.shapes(policy.model), strict=True)
     }
@@ -132,8 +131,12 @@ def _stages(own: Iterable[Weight], place: Place) -> dict[str, int]:
 
 
 def _empty(weight: Weight, policy: PolicyConfig) -> list[torch.Tensor]:
-    dtype, device = DTYPES[policy.precision], accelerator.device()
+    dtype, device = _dtype(weight, policy), accelerator.device()
     return [torch.empty(shape, dtype=dtype, device=device) for shape in weight.slot.shapes(policy.model)]
+
+
+def _dtype(weight: Weight, policy: PolicyConfig) -> torch.dtype:
+    return torch.float32 if weight.slot.buffer else DTYPES[policy.precision]
 
 
 def _whole_in_stage(

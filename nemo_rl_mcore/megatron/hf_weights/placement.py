@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from nemo_rl_mcore.config import ModelConfig
-from nemo_rl_mcore.config.families.weights import Weight
+from nemo_rl_mcore.config.families.weights import EXPERT_BIAS, Weight
 from nemo_rl_mcore.megatron.hf_weights.names import find_weight
 from nemo_rl_mcore.megatron.model_class import language_models, layer_numbers
 
@@ -40,15 +41,20 @@ def this_place() -> Place:
     )
 
 
+_OF_TABLE = re.compile(rf".*\.{EXPERT_BIAS}")
+"""Buffers that are weights; the others are computed, or counted in."""
+
+
 def local_parameters(
     chunks: Sequence[torch.nn.Module], model: ModelConfig, place: Place
-) -> Iterator[tuple[Weight, torch.nn.Parameter]]:
-    """Yield the parameters of this rank's chunks with the weights they are parts of.
+) -> Iterator[tuple[Weight, torch.Tensor]]:
+    """Yield the parameters of this rank's chunks, and the biases of experts, with the weights they are parts of.
 
     Raises ValueError for a parameter without a counterpart in Hugging Face models.
     """
     first_expert = place.expert.rank() * ((model.num_moe_experts or 0) // place.expert.size())
     for stage in language_models(chunks):
         layers = layer_numbers(stage)
-        for name, parameter in stage.named_parameters():
+        buffers = ((name, buffer) for name, buffer in stage.named_buffers() if _OF_TABLE.fullmatch(name))
+        for name, parameter in (*stage.named_parameters(), *buffers):
             yield find_weight(name, layers, first_expert, model), parameter

@@ -63,6 +63,8 @@ def test_parameter_count_of_experts_and_prediction_layers():
     # Attention, eight experts with the router, the shared expert, two norms; three of these layers.
     layer = 4 * 64**2 + 8 * (3 * 64 * 16 + 64) + 3 * 64 * 24 + 2 * 64
     assert count_parameters(model) == 3 * layer + (2 * 64 * 64 + 3 * 64) + 2 * 32 * 64 + 64
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    assert count_parameters(model.model_copy(update=bias)) == count_parameters(model) + 3 * 8
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,35 @@ def test_parameter_count_of_experts_and_prediction_layers():
                 "moe_router_score_function": "sigmoid",
             },
             "moe_aux_loss_coeff: incompatible (moe_router_enable_expert_bias)",
+        ),
+        (
+            {"num_moe_experts": 8, "moe_router_num_groups": 4},
+            "moe_router_num_groups: requires (moe_router_group_topk)",
+        ),
+        (
+            {"num_moe_experts": 8, "moe_router_group_topk": 4},
+            "moe_router_group_topk: requires (moe_router_num_groups)",
+        ),
+        (
+            {"num_moe_experts": 8, "moe_router_num_groups": 3, "moe_router_group_topk": 2},
+            "num_moe_experts: not-divisible (moe_router_num_groups)",
+        ),
+        (
+            {"num_moe_experts": 8, "moe_router_num_groups": 2, "moe_router_group_topk": 4},
+            "moe_router_group_topk: too-large (moe_router_num_groups)",
+        ),
+        *(
+            (
+                {
+                    "num_moe_experts": 8,
+                    "moe_router_num_groups": 4,
+                    "moe_router_group_topk": 2,
+                    "moe_router_topk": topk,
+                    "moe_router_score_function": "sigmoid",
+                },
+                "moe_router_topk: not-allowed (moe_router_group_topk)",
+            )
+            for topk in (1, 5)
         ),
         ({"mtp_num_layers": 0}, "mtp_num_layers: not-allowed"),
         (

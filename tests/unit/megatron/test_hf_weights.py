@@ -32,6 +32,7 @@ def model_of(**keys):
 
 DENSE = model_of(add_qkv_bias=True, qk_layernorm=True)
 EXPERTS = model_of(qk_layernorm=True, num_moe_experts=4, moe_ffn_hidden_size=8)
+BIASED = model_of(num_moe_experts=4, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
 TIED = model_of(tie_word_embeddings=True)
 
 ATTENTION = {
@@ -80,6 +81,11 @@ def test_names_of_experts_count_on_from_the_ranks_first(name):
     assert down.names == ("model.layers.2.mlp.experts.3.down_proj.weight",)
     router = find_weight("decoder.layers.0.mlp.router.weight", [2], 2, EXPERTS)
     assert (router.names, router.slot.shapes(EXPERTS)) == (("model.layers.2.mlp.gate.weight",), ((4, 12),))
+    bias = find_weight("decoder.layers.0.mlp.router.expert_bias", [2], 2, BIASED)
+    assert (bias.names, bias.slot.shapes(BIASED)) == (
+        ("model.layers.2.mlp.gate.e_score_correction_bias",),
+        ((4,),),
+    )
 
 
 def test_names_outside_of_the_layers():
@@ -109,7 +115,7 @@ def test_parameters_without_a_counterpart_are_named(name):
         find_weight(name, [0], 0, DENSE)
 
 
-@pytest.mark.parametrize("model", [DENSE, EXPERTS, TIED], ids=["dense", "experts", "tied"])
+@pytest.mark.parametrize("model", [DENSE, EXPERTS, BIASED, TIED], ids=["dense", "experts", "biased", "tied"])
 def test_all_weights_add_up_to_the_model(model):
     names = [name for weight in all_weights(model) for name in weight.names]
     shapes = [shape for weight in all_weights(model) for shape in weight.slot.shapes(model)]

@@ -122,6 +122,8 @@ def test_every_engine_gets_every_tensor_bit_for_bit_also_when_it_is_slow(engine,
 def test_digests_are_of_what_engines_hold_or_are_not_taken(engine):
     cast = [(name, tensor.to(torch.bfloat16)) for name, tensor in tensors()]
     assert sender([engine()], held_as="bfloat16").send(tensors()) == digests(cast)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias", torch.rand(5)  # an engine has it in fp32
+    assert sender([engine()], held_as="bfloat16").send([bias]) == digests([bias])
     assert sender([engine()], verify=False).send(tensors()) == dict.fromkeys(digests(cast))
 
 
