@@ -88,12 +88,12 @@ def _add(count: int) -> str:
 
 
 _COUNT = calling("get_counter_value")
-_COUNTER = "resources_servers/example_session_state_mgmt/data/example.jsonl"
+_SERVER = "resources_servers/example_session_state_mgmt"
 
 
 def _of_nemo_gym(environment: Path) -> Iterator[Row]:
     """Yield the rows that NeMo Gym has for its counter."""
-    [rows] = environment.glob(f"lib/python*/site-packages/{_COUNTER}")
+    [rows] = environment.glob(f"lib/python*/site-packages/{_SERVER}/data/example.jsonl")
     for line in rows.read_text("utf-8").splitlines() * 16:
         row = json.loads(line)
         [asked] = row["responses_create_params"]["input"]
@@ -103,12 +103,12 @@ def _of_nemo_gym(environment: Path) -> Iterator[Row]:
         counted = talk(
             question, _add(first), done, _add(second), done, _COUNT, f'{{"count":{count}}}', str(count)
         )
-        yield {"input": question, "row": row}, counted
+        yield row, counted
 
 
 @dataclass(frozen=True)
 class Stack:
-    """agent: its command, behind its Python. rows: by the folder of its environment.
+    """agent: its command, behind its Python; empty where it is NeMo Gym's. rows: by the folder of its environment.
 
     calls: of tools, each of which is one token. turns: calls of the model.
     """
@@ -127,12 +127,19 @@ STACKS = {
     "mini_swe_agent": Stack(("mini_swe_agent.py",), _of_a_shell, (_READ, _SUBMIT)),
     "verifiers": Stack(("verifiers_agent.py", TOKENIZER), _of_verifiers, turns=1),
     "nemo_gym": Stack(
-        ("nemo_gym_agent.py",),
+        (),
         _of_nemo_gym,
         (_COUNT, *(_add(count) for count in range(16))),
         turns=4,
         warm_steps=60,
-        settings={"pool": {"variables": ["NEMO_GYM_AGENT_URL"]}},
+        settings={
+            "nemo_gym": {
+                "config_paths": [
+                    f"{_SERVER}/configs/example_session_state_mgmt.yaml",
+                    "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml",
+                ]
+            }
+        },
     ),
 }
 
@@ -184,8 +191,12 @@ def main() -> None:
         "data": {"train": {"data_path": "conversations.jsonl"}},
         "cluster": {"cpu_workers_per_node": 1},
     }
-    program, *arguments = stack.agent
-    record = str(folder / "sessions.jsonl")
+    python, record = str(given.python.absolute()), str(folder / "sessions.jsonl")
+    if stack.agent:
+        program, *arguments = stack.agent
+        player = {"command": [python, str(HERE / program), *arguments, "--record", record], "processes": 2}
+    else:
+        player = {"command": [], "gym": {"python": python, "one_process": True}}
     grpo = {
         "defaults": "grpo_agents_cpu.yaml",
         "warm_start": "sft.yaml",
@@ -204,14 +215,7 @@ def main() -> None:
         "data": {"train": {"data_path": "tasks.jsonl", **_keys(rows[0][0])}},
         "env": {
             "endpoint": {
-                "command": [
-                    str(given.python.absolute()),
-                    str(HERE / program),
-                    *arguments,
-                    "--record",
-                    record,
-                ],
-                "processes": 2,
+                **player,
                 "timeout_s": 300,
                 "port": given.port,
             },
@@ -226,6 +230,8 @@ def main() -> None:
 
 def _keys(task: dict[str, Any]) -> dict[str, Any]:
     """Return where the answer of a row is, which some of these agents know by themselves, and what else it has."""
+    if "responses_create_params" in task:
+        return {}
     others = [key for key in task if key not in ("input", "output")]
     return {"output_key": "output" if "output" in task else None, "columns": others}
 

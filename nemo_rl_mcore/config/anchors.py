@@ -6,7 +6,7 @@ from typing import cast
 
 from nemo_rl_mcore.config.shipped import shipped_recipe
 
-FILES = ("data_path", "prompt_file", "system_prompt_file", "tokenizer.name", "endpoint.command")
+FILES = ("data_path", "prompt_file", "system_prompt_file", "tokenizer.name", "endpoint.command", "gym.python")
 """Keys, wherever they stand, whose file is looked for beside the recipe, and else where the command is started."""
 RECIPES = ("warm_start",)
 """Keys of other recipes: beside this one, and else one that is shipped."""

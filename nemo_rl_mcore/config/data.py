@@ -334,6 +334,20 @@ class EnvConfig(StrictModel):
     endpoint: EndpointConfig | None = None
     """Agents that play the episodes, each a process of its own (ours); the environment, if there is one, scores those
     that give no reward themselves."""
+    nemo_gym: Arguments | None = None
+    """NeMo Gym's own configuration, passed on to it: config_paths, and what completes them. Its agents play the
+    episodes and give the rewards; rows of the data are Gym's, each with responses_create_params and agent_ref."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _open_endpoint(cls, given: object) -> object:
+        """Give NeMo Gym's agents an endpoint where the recipe leaves it out."""
+        if not isinstance(given, Mapping):
+            return given
+        section = dict(cast("Mapping[str, object]", given))
+        if section.get("nemo_gym") is not None and section.get("endpoint") is None:
+            section["endpoint"] = {}
+        return section
 
     @property
     def pool_size(self) -> int:
@@ -353,7 +367,8 @@ class EnvConfig(StrictModel):
         return [name for name in ENVIRONMENTS if getattr(self, name) is not None]
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a second environment, and rewards that are none or have no name that a metric can have."""
+        """Yield a second environment, agents of none or of two kinds, and rewards without a function or a name."""
+        yield from self._agent_problems()
         if self.rewards is not None and not self.rewards:
             yield Problem("missing", "rewards", "names no function", "write NAME: package.module:function")
         for name in self.rewards or ():
@@ -370,3 +385,16 @@ class EnvConfig(StrictModel):
                 f"set {given[0]}: null",
                 tuple(given),
             )
+
+    def _agent_problems(self) -> Iterator[Problem]:
+        if self.endpoint is None:
+            return
+        command = self.endpoint.command
+        if self.nemo_gym is None and not (command and command[0]):
+            yield Problem("missing", "endpoint.command", "names no program", "write [program, argument, ...]")
+        elif self.nemo_gym is not None and command:
+            what = "names a program, and NeMo Gym's agents play the episodes"
+            yield Problem("one-of", "endpoint.command", what, "remove it, or nemo_gym", ("nemo_gym",))
+        if self.nemo_gym is not None and not self.nemo_gym.get("config_paths"):
+            what = "names no configuration of NeMo Gym's servers"
+            yield Problem("missing", "nemo_gym.config_paths", what, "write a list of its files")

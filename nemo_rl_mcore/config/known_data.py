@@ -105,7 +105,10 @@ OTHER_NAMES: dict[str, str] = {
 }
 """NeMo RL's names of them."""
 
-ROW_FORMATS = ("ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format")
+ROW_FORMATS = (
+    *("ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format"),
+    "NemoGymDataset",
+)
 """NeMo RL's names of formats whose keys are those of a source; which one a row has is seen from the row."""
 
 PROCESSORS = (
@@ -115,13 +118,13 @@ PROCESSORS = (
     "sft_processor",
     "preference_preprocessor",
     "helpsteer3_data_processor",
+    "nemo_gym_data_processor",
 )
 """NeMo RL's names of what is read here of a row, as its columns and the algorithm say."""
 
 REFUSED_PROCESSORS: dict[str, str] = {
     "multichoice_qa_processor": "rows of several choices are not made into prompts; write the choices into the prompt",
     "vlm_hf_data_processor": "models see text alone",
-    "nemo_gym_data_processor": "a rollout has one turn",
     "kd_data_processor": "a teacher has the policy's tokenizer, and reads the rows that the policy reads",
 }
 

@@ -23,8 +23,20 @@ RecomputedModules = Annotated[
     tuple[Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], ...],
     BeforeValidator(tuple_from_list),
 ]
-HYBRID_PARTS = 2
-"""Layers of a HybridModel that are one of a GPTModel: attention, and feed-forward or experts."""
+UNDIVIDED = {
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+}
+"""The keys that say how ranks share a model, as they are where one rank holds all of it."""
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 _EMBEDDING, _LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
 
@@ -151,8 +163,8 @@ class MegatronConfig(StrictModel):
     """Always true: Megatron is the only backend."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layer implementation; auto is Transformer Engine where it is installed and a GPU exists, else local."""
-    model_class: Literal["gpt", "hybrid"] = "gpt"
-    """Megatron's GPTModel, or the HybridModel that is to replace it: the same numbers and checkpoints (ours)."""
+    model_class: Literal["auto", "gpt", "hybrid"] = "auto"
+    """Megatron's GPTModel, or the HybridModel that is to replace it; auto: that where the model is a hybrid (ours)."""
     tensor_model_parallel_size: PositiveInt = 1
     """Ranks that share the weights of each layer."""
     sequence_parallel: bool = False
@@ -231,11 +243,6 @@ class MegatronConfig(StrictModel):
     def layer_divisor(self) -> int:
         """Chunks that the layers are cut into."""
         return self.pipeline_model_parallel_size * (self.virtual_pipeline_model_parallel_size or 1)
-
-    @property
-    def parts_of_a_layer(self) -> int:
-        """Layers of Megatron that are one layer of the model."""
-        return HYBRID_PARTS if self.model_class == "hybrid" else 1
 
     @property
     def own_stages(self) -> dict[str, int]:

@@ -11,9 +11,15 @@ from nemo_rl_mcore.config.base import (
     Problem,
     StrictModel,
 )
+from nemo_rl_mcore.config.hybrid_layers import MAMBA, MLP, pattern_problems
 
 _OF_LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
+MAMBA_TAPS = 4
+"""Tokens that the convolution of a Mamba layer sees."""
+MAMBA_NORM_EPSILON = 1e-5
+"""Added to the mean square in the norm behind the scan of a Mamba layer, whatever layernorm_epsilon is."""
+_OF_MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
 _OF_EXPERTS = (
     "moe_layer_freq",
     "moe_router_topk",
@@ -121,13 +127,15 @@ class RopeScalingConfig(StrictModel):
 
 
 class ModelConfig(StrictModel):
-    """A decoder of the Llama and Qwen kind: RMSNorm, rotary positions, gated feed-forward layers or experts.
+    """A decoder: of the Llama and Qwen kind, or a hybrid of attention, Mamba-2, feed-forward layers and experts.
 
     With multi_latent_attention it is one of the DeepSeek kind.
     """
 
     num_layers: PositiveInt
-    """Transformer layers."""
+    """Transformer layers; with hybrid_layer_pattern its characters, where attention and feed-forward are two layers."""
+    hybrid_layer_pattern: str | None = None
+    """A character a layer: M is Mamba-2, * attention, - feed-forward, E experts; null: attention and the rest."""
     hidden_size: PositiveInt
     """Width of the residual stream."""
     num_attention_heads: PositiveInt
@@ -138,12 +146,16 @@ class ModelConfig(StrictModel):
     """Size of one head; null is hidden_size / num_attention_heads."""
     ffn_hidden_size: PositiveInt | None = None
     """Width of the feed-forward layer; null is 4 * hidden_size."""
+    activation_func: Literal["silu", "squared_relu"] = "silu"
+    """Of feed-forward layers and experts: silu has a gate (SwiGLU), and squared_relu has none."""
     vocab_size: PositiveInt
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     max_position_embeddings: PositiveInt = 2048
     """Longest sequence."""
     tie_word_embeddings: bool = False
     """Share the embedding with the output layer."""
+    position_embedding_type: Literal["rope", "none"] = "rope"
+    """Rotary positions in attention, or none, as in hybrids, whose Mamba layers know the order."""
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScalingConfig | None = None
@@ -198,6 +210,14 @@ class ModelConfig(StrictModel):
     """Balance by a bias of each expert in the selection, moved after every step; needs the sigmoid scores."""
     moe_router_bias_update_rate: NonNegativeFloat = 1e-3
     """How far a step moves the bias of an expert."""
+    mamba_num_heads: PositiveInt | None = None
+    """Heads of a Mamba layer."""
+    mamba_head_dim: PositiveInt = 64
+    """Size of one of them."""
+    mamba_state_dim: PositiveInt = 128
+    """Size of the state of each channel of a head."""
+    mamba_num_groups: PositiveInt = 8
+    """Groups of heads that write to and read from their states alike."""
     mtp_num_layers: PositiveInt | None = None
     """Layers that are trained to predict further tokens (multi-token prediction); null is none."""
     mtp_loss_scaling_factor: NonNegativeFloat = 0.1
@@ -242,6 +262,27 @@ class ModelConfig(StrictModel):
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
+    def gated(self) -> bool:
+        """Return whether feed-forward layers and experts have a gate."""
+        return self.activation_func == "silu"
+
+    @property
+    def mamba_size(self) -> int:
+        """Channels of all heads of a Mamba layer."""
+        return (self.mamba_num_heads or 0) * self.mamba_head_dim
+
+    @property
+    def has_mamba(self) -> bool:
+        """Return whether some layers are Mamba's."""
+        return MAMBA in (self.hybrid_layer_pattern or "")
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Return whether some layers have a feed-forward part that sees every token, and is no shared expert."""
+        pattern = self.hybrid_layer_pattern
+        return self.dense_layers > 0 if pattern is None else MLP in pattern
+
+    @property
     def expert_ffn_size(self) -> int:
         """Width of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
@@ -259,6 +300,8 @@ class ModelConfig(StrictModel):
         ("mtp_loss_scaling_factor", "mtp_num_layers", None),
         *((key, "num_moe_experts", None) for key in _OF_EXPERTS),
         *((key, "multi_latent_attention", False) for key in _OF_LATENT_ATTENTION),
+        *((key, "hybrid_layer_pattern", None) for key in _OF_MAMBA),
+        *((key, "position_embedding_type", "none") for key in ("rotary_base", "rope_scaling")),
         ("moe_router_bias_update_rate", "moe_router_enable_expert_bias", False),
         ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "none"),
     )
@@ -266,6 +309,7 @@ class ModelConfig(StrictModel):
     def problems(self) -> Iterator[Problem]:
         """Yield sizes that do not divide, and settings of experts that cannot train."""
         yield from self._latent_problems() if self.multi_latent_attention else self._size_problems()
+        yield from pattern_problems(self)
         if self.num_moe_experts is not None:
             yield from self._expert_problems(self.num_moe_experts)
 
@@ -302,7 +346,7 @@ class ModelConfig(StrictModel):
                 "make it a multiple, or set num_query_groups: null",
                 ("num_query_groups",),
             )
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.position_embedding_type == "rope":
             yield Problem(
                 "not-divisible",
                 "kv_channels" if self.kv_channels else "num_attention_heads",

@@ -184,6 +184,19 @@ class PolicyConfig(StrictModel):
         )
 
     @property
+    def model_class(self) -> Literal["gpt", "hybrid"]:
+        """Which of Megatron's classes the model is."""
+        chosen = self.megatron_cfg.model_class
+        if chosen == "auto":
+            return "gpt" if self.model.hybrid_layer_pattern is None else "hybrid"
+        return chosen
+
+    @property
+    def parts_of_a_layer(self) -> int:
+        """Layers of Megatron that are one layer of the model: in a HybridModel attention is one by itself."""
+        return 2 if self.model_class == "hybrid" and self.model.hybrid_layer_pattern is None else 1
+
+    @property
     def frozen_weights(self) -> frozenset[Weight]:
         """Weights that training leaves as they are."""
         megatron = self.megatron_cfg

@@ -61,6 +61,9 @@ def _as_answer(given: object) -> Mapping[str, object] | None:
 
 
 _ASSISTANT = "assistant"
+GYM_COLUMN = "responses_create_params"
+"""The column of a row of NeMo Gym's that has the first call of its agent."""
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": _ASSISTANT}
 
 
 class RowError(RefusedError):
@@ -106,6 +109,8 @@ class RowReader:
             raise RowError(str(error), code=code_of(error)) from error
         if ranked is not None and self._source.prompt_key not in row.values:
             return self._ranked(ranked)
+        if GYM_COLUMN in row.values and self._source.input_key not in row.values:
+            return self._of_gym(row.values)
         if self._kind is RowKind.PAIRS:
             return self._pair(row.values)
         read = self._answered(row.values)
@@ -145,6 +150,15 @@ class RowReader:
             )
         solution = read.answer if self._kind is RowKind.ANSWERS else None
         return Read(read.context, found, None, read.imitate_all, solution)
+
+    def _of_gym(self, values: Mapping[str, object]) -> Read:
+        """Return what an agent of NeMo Gym's begins with, as far as the row has it, and all columns for the agent."""
+        if not self._chat:
+            raise RowError(f"{GYM_COLUMN} is a conversation, which needs data.apply_chat_template: true")
+        asked = _as_section(values[GYM_COLUMN]).get("input")
+        given = [{"role": "user", "content": asked}] if isinstance(asked, str) else _as_list(asked)
+        messages = [message for one in given if (message := _of_response(one)) is not None]
+        return Read(tuple(messages) or (Message("user", ""),), "", columns=values)
 
     def _pair(self, values: Mapping[str, object]) -> Read:
         source = self._source
@@ -233,6 +247,18 @@ def _message(given: object, key: str) -> Message:
     if not isinstance(role, str) or not isinstance(content, str):
         raise RowError(f"{key} holds {_shown(given)}, which is no message with a role and a content of text")
     return Message(role, content)
+
+
+def _of_response(given: object) -> Message | None:
+    """Return an item of OpenAI's Responses API as a message, of its texts; None for a call of a tool and the like."""
+    values = _as_section(given)
+    role, content = values.get("role"), values.get("content")
+    if role not in _ROLES:
+        return None
+    parts = (
+        [content] if isinstance(content, str) else [_as_section(one).get("text") for one in _as_list(content)]
+    )
+    return Message(_ROLES[str(role)], "".join(part for part in parts if isinstance(part, str)))
 
 
 def _shown(value: object) -> str:

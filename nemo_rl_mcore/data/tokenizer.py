@@ -9,7 +9,9 @@ Importing this module is cheap; `tokenizers` and `transformers` are imported whe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -89,6 +91,10 @@ class Tokenizer(Protocol):
 
         Raises ValueError when there is no template, or when it refuses the messages.
         """
+        ...
+
+    def with_variables(self, variables: Mapping[str, Any]) -> Tokenizer:
+        """Return this tokenizer with further variables of its chat template; ValueError for what is none."""
         ...
 
     def save_as_hugging_face(self, folder: Path) -> None:
@@ -189,6 +195,10 @@ class CharTokenizer:
             "data.apply_chat_template: the character tokenizer has no chat template", code="no-chat-template"
         )
 
+    def with_variables(self, variables: Mapping[str, Any]) -> CharTokenizer:
+        """See `Tokenizer.with_variables`; there is no template."""
+        return self
+
     def save_as_hugging_face(self, folder: Path) -> None:
         """See `Tokenizer.save_as_hugging_face`."""
         from transformers import PreTrainedTokenizerFast
@@ -271,6 +281,18 @@ class HuggingFaceTokenizer:
             ) from error
         assert isinstance(text, str)
         return text if text.startswith(self.opening) else self.opening + text
+
+    def with_variables(self, variables: Mapping[str, Any]) -> HuggingFaceTokenizer:
+        """See `Tokenizer.with_variables`."""
+        shows: Any = self._tokenizer.apply_chat_template
+        others = signature(shows).parameters
+        if wrong := [name for name in variables if name in others]:
+            raise RefusedError(
+                f"{', '.join(wrong)} are no variables of a chat template", code="not-a-variable"
+            )
+        changed = copy(self)
+        changed._variables = {**self._variables, **variables}
+        return changed
 
     def save_as_hugging_face(self, folder: Path) -> None:
         """See `Tokenizer.save_as_hugging_face`."""

@@ -26,16 +26,21 @@ _GRACE_S = 2.0
 """For an agent that has closed its session to exit by itself."""
 _DIES_WITHIN_S = 1.0
 _ROUNDS = 10
-_SESSION_URL = "NEMO_RL_SESSION_URL"
+SESSION_URL = "NEMO_RL_SESSION_URL"
+"""The variable by which what an agent has started is found."""
 _SHOWN_BYTES = 200
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How an agent ended: why is empty for one that exited with 0 or closed its session. said: its last output."""
+    """How an agent ended: why is empty for one that exited with 0 or closed its session. said: its last output.
+
+    for_good: another try would end alike.
+    """
 
     why: str = ""
     said: str = ""
+    for_good: bool = False
 
 
 @dataclass(eq=False)
@@ -80,7 +85,7 @@ class Agents:
         given = {
             "OPENAI_BASE_URL": f"{own}/v1",
             "OPENAI_API_KEY": session.token,
-            _SESSION_URL: own,
+            SESSION_URL: own,
         }
         try:
             return await asyncio.create_subprocess_exec(
@@ -131,11 +136,11 @@ async def _kill(starting: asyncio.Task[Process], token: str) -> None:
     """End an agent with all that it has started; one that is just being started, too."""
     with suppress(RunStoppedError):  # it never was
         process = await starting
-        await asyncio.to_thread(_kill_family, process.pid, token)
+        await asyncio.to_thread(end_family, process.pid, token)
         await process.wait()
 
 
-def _kill_family(agent: int, token: str) -> None:
+def end_family(agent: int, token: str) -> None:
     """End an agent, what is below it, and what has its token in its environment, in whatever group or session it is.
 
     A shell of an agent puts a command into a session of its own, where the end of the agent's group does not reach it.
@@ -165,7 +170,7 @@ def _marked(token: str) -> set[psutil.Process]:
     found = set[psutil.Process]()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):  # it has ended, or is another user's
-            if token in process.environ().get(_SESSION_URL, ""):
+            if token in process.environ().get(SESSION_URL, ""):
                 found.add(process)
     return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -41,11 +41,15 @@ class Claim:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as a client sends it. claims: one for each message, None where it brings no ids."""
+    """A conversation as a client sends it. claims: one for each message, None where it brings no ids.
+
+    variables: of the chat template, besides those of the run.
+    """
 
     messages: tuple[Message, ...]
     claims: tuple[Claim | None, ...]
     tools: Tools = ()
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,9 @@ class History:
         Raises ValueError for what the template or the tokenizer does not take.
         """
         messages, answered = [*chat.messages], dict[int, Call]()
-        state = _digest(b"", [*chat.tools])
+        if chat.variables:
+            tokenizer = tokenizer.with_variables(chat.variables)
+        state = _digest(b"", [*chat.tools], {**chat.variables})
         for place, (message, claim) in enumerate(zip(chat.messages, chat.claims, strict=True)):
             found = self._find(state, message, claim) if message.role == ASSISTANT else None
             if found is not None:

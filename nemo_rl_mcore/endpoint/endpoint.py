@@ -11,6 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ from nemo_rl_mcore.data.tokenizer import Tokenizer
 from nemo_rl_mcore.data.turns import Ending, Reply, Turn, conversation
 from nemo_rl_mcore.endpoint.agents import Agents, Ended
 from nemo_rl_mcore.endpoint.app import make_app
+from nemo_rl_mcore.endpoint.nemo_gym import GymSetup, NemoGym, nemo_gym
 from nemo_rl_mcore.endpoint.options import EndpointOptions, RunSampling
 from nemo_rl_mcore.endpoint.rows import last_turn, transcript_of
 from nemo_rl_mcore.endpoint.server import served
@@ -33,7 +35,7 @@ from nemo_rl_mcore.rollouts.transcript import WEIGHT_VERSIONS, Transcript
 
 MODEL = "policy"
 """What clients call the model; another name is refused, as what is said to a judge is not to be trained on."""
-_START_WITHIN_S = _END_WITHIN_S = 30.0
+_START_WITHIN_S, _END_WITHIN_S = 30.0, 60.0
 
 type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]
 """See `interfaces.Environments.replies_soon`."""
@@ -61,16 +63,22 @@ class Endpoint:
         )
         self._sessions = Sessions()
         self._tokenizer, self._newest = tokenizer, 0
-        self._app = make_app(self._sessions, self._options(config, stop_ids))
-        self._agents = Agents(section.command, variables, section.processes, section.timeout_s)
+        self._options = self._options_of(config, stop_ids)
+        self._app = make_app(self._sessions, self._options)
+        self._variables, self._gym = variables, config.env.nemo_gym
+        self._log_dir = Path(config.logger.log_dir)
+        self._agents: Agents | NemoGym = Agents(
+            section.command, variables, section.processes, section.timeout_s
+        )
         self._thread = LoopThread("endpoint", self._tell_error)
         self._server = AsyncExitStack()
+        self._opening: asyncio.Task[Any] | None = None
         self._reported = set[str]()
         self._playing = set[asyncio.Task[Transcript]]()
         self.url = ""
         """Of the server, without a path."""
 
-    def _options(self, config: RunConfig, stop_ids: Sequence[int]) -> EndpointOptions:
+    def _options_of(self, config: RunConfig, stop_ids: Sequence[int]) -> EndpointOptions:
         generation, context = config.policy.generation, self._limits.context
         sampling = RunSampling(
             generation.temperature,
@@ -91,17 +99,15 @@ class Endpoint:
         )
 
     def __enter__(self) -> Self:
-        """Start to listen."""
-        starting = self._thread.call(
-            self._server.enter_async_context(served(self._app, port=self._section.port))
-        )
+        """Start to listen, and NeMo Gym where its agents play."""
+        of_gym = 0.0 if self._gym is None else self._section.gym.start_timeout_s
+        starting = self._thread.call(self._open())
         try:
-            self.url = starting.result(_START_WITHIN_S).url
-        except OSError as error:
-            raise RunStoppedError(
-                f"env.endpoint.port: cannot listen on {self._section.port}: {error.strerror or error}",
-                code="port-taken",
-            ) from error
+            starting.result(_START_WITHIN_S + of_gym)
+        except BaseException:
+            starting.cancel()
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -117,11 +123,36 @@ class Endpoint:
 
     # The thread of the endpoint
 
+    async def _open(self) -> None:
+        self._opening = asyncio.current_task()
+        port = self._section.port
+        try:
+            address = await self._server.enter_async_context(served(self._app, port=port))
+        except OSError as error:
+            raise RunStoppedError(
+                f"env.endpoint.port: cannot listen on {port}: {error.strerror or error}", code="port-taken"
+            ) from error
+        self.url = address.url
+        if self._gym is not None:
+            setup = GymSetup(
+                self._section.gym,
+                self._gym,
+                self._options.sampling,
+                self._variables,
+                MODEL,
+                self._section.timeout_s,
+                self._log_dir,
+            )
+            self._agents = await self._server.enter_async_context(nemo_gym(setup, self.url))
+
     async def _end(self) -> None:
         playing = [*self._playing]
         for episode in playing:
             episode.cancel()
-        await asyncio.gather(*playing, return_exceptions=True)
+        opening = (
+            () if self._opening is None else (self._opening,)
+        )  # one that was given up ends what it began
+        await asyncio.gather(*playing, *opening, return_exceptions=True)
         await self._server.aclose()
 
     async def play(self, episodes: Sequence[Coroutine[Any, Any, Transcript]]) -> list[Transcript]:
@@ -155,7 +186,7 @@ class Endpoint:
             reply = await self._reply(session, ended, judge)
             if reply.dropped is not None:
                 self._report(reply.dropped, ended)
-            if reply.dropped is None or last:
+            if reply.dropped is None or last or ended.for_good:
                 return transcript_of(session, reply, _ending(session, reply), shown)
         raise AssertionError("the last try returns")
 

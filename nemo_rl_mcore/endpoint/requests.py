@@ -47,7 +47,6 @@ _NEUTRAL: dict[str, Sequence[object]] = {
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "features": (),
     "content_parts": (),
@@ -106,7 +105,8 @@ def chat_of(body: Body) -> Chat:
         raise RefusedCallError("messages are missing", param="messages")
     read = [_message(message, f"messages[{place}]") for place, message in enumerate(given)]
     tools = _tools(body) if body.get("tool_choice") != "none" else ()
-    return Chat(tuple(message for message, _ in read), tuple(claim for _, claim in read), tools)
+    messages, claims = zip(*read, strict=True)
+    return Chat(messages, claims, tools, _object(body, "chat_template_kwargs") or {})
 
 
 def prompt_of(body: Body, options: EndpointOptions) -> list[int]:

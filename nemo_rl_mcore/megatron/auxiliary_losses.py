@@ -51,7 +51,6 @@ from nemo_rl_mcore.data.microbatch import Microbatch
 from nemo_rl_mcore.losses.base import LossFunction, LossType, valid_counts
 from nemo_rl_mcore.megatron import parallel_groups
 from nemo_rl_mcore.megatron.fusions import recomputes_routers
-from nemo_rl_mcore.megatron.layer_specs import parts_of_a_layer
 from nemo_rl_mcore.megatron.model_class import language_models
 from nemo_rl_mcore.megatron.passes import next_tokens, tokens_to_train
 
@@ -99,10 +98,11 @@ class AuxiliaryLosses:
         self._router_padding: torch.Tensor | None = (
             None  # bool [tokens of a router], of the running microbatch
         )
+        routers = [part for chunk in chunks for part in chunk.modules() if isinstance(part, TopKRouter)]
+        self._own_expert_layers = len(routers)
         if config.moe_router_enable_expert_bias:
-            for router in (part for chunk in chunks for part in chunk.modules()):
-                if isinstance(router, TopKRouter):
-                    router.register_forward_hook(self._uncount_padding)
+            for router in routers:
+                router.register_forward_hook(self._uncount_padding)
 
     def terms(self, microbatch: Microbatch, loss_fn: LossFunction) -> AuxiliaryTerms | None:
         """Return what a training microbatch, still on the CPU, needs; None for a model without such losses."""
@@ -214,8 +214,15 @@ class AuxiliaryLosses:
             # Each rank of a sequence has its part of the loss.
             dist.all_reduce(total, group=_sequence_ranks())
             (mean,) = self._mean_over_data_parallel(total, self._balanced_microbatches)
-            found[name] = mean * parts_of_a_layer(self._config) / self._config.num_layers
+            found[name] = mean / self._expert_layers
         return found
+
+    @cached_property
+    def _expert_layers(self) -> float:
+        """Layers of the whole model that have experts."""
+        count = torch.tensor([self._own_expert_layers], dtype=torch.double, device=accelerator.device())
+        dist.all_reduce(count, group=parallel_state.get_pipeline_model_parallel_group())
+        return count.item()
 
     def _prediction_losses(self) -> dict[str, float]:
         """Return each multi-token prediction layer's cross-entropy: its mean over the microbatches that train it."""

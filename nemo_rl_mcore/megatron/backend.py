@@ -14,6 +14,7 @@ from torch import Tensor
 from nemo_rl_mcore import accelerator, activity, rendezvous
 from nemo_rl_mcore.agreement import together
 from nemo_rl_mcore.config import PolicyConfig, Role
+from nemo_rl_mcore.config.megatron import UNDIVIDED
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.megatron import checkpoint, generation, notices, parallel_groups
 from nemo_rl_mcore.megatron.hf_weights.export import full_tensors, save_pretrained
@@ -31,14 +32,6 @@ from nemo_rl_mcore.training.policy_backend import (
     WeightFilling,
 )
 
-_SHARES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-
 
 def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBackend:
     """Meet the other ranks and build this rank's part of the model; the device is prepared, see `accelerator`."""
@@ -52,11 +45,7 @@ def open_backend(policy: PolicyConfig, options: BackendOptions) -> MegatronBacke
 def open_generator(policy: PolicyConfig) -> GeneratorBackend:
     """Build the whole model in this process, with random weights until others are brought; see `open_backend`."""
     rendezvous.join_alone()
-    whole = dict.fromkeys(_SHARES, 1) | {
-        "virtual_pipeline_model_parallel_size": None,
-        "sequence_parallel": False,
-    }
-    config = policy.megatron_cfg.model_copy(update=whole)
+    config = policy.megatron_cfg.model_copy(update=UNDIVIDED)
     alone = policy.model_copy(update={"megatron_cfg": config, "model_name": None})
     options = BackendOptions(
         seed=0,

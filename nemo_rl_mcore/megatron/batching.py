@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -88,21 +89,25 @@ def attention_inputs(microbatch: Microbatch, config: TransformerConfig) -> dict[
     if not borders:
         return {"attention_mask": None}
     if config.transformer_impl == "transformer_engine" or config.context_parallel_size > 1:
-        return {"attention_mask": None, "packed_seq_params": _packed_seq_params(borders)}
+        return {"attention_mask": None, "packed_seq_params": _packed_seq_params(borders, config)}
     return {"attention_mask": _hidden_keys(borders)}
 
 
-def _packed_seq_params(borders: tuple[int, ...]) -> PackedSeqParams:
+def _packed_seq_params(borders: tuple[int, ...], config: TransformerConfig) -> PackedSeqParams:
     """Return the borders for kernels that run each sample by itself, and for rotary positions cut sample by sample."""
     cumulative = torch.tensor(borders, dtype=torch.int32, device=accelerator.device())
     longest = max(end - start for start, end in pairwise(borders))
-    return PackedSeqParams(
+    parameters = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
+    if config.is_hybrid_model:
+        # Megatron's Mamba layers read which sample each token is of.
+        parameters.seq_idx = sample_of_tokens(borders)[None].int()
+    return parameters
 
 
 def _hidden_keys(borders: tuple[int, ...]) -> torch.Tensor:
@@ -110,9 +115,14 @@ def _hidden_keys(borders: tuple[int, ...]) -> torch.Tensor:
 
     The rotary embedding is of relative positions, so it matters nothing where in the row a sample begins.
     """
-    lengths = torch.tensor([end - start for start, end in pairwise(borders)], device=accelerator.device())
-    sample_L = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
-        lengths, output_size=borders[-1]
-    )
+    sample_L = sample_of_tokens(borders)
     visible_LL = (sample_L.unsqueeze(1) == sample_L).tril()
     return ~visible_LL[None, None]
+
+
+def sample_of_tokens(borders: Sequence[int]) -> torch.Tensor:
+    """Return which sample of a packed row each token is of, int64 [L]."""
+    lengths = torch.tensor([end - start for start, end in pairwise(borders)], device=accelerator.device())
+    return torch.arange(len(lengths), device=lengths.device).repeat_interleave(
+        lengths, output_size=borders[-1]
+    )

@@ -35,8 +35,10 @@ class Kernels:
         return cls(accelerator.has_cuda(), use_transformer_engine(config), apex)
 
 
-def fused_settings(config: MegatronConfig, kernels: Kernels, *, scaled: bool) -> dict[str, bool]:
-    """Return fields of a TransformerConfig; `scaled`: rotations are YaRN's, or those of latent attention.
+def fused_settings(config: MegatronConfig, kernels: Kernels, *, scaled: bool, gated: bool) -> dict[str, bool]:
+    """Return fields of a TransformerConfig.
+
+    scaled: rotations are YaRN's, or those of latent attention; gated: of feed-forward layers.
 
     Raises RefusedError where the recipe wants gradients added by an extension that is not there: the output layer is
     Megatron's own, which has no other way to (tensor_parallel/layers.py, ColumnParallelLinear).
@@ -45,7 +47,7 @@ def fused_settings(config: MegatronConfig, kernels: Kernels, *, scaled: bool) ->
     if accumulated is True and not (kernels.gpu and kernels.apex):
         raise _needs("gradient_accumulation_fusion: true", f"Apex's {_APEX}", "set it to auto or false")
     return {
-        "bias_activation_fusion": _on(config.bias_activation_fusion, kernels.gpu),
+        "bias_activation_fusion": gated and _on(config.bias_activation_fusion, kernels.gpu),
         # The fused kernel of packed rows leaves out what YaRN multiplies cosines and sines by, and that of latent
         # attention is YaRN's alone, and decodes nothing.
         "apply_rope_fusion": config.apply_rope_fusion and kernels.engine and not scaled,
@@ -58,8 +60,10 @@ def _on(given: object, where_it_runs: bool) -> bool:
     return where_it_runs if given == "auto" else given is True
 
 
-def recomputed_settings(config: MegatronConfig, kernels: Kernels) -> dict[str, Any]:
+def recomputed_settings(config: MegatronConfig, kernels: Kernels, *, parts_of_a_layer: int) -> dict[str, Any]:
     """Return fields of a TransformerConfig that say what is computed again; none where everything is kept.
+
+    parts_of_a_layer: layers of Megatron that are one of the model's.
 
     Raises RefusedError for parts whose outputs Megatron discards with the help of Transformer Engine, without that
     (tensor_parallel/random.py, CheckpointWithoutOutputFunction).
@@ -67,11 +71,10 @@ def recomputed_settings(config: MegatronConfig, kernels: Kernels) -> dict[str, A
     if not config.activation_checkpointing:
         return {}
     if config.recompute_granularity == "full":
-        number = config.parts_of_a_layer
         return {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
-            "recompute_num_layers": number,
+            "recompute_num_layers": parts_of_a_layer,
         }
     parts = config.recompute_modules
     for part in parts or ():

@@ -2,7 +2,8 @@
 
 A HybridModel has attention and feed-forward (or experts) as layers of their own, by a pattern of characters: `*-*-` are
 two layers of a GPTModel. Its weights, their order, their names below a layer and in a checkpoint are those of a
-GPTModel; only the numbers of the layers in its list are twice as many.
+GPTModel; only the numbers of the layers in its list are twice as many. A model with a pattern of its own, which has
+Mamba layers besides, has as many layers as characters, and a checkpoint in which each has its number.
 
 Nothing of upstream is replaced: classes derived from its own add what it lacks, a stack with a final norm of our
 choice, which the spec names, and an output layer whose place a processor takes. `HybridModel.forward` hands two
@@ -14,7 +15,7 @@ Shapes: S sequence, B batch, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, cast
@@ -33,7 +34,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.transformer.utils import sharded_state_dict_default
 
 from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.megatron.layer_specs import layer_spec, norm_of, parts_of_a_layer
+from nemo_rl_mcore.megatron.layer_specs import layer_spec, norm_of
+from nemo_rl_mcore.megatron.mamba_spec import mamba_layer_spec
 
 _ATTENTION = ("input_layernorm", "self_attention", "self_attn_bda")
 _FEED_FORWARD = ("pre_mlp_layernorm", "mlp", "mlp_bda")
@@ -41,22 +43,35 @@ _FEED_FORWARD = ("pre_mlp_layernorm", "mlp", "mlp_bda")
 
 def hybrid_model(policy: PolicyConfig, config: TransformerConfig, **keywords: Any) -> HybridLanguageModel:
     """Return this rank's stage; `keywords` are those that GPTModel has too."""
-    model, megatron = policy.model, policy.megatron_cfg
+    pattern = Symbols.PIPE.join(_patterns_of_chunks(policy))
+    return HybridLanguageModel(config, _stack_spec(policy, config), hybrid_layer_pattern=pattern, **keywords)
+
+
+def _patterns_of_chunks(policy: PolicyConfig) -> Iterator[str]:
+    model = policy.model
     layer = Symbols.ATTENTION + (Symbols.MLP if model.num_moe_experts is None else Symbols.MOE)
-    chunks = megatron.layers_of_chunks(model.num_layers)
-    pattern = Symbols.PIPE.join(layer * layers for layers in chunks)
-    spec = _stack_spec(layer_spec(megatron, config), norm_of(megatron))
-    return HybridLanguageModel(config, spec, hybrid_layer_pattern=pattern, **keywords)
+    whole = model.hybrid_layer_pattern or layer * model.num_layers
+    first = 0
+    for layers in policy.megatron_cfg.layers_of_chunks(model.num_layers):
+        after = first + layers * policy.parts_of_a_layer
+        yield whole[first:after]
+        first = after
 
 
-def _stack_spec(layer: ModuleSpec, norm: Any) -> ModuleSpec:
-    feed_forward = _part(layer, _FEED_FORWARD)
+def _stack_spec(policy: PolicyConfig, config: TransformerConfig) -> ModuleSpec:
+    megatron = policy.megatron_cfg
+    layer = layer_spec(megatron, config)
+    parts = HybridStackSubmodules(
+        attention_layer=_part(layer, _ATTENTION),
+        mlp_layer=_part(layer_spec(megatron, config, dense=True), _FEED_FORWARD),
+        moe_layer=_part(layer, _FEED_FORWARD),
+    )
+    if policy.model.has_mamba:
+        parts.mamba_layer = mamba_layer_spec(megatron)
     return ModuleSpec(
         module=_Stack,
-        params={"final_norm": norm},
-        submodules=HybridStackSubmodules(
-            attention_layer=_part(layer, _ATTENTION), mlp_layer=feed_forward, moe_layer=feed_forward
-        ),
+        params={"final_norm": norm_of(megatron), "parts_of_a_layer": policy.parts_of_a_layer},
+        submodules=parts,
     )
 
 
@@ -75,8 +90,16 @@ _NOTHING = TransformerLayerSubmodules()
 class _Stack(HybridStack):
     """The layers with a final norm of our choice (upstream's is Transformer Engine's), and a GPTModel's checkpoint."""
 
-    def __init__(self, config: TransformerConfig, *args: Any, final_norm: Any, **keywords: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        final_norm: Any,
+        parts_of_a_layer: int,
+        **keywords: Any,
+    ):
         super().__init__(config, *args, post_layer_norm=False, **keywords)
+        self.parts_of_a_layer = parts_of_a_layer
         self.final_layernorm: torch.nn.Module | None = None
         if self.post_process:
             self.final_layernorm = final_norm(
@@ -90,13 +113,17 @@ class _Stack(HybridStack):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] | None = None, metadata: Any = None
     ) -> ShardedStateDict:
-        """Return the state as a TransformerBlock's: a weight of all layers is one tensor, unless told else."""
+        """Return the state as a TransformerBlock's: a weight of all layers is one tensor, unless told else.
+
+        Layers that differ from each other are told apart in any case.
+        """
         state: ShardedStateDict = {}
-        parts = parts_of_a_layer(self.config)
+        parts = self.parts_of_a_layer
+        apart = parts == 1 or (metadata or {}).get("non_homogeneous_layers")
         for number, layer in enumerate(cast("list[TransformerLayer]", self.layers)):
             own, name, place = f"{prefix}layers.{number}.", f"{prefix}layers.", ()
             of_all = (layer.layer_number - 1) // parts
-            if (metadata or {}).get("non_homogeneous_layers"):
+            if apart:
                 name += f"{of_all}."
             else:
                 place = ((0, of_all, self.config.num_layers // parts),)

@@ -39,7 +39,7 @@ class LatentAttention(MLASelfAttention):
                 part.eps = NORM_EPSILON
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return the parts as the spec has them: upstream would normalise a hidden state that is no latent once more."""
+        """Return the parts as the spec has them; upstream would norm a hidden state that is no latent once more."""
         return {name: getattr(submodules, name) for name in _RESOLVED}
 
     @property

@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import MegatronConfig
-from nemo_rl_mcore.config.megatron import HYBRID_PARTS
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.attention import LocalAttention
 from nemo_rl_mcore.megatron.latent_attention import LatentAttention, require_latent_attention
@@ -59,11 +58,6 @@ def norm_of(config: MegatronConfig) -> Any:
     from megatron.core.extensions.transformer_engine import TENorm
 
     return TENorm
-
-
-def parts_of_a_layer(transformer: TransformerConfig) -> int:
-    """Return how many of Megatron's layers are one of the model's."""
-    return HYBRID_PARTS if transformer.is_hybrid_model else 1
 
 
 def decoder_spec(config: MegatronConfig, transformer: TransformerConfig, vp_stage: int | None) -> Any:

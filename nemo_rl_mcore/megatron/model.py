@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed import DistributedDataParallelConfig as MegatronDDPConfig
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -14,8 +15,8 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from nemo_rl_mcore import accelerator
-from nemo_rl_mcore.config import PolicyConfig
-from nemo_rl_mcore.config.model import ModelConfig, RopeScalingConfig
+from nemo_rl_mcore.config import ModelConfig, PolicyConfig
+from nemo_rl_mcore.config.model import RopeScalingConfig
 from nemo_rl_mcore.megatron.fusions import Kernels, fused_settings, recomputed_settings
 from nemo_rl_mcore.megatron.latent_attention import share_rotations
 from nemo_rl_mcore.megatron.model_class import LanguageModel, biased_routers, language_model
@@ -60,8 +61,8 @@ def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, An
         num_query_groups=model.query_groups,
         kv_channels=model.head_dim,
         ffn_hidden_size=model.ffn_size,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=model.gated,
+        activation_func=torch.nn.functional.silu if model.gated else squared_relu,
         normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
         qk_layernorm=model.qk_layernorm,
@@ -93,17 +94,23 @@ def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, An
         transformer_impl="transformer_engine" if kernels.engine else "local",
         mtp_num_layers=model.mtp_num_layers,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
-        **fused_settings(config, kernels, scaled=_yarn(policy) is not None or model.multi_latent_attention),
-        **recomputed_settings(config, kernels),
+        **fused_settings(
+            config,
+            kernels,
+            scaled=_yarn(policy) is not None or model.multi_latent_attention,
+            gated=model.gated,
+        ),
+        **recomputed_settings(config, kernels, parts_of_a_layer=policy.parts_of_a_layer),
         **_expert_settings(policy, kernels),
+        **_mamba_settings(model),
     )
 
 
 def _layers(policy: PolicyConfig) -> dict[str, Any]:
     """Return what a TransformerConfig says of the number of layers; a HybridModel's pattern has their stages."""
     layers, config = policy.model.num_layers, policy.megatron_cfg
-    if config.model_class == "hybrid":
-        return {"num_layers": config.parts_of_a_layer * layers, "is_hybrid_model": True}
+    if policy.model_class == "hybrid":
+        return {"num_layers": policy.parts_of_a_layer * layers, "is_hybrid_model": True}
     return {"num_layers": layers, **config.own_stages, **config.counted_ends}
 
 
@@ -120,6 +127,18 @@ def _latent_settings(model: ModelConfig) -> dict[str, Any]:
         settings |= {key: getattr(yarn, key) for key in yarn.keys if key != "factor"}
         settings |= {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim}
     return settings
+
+
+def _mamba_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return what a TransformerConfig says of Mamba layers; nothing for a model without."""
+    if not model.has_mamba:
+        return {}
+    return {
+        "mamba_num_heads": model.mamba_num_heads,
+        "mamba_head_dim": model.mamba_head_dim,
+        "mamba_state_dim": model.mamba_state_dim,
+        "mamba_num_groups": model.mamba_num_groups,
+    }
 
 
 def _expert_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any]:
@@ -190,13 +209,13 @@ def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int 
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
         post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=policy.model.tie_word_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type=policy.model.position_embedding_type,
         rotary_base=policy.model.rotary_base,
         vp_stage=vp_stage,
     )
     if policy.model.multi_latent_attention:
         share_rotations(chunk)
-    elif policy.model.rope_scaling is not None:
+    elif policy.model.rope_scaling is not None and policy.model.position_embedding_type == "rope":
         rotary = cast(RotaryEmbedding, chunk.rotary_pos_emb)
         rotary.inv_freq = stretched_frequencies(
             rotary.inv_freq, policy.model.rope_scaling, policy.model.rotary_base

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.errors import RefusedError
-from nemo_rl_mcore.megatron.layer_specs import decoder_spec, parts_of_a_layer, prediction_spec
+from nemo_rl_mcore.megatron.layer_specs import decoder_spec, prediction_spec
 
 if TYPE_CHECKING:
     from nemo_rl_mcore.megatron.hybrid_model import HybridLanguageModel
@@ -39,7 +39,7 @@ def language_model(
     Raises RefusedError, on every stage, where the installed Megatron has no such class or cannot build its layers.
     """
     megatron = policy.megatron_cfg
-    if megatron.model_class == "gpt":
+    if policy.model_class == "gpt":
         return GPTModel(
             config,
             decoder_spec(megatron, config, vp_stage),
@@ -51,8 +51,8 @@ def language_model(
         from nemo_rl_mcore.megatron.hybrid_model import hybrid_model
     except ImportError as error:
         raise RefusedError(
-            f"policy.megatron_cfg.model_class: hybrid: megatron-core {megatron_version} has no HybridModel; install "
-            "megatron-core 0.19, or set policy.megatron_cfg.model_class: gpt",
+            f"policy.megatron_cfg.model_class: {megatron.model_class}: megatron-core {megatron_version} has no "
+            "HybridModel; install megatron-core 0.19, or set policy.megatron_cfg.model_class: gpt",
             code="missing-package",
         ) from error
     return hybrid_model(policy, config, vp_stage=vp_stage, **keywords)
@@ -80,5 +80,6 @@ def biased_routers(modules: Iterable[torch.nn.Module]) -> list[tuple[TopKRouter,
 
 def layer_numbers(model: LanguageModel) -> list[int]:
     """Return which layer of the whole model, from 0, each one in the list of a stage is, or is a part of."""
-    layers = cast("Iterable[TransformerLayer]", cast(Any, model.decoder).layers)
-    return [(layer.layer_number - 1) // parts_of_a_layer(model.config) for layer in layers]
+    decoder = cast(Any, model.decoder)
+    parts: int = getattr(decoder, "parts_of_a_layer", 1)  # of a HybridModel
+    return [(layer.layer_number - 1) // parts for layer in cast("Iterable[TransformerLayer]", decoder.layers)]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.agreement import together
 from nemo_rl_mcore.megatron import parallel_groups
 from nemo_rl_mcore.megatron.context_parallel import (
@@ -35,6 +36,10 @@ def next_logits(model: ForwardBackward, rows: int, max_length: int) -> NextLogit
     config = model.config
     if parallel_groups.pipeline_stages() > 1 or config.sequence_parallel or config.context_parallel_size > 1:
         return RecomputedLogits(model)
+    if accelerator.has_cuda() and config.mamba_num_heads is not None:
+        return RecomputedLogits(
+            model
+        )  # Megatron's own Mamba layers keep no state unless its engine runs them
     return CachedLogits(model, StaticInferenceContext(rows, max_length))
 
 

@@ -12,6 +12,7 @@ from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.data.examples import Example, Examples, read_examples, read_run_examples
 from nemo_rl_mcore.data.prompt_texts import read_texts
 from nemo_rl_mcore.data.row_counts import count_problems
+from nemo_rl_mcore.data.row_readers import GYM_COLUMN
 from nemo_rl_mcore.data.rows import is_fetched
 from nemo_rl_mcore.data.special_tokens import run_token_problems
 from nemo_rl_mcore.preflight.answer_kinds import gold_answer, gold_problems, wrong_answer
@@ -55,6 +56,7 @@ def examine_data(config: RunConfig) -> tuple[DataPlan | None, list[Problem]]:
     if not wrong:
         problems += count_problems(config, examples.train, examples.held_out)
         problems += answer_problems(config, _scored(config, examples))
+        problems += gym_row_problems(config, examples)
         problems += run_token_problems(config, examples, special_tokens_of(config.policy.tokenizer.name))
     per_step, rows = config.prompts_per_step, len(examples.train)
     steps = steps_of_epochs(config, rows)
@@ -101,6 +103,17 @@ def scored_examples(config: RunConfig) -> list[Example]:
         return []
     examples, wrong = read_run_examples(config)
     return [] if wrong else _scored(config, examples)
+
+
+def gym_row_problems(config: RunConfig, examples: Examples) -> Iterator[Problem]:
+    """Yield the first row that NeMo Gym's agents cannot play."""
+    if config.env.nemo_gym is None:
+        return
+    for example in (*examples.train, *examples.held_out):
+        if GYM_COLUMN not in example.columns:
+            what = f"{example.place} has no {GYM_COLUMN}, and NeMo Gym's agents play the rows"
+            yield Problem("missing", "data.train", what, "name rows of NeMo Gym's", ("env.nemo_gym",))
+            return
 
 
 def answer_problems(config: RunConfig, examples: Sequence[Example]) -> Iterator[Problem]:

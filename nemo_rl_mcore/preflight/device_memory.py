@@ -5,9 +5,13 @@ B bytes of a number, H hidden size, F feed-forward size, Q and K the sizes of al
 
 from dataclasses import dataclass
 
+from nemo_rl_mcore.config.hybrid_layers import ATTENTION, EXPERTS, MAMBA, MLP
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.preflight.memory import WEIGHT_BYTES, RunMemory, training_tokens
+
+_MODULES = {MLP: "mlp", EXPERTS: "moe"}
+"""What Megatron calls the parts that can be computed again as a whole."""
 
 
 @dataclass(frozen=True)
@@ -64,43 +68,75 @@ def activation_bytes(policy: PolicyConfig, tokens: int) -> int:
     (as in https://arxiv.org/abs/2205.05198, section 4, for layers of this kind). A first stage has as many microbatches
     under way as there are stages.
     """
-    megatron, size = policy.megatron_cfg, WEIGHT_BYTES[policy.precision]
-    tensor, stages = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    layers = megatron.largest_stage(policy.model.num_layers) * stages
-    shared = tensor if megatron.sequence_parallel else 1
-    kept, whole = _of_a_layer(policy, tensor, shared)
+    megatron, model, size = policy.megatron_cfg, policy.model, WEIGHT_BYTES[policy.precision]
+    stages = megatron.pipeline_model_parallel_size
+    layers = megatron.largest_stage(model.num_layers)
+    kept, whole = zip(*(_of_layer(policy, layer) for layer in range(model.num_layers)), strict=True)
     if megatron.activation_checkpointing and megatron.recompute_granularity == "full":
-        return round(size * tokens * (layers * policy.model.hidden_size / shared + whole))
-    return round(size * tokens * (layers * kept + (whole - kept)))
+        shared = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
+        return round(size * tokens * (layers * stages * model.hidden_size / shared + max(whole)))
+    of_stages = [sum(kept[first : first + layers]) for first in range(model.num_layers - layers + 1)]
+    computed = max(of_whole - of_kept for of_whole, of_kept in zip(whole, kept, strict=True))
+    return round(size * tokens * (stages * max(of_stages) + computed))
 
 
-def _of_a_layer(policy: PolicyConfig, tensor: int, shared: int) -> tuple[float, float]:
+def _of_layer(policy: PolicyConfig, layer: int) -> tuple[float, float]:
     """Numbers that a layer keeps of each token on a rank, and those that it has while it is computed."""
+    pattern = policy.model.hybrid_layer_pattern
+    if pattern is None:
+        kinds = ATTENTION + (MLP if layer < policy.model.dense_layers else EXPERTS)
+    else:
+        kinds = pattern[layer]
+    kept, whole = zip(*(_of_part(policy, kind) for kind in kinds), strict=True)
+    return sum(kept), sum(whole)
+
+
+def _of_part(policy: PolicyConfig, kind: str) -> tuple[float, float]:
+    """Return the same of attention, of a feed-forward part, of experts or of Mamba, with the norm before it."""
     model, megatron = policy.model, policy.megatron_cfg
-    hidden, queries = model.hidden_size, model.head_dim * model.num_attention_heads
-    keys = model.head_dim * model.query_groups
-    # Residuals and norms before both parts; queries, keys, values, and what attention gives.
-    outside = 4 * hidden / shared + (2 * queries + 2 * keys) / tensor
-    inside, experts = _of_feed_forward(policy), _of_experts(policy)
+    tensor = megatron.tensor_model_parallel_size
+    shared = tensor if megatron.sequence_parallel else 1
     selective = megatron.activation_checkpointing and megatron.recompute_granularity == "selective"
     again = (megatron.recompute_modules or ()) if selective else ()
-    kept = outside
-    kept += 0 if "mlp" in again or "moe" in again else inside / tensor
-    kept += 0 if "moe" in again else experts / shared
-    kept -= 2 * hidden / shared if "layernorm" in again else 0
-    return kept, outside + inside / tensor + experts / shared
+    outside = 2 * model.hidden_size / shared  # the residual and what the norm gives
+    whole = outside + _inside(policy, kind, tensor, shared)
+    kept = outside if _MODULES.get(kind) in again else whole
+    kept -= model.hidden_size / shared if "layernorm" in again else 0
+    return kept, whole
 
 
-def _of_feed_forward(policy: PolicyConfig) -> int:
-    """Numbers of a gated product: both halves of its input and what it gives; unfused, copies of both besides."""
+def _inside(policy: PolicyConfig, kind: str, tensor: int, shared: int) -> float:
+    """Numbers of the part itself."""
     model = policy.model
-    size = model.ffn_size if model.num_moe_experts is None else model.moe_shared_expert_intermediate_size or 0
+    if kind == ATTENTION:
+        if model.multi_latent_attention:
+            latents = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim
+            return 2 * (model.head_dim + model.value_dim) * model.num_attention_heads / tensor + 2 * latents
+        # Queries, keys, values, and what attention gives.
+        return 2 * model.head_dim * (model.num_attention_heads + model.query_groups) / tensor
+    if kind == MAMBA:
+        return _of_mamba(policy) / tensor
+    if kind == MLP:
+        return _of_feed_forward(policy, model.ffn_size) / tensor
+    own = _of_feed_forward(policy, model.moe_shared_expert_intermediate_size or 0)
+    return own / tensor + _of_experts(policy) / shared
+
+
+def _of_feed_forward(policy: PolicyConfig, size: int) -> int:
+    """Numbers of a gated product: both halves of its input and what it gives; unfused, copies of both besides."""
+    if not policy.model.gated:
+        return 2 * size
     return (5 if policy.megatron_cfg.bias_activation_fusion is False else 3) * size
+
+
+def _of_mamba(policy: PolicyConfig) -> int:
+    """Numbers of what is projected, of what is convolved, of what the scan gives, and of its norm."""
+    model = policy.model
+    keys = model.mamba_num_groups * model.mamba_state_dim
+    return 5 * model.mamba_size + 4 * keys + (model.mamba_num_heads or 0)
 
 
 def _of_experts(policy: PolicyConfig) -> int:
     """Numbers of a token's copies at its experts: what they are given, and compute."""
     model = policy.model
-    if model.num_moe_experts is None:
-        return 0
-    return model.moe_router_topk * (model.hidden_size + 3 * model.expert_ffn_size)
+    return model.moe_router_topk * (model.hidden_size + (3 if model.gated else 2) * model.expert_ffn_size)

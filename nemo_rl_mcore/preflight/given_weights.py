@@ -17,6 +17,7 @@ from nemo_rl_mcore.config.families import count_parameters
 from nemo_rl_mcore.config.hf.pretrained import pretrained_model, read_hf_config
 from nemo_rl_mcore.config.load import load_recipe
 from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.megatron import UNDIVIDED
 from nemo_rl_mcore.config.sources import Recipe, read_recipe
 from nemo_rl_mcore.preflight.data_files import has_template
 from nemo_rl_mcore.preflight.gpus import visible_gpus
@@ -28,17 +29,7 @@ _OTHER_MODELS = {"value": {"optimizer": {"lr": 1.0}}, "teacher": {"init_checkpoi
 ONE_RANK = {
     "cluster.num_nodes": 1,
     "cluster.cpu_workers_per_node": 1,
-    "policy.megatron_cfg.tensor_model_parallel_size": 1,
-    "policy.megatron_cfg.sequence_parallel": False,
-    "policy.megatron_cfg.pipeline_model_parallel_size": 1,
-    "policy.megatron_cfg.virtual_pipeline_model_parallel_size": None,
-    "policy.megatron_cfg.num_layers_in_first_pipeline_stage": None,
-    "policy.megatron_cfg.num_layers_in_last_pipeline_stage": None,
-    "policy.megatron_cfg.account_for_embedding_in_pipeline_split": False,
-    "policy.megatron_cfg.account_for_loss_in_pipeline_split": False,
-    "policy.megatron_cfg.context_parallel_size": 1,
-    "policy.megatron_cfg.expert_model_parallel_size": 1,
-    "policy.megatron_cfg.expert_tensor_parallel_size": 1,
+    **{f"policy.megatron_cfg.{key}": value for key, value in UNDIVIDED.items()},
 }
 """The keys of a recipe that has one rank."""
 _LONGEST = 4096

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_rl_mcore.config.families import all_layers, count_parameters, layer_slots
-from nemo_rl_mcore.config.families.weights import EMBEDDING, FINAL_NORM, OUTPUT, Slot, Weight
+from nemo_rl_mcore.config.families import all_layers, count_parameters, layer_slots, outside_of_layers
+from nemo_rl_mcore.config.families.weights import Slot, Weight
 from nemo_rl_mcore.config.logits_cache import LogitsCache
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.megatron import MegatronConfig
@@ -159,10 +159,11 @@ def _held(policy: PolicyConfig, *, without_frozen: bool = False) -> _Held:
     of_layers = [of(layer_slots(model, layer), layer) for layer in all_layers(model)]
     stage = megatron.largest_stage(model.num_layers)
     stages = [sum(of_layers[at : at + stage], _Held()) for at in range(model.num_layers - stage + 1)]
-    outside = [EMBEDDING, FINAL_NORM]
+    ends = outside_of_layers(model)
+    outside = [ends.embedding, ends.final_norm]
     if megatron.pipeline_model_parallel_size == 1 or model.mtp_num_layers:
         # One stage has both ends; and the last one an embedding, where it predicts further tokens.
-        outside += [OUTPUT] if OUTPUT.exists(model) else []
+        outside = ends.of(model)
     predicting = of_layers[model.num_layers :]
     return sum(predicting, max(stages, key=lambda one: one.all) + of(outside))
 

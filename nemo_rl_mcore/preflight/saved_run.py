@@ -25,7 +25,7 @@ Tree = Mapping[str, object]
 
 _WITHOUT_EFFECT = (
     *("checkpointing", "logger", "env.pool", "policy.init_checkpoint", "policy.model_name"),
-    *("env.endpoint.processes", "env.endpoint.port"),
+    *("env.endpoint.processes", "env.endpoint.port", "env.endpoint.gym"),
     "policy.generation.journal",  # a key of earlier versions
     SECTION,
 )

@@ -105,7 +105,8 @@ def _environments(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.env.custom is not None:
         named.append(config.env.custom.type)
     if config.env.endpoint is not None:
-        named.append(f"agents, {' '.join(config.env.endpoint.command)}")
+        of = ("NeMo Gym's",) if config.env.nemo_gym is not None else config.env.endpoint.command
+        named.append(f"agents, {' '.join(of)}")
     turns = config.max_rollout_turns
     of_turns = f", up to {turns} turns" if turns > 1 else ""
     yield "environment", (", ".join(named) or "none") + of_turns

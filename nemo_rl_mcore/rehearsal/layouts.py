@@ -105,10 +105,11 @@ def stage_keys(config: RunConfig, layout: Layout) -> Tree:
 
 
 def layers_of(config: RunConfig, layouts: list[Layout]) -> int:
-    """Return the fewest layers, two at least, that every one of the layouts divides."""
+    """Return the fewest layers, two at least, that every one of the layouts divides; of a hybrid one of each kind."""
     if config.policy.megatron_cfg.own_stages:
         return 3
     chunks = max(layout.pipeline * (layout.virtual or 1) for layout in layouts)
-    if ends := config.policy.megatron_cfg.counted_ends:
-        return 2 * chunks - len(ends)
-    return max(2, chunks)
+    ends = len(config.policy.megatron_cfg.counted_ends)
+    fewest = max(2, len({*(config.policy.model.hybrid_layer_pattern or "")}))
+    places = max(fewest + ends, 2 * chunks if ends else chunks)
+    return -(-places // chunks) * chunks - ends

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
-from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path, value_at
+from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.rules.kernels import OF_ENGINE
@@ -64,7 +64,12 @@ def shrunk(config: RunConfig, layouts: list[Layout], number: int, folder: Path) 
     for change in _changes(config, layouts, layout, folder):
         for path, value in change.items():
             put(small.tree, path, value)
-    if value_at(small.tree, "env.math") is not None:
+    if config.env.nemo_gym is not None:
+        put(small.tree, "env.nemo_gym", None)
+        put(small.tree, "env.endpoint", None)
+        put(small.tree, f"{config.algorithm}.max_rollout_turns", 1)
+        small.why["env.nemo_gym"] = "NeMo Gym's servers are not started: each sample is one answer"
+    if config.env.nemo_gym is not None or config.env.math is not None:
         put(small.tree, "env.math", None)
         put(small.tree, "env.rewards", {"variety": "nemo_rl_mcore.rehearsal.signal:variety"})
         small.why["env.rewards"] = "answers of random weights earn nothing else, and nothing would be trained"
@@ -259,9 +264,30 @@ def _model(model: ModelConfig, config: RunConfig, layers: int, longest: int) -> 
             "moe_ffn_hidden_size": 32,
             "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size and 32,
         }
+    if model.moe_layer_freq is not None:
+        sizes["moe_layer_freq"] = [0] + [1] * (layers - 1)
+    if model.moe_router_num_groups is not None:
+        sizes |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+    if model.multi_latent_attention:
+        sizes |= {"num_query_groups": None, "kv_channels": None, "kv_lora_rank": 2 * _HEAD}
+        sizes |= {"q_lora_rank": model.q_lora_rank and 3 * _HEAD, "qk_head_dim": _HEAD, "v_head_dim": _HEAD}
+        sizes["qk_pos_emb_head_dim"] = _HEAD // 2
     if model.mtp_num_layers:
         sizes["mtp_num_layers"] = 1
+    if model.hybrid_layer_pattern is not None:
+        sizes |= _hybrid(model, model.hybrid_layer_pattern, layers)
     return model.model_dump(mode="json") | sizes
+
+
+def _hybrid(model: ModelConfig, pattern: str, layers: int) -> Tree:
+    """Return the kinds of layers in the order in which the pattern first has them, again and again."""
+    kinds = [*dict.fromkeys(pattern)]
+    sizes: Tree = {"hybrid_layer_pattern": "".join(kinds[layer % len(kinds)] for layer in range(layers))}
+    if model.has_mamba:
+        groups = min(2, model.mamba_num_groups)
+        sizes |= {"mamba_num_heads": _HEADS, "mamba_head_dim": _HEAD}
+        sizes |= {"mamba_state_dim": _HEAD, "mamba_num_groups": groups}
+    return sizes
 
 
 def _own_heads(model: ModelConfig) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,25 @@ _LATENT = {
 }
 # Of four rotations the first stays, and the others are slow or between; whole queries and keys are scaled too.
 _SCALED = {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 2.0, "beta_slow": 0.1}
+# Heads that do not make up the hidden size, odd sizes of heads and states, a Mamba layer behind another.
+_MAMBA = {
+    "hybrid_override_pattern": "M-MM*-M-",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "ssm_state_size": 5,
+    "n_groups": 2,
+    # transformers lifts shorter time steps to it, and neither Megatron nor vLLM does.
+    "time_step_min": 1e-30,
+}
+_HYBRID_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
+SHIFTED = {"dt_bias": 4.0, "A_log": -2.0}
+"""With those of a start the states of Mamba layers would hold little, and forget it at once."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -107,6 +127,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.0,
         },
     ),
+    "nemotron-h": ("NemotronH", _MAMBA),
+    "nemotron-h-experts": ("NemotronH", {**_MAMBA, **_HYBRID_EXPERTS, "hybrid_override_pattern": "MEM*EM-E"}),
     "qwen3-moe-shares": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False}),
 }
 
@@ -116,11 +138,15 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     family, keys = MODELS[name]
     torch.manual_seed(sum(name.encode()))
     config = getattr(transformers, f"{family}Config")(**_SIZES | keys)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "Initializing zero-element"
+        )  # without shared experts there is nothing
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
+                parameter.add_(0.3 * torch.randn_like(parameter) + SHIFTED.get(key.rsplit(".", 1)[-1], 0.0))
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.add_(0.3 * torch.randn_like(buffer))
@@ -160,7 +186,7 @@ def set_in_config(folder: Path, **values: object) -> None:
 def in_float64(folder: Path, batch: dict[str, np.ndarray]) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
     """What transformers makes of a batch with float64 weights: log-probabilities, their mean loss, its gradients.
 
-    Norms, angles and scores of routers are those of transformers, in float32.
+    Norms, angles, scores of routers and scans of Mamba layers are those of transformers, in float32.
     """
     model = _float64(folder)
     found, loss = _loss(model, batch)

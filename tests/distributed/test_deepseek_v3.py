@@ -131,7 +131,7 @@ LATENT = {
 
 
 def gradients_from(megatron, weights):
-    """Weights under the names of a whole model, log-probabilities, gradients of a step, and those of this rank alone."""
+    """Weights under the names of a whole model, log-probabilities, and the gradients of this rank's step."""
     import tiny
 
     plain = {"optimizer": {"lr": 1e-2, "use_distributed_optimizer": False}}

@@ -183,3 +183,27 @@ def test_without_the_comparison_only_names_and_shapes_are_told(ranks):
         ((message, held),) = ranks(1).run(a_refit_with_a_fault, fault, "shared_memory", False)
         assert expected in message
         assert held is None
+
+
+def layers_held(stages):
+    import tiny
+
+    from nemo_rl_mcore import rendezvous
+    from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine, EmbeddedSettings
+
+    tiny.leave()
+    rendezvous.leave()
+    megatron = {"pipeline_model_parallel_size": 2, **stages}
+    engine = EmbeddedEngine(EmbeddedSettings(tiny.policy_config(model={"num_layers": 5}, megatron=megatron)))
+    names = [name for name, _ in engine._backend.full_tensors()]
+    return {int(name.split(".")[2]) for name in names if name.startswith("model.layers.")}
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [{"num_layers_in_first_pipeline_stage": 2}, {"account_for_embedding_in_pipeline_split": True}],
+    ids=["own", "counted"],
+)
+def test_an_engine_holds_all_layers_whatever_the_stages_of_the_ranks(ranks, stages):
+    [held] = ranks(1).run(layers_held, stages)
+    assert held == {*range(5)}

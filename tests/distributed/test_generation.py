@@ -86,7 +86,8 @@ LATENT = {
     "multi_latent_attention": True, "qk_layernorm": True, "num_query_groups": None, "q_lora_rank": 20,
     "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
     "rope_scaling": {
-        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.2,
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7,
+        "mscale_all_dim": 1.2,
     },
 }  # fmt: skip
 DENSE_FIRST = {

@@ -118,7 +118,8 @@ def test_every_token_of_a_stack_is_trained_and_nothing_of_it_is_left(place, stac
     for command in commands:
         run(command.replace(PORT, str(port)), place)
     folder = place / "results" / stack
-    told = [json.loads(line) for line in (folder / "sessions.jsonl").read_text().splitlines()]
+    record = folder / ("run/nemo_gym_sessions.jsonl" if stack == "nemo_gym" else "sessions.jsonl")
+    told = [json.loads(line) for line in record.read_text().splitlines()]
     by_session = {(one["index"], one["sample"]): one for one in told}
     assert len(by_session) == len(told)  # nothing was played twice
     steps = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]

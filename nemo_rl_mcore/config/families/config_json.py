@@ -58,9 +58,10 @@ def model_config_from_hf(config: HFConfig) -> ModelConfig:
     for alias, key in family.aliases.items():
         if values.get(alias) is not None:
             values[key] = values[alias]
+    values.update(family.complete(values))
     problems = [
         *_refused(family, values),
-        *rotary_problems(family, values),
+        *(rotary_problems(family, values) if family.rotary else ()),
         *family.problems(values),
         *_missing(family, values),
     ]
@@ -76,7 +77,7 @@ def _refused(family: Family, values: HFConfig) -> Iterator[Problem]:
             yield Problem(
                 "not-supported", refusal.key, f"{given!r} of a {family.model_type} model: {refusal.reason}"
             )
-    kinds = values.get("layer_types") or ()
+    kinds = () if family.hybrid else values.get("layer_types") or ()
     foreign = sorted({str(kind) for kind in cast("list[object]", kinds)} - {"full_attention"})
     if foreign:
         yield Problem(
@@ -96,7 +97,7 @@ def _model_config(family: Family, values: HFConfig) -> ModelConfig:
     keys = _SIZES | _OPTIONS | family.sizes
     fields = {
         **{name: values[key] for name, key in keys.items()},
-        **rotary_fields(rotary_of(values)),
+        **(rotary_fields(rotary_of(values)) if family.rotary else {}),
         **family.fields,
         **family.read(values),
     }
@@ -133,10 +134,10 @@ def hf_config_of(
         "intermediate_size": model.ffn_size,
         "num_key_value_heads": model.query_groups,
         "head_dim": model.head_dim,
-        "hidden_act": "silu",
+        **({"hidden_act": "silu"} if model.gated else {}),
         "attention_dropout": 0.0,
         "initializer_range": origin.get("initializer_range", model.init_method_std),
-        **rotary_keys(model),
+        **(rotary_keys(model) if family.rotary else {}),
         **{key: origin.get(key) for key in _TOKENS},
         **{refusal.key: refusal.allowed[0] for refusal in family.refusals},
         **family.write(model, origin),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.families.weights import LAYER, Slot
+from nemo_rl_mcore.config.families.weights import LAYER, OUTSIDE, Outside, Slot
 from nemo_rl_mcore.config.model import ModelConfig
 
 HFConfig = Mapping[str, object]
@@ -29,10 +29,8 @@ WINDOW_SWITCH = Refusal("use_sliding_window", (False, None), "sliding-window att
 WINDOW = Refusal("sliding_window", (None,), "sliding-window attention is not supported")
 
 _FEATURES: Mapping[str, object] = {
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
-    "multi_latent_attention": False,
-    "mtp_num_layers": None,
+    **{"add_qkv_bias": False, "qk_layernorm": False, "mtp_num_layers": None},
+    **{"activation_func": "silu", "position_embedding_type": "rope", "multi_latent_attention": False},
 }
 _FEATURES_OF_EXPERTS: Mapping[str, object] = {
     "moe_shared_expert_intermediate_size": None,
@@ -67,11 +65,14 @@ class Family:
     """A `model_type`: what its layers have, what config.json says of them, and what is refused.
 
     fields: fields of ModelConfig that all its models share, where they differ from a Llama.
+    fields_of_experts: the same of models with experts, where a family has some with and some without.
     varied: fields that tell families apart, and that its models have or not.
     sizes: fields of ModelConfig and the keys of config.json that give them, besides those of every family.
     aliases: other spellings of keys, which count where a file has both.
     fits: whether a model with those can be written as a config.json of the family.
-    layer: the weights of a layer.
+    layer, outside: the weights of a layer, and those outside of layers.
+    hybrid: its models have a pattern of layers, and with it experts or none.
+    complete: keys that follow from others of config.json.
     predicts: whether its files may hold layers behind the last one, which predict further tokens and are left out.
     defaults: transformers' values of the keys that config.json leaves out, where they are not those of every family.
     read, write: what takes more than a name between config.json and ModelConfig; write gets the config.json that the
@@ -81,11 +82,15 @@ class Family:
     model_type: str
     architecture: str
     fields: dict[str, object] = field(default_factory=dict[str, object])
+    fields_of_experts: HFConfig = field(default_factory=dict[str, object])
     varied: tuple[str, ...] = ()
     fits: Callable[[ModelConfig], bool] = _all_fit
     sizes: dict[str, str] = field(default_factory=dict[str, str])
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     layer: tuple[Slot, ...] = LAYER
+    outside: Outside = OUTSIDE
+    hybrid: bool = False
+    complete: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
     predicts: bool = False
     defaults: HFConfig = field(default_factory=dict[str, object])
     refusals: tuple[Refusal, ...] = ()
@@ -96,15 +101,21 @@ class Family:
     def has(self, model: ModelConfig) -> bool:
         """Return whether the architecture is one of this family."""
         features = features_of(model)
-        return (
-            self.fits(model)
-            and (EXPERTS in features) == (EXPERTS in self.sizes)
-            and all(
-                getattr(model, name) == self.fields.get(name, value)
-                for name, value in (_every_feature(model) | self.fields).items()
-                if name not in self.varied
-            )
+        if not self.fits(model) or self.hybrid != (model.hybrid_layer_pattern is not None):
+            return False
+        if not self.hybrid and (EXPERTS in features) != (EXPERTS in self.sizes):
+            return False
+        own = {**self.fields, **(self.fields_of_experts if EXPERTS in features else {})}
+        return all(
+            getattr(model, name) == value
+            for name, value in (_every_feature(model) | own).items()
+            if name not in self.varied
         )
+
+    @property
+    def rotary(self) -> bool:
+        """Return whether its attention has rotary positions."""
+        return self.fields.get("position_embedding_type") != "none"
 
     @property
     def latent_attention(self) -> bool:

@@ -40,7 +40,8 @@ def pattern_problems(model: ModelConfig, patterns: Sequence[str]) -> Iterator[Pr
     for number, pattern in enumerate(patterns):
         matched = _matched(model, pattern)
         if not matched:
-            names = next(iter(all_weights(model))).names[0], "model.layers.0.*"
+            prefix = layer_slots(model, 0)[0].prefix.format(layer=0)
+            names = next(iter(all_weights(model))).names[0], f"{prefix}*"
             yield Problem(
                 "not-found",
                 f"{KEY}.{number}",

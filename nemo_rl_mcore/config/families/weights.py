@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import prod
+from typing import NamedTuple
 
 from nemo_rl_mcore.config.model import ModelConfig
 
@@ -26,10 +27,30 @@ class Packing(Enum):
 
 @dataclass(frozen=True)
 class Layout:
-    """`dimension` is the one that tensor-parallel ranks cut, None where each rank holds the whole."""
+    """`dimension` is the one that tensor-parallel ranks cut, None where each rank holds the whole.
+
+    sections: the parts of a tensor along it, of each of which a rank has its share; None for one.
+    """
 
     dimension: int | None
     packing: Packing = Packing.ALONE
+    sections: Callable[[ModelConfig], tuple[int, ...]] | None = None
+
+    def cuts(
+        self, shape: Sequence[int], rank: int, ranks: int, model: ModelConfig
+    ) -> list[tuple[slice, ...]]:
+        """Return the parts of a tensor of that shape that a rank holds, one after the other along the dimension."""
+        if self.dimension is None or self.sections is None or ranks == 1:
+            return [self.cut(shape, rank, ranks)]
+        found: list[tuple[slice, ...]] = []
+        first = 0
+        for size in self.sections(model):
+            share = size // ranks
+            part = [slice(0, length) for length in shape]
+            part[self.dimension] = slice(first + rank * share, first + (rank + 1) * share)
+            found.append(tuple(part))
+            first += size
+        return found
 
     def cut(self, shape: Sequence[int], rank: int, ranks: int) -> tuple[slice, ...]:
         """Return the part of a tensor of that shape that a rank holds; the last ones are smaller where it is uneven."""
@@ -57,7 +78,8 @@ class Slot:
 
     megatron: a regular expression of its names in Megatron; its group, if any, is the number of the expert.
     hugging_face: the tensors it consists of. exists: whether a model has it. in_layer: whether that layer of a model
-    that has it does. buffer: it has no gradient, and is fp32 whatever the number format of the others.
+    that has it does. buffer: it has no gradient, and is fp32 whatever the number format of the others. prefix: what
+    stands before the names of the tensors of a layer.
     """
 
     megatron: str
@@ -68,6 +90,7 @@ class Slot:
     of_expert: bool = False
     in_layer: Callable[[ModelConfig, int], bool] = lambda _model, _layer: True
     buffer: bool = False
+    prefix: str = "model.layers.{layer}."
 
     def count(self, model: ModelConfig) -> int:
         """Return the numbers that a layer holds of it, in all experts where it is theirs."""
@@ -86,12 +109,12 @@ class Weight:
     @property
     def names(self) -> tuple[str, ...]:
         """Return what its tensors are called in a Hugging Face model."""
-        prefix = "" if self.layer is None else f"model.layers.{self.layer}."
+        prefix = "" if self.layer is None else self.slot.prefix.format(layer=self.layer)
         return tuple(prefix + name.format(expert=self.expert) for name in self.slot.hugging_face)
 
 
 def _has_dense_layers(model: ModelConfig) -> bool:
-    return model.dense_layers > 0
+    return model.has_dense_layers
 
 
 def _is_dense(model: ModelConfig, layer: int) -> bool:
@@ -140,6 +163,21 @@ OUTPUT = Slot(
     exists=lambda model: not model.tie_word_embeddings,
 )
 FINAL_NORM = Slot(r"decoder\.final_layernorm\.weight", ("model.norm.weight",), REPLICATED, _hidden)
+
+
+class Outside(NamedTuple):
+    """The weights outside of layers."""
+
+    embedding: Slot = EMBEDDING
+    final_norm: Slot = FINAL_NORM
+    output: Slot = OUTPUT
+
+    def of(self, model: ModelConfig) -> list[Slot]:
+        """Return those that a model has."""
+        return [slot for slot in self if slot.exists(model)]
+
+
+OUTSIDE = Outside()
 
 INPUT_NORM = Slot(
     r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight",

@@ -186,6 +186,10 @@ def name_sources(draft: Draft) -> None:
             value = draft.pop(f"data.{key}")
             if value is not None and not draft.has(f"data.default.{key}"):
                 draft.set(f"data.default.{key}", value)
+    if (shared := draft.section("data.default").pop("dataset_name", None)) is not None:
+        for place, source in sources_of(draft):
+            if place != "data.default" and source.get("dataset_name") is None:
+                source["dataset_name"] = shared
     name = draft.get("data.dataset_name")
     if isinstance(name, str) and name not in _TASKS and not draft.has("data.train"):
         draft.pop("data.dataset_name")

@@ -17,7 +17,7 @@ from nemo_rl_mcore.config.foreign.translated import translate
 from nemo_rl_mcore.config.foreign.unsupported import screen
 from nemo_rl_mcore.config.load import Computed, check, compute
 from nemo_rl_mcore.config.master import RUN_CONFIGS, RunConfig, kind_of
-from nemo_rl_mcore.config.migration import described, failures, idle, meaning
+from nemo_rl_mcore.config.migration import described, failures, idle, meaning, nemo_gym
 from nemo_rl_mcore.config.migration.backend import clip_as_read, use_megatron
 from nemo_rl_mcore.config.migration.brevity import leave_out_copies
 from nemo_rl_mcore.config.migration.defaults import write_defaults
@@ -59,6 +59,7 @@ class Migrated:
 _STEPS = (
     clip_as_read,
     *(write_defaults, share_out_cluster, stretch_schedule, decay_as_scheduled),
+    *nemo_gym.STEPS,
     *meaning.STEPS,
     *idle.STEPS,
     *failures.STEPS,

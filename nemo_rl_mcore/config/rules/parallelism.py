@@ -96,9 +96,12 @@ def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
     yield "num_attention_heads", model.num_attention_heads
     if model.num_query_groups is not None:
         yield "num_query_groups", model.num_query_groups
-    if model.num_moe_experts is None:
+    if model.has_dense_layers:
         yield "ffn_hidden_size", model.ffn_size
-    elif model.moe_shared_expert_intermediate_size:
+    if model.has_mamba:
+        yield "mamba_num_heads", model.mamba_num_heads or 0
+        yield "mamba_num_groups", model.mamba_num_groups
+    if model.num_moe_experts is not None and model.moe_shared_expert_intermediate_size:
         yield "moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size
 
 

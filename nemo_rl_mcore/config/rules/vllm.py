@@ -63,6 +63,14 @@ def _cpu_problems(config: RunConfig) -> Iterator[Problem]:
             "set backend: embedded, or run on GPUs",
             ("policy.model.num_moe_experts", "cluster.gpus_per_node"),
         )
+    if model.has_mamba:
+        yield Problem(
+            "not-supported",
+            "policy.generation.backend",
+            "vllm has no kernels for Mamba layers on CPU",
+            "set backend: embedded, or run on GPUs",
+            ("policy.model.hybrid_layer_pattern", "cluster.gpus_per_node"),
+        )
     if generation.vllm_cfg.tensor_parallel_size > 1:
         yield Problem(
             "requires",

@@ -13,8 +13,8 @@ import torch
 
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.config import ConfigError, ModelConfig, PolicyConfig
-from nemo_rl_mcore.config.families import all_weights, family_of, missing_family
-from nemo_rl_mcore.config.families.weights import EMBEDDING, OUTPUT, Weight
+from nemo_rl_mcore.config.families import all_weights, family_of, missing_family, outside_of_layers
+from nemo_rl_mcore.config.families.weights import Weight
 from nemo_rl_mcore.config.hf.pretrained import differences, pretrained_model
 from nemo_rl_mcore.data.hub import fetched_folder
 from nemo_rl_mcore.megatron.hf_weights.files import TensorFiles
@@ -49,7 +49,7 @@ def load_weights(files: TensorFiles, chunks: Sequence[torch.nn.Module], model: M
         for weight, parameter in local_parameters(chunks, model, place):
             activity.advance(f"loading {', '.join(weight.names)}")
             fill(parameter, _read(files, weight, place, model))
-            if weight.slot is EMBEDDING and model.tie_word_embeddings:
+            if weight.slot is outside_of_layers(model).embedding and model.tie_word_embeddings:
                 _check_tied_output(files, place, model, parameter)
 
 
@@ -64,7 +64,8 @@ def _check_architecture(policy: PolicyConfig, folder: Path) -> None:
 def _check_names(files: TensorFiles, model: ModelConfig) -> None:
     found, left_out = files.names, _left_out(model)
     expected = {name for weight in all_weights(model) for name in weight.names}
-    allowed = expected | ({*OUTPUT.hugging_face} if model.tie_word_embeddings else set[str]())
+    output = outside_of_layers(model).output.hugging_face
+    allowed = expected | ({*output} if model.tie_word_embeddings else set[str]())
     unexpected = sorted(
         name
         for name in found - allowed
@@ -99,10 +100,10 @@ def _read(files: TensorFiles, weight: Weight, place: Place, model: ModelConfig) 
                 f"{name} has the shape {files.shape(name)}, and the architecture gives it {shape}"
             )
     rank, ranks = place.shard_of(weight)
-    parts = [
-        files.read(name, layout.cut(shape, rank, ranks))
-        for name, shape in zip(weight.names, shapes, strict=True)
-    ]
+    parts: list[torch.Tensor] = []
+    for name, shape in zip(weight.names, shapes, strict=True):
+        cuts = [files.read(name, cut) for cut in layout.cuts(shape, rank, ranks, model)]
+        parts.append(cuts[0] if len(cuts) == 1 else torch.cat(cuts, layout.dimension or 0))
     return pack(layout.packing, parts, model)
 
 
@@ -117,12 +118,13 @@ def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
 
 def _check_tied_output(files: TensorFiles, place: Place, model: ModelConfig, embedding: torch.Tensor) -> None:
     """Compare an output layer that is stored although it is tied: it must repeat the embedding."""
-    if files.names.isdisjoint(OUTPUT.hugging_face):
+    outside = outside_of_layers(model)
+    if files.names.isdisjoint(outside.output.hugging_face):
         return
-    output = _read(files, Weight(OUTPUT), place, model).to(embedding)
+    output = _read(files, Weight(outside.output), place, model).to(embedding)
     if not torch.equal(output, embedding[: output.shape[0]]):
         raise ValueError(
-            f"{OUTPUT.hugging_face[0]} differs from {EMBEDDING.hugging_face[0]}, and config.json says "
+            f"{outside.output.hugging_face[0]} differs from {outside.embedding.hugging_face[0]}, and config.json says "
             "tie_word_embeddings: true; set it to false there"
         )
 

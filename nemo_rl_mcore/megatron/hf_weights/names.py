@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from nemo_rl_mcore.config import ModelConfig
-from nemo_rl_mcore.config.families import layer_slots
-from nemo_rl_mcore.config.families.weights import EMBEDDING, FINAL_NORM, OUTPUT, Slot, Weight
+from nemo_rl_mcore.config.families import layer_slots, outside_of_layers
+from nemo_rl_mcore.config.families.weights import Slot, Weight
 from nemo_rl_mcore.errors import RefusedError
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -21,7 +21,8 @@ def find_weight(name: str, layers: Sequence[int], first_expert: int, model: Mode
     layers: the numbers, over the whole model, of the stage's layers. first_expert: that of this rank's first expert.
     Raises ValueError for a parameter that the table does not know.
     """
-    slots: Sequence[Slot] = (EMBEDDING, FINAL_NORM, OUTPUT)
+    outside = outside_of_layers(model)
+    slots: Sequence[Slot] = outside
     layer, own_name = None, name
     if inside := _LAYER.fullmatch(name):
         layer, own_name = layers[int(inside[1])], inside[2]
@@ -32,8 +33,8 @@ def find_weight(name: str, layers: Sequence[int], first_expert: int, model: Mode
     for slot in slots:
         if (match := re.fullmatch(slot.megatron, own_name)) is None:
             continue
-        if slot is OUTPUT and model.tie_word_embeddings:
-            slot = EMBEDDING  # the last pipeline stage's copy
+        if slot is outside.output and model.tie_word_embeddings:
+            slot = outside.embedding  # the last pipeline stage's copy
         numbers = [int(number) for number in match.groups() if number is not None]
         return Weight(slot, layer, first_expert + numbers[0] if numbers else None)
     raise RefusedError(

@@ -37,12 +37,20 @@ def whole(
     layout: Layout, shards: Parts, shapes: Sequence[Sequence[int]], model: ModelConfig
 ) -> list[torch.Tensor]:
     """Return the tensors of those shapes, from the parameters of all ranks, without padding rows."""
+    if layout.sections is not None and len(shards) > 1:
+        return [_together(shards, layout.sections(model))]
     parts_of_ranks = [unpack(layout.packing, shard, model) for shard in shards]
     if layout.dimension is None or len(shards) == 1:
         tensors = [*parts_of_ranks[0]]
     else:
         tensors = [torch.cat(parts, layout.dimension) for parts in zip(*parts_of_ranks, strict=True)]
     return [tensor[: shape[0]].contiguous() for tensor, shape in zip(tensors, shapes, strict=True)]
+
+
+def _together(shards: Parts, sections: Sequence[int]) -> torch.Tensor:
+    """Return a tensor of whose sections each rank has a share, along the first dimension."""
+    shares = [shard.split([size // len(shards) for size in sections]) for shard in shards]
+    return torch.cat([share for section in zip(*shares, strict=True) for share in section])
 
 
 def _pack_qkv(parts: Parts, model: ModelConfig) -> torch.Tensor:

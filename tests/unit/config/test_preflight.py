@@ -131,6 +131,20 @@ def test_memory_of_the_whole_model_on_one_rank(load):
     )
 
 
+HYBRID = (
+    *(
+        "policy.model.num_layers=4",
+        "policy.model.hybrid_layer_pattern=M-M*",
+        "policy.model.mamba_num_heads=4",
+    ),
+    *("policy.model.mamba_head_dim=16", "policy.model.mamba_num_groups=2", "policy.model.mamba_state_dim=8"),
+    *("policy.model.activation_func=squared_relu", "policy.model.position_embedding_type=none"),
+)
+# What is projected, the convolution, three numbers a head, two norms, and the output.
+MAMBA = (2 * 64 + 2 * 2 * 8 + 4) * 64 + 96 * 5 + 3 * 4 + 2 * 64 + 64 * 64
+ATTENTION, MLP = 41_088 - 3 * 64 * 128 - 64, 2 * 64 * 128 + 64
+
+
 @pytest.mark.parametrize(
     ("overrides", "field", "expected"),
     [
@@ -198,6 +212,14 @@ def test_memory_of_the_whole_model_on_one_rank(load):
             "rank_parameters",
             2 * 41_088 + 2 * 64**2 + 3 * 64 + 2 * 2_048 + 64,
         ),
+        ([*HYBRID], "rank_parameters", 2 * MAMBA + ATTENTION + MLP + 2 * 2_048 + 64),
+        # The norms before each layer, and the last one, are whole.
+        (
+            [*HYBRID, TP2],
+            "rank_parameters",
+            (2 * MAMBA + ATTENTION + MLP + 2 * 2_048 - 4 * 64) // 2 + 5 * 64,
+        ),
+        ([*HYBRID, PP2], "rank_parameters", MAMBA + MLP + 2_048 + 64),
     ],
 )
 def test_memory_follows_the_recipe(load, overrides, field, expected):

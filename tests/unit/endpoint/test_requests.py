@@ -65,7 +65,6 @@ UNSUPPORTED = {
     "tool_choice": "required",
     "ignore_eos": True,
     "echo": True,
-    "chat_template_kwargs": {"enable_thinking": False},
     "continue_final_message": True,
     "logprobs": 5,
 }

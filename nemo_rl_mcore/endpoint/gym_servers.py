@@ -1,0 +1,197 @@
+"""NeMo Gym's servers, and the rows that its agents play: a program for Gym's own Python, see `nemo_gym`.
+
+    PYTHON -P gym_servers.py
+
+The first line of standard input is the settings; each later one a row to play, or the number of one that is given up.
+Standard output answers with a line when the servers are ready, and with one for each row. Both are JSON. The end of the
+input ends the servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, TextIO
+
+os.environ.setdefault("WANDB_MODE", "disabled")
+
+import uvicorn
+from nemo_gym import global_config, server_utils
+from omegaconf import DictConfig, OmegaConf
+
+_HOST = "127.0.0.1"
+_AGENTS = "responses_api_agents"
+_POLLED_EVERY_S = 5.0
+_SHOWN = 400
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind((_HOST, 0))
+        return one.getsockname()[1]
+
+
+def _parser(settings: dict[str, Any]) -> global_config.GlobalConfigDictParserConfig:
+    """Return Gym's configuration as the recipe has it, with the policy's address in it."""
+    own = {
+        "policy_base_url": settings["policy_base_url"],
+        "policy_api_key": "none",  # the session is in the body
+        "policy_model_name": settings["policy_model_name"],
+        "head_server": {"host": _HOST, "port": _free_port()},
+    }
+    return global_config.GlobalConfigDictParserConfig(
+        skip_load_from_cli=True,
+        skip_load_from_dotenv=True,
+        initial_global_config_dict=OmegaConf.create({"default_host": _HOST, **settings["config"], **own}),
+    )
+
+
+def _servers(config: DictConfig) -> Iterator[tuple[str, str, DictConfig]]:
+    """Yield the name, the kind and the settings of each server."""
+    for name, node in config.items():
+        if isinstance(node, DictConfig) and name not in global_config.NEMO_GYM_RESERVED_TOP_LEVEL_KEYS:
+            [(kind, kinds)] = node.items()
+            [(package, settings)] = kinds.items()
+            yield str(name), f"{kind}.{package}", settings
+
+
+@asynccontextmanager
+async def _in_this_process(settings: dict[str, Any]) -> AsyncGenerator[server_utils.ServerClient]:
+    """Serve all of them here, without Ray."""
+    server_utils.initialize_ray = lambda: None
+    config = global_config.get_global_config_dict(_parser(settings))
+    head = server_utils.ServerClient.load_head_server_config()
+    client = server_utils.ServerClient(head_server_config=head, global_config_dict=config)
+    head_app = server_utils.HeadServer(config=head).setup_webserver()
+    servers = [_serving(head_app, head.host, head.port)]
+    for name, package, own in _servers(config):
+        os.environ[global_config.NEMO_GYM_CONFIG_PATH_ENV_VAR_NAME] = name
+        module = importlib.import_module(f"{package}.app")
+        [made] = [one for one in vars(module).values() if _is_server_of(one, module.__name__)]
+        server = made(config=made.load_config_from_global_config(), server_client=client)
+        app = server.setup_webserver()
+        server.setup_exception_middleware(app)
+        servers.append(_serving(app, own.host, own.port))
+    serving = [asyncio.ensure_future(server.serve()) for server in servers]
+    while not all(server.started for server in servers):
+        if any(one.done() for one in serving):
+            raise SystemExit("a server of NeMo Gym did not start")
+        await asyncio.sleep(0.1)
+    try:
+        yield client
+    finally:
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
+
+
+def _is_server_of(one: object, module: str) -> bool:
+    return isinstance(one, type) and issubclass(one, server_utils.SimpleServer) and one.__module__ == module
+
+
+def _serving(app: Any, host: str, port: int) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+    )
+
+
+@asynccontextmanager
+async def _in_processes(settings: dict[str, Any]) -> AsyncGenerator[server_utils.ServerClient]:
+    """Have Gym start Ray, and each server in a process and an environment of its own; one that dies ends this one."""
+    from nemo_gym.cli.env import RunHelper
+
+    helper = RunHelper()
+    helper.start(_parser(settings))
+
+    async def poll() -> None:
+        while True:
+            helper.poll()
+            await asyncio.sleep(_POLLED_EVERY_S)
+
+    polling = asyncio.ensure_future(poll())
+    polling.add_done_callback(lambda task: task.cancelled() or os._exit(_told(task.exception())))
+    head = server_utils.ServerClient.load_head_server_config()
+    try:
+        yield server_utils.ServerClient.load_from_global_config(head)
+    finally:
+        polling.cancel()
+        helper.shutdown()
+
+
+def _told(error: BaseException | None) -> int:
+    sys.stderr.write(f"{error}\n")
+    sys.stderr.flush()
+    return 1
+
+
+async def _play(client: server_utils.ServerClient, row: dict[str, Any]) -> dict[str, Any]:
+    """Have the agent of a row play it; return its reward, and what Gym counts of its calls."""
+    try:
+        response = await client.post(server_name=_agent_of(client, row), url_path="/run", json=row)
+        await server_utils.raise_for_status(response)
+        result = await server_utils.get_response_json(response)
+        output = result["response"]["output"]
+        drawn = [item["generation_token_ids"] for item in output if item.get("generation_token_ids")]
+        return {
+            "reward": float(result["reward"]),
+            "rewards": result.get("reward_components") or {},
+            "masked": bool(result.get("mask_sample")),
+            "calls": len(drawn),
+            "tokens": sum(map(len, drawn)),
+            "tool_calls": sum(item["type"] == "function_call" for item in output),
+        }
+    except Exception as error:  # noqa: BLE001 whatever it is ends this row alone
+        said = getattr(error, "response_content", b"").decode(errors="replace") or str(error)
+        return {"error": type(error).__name__, "said": said[-_SHOWN:]}
+
+
+def _agent_of(client: server_utils.ServerClient, row: dict[str, Any]) -> str:
+    """Return the name of the agent that a row asks for, or of the only one that there is."""
+    if named := (row.get("agent_ref") or {}).get("name"):
+        return named
+    [name] = [name for name, kind, _ in _servers(client.global_config_dict) if kind.startswith(_AGENTS)]
+    return name
+
+
+async def run(settings: dict[str, Any], answers: TextIO) -> None:
+    """Serve, and play rows until the input ends."""
+    playing = dict[int, asyncio.Task[None]]()
+
+    def tell(answer: dict[str, Any]) -> None:
+        answers.write(f"{json.dumps(answer)}\n")
+        answers.flush()
+
+    async def answer(number: int, row: dict[str, Any]) -> None:
+        try:
+            tell({"number": number, **await _play(client, row)})
+        finally:
+            del playing[number]
+
+    started = _in_this_process if settings["one_process"] else _in_processes
+    async with started(settings) as client:
+        tell({"ready": True})
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            asked = json.loads(line)
+            if "row" in asked:
+                playing[asked["number"]] = asyncio.ensure_future(answer(asked["number"], asked["row"]))
+            elif (task := playing.get(asked["number"])) is not None:
+                task.cancel()
+        for task in [*playing.values()]:
+            task.cancel()
+
+
+def main() -> None:
+    """Read the settings, and run. What servers print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    asyncio.run(run(json.loads(sys.stdin.readline()), answers))
+
+
+if __name__ == "__main__":
+    main()

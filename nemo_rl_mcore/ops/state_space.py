@@ -1,0 +1,109 @@
+"""The two parts of a Mamba-2 layer that look back along a sequence, in plain torch: for machines without its kernels.
+
+Source: https://arxiv.org/abs/2405.21060, section 6 (the scan by chunks).
+
+Shapes: B rows, S sequence, C channels, W taps of the convolution, H heads, P size of a head, G groups of heads that
+share keys and queries, N size of the state; Q positions of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_CHUNK = 64
+
+
+def causal_convolution(
+    values_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor, *, samples_S: Tensor | None, before_BWC: Tensor
+) -> Tensor:
+    """Return each channel's weighted sum of its last W values, [B, S, C].
+
+    samples_S: int64, which sample of a packed row each position is of: what is of another one counts as 0.
+    before_BWC: [B, W - 1, C], the values before the first.
+    """
+    columns, taps = values_BSC.shape[1], weight_CW.shape[1]
+    padded = torch.cat([before_BWC, values_BSC], dim=1)
+    total = bias_C.expand_as(values_BSC)
+    for back in range(taps):
+        start = taps - 1 - back
+        shifted = padded[:, start : start + columns]
+        if samples_S is not None and back:
+            same = samples_S == torch.nn.functional.pad(samples_S, (back, 0), value=-1)[:columns]
+            shifted = shifted * same[:, None]
+        total = total + shifted * weight_CW[:, start]
+    return total
+
+
+@dataclass(frozen=True)
+class ScanInputs:
+    """What a scan reads at each position; all of one number format, at least float32.
+
+    values: [B, S, H, P], what is written. log_decays: [B, S, H], of the state, at most 0. keys, queries: [B, S, G, N],
+    where it is written and read. samples: int64 [S], which sample of a packed row a position is of; None for one.
+    """
+
+    values: Tensor
+    log_decays: Tensor
+    keys: Tensor
+    queries: Tensor
+    samples: Tensor | None = None
+
+
+def selective_scan(inputs: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what is read at each position, [B, S, H, P], and the state [B, H, P, N] after the last one.
+
+    At a position the state decays, takes its value on along its key, and is read along its query; a sample starts with
+    none of the one before it.
+    """
+    read: list[Tensor] = []
+    columns = inputs.values.shape[1]
+    for start in range(0, columns, _CHUNK):
+        part = slice(start, start + _CHUNK)
+        chunk = ScanInputs(
+            *(x[:, part] for x in (inputs.values, inputs.log_decays, inputs.keys, inputs.queries)),
+            samples=None if inputs.samples is None else inputs.samples[part],
+        )
+        # A sample that begins with the chunk finds the state of another one.
+        goes_on = inputs.samples is None or not start or _same(inputs.samples, start)
+        of_chunk, state_BHPN = _scan_chunk(chunk, state_BHPN if goes_on else torch.zeros_like(state_BHPN))
+        read.append(of_chunk)
+    return torch.cat(read, dim=1), state_BHPN
+
+
+def _same(samples_S: Tensor, start: int) -> bool:
+    return bool(samples_S[start] == samples_S[start - 1])
+
+
+def _scan_chunk(chunk: ScanInputs, state_BHPN: Tensor) -> tuple[Tensor, Tensor]:
+    """Scan some positions at once; the state is that of the sample of the first one."""
+    values, precision = chunk.values, chunk.values.dtype
+    heads, positions = values.shape[2], values.shape[1]
+    # Differences of sums are small where the sums are large.
+    decays_BQH = chunk.log_decays.double().cumsum(1)
+    of_first, of_last, pairs_QQ = _visible(chunk.samples, positions, values.device)
+    keys_BQHN, queries_BQHN = (
+        x.repeat_interleave(heads // x.shape[2], dim=2) for x in (chunk.keys, chunk.queries)
+    )
+
+    between = decays_BQH.unsqueeze(2) - decays_BQH.unsqueeze(1)
+    between = between.masked_fill(~pairs_QQ[:, :, None], -torch.inf).exp().to(precision)
+    products_BQQH = torch.einsum("bqhn,bkhn->bqkh", queries_BQHN, keys_BQHN) * between
+    read = torch.einsum("bqkh,bkhp->bqhp", products_BQQH, values)
+
+    since_first = (decays_BQH.exp() * of_first[:, None]).to(precision)
+    read = read + torch.einsum("bqhn,bhpn,bqh->bqhp", queries_BQHN, state_BHPN, since_first)
+
+    to_last = ((decays_BQH[:, -1:] - decays_BQH).exp() * of_last[:, None]).to(precision)
+    state = torch.einsum("bqh,bqhp,bqhn->bhpn", to_last, values, keys_BQHN)
+    return read, state + since_first[:, -1, :, None, None] * state_BHPN
+
+
+def _visible(samples_Q: Tensor | None, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which positions are of the first one's sample, which of the last one's, and who sees whom [Q, Q]."""
+    if samples_Q is None:
+        samples_Q = torch.zeros(positions, dtype=torch.long, device=device)
+    pairs = (samples_Q[:, None] == samples_Q).tril()
+    return samples_Q == samples_Q[0], samples_Q == samples_Q[-1], pairs
