@@ -83,10 +83,8 @@ def activation_bytes(policy: PolicyConfig, tokens: int) -> int:
 def _of_layer(policy: PolicyConfig, layer: int) -> tuple[float, float]:
     """Numbers that a layer keeps of each token on a rank, and those that it has while it is computed."""
     pattern = policy.model.hybrid_layer_pattern
-    if pattern is None:
-        kinds = ATTENTION + (MLP if layer < policy.model.dense_layers else EXPERTS)
-    else:
-        kinds = pattern[layer]
+    of_gpt = ATTENTION + (MLP if layer < policy.model.dense_layers else EXPERTS)
+    kinds = of_gpt if pattern is None else pattern[layer]
     kept, whole = zip(*(_of_part(policy, kind) for kind in kinds), strict=True)
     return sum(kept), sum(whole)
 

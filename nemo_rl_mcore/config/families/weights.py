@@ -118,11 +118,11 @@ def _has_dense_layers(model: ModelConfig) -> bool:
 
 
 def _is_dense(model: ModelConfig, layer: int) -> bool:
-    return layer < model.dense_layers
+    return not _has_experts(model) or layer < model.dense_layers
 
 
 def _is_of_experts(model: ModelConfig, layer: int) -> bool:
-    return layer >= model.dense_layers
+    return not _is_dense(model, layer)
 
 
 def _has_experts(model: ModelConfig) -> bool:

@@ -45,6 +45,7 @@ OF_EXPERTS = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 HF_CLASSES = {
+    "deepseek_v3": "DeepseekV3Config",
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
@@ -60,6 +61,11 @@ def config_of(model_type, **keys):
     extra = {
         **{"mistral": no_window, "mixtral": no_window, "qwen3_moe": EXPERTS},
         "nemotron_h": {"hybrid_override_pattern": "ME-*M", "num_hidden_layers": 5},
+        # Keys and values have as many heads as queries, though transformers fills in 128.
+        "deepseek_v3": {
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": keys.get("num_attention_heads", 4),
+        },
     }.get(model_type, {})
     return {"model_type": model_type, **SIZES, **extra, **keys}
 
@@ -129,10 +135,11 @@ def test_a_base_that_the_other_section_hides_is_refused():
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_written_config_is_read_back_by_us_and_by_transformers(model_type):
-    rope = {"rope_theta": 77.0, **STRETCHED}
+    latent = FAMILIES[model_type].latent_attention
+    rope = {"rope_theta": 77.0, **({"rope_type": "default"} if latent else STRETCHED)}
     given = config_of(
         model_type,
-        num_key_value_heads=2,
+        num_key_value_heads=4 if latent else 2,
         rms_norm_eps=3e-5,
         rope_parameters=rope,
         max_position_embeddings=99999,

@@ -39,7 +39,7 @@ def test_unsupported_keys_stand_in_known_sections(path):
 
 
 def test_help_drops_the_full_stop_and_keeps_an_ellipsis():
-    assert field_help("policy.model.num_layers") == "Transformer layers"
+    assert field_help("policy.model.hidden_size") == "Width of the residual stream"
     assert field_help("policy.model").endswith("num_layers, hidden_size, ...")
 
 
