@@ -1,5 +1,8 @@
 """Bytes that an engine gets: a bucket of weights on their way to it, and vLLM's key-value cache on CPU."""
 
+from math import prod
+
+from nemo_rl_mcore.config.families import all_weights
 from nemo_rl_mcore.config.policy import PolicyConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -10,9 +13,10 @@ _CPU_CACHE_SEQUENCES = 64
 
 def largest_weight_bytes(policy: PolicyConfig) -> int:
     """Bytes of the largest tensor that a refit sends."""
-    model = policy.model
-    rows = max(model.vocab_size, model.ffn_size, model.num_attention_heads * model.head_dim)
-    return rows * model.hidden_size * _BYTES[policy.precision]
+    largest = max(
+        prod(shape) for weight in all_weights(policy.model) for shape in weight.slot.shapes(policy.model)
+    )
+    return largest * _BYTES[policy.precision]
 
 
 def refit_bucket_bytes(policy: PolicyConfig) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +140,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     family, keys = MODELS[name]
     torch.manual_seed(sum(name.encode()))
     config = getattr(transformers, f"{family}Config")(**_SIZES | keys)
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "Initializing zero-element"
-        )  # without shared experts there is nothing
+    with _empty_tensors():
         model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -154,11 +153,20 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     return folder
 
 
+@contextmanager
+def _empty_tensors() -> Iterator[None]:
+    """Allow those that transformers draws for shared experts of a model without."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element")
+        yield
+
+
 def logprobs(folder: Path, input_ids: np.ndarray, input_lengths: np.ndarray) -> np.ndarray:
     """What transformers gives each token, in the worker's form: column 0 and right padding are 0."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    with _empty_tensors():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
     ids = torch.from_numpy(input_ids)
     with torch.no_grad():
         every = model(ids).logits.log_softmax(-1)
@@ -214,13 +222,14 @@ def stepped_in_float64(
 
 
 def _float64(folder: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        # The other ways to attend and to run experts compute in float32, or not in float64.
-        folder,
-        dtype=torch.float64,
-        attn_implementation="sdpa",
-        experts_implementation="eager",
-    )
+    with _empty_tensors():
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            # The other ways to attend and to run experts compute in float32, or not in float64.
+            folder,
+            dtype=torch.float64,
+            attn_implementation="sdpa",
+            experts_implementation="eager",
+        )
 
 
 def _loss(model: Any, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,7 +56,9 @@ def batch():
 
 
 def assert_equal_tensors(found, folder):
-    wanted = {name: cases.as_bits(tensor) for name, tensor in hf_models.tensors(folder).items()}
+    tensors = hf_models.tensors(folder).items()
+    # Of shared experts that a model does not have transformers writes tensors without an entry.
+    wanted = {name: cases.as_bits(tensor) for name, tensor in tensors if tensor.numel()}
     assert found.keys() == wanted.keys()
     for name, bits in wanted.items():
         assert found[name].shape == bits.shape, name

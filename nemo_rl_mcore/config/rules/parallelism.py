@@ -98,6 +98,11 @@ def _tensor_parallel_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
         yield "num_query_groups", model.num_query_groups
     if model.has_dense_layers:
         yield "ffn_hidden_size", model.ffn_size
+    if model.multi_latent_attention:
+        # What makes latents is cut by its outputs.
+        yield from (
+            (key, getattr(model, key) or 0) for key in ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim")
+        )
     if model.has_mamba:
         yield "mamba_num_heads", model.mamba_num_heads or 0
         yield "mamba_num_groups", model.mamba_num_groups

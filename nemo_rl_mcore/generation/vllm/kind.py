@@ -28,8 +28,12 @@ _CPU_DEFAULTS = {
     # Threads as OMP_NUM_THREADS says, on any core: the ranks use the same ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-# The engine lives in the actor's own process, and ends with it.
-_FIXED = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_FIXED = {
+    # The engine lives in the actor's own process, and ends with it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Its layers of latent attention compute with products of weights, which a refit would not renew.
+    "VLLM_MLA_DISABLE": "1",
+}
 
 
 def vllm_kind(
