@@ -69,9 +69,22 @@ def mask_mismatch(draft: Draft) -> None:
     if threshold is None or draft.get(f"{own}.threshold") is not None:
         return
     draft.pop(path)
+    if _trains_on_older_answers(draft):
+        why = "with answers of older weights a mask would act on their age"
+        draft.refuse(path, threshold, f"{why}; {own}.action: warn tells of it")
+        return
     draft.set(own, {"threshold": threshold, "action": "mask"})
     draft.origins[f"{own}.threshold"] = path
     draft.notes.append(Note(Kind.RENAMED, path, f"{own}: the same measure, and the same mask"))
+
+
+def _trains_on_older_answers(draft: Draft) -> bool:
+    """Return whether the weights that answer may be older than those that train."""
+    section = f"{draft.algorithm}.async_{draft.algorithm}"
+    ages = [draft.get(f"{section}.max_trajectory_age_steps")] if draft.get(f"{section}.enabled") else []
+    if draft.get("async_rl") is not None:
+        ages.append(draft.get("async_rl.sampler.max_lookahead_versions"))
+    return any(age != 0 for age in ages)
 
 
 def overlap_as_can_be(draft: Draft) -> None:

@@ -395,3 +395,47 @@ def test_prompts_that_are_given_up_on_are_refused(migrated):
     changes = "async_rl: {rollout_failure: {max_skipped_prompts: 3}}"
     result = migrated(changes, "grpo_math_1B_megatron_single_controller")
     assert told(result, "async_rl.rollout_failure") == [Kind.REFUSED]
+
+
+GYM = """
+env:
+  should_use_nemo_gym: true
+  nemo_gym:
+    config_paths: [resources_servers/a/configs/a.yaml]
+    is_trajectory_collection: false
+    effort_levels: {low_weight: 0.0}
+    invalid_tool_call_patterns: [<tool_call>]
+    policy_model: {responses_api_models: {vllm_model: {uses_reasoning_parser: false}}}
+grpo: {max_rollout_turns: 1}
+policy: {generation: {vllm_cfg: {async_engine: true, expose_http_server: true, http_server_serving_chat_kwargs: {
+  enable_auto_tools: true, tool_parser: hermes}}}}
+data:
+  train: {data_path: rows.jsonl, dataset_name: null, split: null}
+  validation: null
+  default: {dataset_name: NemoGymDataset, env_name: nemo_gym, processor: nemo_gym_data_processor, prompt_file: null}
+"""
+
+
+def test_nemo_gym_is_passed_on_without_what_nemo_rl_reads_of_it(migrated):
+    """As environments/nemo_gym.py does before it starts the servers."""
+    result = migrated(GYM)
+    tree = result.draft.tree
+    assert value_at(tree, "env.nemo_gym") == {
+        "config_paths": ["resources_servers/a/configs/a.yaml"],
+        "policy_model": {"responses_api_models": {"vllm_model": {"uses_reasoning_parser": False}}},
+    }
+    assert value_at(tree, "env.math") is None
+    assert value_at(tree, "env.endpoint.tool_parser") == "hermes"
+    assert value_at(tree, "grpo.max_rollout_turns") > 100
+    assert value_at(tree, "data.train.dataset_name") == "NemoGymDataset"
+    assert [note.path for note in result.draft.notes if note.kind is Kind.REFUSED] == []
+    assert result.config is not None
+    assert result.config.env.endpoint is not None
+    assert result.config.import_paths == {}
+
+
+def test_nemo_gym_that_is_not_used_is_left_out(migrated):
+    result = migrated("env: {should_use_nemo_gym: false, nemo_gym: {config_paths: [a.yaml]}}")
+    assert value_at(result.draft.tree, "env.nemo_gym") is None
+    assert result.config is not None
+    assert result.config.env.endpoint is None

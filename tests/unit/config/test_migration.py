@@ -226,6 +226,16 @@ def test_the_optimizer_of_dtensor_becomes_that_of_megatron():
             "env.code",
             "env has math, and custom",
         ),
+        (  # of older weights, where a mask would act on their age
+            "grpo: {seq_logprob_error_threshold: 1.5, async_grpo: {enabled: true, max_trajectory_age_steps: 1}}",
+            "grpo.seq_logprob_error_threshold",
+            "warn",
+        ),
+        (
+            "env: {nemo_gym: {config_paths: [a.yaml], effort_levels: {low_weight: 0.1}}}",
+            "env.nemo_gym.effort_levels",
+            "verifier",
+        ),
         (
             "policy: {dtensor_cfg: {enabled: true, lora_cfg: {enabled: true}}}",
             "policy.dtensor_cfg.lora_cfg",

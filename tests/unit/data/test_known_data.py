@@ -176,3 +176,27 @@ def test_a_pair_without_a_better_answer_is_left_out(tmp_path):
     examples, problems = read_examples({"data.train": source}, {}, RowKind.PAIRS, chat=True)
     assert problems == []
     assert [example.answer for example in examples.train] == ["Five.", "Four."]
+
+
+def test_a_row_of_nemo_gym_is_its_first_messages_and_all_of_it_is_kept():
+    asked = [
+        {"role": "developer", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "Add"}, {"type": "input_text", "text": " 2"}],
+        },
+        {"type": "function_call_output", "output": "5"},
+    ]
+    row = {
+        "responses_create_params": {"input": asked, "tools": []},
+        "agent_ref": {"name": "a"},
+        "expected": 2,
+    }
+    reader = RowReader(SourceConfig(data_path="a"), RowKind.PROMPTS, chat=True)
+    read = reader.read(Row("a:1", row))
+    assert [(one.role, one.content) for one in read.context] == [("system", "Be brief."), ("user", "Add 2")]
+    assert read.columns == row
+    row["responses_create_params"]["input"] = []
+    assert [one.role for one in reader.read(Row("a:2", row)).context] == ["user"]
+    with pytest.raises(RowError):
+        RowReader(SourceConfig(data_path="a"), RowKind.PROMPTS, chat=False).read(Row("a:1", row))

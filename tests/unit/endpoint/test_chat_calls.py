@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from chat_templates import TOOLS, byte_tokenizer
 from message_forms import gym, parts, sdk
 from played_endpoint import LONGEST, MODEL, TOOL, VERSION, calling, played, spelt
 
@@ -182,3 +183,20 @@ def test_who_goes_away_has_the_answer_given_up_unless_another_one_waits(tokenize
     status, given_up, calls = run(play())
     assert (status, given_up, len(calls)) == (200, 1, 1)
     assert calls[0].repetition == 0
+
+
+def test_variables_of_a_call_are_those_of_the_template(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path, "{% if dry %}DRY{% endif %}" + TOOLS)
+
+    async def play():
+        async with played(tokenizer, lambda _: "three") as endpoint:
+            session = endpoint.open()
+            for variables in ({"dry": True}, {}, {"dry": False}):
+                reply = await endpoint.chat(session, [USER], chat_template_kwargs=variables)
+                assert reply.status == 200
+            refused = await endpoint.chat(session, [USER], chat_template_kwargs={"tokenize": True})
+            return [tokenizer.text_of(call.prompt_P.tolist()) for call in session.calls], refused.error
+
+    shown, error = run(play())
+    assert [text.startswith("DRY") for text in shown] == [True, False, False]
+    assert error[:2] == (400, "messages")
