@@ -18,6 +18,7 @@ from nemo_rl_mcore.config.foreign.recognised import is_foreign
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 from nemo_rl_mcore.config.reference import reference_pages
 from nemo_rl_mcore.config.schema import is_known
+from nemo_rl_mcore.endpoint.nemo_gym import SESSIONS_FILE
 from nemo_rl_mcore.evaluation.folder import IDENTITY_FILE, RESULTS_FILE
 from nemo_rl_mcore.observability.report import REPORT_FILE
 from nemo_rl_mcore.observability.rollouts import ROLLOUTS_FOLDER
@@ -41,6 +42,7 @@ NOT_IN_REPOSITORY = {
     "wandb/",
     "mlflow_artifacts/",
     "recipe.json",
+    SESSIONS_FILE,
     IDENTITY_FILE,
     RESULTS_FILE,
     "NAME.jsonl",  # of a set of an evaluation
