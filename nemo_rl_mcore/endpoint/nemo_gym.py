@@ -76,7 +76,8 @@ class NemoGym:
             return Ended(f"had no end within {self.setup.timeout_s:g} s (env.endpoint.timeout_s)")
         finally:
             del self._asked[number]
-            if not told.done() or told.cancelled():
+            # Where the servers have ended there is nothing to give up, and a cancellation stays one.
+            if self._ended is None and (not told.done() or told.cancelled()):
                 self._write({"number": number})
         return self._close(session, answer)
 
