@@ -221,6 +221,7 @@ async def _end(process: Process, mark: str, within_s: float) -> None:
         async with asyncio.timeout(within_s):
             await _exit(process)
     if process.returncode is None:
-        os.kill(process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has just ended, and asyncio tells its status a turn later
+            os.kill(process.pid, signal.SIGTERM)
     await asyncio.to_thread(end_family, process.pid, mark)
     await process.wait()

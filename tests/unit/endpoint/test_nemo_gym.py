@@ -6,6 +6,7 @@ The servers are a stand-in for the program that Gym's own Python runs; the night
 import asyncio
 import json
 import os
+import signal
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -129,6 +130,18 @@ def test_servers_that_die_end_the_run(tokenizer, tmp_path):
 def test_servers_that_do_not_start_end_the_run(tokenizer, tmp_path, begins):
     with refused("no-agent"):
         ran(tokenizer, tmp_path, begins=begins, start_timeout_s=1.0 if begins == "slowly" else 60.0)
+
+
+def test_servers_whose_end_asyncio_has_not_told_yet_end_the_run(tokenizer, tmp_path, monkeypatch):
+    async def ready(gym):
+        os.kill(gym.process.pid, signal.SIGKILL)
+        os.waitpid(gym.process.pid, 0)
+        assert gym.process.returncode is None
+        raise gym._stopped("did not start")
+
+    monkeypatch.setattr(room.NemoGym, "ready", ready)
+    with refused("no-agent"):
+        ran(tokenizer, tmp_path)
 
 
 def test_what_servers_have_started_ends_with_them(tokenizer, tmp_path, monkeypatch):
