@@ -121,7 +121,7 @@ def differences(name: str, whole: dict[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for key, value in worker.backend.chunks[0].named_parameters():
         of_all = f"0.{tiny.global_name(key, worker.policy)}"
-        wanted = tiny.shard_of(torch.from_numpy(whole[of_all]), value, rank, key)
+        wanted = tiny.shard_of(torch.from_numpy(whole[of_all]), value, rank, key, worker.policy.model)
         found[of_all] = float((value.detach().float() - wanted).abs().max())
     return found
 

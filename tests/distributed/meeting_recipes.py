@@ -80,7 +80,6 @@ ALGORITHMS = _algorithms()
 LOSSES_OF_THEIR_OWN = ("sft", "dpo", "dpo offline", "distillation", "distillation off policy")
 """Algorithms without a policy gradient."""
 EXPERTS = {
-    "policy.model.qk_layernorm": True,  # as of the family with experts, whose weights can be sent to engines
     "policy.model.num_moe_experts": 4,
     "policy.model.moe_router_topk": 2,
     "policy.model.moe_ffn_hidden_size": 24,
@@ -98,6 +97,30 @@ LAYOUTS: dict[str, tuple[int, Overrides]] = {
     "cp2": (2, {CONTEXT: 2}),
     "dp2 pp2": (4, {PIPELINE: 2, f"{MEGATRON}.account_for_embedding_in_pipeline_split": True}),
 }
+_ROUTED: Overrides = {
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 24,
+}  # fmt: skip
+# The keys of a model, and those besides where the layout has experts. Latent attention comes with experts.
+MODELS: dict[str, tuple[Overrides, Overrides]] = {
+    "gpt": ({}, {"qk_layernorm": True}),  # as of the family with experts, whose weights can be sent to engines
+    "hybrid": ({}, {"qk_layernorm": True}),
+    "mamba": (
+        {
+            "activation_func": "squared_relu", "position_embedding_type": "none", "hybrid_layer_pattern": "M*-",
+            "mamba_num_heads": 4, "mamba_head_dim": 8, "mamba_state_dim": 6, "mamba_num_groups": 2,
+        },
+        {"hybrid_layer_pattern": "ME*"} | _ROUTED,
+    ),
+    "latent attention": (
+        {
+            "multi_latent_attention": True, "qk_layernorm": True, "num_query_groups": None, "q_lora_rank": 12,
+            "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
+            "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_layer_freq": [0, 1, 1],
+        } | _ROUTED,
+        {},
+    ),
+}  # fmt: skip
 EXPERT_LAYOUTS = [name for name, (_, keys) in LAYOUTS.items() if EXPERTS.keys() <= keys.keys()]
 
 RESPONSE, PROMPT = 6, 6
@@ -134,12 +157,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "correction": (False, True),  # importance sampling, from the weights that drew to those that train
     "asynchrony": tuple(ASYNCHRONY),
     "player": ("engine", "agents"),  # the latter's sessions are one to three rows
-    "model class": ("gpt", "hybrid"),
+    "model": tuple(MODELS),
     "recomputed": ("nothing", "full", "selective"),
 }
-FROZEN = ("model.embed_tokens.weight", "model.layers.0.*")
 # What changes the mathematics; the plain sibling of a combination shares it.
-MATHEMATICS = ("algorithm", "temperature", "kl", "updates", "correction", "player")
+MATHEMATICS = ("algorithm", "temperature", "kl", "updates", "correction", "player", "model")
 
 
 def plain_sibling(case: Case) -> Case:
@@ -154,6 +176,8 @@ def plain_sibling(case: Case) -> Case:
         shared["updates"] = plain["updates"]
     elif case["updates"] == "one pass":
         shared["updates"] = "one"
+    if case["model"] == "hybrid":  # of the same layers
+        shared["model"] = "gpt"
     return plain | shared | {"layout": layout}
 
 
@@ -169,7 +193,7 @@ def name_of(case: Case) -> str:
         "correction": "corrected" if case["correction"] else "as drawn",
         "asynchrony": "synchronous" if case["asynchrony"] == "none" else case["asynchrony"],
         "player": "played by agents" if case["player"] == "agents" else "answered",
-        "model class": f"{case['model class']} model",
+        "model": f"{case['model']} model",
         "recomputed": f"{case['recomputed']} recomputed",
     }
     return ", ".join(str(said.get(name, value)) for name, value in case.items())
@@ -200,7 +224,8 @@ class Material:
 
     def weights(self, case: Case) -> Path:
         """The folder of checkpoints of the run whose weights a combination starts from."""
-        return self.folder / ("experts" if case["layout"] in EXPERT_LAYOUTS else "dense")
+        experts = "experts" if case["layout"] in EXPERT_LAYOUTS else "dense"
+        return self.folder / f"{plain_sibling(case)['model']} {experts}"
 
 
 def _row(number: int) -> dict[str, str]:
@@ -273,13 +298,14 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         "policy.generation.temperature": case["temperature"],
         "policy.offload": case["offload"],
         f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce": case["overlap"],
-        f"{MEGATRON}.model_class": case["model class"],
+        f"{MEGATRON}.model_class": "hybrid" if case["model"] in ("hybrid", "mamba") else "gpt",
         f"{OPTIMIZER}.use_distributed_optimizer": case["distributed optimizer"],
         f"{MEGATRON}.activation_checkpointing": case["recomputed"] != "nothing",
         # Factors that the plain sibling has, too.
         f"{OPTIMIZER}.decay_norms_and_biases": case["kl"],
-        f"{MEGATRON}.freeze": list(FROZEN) if case["correction"] else [],
+        f"{MEGATRON}.freeze": _frozen(case) if case["correction"] else [],
     }
+    values |= _model(case)
     if case["layout"] in EXPERT_LAYOUTS:
         values[f"{MEGATRON}.freeze_moe_router"] = case["kl"]
     if case["recomputed"] == "selective":
@@ -302,6 +328,18 @@ def _values(case: Case, algorithm: Algorithm) -> Overrides:
         turns = f"{algorithm.shipped.algorithm}.max_rollout_turns"
         values |= {"env.endpoint.command": ["an-agent"], "env.endpoint.timeout_s": 60, turns: CALLS}
     return values | _kl(case, algorithm) | _correction(case, algorithm) | _asynchrony(case, algorithm)
+
+
+def _model(case: Case) -> Overrides:
+    keys, with_experts = MODELS[case["model"]]
+    own = keys | (with_experts if case["layout"] in EXPERT_LAYOUTS else {})
+    return {f"policy.model.{key}": value for key, value in own.items()}
+
+
+def _frozen(case: Case) -> list[str]:
+    if case["model"] == "mamba":
+        return ["backbone.embeddings.weight", "backbone.layers.0.*"]
+    return ["model.embed_tokens.weight", "model.layers.0.*"]
 
 
 def _correction(case: Case, algorithm: Algorithm) -> Overrides:

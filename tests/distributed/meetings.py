@@ -55,7 +55,7 @@ class Matrix:
     folder: Path
     steps: int = 2
     _plain: dict[tuple[str, str], Outcome] = field(default_factory=dict)
-    _trained: dict[tuple[str, str, str], Trained] = field(default_factory=dict)
+    _trained: dict[tuple[str, ...], Trained] = field(default_factory=dict)
     _made: set[Path] = field(default_factory=set)
     _world_size: int = 1
     _runs: int = 0
@@ -103,7 +103,7 @@ class Matrix:
 
     def _trained_as_completed(self, case: Case) -> Trained:
         """The groups of each step, of a run on one rank: they depend on who waits for whom, and not on the layout."""
-        name = case["algorithm"], case["state"], case["player"]
+        name = case["algorithm"], case["state"], case["player"], plain_sibling(case)["model"]
         if name not in self._trained:
             on_one = plain_sibling(case) | {key: case[key] for key in ("asynchrony", "state")}
             self._trained[name] = self._run(on_one, lambda *_: None).trained
@@ -163,7 +163,7 @@ class Matrix:
         if weights in self._made:
             return
         plain = {name: values[0] for name, values in FACTORS.items()}
-        plain |= {"layout": plain_sibling(case)["layout"], "state": "resumed"}
+        plain |= {name: plain_sibling(case)[name] for name in ("layout", "model")} | {"state": "resumed"}
         for name, folder in (("sft", weights), ("grpo", weights.with_name(f"{weights.name} by rewards"))):
             config = load(plain | {"algorithm": name}, self._material, folder, policy__init_checkpoint=None)
             run(config, self._pool(1), lambda *_: None)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from nemo_rl_mcore.config import ClippedPGLossConfig, PolicyConfig
+from nemo_rl_mcore.config import ClippedPGLossConfig, ModelConfig, PolicyConfig
+from nemo_rl_mcore.config.families import layer_slots
+from nemo_rl_mcore.config.families.weights import REPLICATED, Packing
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.losses import ClippedPGLossFn
 from nemo_rl_mcore.megatron import parallel_groups
@@ -114,7 +117,7 @@ def load_full_weights(to: MegatronPolicyWorker, weights: dict[str, np.ndarray]) 
     for name, parameter in to.backend.chunks[0].named_parameters():
         full = torch.from_numpy(weights[f"0.{global_name(name, to.policy)}"])
         with torch.no_grad():
-            parameter.copy_(shard_of(full, parameter, rank, name))
+            parameter.copy_(shard_of(full, parameter, rank, name, to.policy.model))
     to.backend.weights_replaced()
 
 
@@ -122,7 +125,8 @@ def global_name(name: str, policy: PolicyConfig) -> str:
     """What a parameter of this rank is called in a GPTModel that one rank holds: stages and experts count on."""
     config, model = policy.megatron_cfg, policy.model
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    parts = 2 if config.model_class == "hybrid" else 1  # attention is a layer of its own
+    own_pattern = config.model_class == "gpt" or model.hybrid_layer_pattern
+    parts = 1 if own_pattern else 2  # attention is a layer of its own
     first = stage * model.num_layers // config.pipeline_model_parallel_size
     name = _renumbered(name, "decoder.layers.", first, parts)
     experts = (model.num_moe_experts or 0) // config.expert_model_parallel_size
@@ -138,15 +142,25 @@ def _renumbered(name: str, marker: str, offset: int, parts: int = 1) -> str:
     return f"{head}{marker}{int(number) // parts + offset}.{rest}"
 
 
-def shard_of(full: torch.Tensor, parameter: torch.Tensor, rank: int, name: str) -> torch.Tensor:
-    """The part of a whole parameter that a tensor-parallel rank holds."""
+def shard_of(
+    full: torch.Tensor, parameter: torch.Tensor, rank: int, name: str, model: ModelConfig
+) -> torch.Tensor:
+    """The part of a whole parameter that a tensor-parallel rank holds: a share of each section of it."""
     if full.shape == parameter.shape:
         return full
     dimension = next(i for i in range(full.ndim) if full.shape[i] != parameter.shape[i])
     ranks = full.shape[dimension] // parameter.shape[dimension]
-    if "linear_fc1" in name:  # [gate; up]: each half is split on its own
-        return torch.cat([half.chunk(ranks, dimension)[rank] for half in full.chunk(2, dimension)], dimension)
-    return full.chunk(ranks, dimension)[rank]
+    sections = full.split(_sections(name, full.shape[dimension], model), dimension)
+    return torch.cat([section.chunk(ranks, dimension)[rank] for section in sections], dimension)
+
+
+def _sections(name: str, size: int, model: ModelConfig) -> list[int]:
+    in_layer = re.sub(r".*decoder\.layers\.\d+\.", "", name)
+    slots = (slot for layer in range(model.num_layers) for slot in layer_slots(model, layer))
+    layout = next((slot.layout for slot in slots if re.fullmatch(slot.megatron, in_layer)), REPLICATED)
+    if layout.sections is not None:
+        return [*layout.sections(model)]
+    return [size // 2] * 2 if layout.packing is Packing.GATED else [size]
 
 
 def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
