@@ -24,6 +24,7 @@ _OF_EXPERTS = (
     "moe_layer_freq",
     "moe_router_topk",
     "moe_ffn_hidden_size",
+    "moe_latent_size",
     "moe_shared_expert_intermediate_size",
     "moe_router_score_function",
     "moe_router_pre_softmax",
@@ -188,6 +189,8 @@ class ModelConfig(StrictModel):
     """Experts that a token is sent to."""
     moe_ffn_hidden_size: PositiveInt | None = None
     """Width of one expert; null is ffn_hidden_size."""
+    moe_latent_size: PositiveInt | None = None
+    """Width of the latent that all experts of a layer read and write; null is the hidden state itself."""
     moe_shared_expert_intermediate_size: PositiveInt | None = None
     """Width of the expert that sees every token; null is none."""
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -286,6 +289,11 @@ class ModelConfig(StrictModel):
     def expert_ffn_size(self) -> int:
         """Width of one expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def expert_input_size(self) -> int:
+        """Width of what an expert is given, and gives."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def load_balancing_loss(self) -> bool:

@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.megatron.replicated_linear import ReplicatedLinear
 
 NORM_EPSILON = 1e-6
 """Added to the mean square of a latent, whatever layernorm_epsilon is (transformers, DeepseekV3Attention)."""
@@ -33,7 +33,7 @@ class LatentAttention(MLASelfAttention):
             for name in ("linear_q_down_proj", "linear_kv_down_proj"):
                 if hasattr(self, name):
                     whole = self.config.q_lora_rank if "_q_" in name else self._keys_and_values
-                    setattr(self, name, ReplicatedLinear(config, whole))
+                    setattr(self, name, ReplicatedLinear(config, config.hidden_size, whole))
         for part in (getattr(self, name, None) for name in _NORMS):
             if part is not None:
                 part.eps = NORM_EPSILON
@@ -64,24 +64,6 @@ class LatentAttention(MLASelfAttention):
 _RESOLVED = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
 _NORMS = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
 """The norms of latents; Transformer Engine has them in what follows."""
-
-
-class ReplicatedLinear(torch.nn.Module):
-    """A product with a weight that every tensor-parallel rank has whole; under sequence parallelism, of its tokens."""
-
-    def __init__(self, config: MLATransformerConfig, outputs: int):
-        super().__init__()
-        device = accelerator.device()
-        self.weight = torch.nn.Parameter(
-            torch.empty(outputs, config.hidden_size, dtype=config.params_dtype, device=device)
-        )
-        if config.perform_initialization:
-            cast(Any, config.init_method)(self.weight)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[S', B, R] for [S', B, H]; the second value is where upstream's layers have a bias."""
-        return torch.nn.functional.linear(hidden, self.weight), None
 
 
 def share_rotations(model: torch.nn.Module) -> None:

@@ -22,6 +22,7 @@ from nemo_rl_mcore.config import MegatronConfig
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.attention import LocalAttention
 from nemo_rl_mcore.megatron.latent_attention import LatentAttention, require_latent_attention
+from nemo_rl_mcore.megatron.latent_experts import with_latent_experts
 
 
 class RMSNorm(torch.nn.Module):
@@ -162,6 +163,8 @@ def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense:
     attention.submodules.core_attention = LocalAttention
     if latent:
         attention.module = LatentAttention
+    if experts and transformer.moe_latent_size:
+        submodules.mlp = with_latent_experts(submodules.mlp)
     if transformer.qk_layernorm:
         for name in ("q_layernorm", "kv_layernorm" if latent else "k_layernorm"):
             setattr(attention.submodules, name, RMSNorm)

@@ -151,6 +151,7 @@ def _expert_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, Any]:
         "moe_layer_freq": 1 if model.moe_layer_freq is None else [*model.moe_layer_freq],
         "moe_router_topk": model.moe_router_topk,
         "moe_ffn_hidden_size": model.expert_ffn_size,
+        **({} if model.moe_latent_size is None else {"moe_latent_size": model.moe_latent_size}),
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "moe_router_score_function": model.moe_router_score_function,
         "moe_router_pre_softmax": model.moe_router_pre_softmax,

@@ -137,4 +137,5 @@ def _of_mamba(policy: PolicyConfig) -> int:
 def _of_experts(policy: PolicyConfig) -> int:
     """Numbers of a token's copies at its experts: what they are given, and compute."""
     model = policy.model
-    return model.moe_router_topk * (model.hidden_size + (3 if model.gated else 2) * model.expert_ffn_size)
+    of_one = model.expert_input_size + (3 if model.gated else 2) * model.expert_ffn_size
+    return model.moe_router_topk * of_one + (model.moe_latent_size or 0)

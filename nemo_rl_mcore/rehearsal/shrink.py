@@ -262,6 +262,7 @@ def _model(model: ModelConfig, config: RunConfig, layers: int, longest: int) -> 
             "num_moe_experts": _EXPERTS,
             "moe_router_topk": min(2, model.moe_router_topk),
             "moe_ffn_hidden_size": 32,
+            "moe_latent_size": model.moe_latent_size and _HEAD,
             "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size and 32,
         }
     if model.moe_layer_freq is not None:

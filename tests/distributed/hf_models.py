@@ -131,6 +131,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron-h": ("NemotronH", _MAMBA),
     "nemotron-h-experts": ("NemotronH", {**_MAMBA, **_HYBRID_EXPERTS, "hybrid_override_pattern": "MEM*EM-E"}),
+    "nemotron-h-latent": (
+        "NemotronH",
+        {
+            **_MAMBA,
+            **_HYBRID_EXPERTS,
+            "hybrid_override_pattern": "EM*E",
+            "moe_latent_size": 20,
+            "num_nextn_predict_layers": 1,
+        },
+    ),
     "qwen3-moe-shares": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": False}),
 }
 

@@ -211,6 +211,14 @@ def add_frequencies(tensors):
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
 
 
+def add_prediction_layer_behind(tensors):
+    tensors["model.layers.4.eh_proj.weight"] = torch.ones(48, 96)
+
+
+def add_prediction_layer_apart(tensors):
+    tensors["mtp.layers.0.eh_proj.weight"] = torch.ones(48, 96)
+
+
 def repeat_embedding(tensors):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
@@ -225,6 +233,8 @@ def differ_from_embedding(tensors):
     [
         ("llama", remove_two, r"2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight"),
         ("llama", add_one, r"1 unexpected: model.layers.0.self_attn.q_proj.bias"),
+        ("llama", add_prediction_layer_behind, r"1 unexpected: model.layers.4.eh_proj.weight"),
+        ("nemotron-h", add_prediction_layer_behind, r"1 unexpected: model.layers.4.eh_proj.weight"),
         (
             "llama",
             widen,
@@ -240,7 +250,15 @@ def test_tensors_that_are_not_the_models_are_named(ranks, saved, tmp_path, name,
         ranks(1).run(cases.loaded_logprobs, folder, {}, *batch())
 
 
-@pytest.mark.parametrize(("name", "change"), [("llama", add_frequencies), ("llama-tied", repeat_embedding)])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", add_frequencies),
+        ("llama-tied", repeat_embedding),
+        ("deepseek-v3", add_prediction_layer_behind),
+        ("nemotron-h-latent", add_prediction_layer_apart),
+    ],
+)
 def test_redundant_tensors_are_left(ranks, saved, tmp_path, name, change):
     folder = changed(saved(name)[0], tmp_path / "changed", change)
     ((found, _),) = ranks(1).run(cases.loaded_logprobs, folder, {}, *batch())

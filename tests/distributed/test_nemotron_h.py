@@ -36,7 +36,8 @@ LAYOUTS = {
     "tp2-sp-ep2": (2, TP2 | SP | EP2),
     "pp2-ep2": (4, PP2 | EP2),
 }
-STILL = {"nemotron-h": {}, "nemotron-h-experts": {"model": {"moe_router_bias_update_rate": 0.0}}}
+_OF_EXPERTS = {"model": {"moe_router_bias_update_rate": 0.0}}
+STILL = {"nemotron-h": {}, "nemotron-h-experts": _OF_EXPERTS, "nemotron-h-latent": _OF_EXPERTS}
 BIAS = "e_score_correction_bias"
 """No gradient moves it, but a rate, unless that is 0."""
 ROWS = test_hf_gradients.ROWS
@@ -74,6 +75,11 @@ def batches():
     [
         *(("nemotron-h", layout) for layout in LAYOUTS if "ep2" not in layout),
         *(("nemotron-h-experts", layout) for layout in LAYOUTS if layout != "tp2"),
+        *(
+            ("nemotron-h-latent", layout)
+            for layout in LAYOUTS
+            if layout not in ("tp2", "pp2-uneven", "pp2-vpp2")
+        ),
     ],
 )
 def test_log_probabilities_and_gradients(ranks, saved, name, layout, rows):
@@ -93,7 +99,10 @@ def test_log_probabilities_and_gradients(ranks, saved, name, layout, rows):
             assert abs(found[2][tensor] - gradient).max() < GRADIENTS * largest, tensor
 
 
-@pytest.mark.parametrize(("name", "layout"), [("nemotron-h", "tp2-sp"), ("nemotron-h-experts", "one")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("nemotron-h", "tp2-sp"), ("nemotron-h-experts", "one"), ("nemotron-h-latent", "tp2-sp-ep2")],
+)
 def test_steps_of_adamw(ranks, saved, name, layout):
     folder, _, wanted = saved(name)
     world_size, megatron = LAYOUTS[layout]
@@ -125,8 +134,9 @@ def test_decoding_says_what_a_pass_says(ranks, layout):
     [
         *((tiny_hybrid.MODEL, layout) for layout in ("one", "tp2-sp", "pp2-uneven", "cp2")),
         *((tiny_hybrid.EXPERTS, layout) for layout in ("pp2", "tp2-sp-ep2")),
+        (tiny_hybrid.LATENT_EXPERTS, "tp2-sp-ep2"),
     ],
-    ids=["one", "tp2-sp", "pp2-uneven", "cp2", "experts-pp2", "experts-tp2-sp-ep2"],
+    ids=["one", "tp2-sp", "pp2-uneven", "cp2", "experts-pp2", "experts-tp2-sp-ep2", "latent-tp2-sp-ep2"],
 )
 def test_a_checkpoint_goes_on_in_another_layout(ranks, tmp_path, model, layout):
     needed, megatron = LAYOUTS[layout]

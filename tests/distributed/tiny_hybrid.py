@@ -20,3 +20,4 @@ EXPERTS = MODEL | {
     "moe_router_enable_expert_bias": True,
     "moe_router_topk_scaling_factor": 2.5,
 }
+LATENT_EXPERTS = EXPERTS | {"moe_latent_size": 12}

@@ -9,6 +9,8 @@ from nemo_rl_mcore.config.model import ModelConfig
 
 _BEST_OF_A_GROUP = 2
 """Experts by whose scores a group is chosen."""
+_MOST_PREDICTING = 4
+"""Layers that predict further tokens, of any model whose weights are known."""
 
 
 def _number(values: HFConfig, key: str) -> int:
@@ -91,6 +93,11 @@ def _whole_shared_experts(model: ModelConfig) -> bool:
     return not (model.moe_shared_expert_intermediate_size or 0) % model.expert_ffn_size
 
 
+def _predicting(model: ModelConfig) -> str:
+    behind = (str(model.num_layers + one) for one in range(_MOST_PREDICTING))
+    return rf"model\.layers\.({'|'.join(behind)})\..+"
+
+
 FAMILY = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
@@ -118,7 +125,7 @@ FAMILY = Family(
     },
     aliases={"num_local_experts": "n_routed_experts"},
     layer=LATENT_LAYER,
-    predicts=True,
+    predicting=_predicting,
     fits=_whole_shared_experts,
     defaults={
         "num_key_value_heads": 128,

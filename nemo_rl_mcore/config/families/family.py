@@ -34,6 +34,7 @@ _FEATURES: Mapping[str, object] = {
 }
 _FEATURES_OF_EXPERTS: Mapping[str, object] = {
     "moe_shared_expert_intermediate_size": None,
+    "moe_latent_size": None,
     "moe_layer_freq": None,
     "moe_router_score_function": "softmax",
     "moe_router_num_groups": None,
@@ -73,7 +74,8 @@ class Family:
     layer, outside: the weights of a layer, and those outside of layers.
     hybrid: its models have a pattern of layers, and with it experts or none.
     complete: keys that follow from others of config.json.
-    predicts: whether its files may hold layers behind the last one, which predict further tokens and are left out.
+    predicting: a regular expression of tensors that are left out: of layers that predict further tokens, which a
+    family's files may hold.
     defaults: transformers' values of the keys that config.json leaves out, where they are not those of every family.
     read, write: what takes more than a name between config.json and ModelConfig; write gets the config.json that the
     weights came from, too. problems: what of a config.json no refusal of a key can say.
@@ -91,7 +93,7 @@ class Family:
     outside: Outside = OUTSIDE
     hybrid: bool = False
     complete: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
-    predicts: bool = False
+    predicting: Callable[[ModelConfig], str] | None = None
     defaults: HFConfig = field(default_factory=dict[str, object])
     refusals: tuple[Refusal, ...] = ()
     read: Callable[[HFConfig], Mapping[str, object]] = _nothing_read

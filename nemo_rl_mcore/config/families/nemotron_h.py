@@ -1,4 +1,4 @@
-"""Nemotron-H, Nano v2 and Nemotron 3 Nano: hybrids of Mamba-2, attention without positions, and squared ReLUs.
+"""Nemotron-H, Nano v2, Nemotron 3 Nano and Super: hybrids of Mamba-2, attention without positions, and squared ReLUs.
 
 Each layer has one norm and one mixer; `hybrid_override_pattern` says which, in a character each, or
 `layers_block_type`, in words.
@@ -91,6 +91,7 @@ def _read(values: HFConfig) -> Mapping[str, object]:
         **_OF_EXPERTS,
         **{name: values[key] for name, key in _EXPERTS.items()},
         "moe_router_topk_scaling_factor": None if scale == 1 else scale,
+        "moe_latent_size": values.get("moe_latent_size"),
     }
 
 
@@ -98,7 +99,7 @@ def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
     """Return the layers, and what of the model's start the weights do not tell."""
     pattern = model.hybrid_layer_pattern or ""
     words = {kind: word for word, kind in reversed(_KINDS.items())}
-    written: dict[str, object] = {"time_step_min": _SHORTEST_STEP}
+    written: dict[str, object] = {"time_step_min": _SHORTEST_STEP, "num_nextn_predict_layers": 0}
     kept = ("chunk_size", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual")
     written |= {
         _WORDS: [words[kind] for kind in pattern],
@@ -110,6 +111,7 @@ def _write(model: ModelConfig, origin: HFConfig) -> Mapping[str, object]:
             "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
             "norm_topk_prob": model.moe_router_topk > 1,
             "moe_intermediate_size": model.expert_ffn_size,
+            "moe_latent_size": model.moe_latent_size,
             **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
         }
     return written
@@ -239,7 +241,8 @@ FAMILY = Family(
     ),
     hybrid=True,
     fields_of_experts=_OF_EXPERTS,
-    varied=("moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor"),
+    varied=("moe_shared_expert_intermediate_size", "moe_latent_size", "moe_router_topk_scaling_factor"),
+    predicting=lambda _model: r"mtp\..+",
     defaults={
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -275,8 +278,6 @@ FAMILY = Family(
         ),
         Refusal("residual_in_fp32", (False, None), "residuals in another number format are not supported"),
         Refusal("hidden_dropout", (0, None), "dropout is not supported"),
-        Refusal("num_nextn_predict_layers", (0, None), "layers of multi-token prediction are not supported"),
-        Refusal("moe_latent_size", (None,), "experts of a latent size are not supported"),
     ),
     complete=_complete,
     read=_read,

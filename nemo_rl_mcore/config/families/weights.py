@@ -3,7 +3,7 @@
 Megatron's local layers and Transformer Engine's name some of them differently; both are in the table.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import prod
@@ -129,6 +129,10 @@ def _has_experts(model: ModelConfig) -> bool:
     return model.num_moe_experts is not None
 
 
+def _has_latent_experts(model: ModelConfig) -> bool:
+    return _has_experts(model) and model.moe_latent_size is not None
+
+
 def _has_shared_expert(model: ModelConfig) -> bool:
     return _has_experts(model) and bool(model.moe_shared_expert_intermediate_size)
 
@@ -238,12 +242,16 @@ def _gated_mlp(
     """Return a feed-forward layer of that width; `{n}` in Megatron's name is 1 or 2, and experts are numbered."""
     gate, up, down = (f"{hugging_face}{part}.weight" for part in gate_up_down)
     of_expert = "(" in megatron
+
+    def given(model: ModelConfig) -> int:
+        return model.expert_input_size if of_expert else model.hidden_size
+
     return (
         Slot(
             megatron.replace("{n}", "1"),
             (gate, up),
             GATED,
-            lambda model: ((width(model), model.hidden_size),) * 2,
+            lambda model: ((width(model), given(model)),) * 2,
             exists,
             of_expert,
             in_layer,
@@ -252,7 +260,7 @@ def _gated_mlp(
             megatron.replace("{n}", "2"),
             (down,),
             COLUMNS,
-            lambda model: ((model.hidden_size, width(model)),),
+            lambda model: ((given(model), width(model)),),
             exists,
             of_expert,
             in_layer,
@@ -302,6 +310,7 @@ def experts(
             in_layer=_is_of_experts,
             buffer=True,
         ),
+        *_latent_projections(module),
         # One module for each expert, or one for all with numbered weights.
         *_gated_mlp(
             r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc{n}\.weight|linear_fc{n}\.weight(\d+))",
@@ -312,6 +321,23 @@ def experts(
             gate_up_down=gate_up_down,
         ),
     )
+
+
+def _latent_projections(module: str) -> Iterator[Slot]:
+    """Yield what leads to the latent that experts see, and back."""
+    shapes: dict[str, Callable[[ModelConfig], Shapes]] = {
+        "fc1_latent_proj": lambda model: ((model.expert_input_size, model.hidden_size),),
+        "fc2_latent_proj": lambda model: ((model.hidden_size, model.expert_input_size),),
+    }
+    for name, shape in shapes.items():
+        yield Slot(
+            rf"mlp\.{name}\.weight",
+            (f"{module}.{name}.weight",),
+            REPLICATED,
+            shape,
+            _has_latent_experts,
+            in_layer=_is_of_experts,
+        )
 
 
 LAYER = (*ATTENTION, *DENSE_MLP, *experts(), *SHARED_EXPERT)

@@ -24,8 +24,6 @@ from nemo_rl_mcore.megatron.hf_weights.placement import Place, local_parameters,
 # Old checkpoints hold what is computed from the config.
 _COMPUTED = r".+\.rotary_emb\.inv_freq"
 _SHOWN = 8
-_MOST_PREDICTING = 4
-"""Layers that predict further tokens, of any model whose weights are known."""
 
 
 def load_pretrained(policy: PolicyConfig, chunks: Sequence[torch.nn.Module]) -> None:
@@ -83,12 +81,8 @@ def _check_names(files: TensorFiles, model: ModelConfig) -> None:
 
 def _left_out(model: ModelConfig) -> re.Pattern[str]:
     """Return the names of tensors that are not loaded: of prediction layers, where the family's files have some."""
-    if missing_family(model) or not family_of(model).predicts:
-        return re.compile(_COMPUTED)
-    behind = (
-        rf"model\.layers\.({'|'.join(str(model.num_layers + one) for one in range(_MOST_PREDICTING))})\..+"
-    )
-    return re.compile(f"{_COMPUTED}|{behind}")
+    predicting = None if missing_family(model) else family_of(model).predicting
+    return re.compile(_COMPUTED if predicting is None else f"{_COMPUTED}|{predicting(model)}")
 
 
 def _read(files: TensorFiles, weight: Weight, place: Place, model: ModelConfig) -> torch.Tensor:
