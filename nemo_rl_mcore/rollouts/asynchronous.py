@@ -233,7 +233,7 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
     def _cancel(self, token: Token, reason: str) -> None:
         """Have the group answered again, which does not count against it: its engine is gone, or waits for weights."""
         with self._changed:
-            self.ledger.cancel(token, reason)
+            self.ledger.requeue(token, reason)
             self._pace.requeued[reason] += 1
             self._changed.notify_all()
 

@@ -162,16 +162,19 @@ class Ledger:
             del self._groups[group.position]
             self.dropped[reason] += 1
         else:
-            self._wait_again(group)
+            self._return_to_pending(group)
         return True
 
-    def cancel(self, token: Token, reason: str) -> bool:
-        """Do as `fail`, without counting it: the group is not at fault, as when an engine dies."""
+    def requeue(self, token: Token, reason: str) -> bool:
+        """Have the group played again, from its first turn; the attempt does not count as a failure of the group.
+
+        As when an engine dies. Return False where the attempt is no longer the group's.
+        """
         group = self._under_way(token)
         if group is None:
             return False
         self._log(events.Cancelled(token=token, reason=reason))
-        self._wait_again(group)
+        self._return_to_pending(group)
         return True
 
     def unused(self, position: int, reason: str) -> None:
@@ -358,7 +361,7 @@ class Ledger:
             return None
         return group if (self.incarnation, group.attempt) == (token.incarnation, token.attempt) else None
 
-    def _wait_again(self, group: Group) -> None:
+    def _return_to_pending(self, group: Group) -> None:
         group.state = GroupState.PENDING
         heapq.heappush(self._pending, group.position)
 

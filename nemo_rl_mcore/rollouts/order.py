@@ -1,6 +1,6 @@
 """In which order a train step takes the groups that are answered, never one that is too old.
 
-Policies are pure: the ledger asks them with its groups. A further one is a class here, and a name in `ORDERS`.
+Orders are pure functions of the ledger's groups. To add one: a class here, and its name in `ORDERS`.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ class AsCompleted:
         free, chosen = self._free_places(groups, room), list[Group]()
         ready = (group for group in groups if group.state is GroupState.READY)
         for group in sorted(ready, key=lambda one: (one.min_version, one.position)):
-            steps = range(
-                _steps_left(group, room)
-            )  # in which it takes the place of one that can wait less long
+            # Steps in which it uses up a place that a more urgent group may need.
+            steps = range(_steps_left(group, room))
             if len(chosen) == room.groups or any(free[ahead] < 1 for ahead in steps):
                 break  # as would all later ones, which can wait as long or longer
             for ahead in steps:

@@ -47,14 +47,14 @@ class SynchronousScheduler(Scheduler[GenerationInterface]):
                     self._answer([*same_step], groups)
             except BaseException as error:
                 for token in tokens:
-                    self.ledger.cancel(token, type(error).__name__)
+                    self.ledger.requeue(token, type(error).__name__)
                 raise
 
     def _answer(self, tokens: list[Token], groups: int) -> None:
         batches = self.draw.play_now([self._drawn[token.position] for token in tokens])
         for token, batch in zip(tokens, batches, strict=True):
             if self._are_ready(groups):
-                self.ledger.cancel(token, SURPLUS)
+                self.ledger.requeue(token, SURPLUS)
                 self._unused.append((token.position, batch))
             else:
                 self._commit(token, batch)

@@ -23,7 +23,7 @@ from nemo_rl_mcore.rollouts.order import ORDERS
 from nemo_rl_mcore.rollouts.states import GroupState, LedgerError, Limits, StepState
 
 # How often what happens: left to itself, hypothesis hardly ever gets a step to its end.
-WEIGHTS = {"advance": 12, "commit": 8, "overtake": 6, "dispatch": 6, "fail": 2, "cancel": 2, "leave_out": 1}
+WEIGHTS = {"advance": 12, "commit": 8, "overtake": 6, "dispatch": 6, "fail": 2, "requeue": 2, "leave_out": 1}
 SELDOM = ["commit_what_cannot_be", "deliver_late", "deliver_what_was_never_asked", "give_the_step_up"]
 SELDOM += ["call_out_of_turn", "lose_the_log", "checkpoint", "resume"]
 EVENTS = st.sampled_from([name for name, weight in WEIGHTS.items() for _ in range(weight)] + SELDOM)
@@ -147,11 +147,11 @@ class LedgerMachine(RuleBasedStateMachine):
         dropped = self.model.fail(token, "slow")
         assert self.log[-1] == events.Failed(token=token, reason="slow", dropped=dropped)
 
-    def cancel(self, which, _how):
+    def requeue(self, which, _how):
         if not self.model.valid:
             return
         token, _ = self._under_way(which)
-        assert self._call(self.ledger.cancel, token, "engine lost") is True
+        assert self._call(self.ledger.requeue, token, "engine lost") is True
         self.model.retire(token)
 
     def leave_out(self, which, _how):
@@ -212,7 +212,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self._call(self.ledger.unused, position, "the step is full")
             model.leave_out(position, "the step is full")
         for token in asked:
-            self._call(self.ledger.cancel, token, "the step is full")
+            self._call(self.ledger.requeue, token, "the step is full")
             model.retire(token)
 
     def _lease(self, count):
@@ -391,7 +391,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.commit(token, [Segment(0, self.model.published)]) is False
         assert self.ledger.commit(token, [Segment(0, 0)]) is False
         assert self.ledger.fail(token, "late") is False
-        assert self.ledger.cancel(token, "late") is False
+        assert self.ledger.requeue(token, "late") is False
         assert (self._seen(), len(self.log)) == (before, logged)
 
 

@@ -67,7 +67,7 @@ class GeneratesAbortedGroupsAgain(Ledger):
         leased = [*self._leased()]
         super()._return_leases()
         for position in leased:
-            self._wait_again(self._groups[position])
+            self._return_to_pending(self._groups[position])
 
 
 class CountsALostStepAsDone(Ledger):
@@ -183,12 +183,12 @@ class ForgetsTheLog(Ledger):
         self._log = log
 
 
-class CountsCancelsAsFailures(Ledger):
-    def cancel(self, token, reason):
+class CountsRequeuesAsFailures(Ledger):
+    def requeue(self, token, reason):
         group = self._under_way(token)
         if group is not None:
             group.failures += 1
-        return super().cancel(token, reason)
+        return super().requeue(token, reason)
 
 
 class NeverDrops(Ledger):
@@ -268,7 +268,7 @@ MISTAKES = [
     TakesOlderTokens,
     LogsAfterwards,
     ForgetsTheLog,
-    CountsCancelsAsFailures,
+    CountsRequeuesAsFailures,
     NeverDrops,
     GeneratesNewGroupsFirst,
     ForgetsAStepTooMany,

@@ -72,7 +72,7 @@ def test_a_group_at_the_largest_age_is_waited_for():
     assert ledger.leasable() == []  # both places are those of 0 and 3, which no later step could train
     answer(ledger, tokens[3])
     assert ledger.leasable() == [3]
-    ledger.cancel(tokens[0], "engine lost")
+    ledger.requeue(tokens[0], "engine lost")
     assert ledger.leasable() == [3, 4]  # one that is asked for again is as new as the weights
 
 
@@ -157,7 +157,7 @@ def test_spare_groups_are_asked_for_ahead():
     assert [*tokens] == [0, 1, 2, 3]
     answer(ledger, *[tokens[position] for position in (0, 1, 2)])
     ledger.unused(1, "equal rewards")
-    ledger.cancel(tokens[3], "the step is full")
+    ledger.requeue(tokens[3], "the step is full")
     assert train(ledger) == [0, 2]
     assert [*dispatched(ledger)] == [3, 4, 5, 6]
 
@@ -231,7 +231,7 @@ def test_a_step_does_not_end_before_its_spare_groups_are_put_away():
     with refused("left-behind", [1, 2], by=LedgerError):
         ledger.finishing()
     ledger.unused(1, "the step is full")
-    ledger.cancel(tokens[2], "the step is full")
+    ledger.requeue(tokens[2], "the step is full")
     ledger.finishing()
 
 
