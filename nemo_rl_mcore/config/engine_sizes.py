@@ -14,7 +14,9 @@ _CPU_CACHE_SEQUENCES = 64
 def largest_weight_bytes(policy: PolicyConfig) -> int:
     """Bytes of the largest tensor that a refit sends."""
     largest = max(
-        prod(shape) for weight in all_weights(policy.model) for shape in weight.slot.shapes(policy.model)
+        prod(shape)
+        for weight in all_weights(policy.model)
+        for shape in weight.slot.tensor_shapes(policy.model)
     )
     return largest * _BYTES[policy.precision]
 

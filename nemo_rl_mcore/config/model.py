@@ -12,6 +12,7 @@ from nemo_rl_mcore.config.base import (
     StrictModel,
 )
 from nemo_rl_mcore.config.hybrid_layers import MAMBA, MLP, pattern_problems
+from nemo_rl_mcore.config.windows_and_biases import clamped_problems, sink_problems, window_problems
 
 _OF_LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
@@ -39,14 +40,21 @@ _OF_EXPERTS = (
 )
 
 
+_OF_CLAMPED = ("activation_func_clamp_value", "glu_linear_offset")
+
 _WITH_LATENT_ATTENTION: Mapping[str, object] = {
     "num_query_groups": None,
     "kv_channels": None,
     "add_qkv_bias": False,
     "qk_layernorm": True,
     "mtp_num_layers": None,
+    "softmax_type": "vanilla",
+    "sliding_window": None,
 }
 """What goes with latent attention: its heads have sizes of their own, and its latents are normalised."""
+
+
+_OF_YARN = ("beta_slow", "beta_fast", "mscale", "mscale_all_dim", "truncate")
 
 
 class RopeScalingConfig(StrictModel):
@@ -68,12 +76,14 @@ class RopeScalingConfig(StrictModel):
     """yarn with multi_latent_attention: how much the factor adds to the rotated parts of queries and keys."""
     mscale_all_dim: NonNegativeFloat = 0.0
     """The same: how much it adds to whole queries and keys, of which mscale leaves the rotated parts out."""
+    truncate: bool = True
+    """yarn: round the first and the last of the channel pairs between slow and fast outwards (gpt-oss does not)."""
     original_max_position_embeddings: PositiveInt
     """The original context: the longest sequence before the stretching."""
 
     read_unless = (
         *((key, "rope_type", "yarn") for key in ("low_freq_factor", "high_freq_factor")),
-        *((key, "rope_type", "llama3") for key in ("beta_slow", "beta_fast", "mscale", "mscale_all_dim")),
+        *((key, "rope_type", "llama3") for key in _OF_YARN),
     )
 
     @property
@@ -90,7 +100,8 @@ class RopeScalingConfig(StrictModel):
             else ("beta_fast", "beta_slow")
         )
         scales = ("mscale", "mscale_all_dim") if self.scales else ()
-        return ("factor", *turns, *scales, "original_max_position_embeddings")
+        exact = () if self.truncate else ("truncate",)
+        return ("factor", *turns, *scales, *exact, "original_max_position_embeddings")
 
     @property
     def slow_and_fast(self) -> tuple[float, float]:
@@ -147,8 +158,12 @@ class ModelConfig(StrictModel):
     """Size of one head; null is hidden_size / num_attention_heads."""
     ffn_hidden_size: PositiveInt | None = None
     """Width of the feed-forward layer; null is 4 * hidden_size."""
-    activation_func: Literal["silu", "squared_relu"] = "silu"
-    """Of feed-forward layers and experts: silu has a gate (SwiGLU), and squared_relu has none."""
+    activation_func: Literal["silu", "quick_gelu", "squared_relu"] = "silu"
+    """Of feed-forward layers and experts: silu and quick_gelu have a gate (SwiGLU, gpt-oss), squared_relu has none."""
+    activation_func_clamp_value: PositiveFloat | None = None
+    """quick_gelu: gates are clamped from above to it, and what they multiply from both sides; null clamps nothing."""
+    glu_linear_offset: float = 0.0
+    """quick_gelu: added to what the gates multiply."""
     vocab_size: PositiveInt
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     max_position_embeddings: PositiveInt = 2048
@@ -169,6 +184,14 @@ class ModelConfig(StrictModel):
     """Normalise queries and keys per head (Qwen3), or the latents that they are made of."""
     add_qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
+    add_bias_linear: bool = False
+    """Bias on those, on the attention's output, on routers and on experts (gpt-oss)."""
+    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
+    """learnable: a number of each head stands beside the scores of the keys, and takes a share of them (a sink)."""
+    sliding_window: PositiveInt | None = None
+    """Newest tokens that a query sees, its own among them; null is all."""
+    window_attn_skip_freq: IntTuple | None = None
+    """For each layer 1 if it has the window, 0 if its queries see all; null is a window in all."""
     multi_latent_attention: bool = False
     """Make keys and values, and perhaps queries, of latents that are narrower than they are (DeepSeek)."""
     q_lora_rank: PositiveInt | None = None
@@ -267,7 +290,7 @@ class ModelConfig(StrictModel):
     @property
     def gated(self) -> bool:
         """Return whether feed-forward layers and experts have a gate."""
-        return self.activation_func == "silu"
+        return self.activation_func != "squared_relu"
 
     @property
     def mamba_size(self) -> int:
@@ -310,6 +333,8 @@ class ModelConfig(StrictModel):
         *((key, "multi_latent_attention", False) for key in _OF_LATENT_ATTENTION),
         *((key, "hybrid_layer_pattern", None) for key in _OF_MAMBA),
         *((key, "position_embedding_type", "none") for key in ("rotary_base", "rope_scaling")),
+        *((key, "activation_func", kind) for key in _OF_CLAMPED for kind in ("silu", "squared_relu")),
+        ("window_attn_skip_freq", "sliding_window", None),
         ("moe_router_bias_update_rate", "moe_router_enable_expert_bias", False),
         ("moe_aux_loss_coeff", "moe_router_load_balancing_type", "none"),
     )
@@ -318,6 +343,9 @@ class ModelConfig(StrictModel):
         """Yield sizes that do not divide, and settings of experts that cannot train."""
         yield from self._latent_problems() if self.multi_latent_attention else self._size_problems()
         yield from pattern_problems(self)
+        yield from window_problems(self)
+        yield from sink_problems(self)
+        yield from clamped_problems(self)
         if self.num_moe_experts is not None:
             yield from self._expert_problems(self.num_moe_experts)
 
@@ -333,6 +361,10 @@ class ModelConfig(StrictModel):
             what = f"{self.rope_scaling.rope_type} does not go with multi_latent_attention: true"
             related = ("multi_latent_attention",)
             yield Problem("incompatible", "rope_scaling.rope_type", what, "use yarn, or none", related)
+        elif self.rope_scaling is not None and not self.rope_scaling.truncate:
+            what = "false does not go with multi_latent_attention: true"
+            related = ("multi_latent_attention",)
+            yield Problem("incompatible", "rope_scaling.truncate", what, "set it to true", related)
 
     def _size_problems(self) -> Iterator[Problem]:
         if self.rope_scaling is not None and self.rope_scaling.scales:

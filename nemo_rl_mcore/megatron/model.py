@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed import DistributedDataParallelConfig as MegatronDDPConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu  # the one that Megatron's kernels look for
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import ModelConfig, PolicyConfig
 from nemo_rl_mcore.config.model import RopeScalingConfig
+from nemo_rl_mcore.megatron.biases import mark_for_tensor_parallel
 from nemo_rl_mcore.megatron.fusions import Kernels, fused_settings, recomputed_settings
 from nemo_rl_mcore.megatron.latent_attention import share_rotations
 from nemo_rl_mcore.megatron.model_class import LanguageModel, biased_routers, language_model
@@ -62,12 +64,16 @@ def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, An
         kv_channels=model.head_dim,
         ffn_hidden_size=model.ffn_size,
         gated_linear_unit=model.gated,
-        activation_func=torch.nn.functional.silu if model.gated else squared_relu,
+        activation_func=_ACTIVATIONS[model.activation_func],
+        activation_func_clamp_value=model.activation_func_clamp_value,
+        glu_linear_offset=model.glu_linear_offset,
         normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
         qk_layernorm=model.qk_layernorm,
-        add_bias_linear=False,
+        add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
+        softmax_type=model.softmax_type,
+        **_window_settings(model),
         init_method_std=model.init_method_std,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -104,6 +110,20 @@ def transformer_settings(policy: PolicyConfig, kernels: Kernels) -> dict[str, An
         **_expert_settings(policy, kernels),
         **_mamba_settings(model),
     )
+
+
+_ACTIVATIONS = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu, "squared_relu": squared_relu}
+
+
+def _window_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return what a TransformerConfig says of windows, which it counts in tokens before and behind a query."""
+    if model.sliding_window is None:
+        return {}
+    layers = model.window_attn_skip_freq
+    return {
+        "window_size": (model.sliding_window - 1, 0),
+        "window_attn_skip_freq": None if layers is None else [*layers],
+    }
 
 
 def _layers(policy: PolicyConfig) -> dict[str, Any]:
@@ -214,6 +234,7 @@ def _build_stage(policy: PolicyConfig, config: TransformerConfig, vp_stage: int 
         rotary_base=policy.model.rotary_base,
         vp_stage=vp_stage,
     )
+    mark_for_tensor_parallel(chunk)
     if policy.model.multi_latent_attention:
         share_rotations(chunk)
     elif policy.model.rope_scaling is not None and policy.model.position_embedding_type == "rope":
@@ -299,7 +320,7 @@ def stretched_frequencies(frequencies: torch.Tensor, scaling: RopeScalingConfig,
 def _kept_by_yarn(frequencies: torch.Tensor, scaling: RopeScalingConfig, base: float) -> torch.Tensor:
     """Return what is kept of each frequency [D/2], before clamping: it falls with the number of the channel pair.
 
-    The pairs with so many turns are rounded outwards, as in transformers and vLLM.
+    The pairs with so many turns are rounded outwards, as in transformers and vLLM, unless a model says not to.
     """
     pairs = frequencies.numel()
 
@@ -311,7 +332,10 @@ def _kept_by_yarn(frequencies: torch.Tensor, scaling: RopeScalingConfig, base: f
         )
 
     slow, fast = scaling.slow_and_fast
-    first, last = max(math.floor(pair_with(fast)), 0), min(math.ceil(pair_with(slow)), 2 * pairs - 1)
+    first, last = pair_with(fast), pair_with(slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
     width = last - first or 0.001  # one pair that is both
     numbers = torch.arange(pairs, dtype=frequencies.dtype, device=frequencies.device)
     return 1 - (numbers - first) / width

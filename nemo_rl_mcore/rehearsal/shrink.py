@@ -30,6 +30,7 @@ _ENDS = [*range(0, _VOCABULARY, 4)]
 """Tokens that end an answer where a recipe leaves out those that do not end, as nearly all of random weights."""
 _HEADS, _HEAD = 4, 8
 _EXPERTS = 4
+_WINDOW = 3
 
 
 @dataclass(frozen=True)
@@ -275,9 +276,22 @@ def _model(model: ModelConfig, config: RunConfig, layers: int, longest: int) -> 
         sizes["qk_pos_emb_head_dim"] = _HEAD // 2
     if model.mtp_num_layers:
         sizes["mtp_num_layers"] = 1
+    if model.sliding_window is not None:
+        sizes |= _windows(model.sliding_window, model.window_attn_skip_freq, layers)
     if model.hybrid_layer_pattern is not None:
         sizes |= _hybrid(model, model.hybrid_layer_pattern, layers)
     return model.model_dump(mode="json") | sizes
+
+
+def _windows(size: int, windowed: tuple[int, ...] | None, layers: int) -> Tree:
+    """Return windows that are shorter than answers, in the same turns with layers without."""
+    kinds = None if windowed is None else [*dict.fromkeys(windowed)]
+    return {
+        "sliding_window": min(size, _WINDOW),
+        "window_attn_skip_freq": None
+        if kinds is None
+        else [kinds[layer % len(kinds)] for layer in range(layers)],
+    }
 
 
 def _hybrid(model: ModelConfig, pattern: str, layers: int) -> Tree:

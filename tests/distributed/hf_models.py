@@ -85,6 +85,16 @@ _HYBRID_EXPERTS = {
     "moe_shared_expert_intermediate_size": 40,
     "routed_scaling_factor": 2.5,
 }
+# A window that is shorter than a test's rows in the first of two layers; gates that the limit clamps; 4 rotations, of
+# which none is rounded to a whole pair.
+_GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 24,
+    "sliding_window": 5,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {**_YARN, "truncate": False, "beta_fast": 2.0, "beta_slow": 0.1},
+}
 SHIFTED = {"dt_bias": 4.0, "A_log": -2.0}
 """With those of a start the states of Mamba layers would hold little, and forget it at once."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -129,6 +139,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.0,
         },
     ),
+    "gpt-oss": ("GptOss", _GPT_OSS),
+    "gpt-oss-tied": (
+        "GptOss",
+        {
+            **_GPT_OSS,
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 4,
+            "num_experts_per_tok": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    ),
     "nemotron-h": ("NemotronH", _MAMBA),
     "nemotron-h-experts": ("NemotronH", {**_MAMBA, **_HYBRID_EXPERTS, "hybrid_override_pattern": "MEM*EM-E"}),
     "nemotron-h-latent": (
@@ -154,7 +176,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
         model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or key.endswith("_bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter) + SHIFTED.get(key.rsplit(".", 1)[-1], 0.0))
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
@@ -237,9 +259,15 @@ def _float64(folder: Path) -> Any:
             # The other ways to attend and to run experts compute in float32, or not in float64.
             folder,
             dtype=torch.float64,
-            attn_implementation="sdpa",
+            attn_implementation=_exact_attention(folder),
             experts_implementation="eager",
         )
+
+
+def _exact_attention(folder: Path) -> str:
+    """Return an attention that computes in float64; models with sinks have one alone."""
+    config = json.loads((folder / "config.json").read_text())
+    return "eager" if config["model_type"] == "gpt_oss" else "sdpa"
 
 
 def _loss(model: Any, batch: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.families import (
     deepseek_v3,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -21,6 +22,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         deepseek_v3.FAMILY,
+        gpt_oss.FAMILY,
         llama.FAMILY,
         mistral.FAMILY,
         mixtral.FAMILY,

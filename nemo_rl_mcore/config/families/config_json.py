@@ -77,7 +77,7 @@ def _refused(family: Family, values: HFConfig) -> Iterator[Problem]:
             yield Problem(
                 "not-supported", refusal.key, f"{given!r} of a {family.model_type} model: {refusal.reason}"
             )
-    kinds = () if family.hybrid else values.get("layer_types") or ()
+    kinds = () if family.hybrid or family.windows else values.get("layer_types") or ()
     foreign = sorted({str(kind) for kind in cast("list[object]", kinds)} - {"full_attention"})
     if foreign:
         yield Problem(

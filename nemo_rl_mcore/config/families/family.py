@@ -29,7 +29,8 @@ WINDOW_SWITCH = Refusal("use_sliding_window", (False, None), "sliding-window att
 WINDOW = Refusal("sliding_window", (None,), "sliding-window attention is not supported")
 
 _FEATURES: Mapping[str, object] = {
-    **{"add_qkv_bias": False, "qk_layernorm": False, "mtp_num_layers": None},
+    **{"add_qkv_bias": False, "add_bias_linear": False, "qk_layernorm": False, "mtp_num_layers": None},
+    **{"softmax_type": "vanilla", "sliding_window": None},
     **{"activation_func": "silu", "position_embedding_type": "rope", "multi_latent_attention": False},
 }
 _FEATURES_OF_EXPERTS: Mapping[str, object] = {
@@ -73,6 +74,7 @@ class Family:
     fits: whether a model with those can be written as a config.json of the family.
     layer, outside: the weights of a layer, and those outside of layers.
     hybrid: its models have a pattern of layers, and with it experts or none.
+    windows: `layer_types` of its config.json may name layers with a window.
     complete: keys that follow from others of config.json.
     predicting: a regular expression of tensors that are left out: of layers that predict further tokens, which a
     family's files may hold.
@@ -92,6 +94,7 @@ class Family:
     layer: tuple[Slot, ...] = LAYER
     outside: Outside = OUTSIDE
     hybrid: bool = False
+    windows: bool = False
     complete: Callable[[HFConfig], Mapping[str, object]] = _nothing_read
     predicting: Callable[[ModelConfig], str] | None = None
     defaults: HFConfig = field(default_factory=dict[str, object])

@@ -12,7 +12,8 @@ _YARN = ("factor", "original_max_position_embeddings")
 _KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_LLAMA3}
 _YARN_KEYS = {*_KEYS, "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
 _NEEDED: Mapping[str, tuple[str, ...]] = {"default": (), "llama3": _LLAMA3, "yarn": _YARN}
-_OF_YARN: Mapping[str, tuple[object, ...]] = {"truncate": (None, True)}
+_UNLIKE_LATENTS: Mapping[str, tuple[object, ...]] = {"truncate": (None, True)}
+"""Keys that change a model without latent attention alone."""
 _OF_LATENTS: Mapping[str, tuple[object, ...]] = {"mscale": (None, 1), "mscale_all_dim": (None, 0)}
 """Keys that change a model of latent attention, where they have other values."""
 
@@ -79,7 +80,7 @@ def rotary_problems(family: Family, values: HFConfig) -> Iterator[Problem]:
     for key in _NEEDED.get(str(kind), ()):
         if key not in rotary:
             yield Problem("missing", f"rope_scaling.{key}", f"missing, and rope_type {kind} needs it")
-    others = {**_OF_YARN, **({} if family.latent_attention else _OF_LATENTS)}
+    others = _UNLIKE_LATENTS if family.latent_attention else _OF_LATENTS
     for key, allowed in others.items():
         if kind == "yarn" and rotary.get(key) not in allowed:
             what = f"{rotary[key]!r} of a {family.model_type} model: engines and training would read it otherwise"

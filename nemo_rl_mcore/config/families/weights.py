@@ -23,6 +23,10 @@ class Packing(Enum):
     """The gate's rows, then those of the projection up."""
     QKV = auto()
     """For each query group its queries, its key and its value."""
+    TRANSPOSED = auto()
+    """The parameter's rows are the tensor's columns."""
+    INTERLEAVED = auto()
+    """The gate's rows, then those of the projection up, of a tensor whose entries or columns take turns."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ ROWS = Layout(0)
 COLUMNS = Layout(1)
 QKV = Layout(0, Packing.QKV)
 GATED = Layout(0, Packing.GATED)
+TRANSPOSED = Layout(0, Packing.TRANSPOSED)
+INTERLEAVED = Layout(0, Packing.INTERLEAVED)
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,8 @@ class Slot:
     megatron: a regular expression of its names in Megatron; its group, if any, is the number of the expert.
     hugging_face: the tensors it consists of. exists: whether a model has it. in_layer: whether that layer of a model
     that has it does. buffer: it has no gradient, and is fp32 whatever the number format of the others. prefix: what
-    stands before the names of the tensors of a layer.
+    stands before the names of the tensors of a layer. stacked: its tensors, of which `shapes` has the part of one
+    expert, hold all experts of a layer, along a dimension before the others.
     """
 
     megatron: str
@@ -91,6 +98,12 @@ class Slot:
     in_layer: Callable[[ModelConfig, int], bool] = lambda _model, _layer: True
     buffer: bool = False
     prefix: str = "model.layers.{layer}."
+    stacked: bool = False
+
+    def tensor_shapes(self, model: ModelConfig) -> Shapes:
+        """Return the shapes of its tensors, as files and engines have them."""
+        experts = (model.num_moe_experts or 0,) if self.stacked else ()
+        return tuple((*experts, *shape) for shape in self.shapes(model))
 
     def count(self, model: ModelConfig) -> int:
         """Return the numbers that a layer holds of it, in all experts where it is theirs."""
@@ -208,7 +221,7 @@ ATTENTION = (
         tuple(f"self_attn.{kind}_proj.bias" for kind in "qkv"),
         QKV,
         _qkv_rows,
-        exists=lambda model: model.add_qkv_bias,
+        exists=lambda model: model.add_qkv_bias or model.add_bias_linear,
     ),
     *(
         Slot(
@@ -225,6 +238,20 @@ ATTENTION = (
         ("self_attn.o_proj.weight",),
         COLUMNS,
         lambda model: ((model.hidden_size, model.num_attention_heads * model.head_dim),),
+    ),
+    Slot(
+        r"self_attention\.linear_proj\.bias",
+        ("self_attn.o_proj.bias",),
+        REPLICATED,
+        _hidden,
+        exists=lambda model: model.add_bias_linear,
+    ),
+    Slot(
+        r"self_attention\.core_attention\.softmax_offset",
+        ("self_attn.sinks",),
+        ROWS,
+        lambda model: ((model.num_attention_heads,),),
+        exists=lambda model: model.softmax_type == "learnable",
     ),
     POST_ATTENTION_NORM,
 )

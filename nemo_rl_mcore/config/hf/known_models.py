@@ -126,6 +126,34 @@ _MOONLIGHT: dict[str, object] = {
     "vocab_size": 163840,
     "tie_word_embeddings": False,
 }
+_GPT_OSS_20B: dict[str, object] = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "quantization_config": {"quant_method": "mxfp4"},
+    "vocab_size": 201088,
+    "tie_word_embeddings": False,
+}
 _LLAMA3: dict[str, object] = {
     "model_type": "llama",
     "num_attention_heads": 32,
@@ -207,6 +235,8 @@ KNOWN_MODELS: Mapping[str, Mapping[str, object]] = {
     "meta-llama/Llama-3.2-1B-Instruct": _LLAMA32_1B,
     "moonshotai/Moonlight-16B-A3B": _MOONLIGHT,
     "moonshotai/Moonlight-16B-A3B-Instruct": _MOONLIGHT,
+    "openai/gpt-oss-120b": _GPT_OSS_20B | {"num_hidden_layers": 36, "num_local_experts": 128},
+    "openai/gpt-oss-20b": _GPT_OSS_20B,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NEMOTRON_3_NANO,
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": _NEMOTRON_3_NANO,
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": _NEMOTRON_3_NANO

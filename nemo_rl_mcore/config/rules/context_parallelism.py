@@ -107,8 +107,23 @@ def _layers_on_gpus(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _sinks_on_gpus(config: RunConfig) -> Iterator[Problem]:
+    """Yield ways to exchange for which Transformer Engine's attention has no sinks."""
+    megatron, model = config.policy.megatron_cfg, config.policy.model
+    shares = megatron.context_parallel_size > 1 and not config.cluster.on_cpu
+    if shares and model.softmax_type != "vanilla" and megatron.cp_comm_type != "a2a":
+        yield Problem(
+            "requires",
+            f"policy.{_COMMUNICATION}",
+            f"{megatron.cp_comm_type} does not go with policy.model.softmax_type: {model.softmax_type} on GPUs, where "
+            "sinks need whole heads on each rank",
+            "set it to a2a, or context_parallel_size: 1",
+            (f"policy.{CONTEXT}", "policy.model.softmax_type"),
+        )
+
+
 RULES = Rules(
     of_models=(_prediction_layers,),
     of_policies=(_fused, _nothing_to_allow, _overlapped_experts, _communication),
-    of_runs=(_layers_on_gpus,),
+    of_runs=(_layers_on_gpus, _sinks_on_gpus),
 )

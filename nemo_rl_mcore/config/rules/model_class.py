@@ -63,7 +63,21 @@ def _latents(policy: PolicyConfig) -> Iterator[Problem]:
         yield from _refused(policy, "model.multi_latent_attention", "true", "false", why)
 
 
+def _windows_and_sinks(policy: PolicyConfig) -> Iterator[Problem]:
+    model = policy.model
+    given = {
+        "softmax_type": (model.softmax_type, "vanilla"),
+        "sliding_window": (model.sliding_window, None),
+        "add_bias_linear": (model.add_bias_linear, False),
+    }
+    for key, (value, plain) in given.items():
+        if value != plain:
+            shown, remedy = ("null" if one is None else str(one).lower() for one in (value, plain))
+            why = "it counts attention and the rest as two layers, and has been run without alone"
+            yield from _refused(policy, f"model.{key}", shown, remedy, why)
+
+
 RULES = Rules(
     of_models=(_prediction_layers,),
-    of_policies=(_overlapped_experts, _own_pattern, _squared_relu, _latents),
+    of_policies=(_overlapped_experts, _own_pattern, _squared_relu, _latents, _windows_and_sinks),
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -36,8 +37,9 @@ def full_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of the Hugging Face model, whole and on the device, on every rank, in the order of the layers.
 
-    Every rank must iterate to the end: the steps are collective. One weight is in memory at a time; a tensor may share
-    memory with a parameter, so that what is to outlast the iteration must be copied.
+    Every rank must iterate to the end: the steps are collective. One tensor is in memory at a time, with one weight
+    beside it where a tensor holds those of all experts; a tensor may share memory with a parameter, so that what is to
+    outlast the iteration must be copied.
     Raises ValueError for an architecture that no supported Hugging Face family has.
     """
     family_of(policy.model)
@@ -45,14 +47,18 @@ def full_tensors(
     place = this_place()
     own = {weight: parameter.detach() for weight, parameter in local_parameters(chunks, policy.model, place)}
     stage_of = _stages(own, place)
-    for weight in all_weights(policy.model):
+
+    def whole_of(weight: Weight) -> list[torch.Tensor]:
         stage = stage_of[_stage_key(weight)]
         tensors = _empty(weight, policy)
         if stage == place.pipeline.rank():
             tensors = _whole_in_stage(weight, own.get(weight), tensors, policy.model, place)
-        for name, tensor in zip(weight.names, tensors, strict=True):
+        for tensor in tensors:
             _broadcast(tensor, stage, place.pipeline)
-            yield name, tensor
+        return tensors
+
+    for names, weights in groupby(all_weights(policy.model), key=lambda weight: weight.names):
+        yield from zip(names, _joined([*weights], whole_of, policy), strict=True)
 
 
 def save_pretrained(
@@ -112,7 +118,7 @@ def _bytes_of(policy: PolicyConfig) -> dict[str, int]:
     return {
         name: math.prod(shape) * _dtype(weight, policy).itemsize
         for weight in all_weights(policy.model)
-        for name, shape in zip(weight.names, weight.slot.shapes(policy.model), strict=True)
+        for name, shape in zip(weight.names, weight.slot.tensor_shapes(policy.model), strict=True)
     }
 
 
@@ -133,6 +139,21 @@ def _stages(own: Iterable[Weight], place: Place) -> dict[str, int]:
 def _empty(weight: Weight, policy: PolicyConfig) -> list[torch.Tensor]:
     dtype, device = _dtype(weight, policy), accelerator.device()
     return [torch.empty(shape, dtype=dtype, device=device) for shape in weight.slot.shapes(policy.model)]
+
+
+def _joined(
+    weights: Sequence[Weight], whole_of: Callable[[Weight], list[torch.Tensor]], policy: PolicyConfig
+) -> list[torch.Tensor]:
+    """Return the tensors of the weights of one name: those of one weight, or of all experts of a layer."""
+    first, slot = weights[0], weights[0].slot
+    if not slot.stacked:
+        return whole_of(first)
+    dtype, device = _dtype(first, policy), accelerator.device()
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in slot.tensor_shapes(policy.model)]
+    for number, weight in enumerate(weights):
+        for tensor, part in zip(tensors, whole_of(weight), strict=True):
+            tensor[number].copy_(part)
+    return tensors
 
 
 def _dtype(weight: Weight, policy: PolicyConfig) -> torch.dtype:

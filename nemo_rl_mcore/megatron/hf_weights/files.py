@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from nemo_rl_mcore import activity
 from nemo_rl_mcore.data.hub import read_weight_map, weight_file
 from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.megatron.hf_weights import mxfp4
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,6 +26,7 @@ _READABLE = ("F64", "F32", "F16", "BF16")
 class TensorFiles:
     """The tensors of a folder by name; files are opened when first read, and closed on leaving the context.
 
+    Tensors in MXFP4 (`..._blocks` and `..._scales`) are read as the one tensor that they make, in bfloat16.
     Raises ValueError for a folder without weights, for files that are missing or broken, and for unknown names.
     """
 
@@ -33,18 +35,26 @@ class TensorFiles:
         self._files: dict[Path, Any] = {}
         self._open = ExitStack()
         self._file_of = self._locate()
+        self._packed = frozenset(mxfp4.packed_names(self._file_of))
 
     @property
     def names(self) -> frozenset[str]:
         """Return all tensors."""
-        return frozenset(self._file_of)
+        parts = {part for name in self._packed for part in mxfp4.parts_of(name)}
+        return frozenset(self._file_of) - parts | self._packed
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the whole tensor's."""
+        if name in self._packed:
+            return mxfp4.shape_of(self._slices(mxfp4.parts_of(name)[0]).get_shape())
         return tuple(self._slices(name).get_shape())
 
     def read(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        """Return a part of a tensor; the rest is not read."""
+        """Return a part of a tensor; the rest is not read, but for other rows and columns of experts in MXFP4."""
+        if name in self._packed:
+            experts, *rest = part
+            blocks, scales = (self._slices(one)[experts] for one in mxfp4.parts_of(name))
+            return mxfp4.dequantized(blocks, scales)[(slice(None), *rest)]
         slices = self._slices(name)
         if slices.get_dtype() not in _READABLE:
             raise ValueError(

@@ -6,6 +6,7 @@ A process that holds the whole model also receives tensors one by one, in any or
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def _left_out(model: ModelConfig) -> re.Pattern[str]:
 def _read(files: TensorFiles, weight: Weight, place: Place, model: ModelConfig) -> torch.Tensor:
     """Read the part of a weight that this rank holds, as its parameter has it."""
     shapes, layout = weight.slot.shapes(model), weight.slot.layout
-    for name, shape in zip(weight.names, shapes, strict=True):
+    for name, shape in zip(weight.names, weight.slot.tensor_shapes(model), strict=True):
         if files.shape(name) != shape:
             raise ValueError(
                 f"{name} has the shape {files.shape(name)}, and the architecture gives it {shape}"
@@ -96,9 +97,16 @@ def _read(files: TensorFiles, weight: Weight, place: Place, model: ModelConfig) 
     rank, ranks = place.shard_of(weight)
     parts: list[torch.Tensor] = []
     for name, shape in zip(weight.names, shapes, strict=True):
-        cuts = [files.read(name, cut) for cut in layout.cuts(shape, rank, ranks, model)]
+        cuts = [_cut(files, name, weight, cut) for cut in layout.cuts(shape, rank, ranks, model)]
         parts.append(cuts[0] if len(cuts) == 1 else torch.cat(cuts, layout.dimension or 0))
     return pack(layout.packing, parts, model)
+
+
+def _cut(files: TensorFiles, name: str, weight: Weight, cut: tuple[slice, ...]) -> torch.Tensor:
+    """Read a part of a weight's tensor, or of what a tensor of all experts has of one."""
+    if not weight.slot.stacked or weight.expert is None:
+        return files.read(name, cut)
+    return files.read(name, (slice(weight.expert, weight.expert + 1), *cut))[0]
 
 
 def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
@@ -129,21 +137,30 @@ class WholeWeightFilling:
     def __init__(self, chunks: Sequence[torch.nn.Module], model: ModelConfig) -> None:
         self._model = model
         self._parameters = dict(local_parameters(chunks, model, this_place()))
-        self._weight_of = {name: weight for weight in self._parameters for name in weight.names}
-        self._missing = set(self._weight_of)
+        self._weights_of: dict[str, list[Weight]] = defaultdict(list)
+        for weight in self._parameters:
+            for name in weight.names:
+                self._weights_of[name].append(weight)
+        self._missing = set(self._weights_of)
         self._parts: dict[Weight, dict[str, torch.Tensor]] = {}
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """See `WeightFilling.take`."""
-        weight = self._weight_of.get(name)
-        if weight is None:
+        weights = self._weights_of.get(name)
+        if not weights:
             raise ValueError(f"the model has no tensor {name}")
-        shape = weight.slot.shapes(self._model)[weight.names.index(name)]
+        slot = weights[0].slot
+        shape = slot.tensor_shapes(self._model)[weights[0].names.index(name)]
         if tuple(tensor.shape) != shape:
             raise ValueError(
                 f"{name} has the shape {tuple(tensor.shape)}, and the architecture gives it {shape}"
             )
         self._missing.discard(name)
+        for weight in weights:
+            stacked = slot.stacked and weight.expert is not None
+            self._take(weight, name, tensor[weight.expert] if stacked else tensor)
+
+    def _take(self, weight: Weight, name: str, tensor: torch.Tensor) -> None:
         parts = self._parts.setdefault(weight, {})
         parts[name] = tensor
         if len(parts) < len(weight.names):

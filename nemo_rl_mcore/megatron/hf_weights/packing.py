@@ -23,6 +23,10 @@ def pack(packing: Packing, parts: Parts, model: ModelConfig) -> torch.Tensor:
     if packing is Packing.GATED:
         return torch.cat([*parts])
     (part,) = parts
+    if packing in _OF_COLUMNS and part.ndim > 1:
+        part = part.T
+    if packing is Packing.INTERLEAVED:
+        return torch.cat([part[0::2], part[1::2]])
     return part
 
 
@@ -30,7 +34,15 @@ def unpack(packing: Packing, parameter: torch.Tensor, model: ModelConfig) -> Par
     """Return the tensors that a parameter holds."""
     if packing is Packing.QKV:
         return _unpack_qkv(parameter, model)
-    return parameter.chunk(2) if packing is Packing.GATED else (parameter,)
+    if packing is Packing.GATED:
+        return parameter.chunk(2)
+    if packing is Packing.INTERLEAVED:
+        parameter = torch.stack(parameter.chunk(2), dim=1).flatten(0, 1)
+    return (parameter.T if packing in _OF_COLUMNS and parameter.ndim > 1 else parameter,)
+
+
+_OF_COLUMNS = (Packing.TRANSPOSED, Packing.INTERLEAVED)
+"""Packings of matrices whose rows are the columns of a tensor."""
 
 
 def whole(

@@ -43,9 +43,18 @@ OF_EXPERTS = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
+OF_GPT_OSS = {
+    "num_moe_experts": 4,
+    "add_bias_linear": True,
+    "softmax_type": "learnable",
+    "activation_func": "quick_gelu",
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 HF_CLASSES = {
     "deepseek_v3": "DeepseekV3Config",
+    "gpt_oss": "GptOssConfig",
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
     "qwen2": "Qwen2Config",
@@ -223,6 +232,8 @@ def test_overrides_take_the_place_of_keys_of_the_file(given, overrides):
         (HYBRID, "nemotron_h"),
         (HYBRID | OF_EXPERTS, "nemotron_h"),
         (HYBRID | OF_EXPERTS | {"moe_latent_size": 32}, "nemotron_h"),
+        (OF_GPT_OSS, "gpt_oss"),
+        (OF_GPT_OSS | {"sliding_window": 8, "window_attn_skip_freq": (0, 1)}, "gpt_oss"),
     ],
 )
 def test_the_family_follows_from_the_architecture(model, family):
@@ -252,6 +263,10 @@ def test_the_family_follows_from_the_architecture(model, family):
         ),
         ({"activation_func": "squared_relu"}, "policy.model.activation_func: squared_relu"),
         ({"position_embedding_type": "none"}, "policy.model.position_embedding_type: none"),
+        ({"sliding_window": 8}, "policy.model.sliding_window: 8"),
+        ({"softmax_type": "learnable"}, "policy.model.softmax_type: learnable"),
+        (OF_GPT_OSS | {"activation_func_clamp_value": None}, "policy.model.activation_func: quick_gelu"),
+        (OF_GPT_OSS | {"glu_linear_offset": 0.0}, "policy.model.activation_func: quick_gelu"),
         (HYBRID | {"activation_func": "silu"}, "policy.model.hybrid_layer_pattern: M*"),
     ],
 )
@@ -282,9 +297,25 @@ def test_what_no_family_has_is_named(model, reason):
             "rope_scaling.original_max_position_embeddings: missing",
         ),
         (
-            config_of("qwen2", rope_scaling={**YARN, "truncate": False}),
+            config_of("deepseek_v3", rope_scaling={**YARN, "truncate": False}),
             "rope_scaling.truncate: not-supported",
         ),
+        *(
+            (config_of("gpt_oss", **{key: value}), f"{key}: not-supported")
+            for key, value in {
+                "attention_bias": False,
+                "swiglu_alpha": 1.0,
+                "hidden_act": "gelu",
+                "attention_dropout": 0.1,
+                "quantization_config": {"quant_method": "fp8"},
+                "layer_types": ["sliding_attention", "chunked_attention"],
+            }.items()
+        ),
+        (config_of("gpt_oss", layer_types=["full_attention"]), "layer_types: contradicts"),
+        (config_of("gpt_oss", sliding_window=None), "sliding_window: missing"),
+        (config_of("gpt_oss", num_experts_per_tok=1), "num_experts_per_tok: no-signal"),
+        (config_of("gpt_oss", swiglu_limit=None), "swiglu_limit: missing"),
+        (config_of("gpt_oss", swiglu_limit=0.0), "swiglu_limit: not-allowed"),
         (config_of("qwen2", rope_scaling={**YARN, "mscale": 0.7}), "rope_scaling.mscale: not-supported"),
         (
             config_of("qwen2", rope_scaling={**YARN, "attention_factor": 1.2}),
@@ -355,6 +386,25 @@ def test_every_problem_is_given_at_once():
     assert len(refusal_of(config)) == 3
 
 
+@pytest.mark.parametrize(
+    ("kinds", "window", "layers"),
+    [
+        (["sliding_attention", "full_attention"], 8, (1, 0)),
+        (["full_attention", "sliding_attention"], 8, (0, 1)),
+        (["sliding_attention"] * 2, 8, None),
+        (["full_attention"] * 2, None, None),
+        (None, 8, (1, 0)),
+    ],
+)
+def test_kinds_of_layers_say_which_have_the_window(kinds, window, layers):
+    given = config_of("gpt_oss", sliding_window=8, layer_types=kinds, num_key_value_heads=2)
+    model = model_config_from_hf(given)
+    assert (model.sliding_window, model.window_attn_skip_freq) == (window, layers)
+    written = hf_config_of(model, origin=given)
+    assert written["sliding_window"] == 8
+    assert explicit_fields(model_config_from_hf(written)) == explicit_fields(model)
+
+
 def test_layers_in_words_are_those_in_characters():
     words = ["mamba", "moe", "mlp", "attention", "linear_attention"]
     plain = config_of("nemotron_h", num_key_value_heads=2)
@@ -417,6 +467,9 @@ PARAMETERS = {
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    # Of the numbers, not of the bytes that four bits a number are packed in.
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "openai/gpt-oss-20b": 20_914_757_184,
     # Those of transformers, and the biases of 26 layers of experts.
     "moonshotai/Moonlight-16B-A3B": 15_960_108_544 + 26 * 64,
     "moonshotai/Moonlight-16B-A3B-Instruct": 15_960_108_544 + 26 * 64,
