@@ -21,6 +21,7 @@ from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import MegatronConfig
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.attention import LocalAttention
+from nemo_rl_mcore.megatron.biases import biased_experts
 from nemo_rl_mcore.megatron.latent_attention import LatentAttention, require_latent_attention
 from nemo_rl_mcore.megatron.latent_experts import with_latent_experts
 
@@ -159,6 +160,8 @@ def layer_spec(config: MegatronConfig, transformer: TransformerConfig, *, dense:
         multi_latent_attention=latent,
     )
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+    if transformer.add_bias_linear and experts is not None:
+        submodules.mlp = biased_experts()
     attention: Any = cast(ModuleSpec, submodules.self_attention)
     attention.submodules.core_attention = LocalAttention
     if latent:
