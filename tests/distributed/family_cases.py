@@ -83,11 +83,11 @@ def assert_a_pass_is_theirs(ranks, saved, layout, rows, *, sections=None, unused
             assert largest > 1e-5 or (unused and unused in tensor), tensor
             assert abs(gradient - gradients[tensor]).max() <= GRADIENTS * largest, tensor
         used = [gradient.any() for tensor, gradient in found[2].items() if unused and unused in tensor]
-        assert sum(used) >= len(used) / 2
+        assert not used or sum(used) > len(used) / 2
 
 
-def assert_steps_are_theirs(ranks, saved, layout, adam, *, sections=None, unused=""):
-    """Compare weights after three steps of AdamW."""
+def assert_steps_are_theirs(ranks, saved, layout, adam, *, least=1e-5, sections=None, unused=""):
+    """Compare weights after three steps of AdamW, which move each tensor by `least` somewhere."""
     folder, _, wanted = saved
     world_size, megatron = LAYOUTS[layout] if isinstance(layout, str) else layout
     own = {"lr": adam["lr"], "adam_eps": adam["eps"]}
@@ -99,5 +99,5 @@ def assert_steps_are_theirs(ranks, saved, layout, adam, *, sections=None, unused
             if tensor.endswith(BIAS):
                 assert moved == 0, tensor
             else:
-                assert moved > 1e-5 or (unused and unused in tensor), tensor
+                assert moved > least or (unused and unused in tensor), tensor
             assert abs(found[tensor] - weight).max() < FIVE_STEPS, tensor

@@ -75,3 +75,51 @@ def test_no_token_sees_the_future(ranks):
     past_is_equal, later_differs = ranks(1).run(future_and_padding)[0]
     assert past_is_equal
     assert later_differs
+
+
+def errors_with_sinks(queries, keys, window, masked):
+    """Of the output, and of gradients of queries, keys, values and sinks, beside a softmax that is written out."""
+    import tiny
+    import tiny_gpt_oss
+    import torch
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from nemo_rl_mcore.megatron.attention import LocalAttention
+
+    config = tiny.worker(tiny.policy_config(model=tiny_gpt_oss.MODEL)).backend.config
+    config.window_size = None if window is None else (window - 1, 0)
+    config.window_attn_skip_freq = None
+    attention = LocalAttention(config, 1, AttnMaskType.causal, "self")
+    noise = torch.Generator().manual_seed(0)
+    shapes = [(queries, 2, 4, 8), (keys, 2, 2, 8), (keys, 2, 2, 8)]
+    tensors = [torch.randn(shape, generator=noise).requires_grad_() for shape in shapes]
+    attention.softmax_offset.data = torch.randn(4, generator=noise)
+    grad = torch.randn(queries, 2, 32, generator=noise)
+    place = torch.arange(keys - queries, keys).unsqueeze(1) - torch.arange(keys)
+    hidden = (place < 0) | (place >= (window or keys))
+    documents = torch.arange(keys) // 7
+    other = (documents[keys - queries :].unsqueeze(1) != documents) | (place < 0)
+    mask = other[None, None] if masked else None
+    out = attention(*tensors, mask)
+    found = [out, *torch.autograd.grad(out, [*tensors, attention.softmax_offset], grad)]
+
+    exact = [x.detach().double().requires_grad_() for x in (*tensors, attention.softmax_offset)]
+    query, key, value = (x.permute(1, 2, 0, 3) for x in exact[:3])
+    key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
+    scores = (query @ key.mT / 8**0.5).masked_fill(hidden | other if masked else hidden, -torch.inf)
+    sinks = exact[3].view(1, 4, 1, 1).expand(2, 4, queries, 1)
+    shares = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    wanted_out = (shares @ value).permute(2, 0, 1, 3).flatten(2)
+    wanted = [wanted_out, *torch.autograd.grad(wanted_out, exact, grad.double())]
+    return [float((a - e).norm() / e.norm()) for a, e in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.smoke("blocks")
+@pytest.mark.parametrize(
+    ("queries", "keys", "window", "masked"),
+    [(9, 9, None, False), (9, 9, 1, False), (9, 9, 4, True), (1, 9, 4, False), (1100, 1100, 600, False)],
+    ids=["no-window", "itself", "documents", "newest", "blocks"],
+)
+def test_windows_and_sinks_are_exact(ranks, queries, keys, window, masked):
+    (found,) = ranks(1).run(errors_with_sinks, queries, keys, window, masked)
+    assert max(found) < 2e-6, found

@@ -2,6 +2,12 @@
 
 import family_cases as cases
 import pytest
+import test_frozen_weights
+import test_generation
+import test_hf_gradients
+import test_hybrid
+import tiny_gpt_oss
+from tolerances import GENERATION, METRICS
 
 ADAM = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.0}
 """With a smaller eps a step would multiply the rounding of small gradients."""
@@ -31,3 +37,72 @@ def test_log_probabilities_and_gradients(ranks, saved, name, layout, rows):
 )
 def test_steps_of_adamw(ranks, saved, name, layout):
     cases.assert_steps_are_theirs(ranks, saved(name), layout, ADAM)
+
+
+def norm_of(folder, megatron):
+    """The norm of a step's gradients."""
+    import hf_weight_cases
+    import tiny
+    import torch
+
+    from nemo_rl_mcore.data import BatchedDataDict
+    from nemo_rl_mcore.losses import NLLLossFn
+
+    worker = tiny.worker(hf_weight_cases.policy_of(folder, megatron))
+    batch = test_hf_gradients.batch()
+    data = BatchedDataDict(**{name: torch.from_numpy(values) for name, values in batch.items()})
+    return float(worker.train(tiny.shard(data), NLLLossFn())["grad_norm"])
+
+
+@pytest.mark.quick_cases("tp2-sp")
+@pytest.mark.parametrize("layout", ["tp2-sp", "tp2-sp-ep2"])
+def test_the_norm_of_gradients_has_the_sinks_of_all_ranks(ranks, saved, layout):
+    folder, (_, _, gradients), _ = saved("gpt-oss")
+    wanted = sum(float((gradient.astype("float64") ** 2).sum()) for gradient in gradients.values()) ** 0.5
+    world_size, megatron = cases.LAYOUTS[layout]
+    for found in ranks(world_size).run(norm_of, folder, megatron):
+        assert found == pytest.approx(wanted, **METRICS)
+
+
+@pytest.mark.quick_cases("one")
+@pytest.mark.parametrize("layout", ["one", "tp2-sp", "pp2", "cp2", "ep2"])
+def test_decoding_says_what_a_pass_says(ranks, layout):
+    """With a cache, of prompts and answers that are longer than windows, and by whole passes."""
+    world_size, megatron = cases.LAYOUTS[layout]
+    lengths = [10, 10, 2, 5, 2, 1, 5, 3]
+    for generated, confirmed, *_ in ranks(world_size).run(
+        test_generation.generated_against_logprobs, megatron, lengths, [], None, tiny_gpt_oss.MODEL
+    ):
+        assert len(generated) == 8 * 6
+        assert generated == pytest.approx(confirmed, abs=GENERATION)
+
+
+@pytest.mark.quick_cases("tp2-sp-ep2")
+@pytest.mark.parametrize("layout", ["one", "tp2-sp-ep2", "pp2"])
+def test_a_checkpoint_goes_on_in_another_layout(ranks, tmp_path, layout):
+    needed, megatron = cases.LAYOUTS[layout]
+    folder, model = str(tmp_path / "step"), tiny_gpt_oss.MODEL
+    (wanted,) = ranks(1).run(test_hybrid.go_on, "auto", folder, model, {}, False)
+    for found in ranks(needed).run(test_hybrid.go_on, "auto", folder, model, megatron, True):
+        test_hybrid.assert_went_on_alike(found, wanted)
+
+
+@pytest.mark.quick_cases("sinks")
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("*.self_attn.sinks", "softmax_offset"),
+        ("model.layers.*.mlp.experts.*", ".experts."),
+        ("model.layers.*.mlp.router.*", ".router."),
+    ],
+    ids=["sinks", "experts", "routers"],
+)
+def test_frozen_weights_stay(ranks, tmp_path, pattern, named):
+    freeze = {"freeze": (pattern,)}
+    for start, end, gradients, frozen in ranks(2).run(
+        test_frozen_weights.steps, freeze, tiny_gpt_oss.MODEL, cases.EP2, {}, str(tmp_path / "step")
+    ):
+        assert frozen == {name for name in start if named in name}
+        assert frozen.isdisjoint(gradients)
+        for name, weight in start.items():
+            assert (end[name] == weight).all() == (name in frozen), name

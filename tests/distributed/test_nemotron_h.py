@@ -1,75 +1,30 @@
 """A hybrid of Mamba-2, attention and feed-forward layers is transformers' in float64: every layout, packed or not."""
 
-import hf_models
-import hf_weight_cases as cases
-import numpy as np
+import family_cases as cases
 import pytest
 import test_generation
-import test_hf_gradients
 import test_hybrid
 import tiny_hybrid
-from tolerances import FIVE_STEPS, GENERATION, GRADIENTS, LOGPROBS, METRICS
+from family_cases import PP2
+from tolerances import GENERATION
 
-TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
-CP2, EP2 = {"context_parallel_size": 2}, {"expert_model_parallel_size": 2}
-SP = {"sequence_parallel": True}
-LAYOUTS = {
-    "one": (1, {}),
-    "one-recomputed": (1, {"activation_checkpointing": True}),
-    "one-fused": (
-        1,
-        {
-            "use_fused_linear_logprobs": True,
-            "fused_linear_logprobs_packed": True,
-            "fused_linear_logprobs_chunk_size": 5,
-        },
-    ),
-    "dp2": (2, {}),
-    "tp2": (2, TP2),
-    "tp2-sp": (2, TP2 | SP),
-    "pp2": (2, PP2),
-    "pp2-uneven": (2, PP2 | {"num_layers_in_last_pipeline_stage": 3}),
-    "pp2-vpp2": (2, PP2 | {"virtual_pipeline_model_parallel_size": 2}),
-    "cp2": (2, CP2),
-    "cp2-tp2-sp": (4, CP2 | TP2 | SP),
-    "ep2": (2, EP2),
-    "tp2-sp-ep2": (2, TP2 | SP | EP2),
-    "pp2-ep2": (4, PP2 | EP2),
-}
-_OF_EXPERTS = {"model": {"moe_router_bias_update_rate": 0.0}}
-STILL = {"nemotron-h": {}, "nemotron-h-experts": _OF_EXPERTS, "nemotron-h-latent": _OF_EXPERTS}
-BIAS = "e_score_correction_bias"
-"""No gradient moves it, but a rate, unless that is 0."""
-ROWS = test_hf_gradients.ROWS
+LAYOUTS = cases.LAYOUTS | {"pp2-uneven": (2, PP2 | {"num_layers_in_last_pipeline_stage": 3})}
+del LAYOUTS["one-recomputed-attention"]
+STILL = {"nemotron-h": {}, "nemotron-h-experts": cases.STILL, "nemotron-h-latent": cases.STILL}
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """`saved(name)`: the folder of a tiny model, what transformers makes of a batch, and its weights after steps."""
-    found = {}
-
-    def of(name):
-        if name not in found:
-            folder = hf_models.save(name, tmp_path_factory.mktemp(name))
-            said = hf_models.in_float64(folder, test_hf_gradients.batch())
-            found[name] = folder, said, hf_models.stepped_in_float64(folder, batches(), **ADAM)
-        return found[name]
-
-    return of
-
-
-def batches():
-    """Three batches of uneven rows."""
-    first = test_hf_gradients.batch()
-    return [first | {"input_ids": np.roll(first["input_ids"], shift, axis=1)} for shift in range(3)]
+    """`saved(name)`: see `family_cases.saved_models`."""
+    return cases.saved_models(tmp_path_factory, **ADAM)
 
 
 @pytest.mark.smoke("nemotron-h-one-packed")
 @pytest.mark.quick_cases(
     "nemotron-h-one-padded", "nemotron-h-one-packed", "nemotron-h-tp2-sp-packed", "nemotron-h-pp2-padded"
 )
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", cases.ROWS)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -83,20 +38,7 @@ def batches():
     ],
 )
 def test_log_probabilities_and_gradients(ranks, saved, name, layout, rows):
-    folder, (logprobs, loss, gradients), _ = saved(name)
-    world_size, megatron = LAYOUTS[layout]
-    for found in ranks(world_size).run(
-        cases.trained_on, folder, megatron, ROWS[rows], test_hf_gradients.batch()
-    ):
-        assert abs(found[0] - logprobs).max() < LOGPROBS
-        assert found[1] == pytest.approx(loss, **METRICS)
-        assert found[2].keys() == gradients.keys()
-        for tensor, gradient in gradients.items():
-            if tensor.endswith(BIAS):
-                continue
-            largest = abs(gradient).max()
-            assert largest > 1e-5, tensor
-            assert abs(found[2][tensor] - gradient).max() < GRADIENTS * largest, tensor
+    cases.assert_a_pass_is_theirs(ranks, saved(name), LAYOUTS[layout], rows)
 
 
 @pytest.mark.parametrize(
@@ -104,16 +46,7 @@ def test_log_probabilities_and_gradients(ranks, saved, name, layout, rows):
     [("nemotron-h", "tp2-sp"), ("nemotron-h-experts", "one"), ("nemotron-h-latent", "tp2-sp-ep2")],
 )
 def test_steps_of_adamw(ranks, saved, name, layout):
-    folder, _, wanted = saved(name)
-    world_size, megatron = LAYOUTS[layout]
-    adam = {"lr": ADAM["lr"], "adam_eps": ADAM["eps"]}
-    for found in ranks(world_size).run(cases.stepped, folder, megatron, STILL[name], batches(), adam):
-        assert found.keys() == wanted.keys()
-        start = hf_models.tensors(folder)
-        for tensor, weight in wanted.items():
-            moved = abs(weight - start[tensor].numpy()).max()
-            assert (moved == 0) if tensor.endswith(BIAS) else (moved > 1e-4), tensor
-            assert abs(found[tensor] - weight).max() < FIVE_STEPS, tensor
+    cases.assert_steps_are_theirs(ranks, saved(name), LAYOUTS[layout], ADAM, least=1e-4, sections=STILL[name])
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2", "tp2-sp", "pp2", "cp2"])

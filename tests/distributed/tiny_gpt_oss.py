@@ -1,0 +1,16 @@
+"""A gpt-oss of the size of `tiny`: a window that is shorter than its rows in every other layer."""
+
+MODEL = {
+    "num_layers": 4,
+    "softmax_type": "learnable",
+    "sliding_window": 3,
+    "window_attn_skip_freq": (1, 0, 1, 0),
+    "add_bias_linear": True,
+    "activation_func": "quick_gelu",
+    "activation_func_clamp_value": 1.5,
+    "glu_linear_offset": 1.0,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 24,
+    "init_method_std": 0.2,
+}
