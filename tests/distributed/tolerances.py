@@ -16,6 +16,7 @@ __all__ = [
     "FIVE_STEPS",
     "GENERATION",
     "GRADIENTS",
+    "GRADIENTS_THAT_CANCEL",
     "LEARNING_RATE",
     "LOGPROBS",
     "METRICS",
@@ -28,6 +29,9 @@ __all__ = [
 LOGPROBS = 1e-5
 # One backward pass: gradients against an independent computation, as a share of a tensor's largest entry.
 GRADIENTS = 1e-5
+# The same of a router's bias: a sum over tokens of what cancels, since the shares of a token's experts sum to 1. In the
+# tiny models its largest entry is a tenth of those of its terms.
+GRADIENTS_THAT_CANCEL = 5e-5
 # Metrics that count which of two numbers is the larger, where both are equal but for rounding, by algorithm and step:
 # they are not compared. DPO begins with the weights of its reference.
 TIES = {("dpo", 1): {"train/accuracy", "train/preference_accuracy"}}
