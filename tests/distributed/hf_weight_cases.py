@@ -150,3 +150,15 @@ def trained_on(folder, megatron, sections, batch):
             parameter.data.copy_(parameter.main_grad)
     gradients = {name: tensor.numpy().copy() for name, tensor in full_tensors_of(worker)}
     return said, step["all_mb_metrics"]["loss"][0], gradients
+
+
+def gradient_norm(folder, megatron, batch):
+    """The norm of the gradients of a batch's mean negative log-likelihood, as the step tells it."""
+    import tiny
+
+    from nemo_rl_mcore.data import BatchedDataDict
+    from nemo_rl_mcore.losses import NLLLossFn
+
+    worker = tiny.worker(policy_of(folder, megatron))
+    data = BatchedDataDict(**{name: torch.from_numpy(values) for name, values in batch.items()})
+    return float(worker.train(tiny.shard(data), NLLLossFn())["grad_norm"])

@@ -1,6 +1,7 @@
 """Windows, sinks, and experts with biases and clamped gates are transformers' in float64, on every layout."""
 
 import family_cases as cases
+import hf_weight_cases
 import pytest
 import test_frozen_weights
 import test_generation
@@ -39,28 +40,15 @@ def test_steps_of_adamw(ranks, saved, name, layout):
     cases.assert_steps_are_theirs(ranks, saved(name), layout, ADAM)
 
 
-def norm_of(folder, megatron):
-    """The norm of a step's gradients."""
-    import hf_weight_cases
-    import tiny
-    import torch
-
-    from nemo_rl_mcore.data import BatchedDataDict
-    from nemo_rl_mcore.losses import NLLLossFn
-
-    worker = tiny.worker(hf_weight_cases.policy_of(folder, megatron))
-    batch = test_hf_gradients.batch()
-    data = BatchedDataDict(**{name: torch.from_numpy(values) for name, values in batch.items()})
-    return float(worker.train(tiny.shard(data), NLLLossFn())["grad_norm"])
-
-
 @pytest.mark.quick_cases("tp2-sp")
 @pytest.mark.parametrize("layout", ["tp2-sp", "tp2-sp-ep2"])
 def test_the_norm_of_gradients_has_the_sinks_of_all_ranks(ranks, saved, layout):
     folder, (_, _, gradients), _ = saved("gpt-oss")
     wanted = sum(float((gradient.astype("float64") ** 2).sum()) for gradient in gradients.values()) ** 0.5
     world_size, megatron = cases.LAYOUTS[layout]
-    for found in ranks(world_size).run(norm_of, folder, megatron):
+    for found in ranks(world_size).run(
+        hf_weight_cases.gradient_norm, folder, megatron, test_hf_gradients.batch()
+    ):
         assert found == pytest.approx(wanted, **METRICS)
 
 
