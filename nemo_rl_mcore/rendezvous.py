@@ -93,6 +93,12 @@ def listen_at(address: str, port: int = 0) -> socket.socket:
         ) from error
 
 
+def give_up_port() -> None:
+    """Free the port where processes are to meet, if this one holds it: for a library that listens there itself."""
+    if (inherited := os.environ.pop(LISTENING_SOCKET, None)) is not None:
+        os.close(int(inherited))
+
+
 def _listening_socket(address: str, port: int) -> socket.socket:
     inherited = os.environ.pop(LISTENING_SOCKET, None)  # it is held once
     return listen_at(address, port) if inherited is None else socket.socket(fileno=int(inherited))

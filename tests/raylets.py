@@ -55,6 +55,10 @@ class Raylets:
     def environment(self) -> dict[str, str]:
         return {**self._settings, "RAY_ADDRESS": self._address}
 
+    def processes(self) -> dict[int, str]:
+        """The title of every process of the cluster that runs."""
+        return self._watch.alive()
+
     def join(self, cpus: int = 1) -> str:
         """Start a raylet; returns its address, which no other one has."""
         self._nodes += 1

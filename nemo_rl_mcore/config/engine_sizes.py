@@ -38,6 +38,6 @@ def cpu_cache_bytes(policy: PolicyConfig) -> int:
         * model.num_layers
         * model.query_groups
         * model.head_dim
-        * _BYTES[vllm.precision or policy.precision]
+        * _BYTES[vllm.number_format(policy.precision) or policy.precision]
     )
     return _CPU_CACHE_SEQUENCES * length * token

@@ -11,10 +11,18 @@ _SET_HERE: Mapping[str, str] = {
     **{
         key: f"policy.generation.vllm_cfg.{key}"
         for key in (
-            *("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs"),
+            *("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization"),
+            *("max_model_len", "max_num_seqs"),
             *("kv_cache_memory_bytes", "enforce_eager"),
         )
     },
+    "enable_expert_parallel": "policy.generation.vllm_cfg.expert_parallel_size",
+    **dict.fromkeys(
+        ("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port"), ""
+    ),
+    "quantization": "policy.generation.vllm_cfg.precision",
+    "quantization_config": "policy.generation.vllm_cfg.quantization_ignored_layer_kws",
+    "kv_cache_dtype": "policy.generation.vllm_cfg.kv_cache_dtype",
     "max_logprobs": "",
     "logprobs_mode": "",
     "load_format": "",
@@ -28,7 +36,6 @@ _SET_HERE: Mapping[str, str] = {
 """What an engine is built with, and the key that says it, if one does."""
 _OTHER_ANSWERS = (
     *(
-        "quantization",
         "hf_overrides",
         "hf_config_path",
         "rope_scaling",
@@ -39,7 +46,6 @@ _OTHER_ANSWERS = (
         "generation_config",
         "logits_processors",
         "logits_processor_pattern",
-        "kv_cache_dtype",
         "calculate_kv_scales",
     ),
     *("speculative_config", "speculative_model", "enable_lora", "lora_modules", "disable_sliding_window"),
@@ -52,15 +58,7 @@ _OTHER_ANSWERS = (
     ),
 )
 """What changes the distribution that is sampled, or has weights that no refit sends."""
-_OTHER_LAYOUTS = (
-    *(
-        "pipeline_parallel_size",
-        "data_parallel_size",
-        "enable_expert_parallel",
-        "decode_context_parallel_size",
-    ),
-    *("distributed_executor_backend", "nnodes", "node_rank", "enable_eplb"),
-)
+_OTHER_LAYOUTS = ("data_parallel_size", "decode_context_parallel_size", "enable_eplb")
 """What spreads an engine over more devices than it is given."""
 
 
@@ -77,9 +75,7 @@ def kwargs_problems(given: Mapping[str, object] | None) -> Iterator[Problem]:
             yield Problem("not-supported", path, what, "remove it")
         elif name in _OTHER_LAYOUTS:
             what = "spreads an engine over devices that it is not given"
-            yield Problem(
-                "not-supported", path, what, "remove it; vllm_cfg.tensor_parallel_size is its layout"
-            )
+            yield Problem("not-supported", path, what, "remove it; vllm_cfg has the sizes of its layout")
 
 
 def is_passed_on(name: str) -> bool:

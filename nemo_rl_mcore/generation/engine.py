@@ -189,13 +189,23 @@ class Engine(Protocol):
         ...
 
 
+class EngineShare(Protocol):
+    """The class of an actor that has an engine's processes on one of its machines, where that is not the first one."""
+
+    def serve(self) -> None:
+        """Return, or raise, once one of them has ended."""
+        ...
+
+
 @dataclass(frozen=True)
 class EngineKind:
     """All that the driver knows of the engines that it places, starts, refits and starts again.
 
     name: of the kind, for messages. engine: the class of an actor, an `Engine` that is built from `settings`.
     environment: variables of its processes besides those of a rank. engines: how many there are, unless the GPUs that
-    they share or are given say so; gpus: of each one, where there are some. sleeps: whether training gets its memory.
+    they share or are given say so. processes: of each one, with a GPU each where there are some. share: the class of
+    the actors on its further machines, built from the same settings; None where an engine is on one. sleeps: whether
+    training gets its memory.
     section: of the recipe, which has the keys start_timeout_s, call_timeout_s, max_restarts and restart_backoff_s.
     precision: number format that the engines hold weights in; None is the one they are sent in.
     """
@@ -205,7 +215,7 @@ class EngineKind:
     settings: Any
     environment: Mapping[str, str]
     engines: int
-    gpus: int
+    processes: int
     sleeps: bool
     bucket_bytes: int
     section: str
@@ -214,6 +224,7 @@ class EngineKind:
     max_restarts: int
     restart_backoff_s: float
     precision: str | None = None
+    share: type[EngineShare] | None = None
 
     @property
     def noun(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from nemo_rl_mcore.config.hybrid_layers import ATTENTION, EXPERTS, MAMBA, MLP
 from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.preflight.engines import share_memory
 from nemo_rl_mcore.preflight.memory import WEIGHT_BYTES, RunMemory, training_tokens
 
 _MODULES = {MLP: "mlp", EXPERTS: "moe"}
@@ -20,7 +21,7 @@ class DeviceMemory:
 
     activations: of the microbatches under way, of the model that has most. training: with all that the ranks keep.
     during_generation: what the ranks keep while engines generate on their GPUs; None where none do. engine_share: of a
-    GPU, what an engine takes then.
+    GPU, what an engine takes then, and engine_weights: the bytes of the weights that this has to hold.
     """
 
     tokens: int
@@ -28,12 +29,15 @@ class DeviceMemory:
     training: int
     during_generation: int | None
     engine_share: float
+    engine_weights: int = 0
 
     @property
     def smallest(self) -> int:
         """Return the least bytes that a GPU has to have."""
-        kept = self.during_generation
-        return max(self.training, 0 if kept is None else round(kept / (1 - self.engine_share)))
+        if self.during_generation is None:
+            return self.training
+        beside = round(self.during_generation / (1 - self.engine_share))
+        return max(self.training, beside, round(self.engine_weights / self.engine_share))
 
 
 def plan_device_memory(config: RunConfig, memory: RunMemory) -> DeviceMemory:
@@ -48,6 +52,7 @@ def plan_device_memory(config: RunConfig, memory: RunMemory) -> DeviceMemory:
         training=memory.total + activations,
         during_generation=_kept_during_generation(config.policy, memory) if turns else None,
         engine_share=config.policy.generation.vllm_cfg.gpu_memory_utilization,
+        engine_weights=share_memory(config.policy).weights if turns else 0,
     )
 
 

@@ -157,6 +157,12 @@ def _memory_sections(plan: Plan) -> Iterator[tuple[str, Iterable[Row]]]:
         )
     if (engine := plan.engines.memory) is not None:
         yield "Memory per embedded engine, without key-value cache", _engine_rows(engine)
+    if (share := plan.engines.share) is not None:
+        rows = [
+            ("model", f"{share.parameters:,} weights on the fullest process"),
+            ("weights", _bytes(share.weights)),
+        ]
+        yield "Memory per process of a vLLM engine, without key-value cache", rows
 
 
 def _memory_rows(memory: MemoryEstimate) -> Iterator[Row]:

@@ -203,7 +203,7 @@ def engines_of(config: RunConfig) -> int:
         if generation.colocated.enabled
         else (of_engines.gpus_per_node or cluster.gpus_per_node) * (of_engines.num_nodes or 1)
     )
-    return max(1, gpus // generation.vllm_cfg.tensor_parallel_size)
+    return max(1, gpus // generation.vllm_cfg.processes)
 
 
 def _loop(config: RunConfig) -> Tree:

@@ -183,7 +183,7 @@ class RayCluster:
         )
 
     def _slots(self, group: PlacementGroup | None) -> tuple[RankSlot, ...]:
-        address = LOOPBACK if self._is_local else _first_node_address(group)
+        address = LOOPBACK if self._is_local else self.address_of(group)
         rendezvous = {"MASTER_ADDR": address, **self.local_network()}  # the port is what rank 0 finds free
         return tuple(self._slot(rank, rendezvous, group) for rank in range(self.config.world_size))
 
@@ -191,6 +191,13 @@ class RayCluster:
         """Environment that keeps process groups inside this machine, when the session is."""
         # A laptop's host name need not resolve; gloo would ask for it.
         return {"GLOO_SOCKET_IFNAME": "lo"} if self._is_local else {}
+
+    def address_of(self, group: PlacementGroup | None, bundle: int = 0) -> str:
+        """Return the address of the machine that a bundle is on, or of this one without a group, to meet there."""
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        if group is None:
+            return nodes[ray.get_runtime_context().get_node_id()]
+        return nodes[ray.util.placement_group_table(group)["bundles_to_node_id"][bundle]]
 
     @property
     def one_machine(self) -> bool:
@@ -318,12 +325,3 @@ class RayCluster:
             options = {**resources, "scheduling_strategy": bundle}
         inherited = rank_environment(os.environ, on_cpu=self.config.on_cpu)
         return RankSlot(rank, {**rendezvous, **inherited, **identity}, options)
-
-
-def _first_node_address(group: PlacementGroup | None) -> str:
-    """Address of the machine of rank 0, where the ranks meet."""
-    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    if group is None:
-        return nodes[ray.get_runtime_context().get_node_id()]
-    first = ray.util.placement_group_table(group)["bundles_to_node_id"][0]
-    return nodes[first]

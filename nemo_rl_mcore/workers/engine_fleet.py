@@ -1,4 +1,4 @@
-"""The engines of a run, each a gang of one, in a pool that starts those anew that are lost.
+"""The engines of a run, each a gang of which one worker is called, in a pool that starts those anew that are lost.
 
 Runs in the driver. Who restarts an engine: `lose`, called by whoever has found it dead, hung or without weights, ends
 it, and a thread of `pool.Pool` starts another one, as long as the kind's `max_restarts` lasts. The thread that trains
@@ -92,7 +92,7 @@ class EngineFleet(Pool[StartedEngine]):
     def start_all(self) -> None:
         """Start all engines; raises what the first one that failed has raised."""
         self._placement = self._place()
-        numbers = [slot.rank for slot in self._placement.slots]
+        numbers = [*dict.fromkeys(slot.rank for slot in self._placement.slots)]
         self.start(numbers)
         self.wait(len(numbers))
 
@@ -149,7 +149,7 @@ class EngineFleet(Pool[StartedEngine]):
     def _start_engine(self, number: int) -> StartedEngine:
         kind = self._kind
         assert self._placement is not None  # `start_all` has made it
-        [slot] = [slot for slot in self._placement.slots if slot.rank == number]
+        slots = tuple(slot for slot in self._placement.slots if slot.rank == number)
         group = RayWorkerGroup(
             kind.engine,
             self._cluster,
@@ -157,12 +157,13 @@ class EngineFleet(Pool[StartedEngine]):
             start_timeout_s=kind.start_timeout_s,
             call_timeout_s=kind.call_timeout_s,
             deadline_keys=kind.section,
-            placement=Placement((slot,)),
+            placement=Placement(slots),
             name=kind.name,
             noun="engine",
+            share_class=kind.share,
             lost=lambda: "the run" if self.closed else self._cluster.lost(),
         )
-        [process] = group.members
+        process, *_ = group.members  # the others are its shares on further machines
         return StartedEngine(group, process, HealthWatch([process.handle]))
 
     def _report_restart(self, number: int, delay_s: float, error: Exception) -> None:

@@ -138,7 +138,7 @@ class EngineRefits:
             self._transport,
             kind.bucket_bytes,
             kind.call_timeout_s,
-            receivers=len(engines) * kind.gpus,
+            receivers=len(engines) * kind.processes,
             verify=self._verify,
             held_as=kind.precision,
         )
@@ -149,7 +149,7 @@ class EngineRefits:
             joined = self._fleet.run(
                 engines,
                 "join_broadcast",
-                own={engine: {"first_rank": 1 + at * kind.gpus} for at, engine in enumerate(engines)},
+                own={engine: {"first_rank": 1 + at * kind.processes} for at, engine in enumerate(engines)},
                 address=rendezvous.address,
                 port=rendezvous.port,
                 world_size=rendezvous.world_size,

@@ -1,4 +1,6 @@
-"""A gang of supervised actors, called as a whole and lost as a whole: the ranks of a policy, and one engine alone.
+"""A gang of supervised actors, lost as a whole: the ranks of a policy, and one engine alone.
+
+Ranks are called as a whole; of an engine on several machines the first actor alone.
 
 Runs in the driver, in the thread that calls; `shutdown` may come from any other. There is no health thread: progress is
 heard while somebody waits (`gang_call.py`). Nothing here starts anew: `Policy.restart` makes another gang of ranks.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -76,6 +79,8 @@ class RayWorkerGroup:
 
     Args:
         worker_class: a plain class; it becomes an actor here and nowhere else.
+        share_class: of all workers but the first, where that one alone is called. The others live with it: it is ended
+            once `serve` of one of them returns or raises.
         cluster: the session that places the ranks.
         args: positional arguments of every worker's constructor.
         kwargs: keyword arguments of every worker's constructor.
@@ -108,6 +113,7 @@ class RayWorkerGroup:
         name: str = "",
         noun: str = "rank",
         secrets: Mapping[str, str] | None = None,
+        share_class: type | None = None,
         lost: Callable[[], str | None] | None = None,
     ) -> None:
         self._name = name
@@ -120,14 +126,19 @@ class RayWorkerGroup:
         self._placement = placement or cluster.place_ranks()
         self._lost, noun = lost or cluster.lost, f"{name} {noun}".strip()
         self._members: Sequence[Actor] = ()
+        self._called: Sequence[Actor] = ()
         self._shut = False
         try:
-            remote_class = actor_class(worker_class)
+            first = actor_class(worker_class)
+            others = first if share_class is None else actor_class(share_class)
             self._members = [
-                Actor.begin(remote_class, slot, noun, cluster, self._lost) for slot in self._placement.slots
+                Actor.begin(others if at else first, slot, noun, cluster, self._lost)
+                for at, slot in enumerate(self._placement.slots)
             ]
             construction = Construction(args, kwargs or {}, secrets=secrets or {})
             self._build(construction, f"{worker_class.__name__}()", start_timeout_s)
+            self._called = self._members if share_class is None else self._members[:1]
+            self._serving = [self._end_with(one) for one in self._members if one not in self._called]
         except BaseException:
             self.shutdown(keep_places=placement is not None)  # they are for whoever has given them
             raise
@@ -188,11 +199,11 @@ class RayWorkerGroup:
         with self._starting, deferred_stop_signals():
             self._refuse(call)
             refs: dict[Any, int] = {}
-            for rank, member in enumerate(self._members):
+            for rank, member in enumerate(self._called):
                 actor, answers = member.handle, answering is None or rank in answering
                 run = getattr(actor, method).remote if answers else partial(actor._only_run.remote, method)
                 refs[run(*args, **kwargs, **own[rank])] = rank
-            self._last = PendingCall(call, self._members, refs)
+            self._last = PendingCall(call, self._called, refs)
             return self._last
 
     def run_all(self, method: str, *args: Any, **options: Any) -> list[Any]:
@@ -243,6 +254,14 @@ class RayWorkerGroup:
             construction = replace(construction, environment={_MASTER_PORT: str(port)})
         shared = ray.put(construction)
         answers({actor._build.remote(shared): rank for rank, actor in enumerate(actors)})
+
+    def _end_with(self, share: Actor) -> Future[None]:
+        """Have the first worker end once a share does, however that comes about."""
+        [first] = self._called
+        serving: Future[None] = share.handle.serve.remote().future()
+        # In a thread: in Ray's own, which tells of answers, no call of Ray's ever returns.
+        serving.add_done_callback(lambda _: threading.Thread(target=first.end, daemon=True).start())
+        return serving
 
     def _key(self, name: str) -> str:
         return f"{self._deadline_keys}.{name}" if self._deadline_keys and name else ""

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     import torch
 
     from nemo_rl_mcore.generation.engine import Request, Response
-    from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine, EngineSettings, VllmEngine
+    from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine, VllmEngine
+    from nemo_rl_mcore.generation.vllm.settings import EngineSettings
 
 VOCABULARY = 32
 FAMILIES = {
@@ -78,7 +79,7 @@ def weights(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def settings(folder: Path, **changes: Any) -> EngineSettings:
-    from nemo_rl_mcore.generation.vllm.engine import EngineSettings
+    from nemo_rl_mcore.generation.vllm.settings import EngineSettings
 
     return EngineSettings(
         **{

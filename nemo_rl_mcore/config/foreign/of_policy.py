@@ -13,7 +13,6 @@ from nemo_rl_mcore.config.foreign.judgement import (
 
 _ARCHITECTURE = "remove it and describe the architecture in policy.model"
 _NO_VAL_SAMPLING = "remove it; validation has no sampling settings of its own"
-_NO_FP8 = "set it to its neutral value; the engine computes in vllm_cfg.precision"
 _ENVIRONMENT = "set the variables in the environment of the command"
 _KEPT_ON_GPU = "activations stay on the GPU; activation_checkpointing spares them"
 _DISPATCH = "tokens reach their experts by an all-to-all"
@@ -86,21 +85,14 @@ _MEGATRON: dict[str, Judgement] = {
 }
 
 _VLLM: dict[str, Judgement] = {
-    "pipeline_parallel_size": refused(1, remedy="set it to 1"),
-    "expert_parallel_size": refused(1, remedy="set it to 1"),
     "enable_expert_parallel": refused(False, None, remedy="set it to false"),
-    "kv_cache_dtype": refused("auto", None, remedy="set it to auto"),
     "logprobs_mode": refused(
         "processed_logprobs", None, remedy="remove it; log-probabilities are those that are drawn from"
     ),
     "load_format": UNREAD,  # weights come by refit
     "skip_tokenizer_init": UNREAD,  # one is loaded for stop_strings alone
     "use_tqdm": UNREAD,  # the panel shows the progress
-    "use_deep_gemm": refused(False, remedy=_NO_FP8),
-    "is_mx": refused(False, None, remedy=_NO_FP8),
-    "quantization_ignored_layer_kws": UNREAD,  # read with a precision that is refused
-    "num_last_layers_in_bf16": refused(0, remedy=_NO_FP8),
-    "num_first_layers_in_bf16": refused(0, remedy=_NO_FP8),
+    "use_deep_gemm": told(False, None, cost="vLLM chooses its kernels; VLLM_USE_DEEP_GEMM says which"),
     "hf_overrides": refused(None, {}, remedy=_ARCHITECTURE),
     "cap_max_tokens_to_context": UNREAD,  # prompt and response always have room
     "distributed_executor_backend": told(None, cost="an engine's processes are vLLM's own"),

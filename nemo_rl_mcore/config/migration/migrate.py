@@ -23,7 +23,7 @@ from nemo_rl_mcore.config.migration.brevity import leave_out_copies
 from nemo_rl_mcore.config.migration.defaults import write_defaults
 from nemo_rl_mcore.config.migration.draft import Draft, Kind, Note
 from nemo_rl_mcore.config.migration.machines import share_out_cluster
-from nemo_rl_mcore.config.migration.memory import offload_beside_engines
+from nemo_rl_mcore.config.migration.memory import compare_no_rounded_weights, offload_beside_engines
 from nemo_rl_mcore.config.migration.schedule import decay_as_scheduled, stretch_schedule
 from nemo_rl_mcore.config.migration.text_files import find_text_files
 from nemo_rl_mcore.config.schema import field_at, section_of
@@ -64,6 +64,7 @@ _STEPS = (
     *idle.STEPS,
     *failures.STEPS,
     *described.STEPS,
+    compare_no_rounded_weights,
     offload_beside_engines,
 )
 

@@ -13,6 +13,7 @@ from nemo_rl_mcore.generation.refit.buckets import Bucket
 from nemo_rl_mcore.generation.refit.transports import (
     BroadcastReceiver,
     CudaIpcReceiver,
+    MessageReceiver,
     ReceivingEnd,
     SharedMemoryReceiver,
     join_broadcast_group,
@@ -56,6 +57,8 @@ class Receivers:
                 return SharedMemoryReceiver()
             case "cuda_ipc":
                 return CudaIpcReceiver(self._device)
+            case "message":
+                return MessageReceiver()
             case "broadcast":
                 assert self._group is not None
                 return BroadcastReceiver(self._device, self._group)

@@ -146,16 +146,33 @@ class MessageSender:
         self.slots = ()
 
 
-class MessageRelay:
-    """Puts buckets that came within a message into shared memory, for an engine that has processes of its own."""
+class MessageReceiver:
+    """Takes the bytes out of the message itself."""
 
-    def __init__(self) -> None:
+    def open(self, location: Location) -> torch.Tensor:
+        """See `ReceivingEnd.open`."""
+        return torch.frombuffer(bytearray(location["data"]), dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Nothing to forget."""
+
+
+class MessageRelay:
+    """Puts buckets that came within a message into shared memory, for an engine that has processes of its own.
+
+    over_machines: some of them are on other machines, where the engine's own queue carries the bytes.
+    """
+
+    def __init__(self, *, over_machines: bool = False) -> None:
         self._memory: SharedMemorySender | None = None
+        self._over_machines = over_machines
 
     def relay(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the same bucket, to be found in shared memory; the one before it must have been loaded."""
         if message["location"]["kind"] != "message":
             return message
+        if self._over_machines:
+            return {**message, "location": {"kind": "message", "data": message["location"]["data"].tobytes()}}
         data = torch.tensor(message["location"]["data"])
         if self._memory is None or self._memory.slots[0].numel() < data.numel():
             self.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,57 +25,10 @@ from nemo_rl_mcore.generation.engine import (
 from nemo_rl_mcore.generation.refit.transports import MessageRelay
 from nemo_rl_mcore.generation.refit.verification import Digests
 from nemo_rl_mcore.generation.vllm.refit_report import reads_back, require_refit
+from nemo_rl_mcore.generation.vllm.settings import WHOLE_VOCABULARY, EngineSettings, on_this_machine
 
-_LOGPROBS_MODE = "processed_logprobs"
-"""Of the distribution that is sampled from: the temperature divides the logits, as in training."""
-_WHOLE_VOCABULARY = -1
 _LARGEST_SEED = (1 << 63) - 1
 """vLLM seeds torch's generators, and takes -1 for no seed: keys lose their sign."""
-_EXTENSION = "nemo_rl_mcore.generation.vllm.worker_extension.RefitExtension"
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How to build an engine.
-
-    model_dir: folder with config.json; weights are drawn at random until the first refit. precision: `float32` or
-    `bfloat16`. kv_cache_memory_bytes: None is a share of the GPU's memory. tokenizer: folder of one, which stop strings
-    need. further: arguments of the recipe's own.
-    """
-
-    model_dir: str
-    precision: str
-    max_model_len: int
-    max_num_seqs: int
-    tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.6
-    kv_cache_memory_bytes: int | None = None
-    enforce_eager: bool = True
-    enable_sleep_mode: bool = False
-    tokenizer: str | None = None
-    further: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of vLLM's engines."""
-        return {
-            **self.further,
-            "model": self.model_dir,
-            "load_format": "dummy",
-            "tokenizer": self.tokenizer,
-            "skip_tokenizer_init": self.tokenizer is None,
-            "dtype": self.precision,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-            "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
-            "enforce_eager": self.enforce_eager,
-            "enable_sleep_mode": self.enable_sleep_mode,
-            "logprobs_mode": _LOGPROBS_MODE,
-            "max_logprobs": _WHOLE_VOCABULARY,
-            "worker_extension_cls": _EXTENSION,
-            "disable_log_stats": True,
-        }
 
 
 class VllmEngine:
@@ -85,8 +37,9 @@ class VllmEngine:
     def __init__(self, settings: EngineSettings) -> None:
         from vllm import LLM
 
-        self._llm = LLM(**settings.arguments())
-        self._relay = MessageRelay()
+        machines = on_this_machine()
+        self._llm = LLM(**settings.arguments(machines))
+        self._relay = MessageRelay(over_machines=machines is not None)
         self.weights = HeldWeights()
 
     def generate(
@@ -172,8 +125,9 @@ class AsyncVllmEngine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.arguments()))
-        self._relay = MessageRelay()
+        machines = on_this_machine()
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings.arguments(machines)))
+        self._relay = MessageRelay(over_machines=machines is not None)
         self._numbers = itertools.count()
         self._asked: dict[str, asyncio.Future[list[Response]]] = {}
         self._may_generate = asyncio.Event()
@@ -325,7 +279,7 @@ def _next_params(temperature: float) -> Any:
         max_tokens=1,
         temperature=temperature,
         seed=0,  # else it would be drawn with the noise of the whole process
-        logprobs=_WHOLE_VOCABULARY,
+        logprobs=WHOLE_VOCABULARY,
         flat_logprobs=True,
         ignore_eos=True,
         detokenize=False,

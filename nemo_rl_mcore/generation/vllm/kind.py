@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_mcore.config import PolicyConfig
 from nemo_rl_mcore.config.engine_sizes import cpu_cache_bytes, refit_bucket_bytes
 from nemo_rl_mcore.config.families.config_json import hf_config_of
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.generation.engine import EngineKind
-from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine, EngineSettings, VllmEngine
+from nemo_rl_mcore.generation.vllm.engine import AsyncVllmEngine, VllmEngine
+from nemo_rl_mcore.generation.vllm.settings import EngineSettings
+from nemo_rl_mcore.generation.vllm.share import AsyncVllmShare, VllmShare
 
 _PREFIX = "VLLM_"
 _DEFAULTS = {
@@ -19,7 +23,7 @@ _DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # An engine does not span machines.
+    # Where an engine is on several machines, each of its processes puts the address of its own one here.
     "VLLM_HOST_IP": "127.0.0.1",
 }
 _CPU_DEFAULTS = {
@@ -58,7 +62,7 @@ def vllm_kind(
         settings=settings,
         environment=vllm_environment(environ, on_cpu=on_cpu),
         engines=vllm.cpu_engines if on_cpu else 1,
-        gpus=vllm.tensor_parallel_size,
+        processes=vllm.processes,
         sleeps=settings.enable_sleep_mode,
         bucket_bytes=refit_bucket_bytes(config),
         section="policy.generation.vllm_cfg",
@@ -67,6 +71,7 @@ def vllm_kind(
         max_restarts=vllm.max_restarts,
         restart_backoff_s=vllm.restart_backoff_s,
         precision=settings.precision,
+        share=AsyncVllmShare if vllm.async_engine else VllmShare,
     )
 
 
@@ -89,10 +94,13 @@ def engine_settings(
     reads_texts = reads_texts or bool(config.generation.stop_strings)
     return EngineSettings(
         model_dir=str(model_folder),
-        precision=vllm.precision or config.precision,
+        precision=vllm.number_format(config.precision) or config.precision,
+        **_quantized(config),
         max_model_len=vllm.max_model_len or config.max_total_sequence_length,
         max_num_seqs=vllm.max_num_seqs,
         tensor_parallel_size=vllm.tensor_parallel_size,
+        pipeline_parallel_size=vllm.pipeline_parallel_size,
+        enable_expert_parallel=vllm.expert_parallel_size > 1,
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         kv_cache_memory_bytes=cpu_cache_bytes(config) if on_cpu else vllm.kv_cache_memory_bytes,
         enforce_eager=vllm.enforce_eager or on_cpu,
@@ -100,6 +108,24 @@ def engine_settings(
         tokenizer=_tokenizer_folder(config, model_folder) if reads_texts else None,
         further=config.generation.vllm_kwargs or {},
     )
+
+
+def _quantized(config: PolicyConfig) -> dict[str, Any]:
+    """Return the settings of quantization; vLLM's own, since a model that is sent has no scales."""
+    vllm = config.generation.vllm_cfg
+    if vllm.precision != "fp8":
+        return {"kv_cache_dtype": vllm.kv_cache_dtype}
+    layers = range(config.model.num_layers)
+    first, last = vllm.num_first_layers_in_bf16, vllm.num_last_layers_in_bf16
+    whole = [*layers[:first], *layers[len(layers) - last :]]
+    texts = [re.escape(text) for text in vllm.quantization_ignored_layer_kws or ()]
+    return {
+        "quantization": "mxfp8" if vllm.is_mx else "fp8_per_block",
+        "unquantized": tuple(
+            f"re:.*{text}" for text in (*texts, *(rf"\.layers\.{layer}\." for layer in whole))
+        ),
+        "kv_cache_dtype": vllm.kv_cache_dtype,
+    }
 
 
 def _write_model_folder(config: PolicyConfig, folder: Path) -> Path:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers import utils as vllm_linear
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.generation.refit.receivers import Receivers
@@ -50,10 +52,18 @@ class RefitExtension:
         self._refit_received: set[str] = set()
         self._refit_loaded: set[str] = set()
         self._refit_ends().close()
+        self._refit_make_room_between_stages()
+        self._refit_quantize()  # what an abandoned refit has left
+        if self._refit_quantizes:
+            initialize_layerwise_reload(self._refit_model())
+        # Where vLLM quantizes, it makes others of them, and scales, once a layer is complete.
+        self._refit_parameters = [name for name, _ in self._refit_model().named_parameters()]
 
     def load_refit_bucket(self, message: dict[str, Any]) -> None:
         """Copy a bucket's tensors, named as Hugging Face names them, into the model."""
         tensors = dict(self._refit_ends().read(message))
+        if self._refit_quantizes:  # vLLM keeps them until a layer is complete, and the bucket is filled again
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             self._refit_loaded |= self._refit_model().load_weights(iter(tensors.items()))
         self._refit_received.update(tensors)
@@ -65,14 +75,37 @@ class RefitExtension:
         read_back: whether what the model holds is read.
         """
         self._refit_ends().close()
+        self._refit_quantize()
         model = self._refit_model()
         blocks, unreadable = held_blocks(model) if read_back else ([], [])
         return {
             "received": sorted(self._refit_received),
-            "unwritten": unwritten(model, self._refit_loaded),
+            "unwritten": unwritten(self._refit_parameters, self._refit_loaded),
             "blocks": [asdict(block) for block in blocks],
             "unreadable": unreadable,
         }
+
+    @property
+    def _refit_quantizes(self) -> bool:
+        return self.vllm_config.model_config.quantization is not None
+
+    def _refit_quantize(self) -> None:
+        """Have vLLM quantize what has been loaded and is not yet, if anything is."""
+        if self._refit_quantizes:
+            with set_current_vllm_config(self.vllm_config):
+                finalize_layerwise_reload(self._refit_model(), self.vllm_config.model_config)
+
+    def _refit_make_room_between_stages(self) -> None:
+        """Make what a later stage gets its input in: vLLM does so as it warms up, which it does not on CPU."""
+        runner = self.model_runner
+        if (
+            self.device.type == "cpu"
+            and not get_pp_group().is_first_rank
+            and runner.intermediate_tensors is None
+        ):
+            runner.intermediate_tensors = self._refit_model().make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=self.device
+            )
 
     def _refit_model(self) -> Any:
         return self.model_runner.get_model()
@@ -82,8 +115,8 @@ class RefitExtension:
         return vars(self).setdefault("_refit_receivers", Receivers(self.device))
 
 
-def unwritten(model: torch.nn.Module, loaded: Iterable[str]) -> list[str]:
-    """Return the parameters that are not among the names that `load_weights` gave back.
+def unwritten(parameters: Iterable[str], loaded: Iterable[str]) -> list[str]:
+    """Return those of the parameters that are not among the names that `load_weights` gave back.
 
     Up to 0.31 vLLM leaves the layer `routed_experts` out of the names of experts' weights.
     """
@@ -92,7 +125,7 @@ def unwritten(model: torch.nn.Module, loaded: Iterable[str]) -> list[str]:
         return name.replace(".routed_experts.", ".")
 
     known = {said(name) for name in loaded}
-    return sorted(name for name, _ in model.named_parameters() if said(name) not in known)
+    return sorted(name for name in parameters if said(name) not in known)
 
 
 def _keep_weights_unpacked() -> None:

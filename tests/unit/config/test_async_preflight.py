@@ -43,7 +43,14 @@ def shown(plan) -> str:
                 *(*VLLM, APART, "cluster.gpus_per_node=2", f"{GENERATION}.vllm_cfg.tensor_parallel_size=2"),
                 f"{GENERATION}.colocated.resources={{gpus_per_node: 4, num_nodes: 3}}",
             ],
-            "6 vLLM engines, on GPUs beside those of the ranks",
+            "6 vLLM engines of 2 processes each, on GPUs beside those of the ranks",
+        ),
+        (
+            [
+                *(*VLLM, "cluster.gpus_per_node=2", "cluster.num_nodes=4"),
+                f"{GENERATION}.vllm_cfg.tensor_parallel_size=4",
+            ],
+            "2 vLLM engines of 4 processes on 2 machines each, on the ranks' GPUs in turn with them",
         ),
     ],
 )

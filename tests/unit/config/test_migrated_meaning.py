@@ -202,6 +202,15 @@ def test_every_default_that_is_not_ours_is_written_where_a_recipe_says_nothing(l
             "policy.generation.vllm_cfg.tensor_parallel_size",
             4,
         ),
+        *(
+            ("policy: {generation: {vllm_cfg: {precision: fp8}}}", f"policy.generation.{key}", False)
+            for key in ("verify_refit", "compare_at_start")
+        ),
+        (
+            "policy: {generation: {vllm_cfg: {pipeline_parallel_size: 2, expert_parallel_size: 1}}}",
+            "policy.generation.vllm_cfg.pipeline_parallel_size",
+            2,
+        ),
         (
             "policy: {generation: {backend: sglang, sglang_cfg: {tp_size: 2}}}",
             "policy.generation.vllm_cfg.tensor_parallel_size",

@@ -86,7 +86,7 @@ def test_any_other_value_is_refused_or_told_with_what_to_do(path):
         ("loss_fn.positive_example_nll_weight", 0, True),
         ("loss_fn.positive_example_nll_weight", False, False),
         ("policy.generation.vllm_cfg.load_format", "anything", True),
-        ("policy.generation.vllm_cfg.kv_cache_dtype", "fp8", False),
+        ("policy.generation.vllm_cfg.logprobs_mode", "raw_logits", False),
         ("policy.megatron_cfg.optimizer.fp16", True, False),
     ],
 )

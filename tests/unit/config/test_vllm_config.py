@@ -51,8 +51,8 @@ def test_vllm_runs_with_large_enough_heads(load):
             "policy.generation.backend: not-supported (num_moe_experts)",
         ),
         (
-            [f"+{GENERATION}.vllm_cfg.tensor_parallel_size=2"],
-            "policy.generation.vllm_cfg.tensor_parallel_size: requires (backend)",
+            [f"+{GENERATION}.vllm_cfg.tensor_parallel_size=3"],
+            "policy.generation.vllm_cfg.tensor_parallel_size: not-divisible (cpu_workers_per_node)",
         ),
         (
             [f"+{GENERATION}.refit_transport=nccl"],
@@ -61,6 +61,46 @@ def test_vllm_runs_with_large_enough_heads(load):
         (
             [*ON_GPUS, f"+{GENERATION}.vllm_cfg.tensor_parallel_size=4"],
             "policy.generation.vllm_cfg.tensor_parallel_size: not-divisible (gpus_per_node)",
+        ),
+        (
+            [
+                *("cluster.gpus_per_node=4", "cluster.num_nodes=3"),
+                *(
+                    f"+{GENERATION}.vllm_cfg.{key}"
+                    for key in ("tensor_parallel_size=3", "pipeline_parallel_size=2")
+                ),
+            ],
+            "policy.generation.vllm_cfg.tensor_parallel_size: not-divisible (gpus_per_node)",
+        ),
+        (
+            [
+                *(*ON_GPUS, "cluster.num_nodes=3", f"+{GENERATION}.vllm_cfg.tensor_parallel_size=4"),
+            ],
+            "policy.generation.vllm_cfg.tensor_parallel_size: not-divisible (gpus_per_node)",
+        ),
+        (
+            [*ON_GPUS, f"+{GENERATION}.vllm_cfg.expert_parallel_size=2"],
+            "policy.generation.vllm_cfg.expert_parallel_size: not-supported (tensor_parallel_size)",
+        ),
+        (
+            [*ON_GPUS, "cluster.num_nodes=2", f"+{GENERATION}.vllm_cfg.pipeline_parallel_size=4"],
+            "policy.generation.vllm_cfg.pipeline_parallel_size: too-large (num_layers)",
+        ),
+        (
+            [f"+{GENERATION}.vllm_cfg.precision=fp8"],
+            "policy.generation.vllm_cfg.precision: requires (backend)",
+        ),
+        (
+            [*ON_GPUS, f"+{GENERATION}.vllm_cfg.precision=fp8"],
+            "policy.generation.vllm_cfg.precision: requires (precision)",
+        ),
+        (
+            [*ON_GPUS, f"+{GENERATION}.vllm_cfg.precision=fp8"],
+            "policy.generation.verify_refit: incompatible (precision)",
+        ),
+        (
+            [*ON_GPUS, f"+{GENERATION}.vllm_cfg.kv_cache_dtype=fp8"],
+            "policy.generation.compare_at_start: incompatible (kv_cache_dtype)",
         ),
         (
             [*ON_GPUS, f"+{GENERATION}.colocated.enabled=false"],
@@ -86,6 +126,29 @@ def test_vllm_runs_with_large_enough_heads(load):
 def test_refusals(refusals, overrides, message):
     texts = refusals(*VLLM, *overrides)
     assert any(text.startswith(message) for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("machines", "layout"),
+    [
+        ((2, 2), ("tensor_parallel_size=4",)),
+        ((4, 2), ("tensor_parallel_size=2", "pipeline_parallel_size=2")),
+        ((2, 4), ("tensor_parallel_size=4", "pipeline_parallel_size=2")),
+    ],
+)
+def test_engines_may_have_several_machines(load, machines, layout):
+    nodes, gpus = machines
+    keys = (f"+{GENERATION}.vllm_cfg.{key}" for key in layout)
+    load(*VLLM, f"cluster.num_nodes={nodes}", f"cluster.gpus_per_node={gpus}", *keys)
+
+
+def test_engines_may_hold_fp8_that_nothing_compares(load):
+    fp8 = ("precision=fp8", "kv_cache_dtype=fp8", "num_last_layers_in_bf16=1")
+    load(
+        *(*VLLM, *ON_GPUS, "policy.precision=bfloat16"),
+        *(f"+{GENERATION}.vllm_cfg.{key}" for key in fp8),
+        *(f"+{GENERATION}.{key}=false" for key in ("verify_refit", "compare_at_start")),
+    )
 
 
 def test_nothing_of_it_is_refused_of_the_embedded_engine(load):

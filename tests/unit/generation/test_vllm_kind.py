@@ -6,7 +6,9 @@ import pytest
 
 from nemo_rl_mcore.config import ConfigError, load_config
 from nemo_rl_mcore.generation.kinds import engine_kind
+from nemo_rl_mcore.generation.machines import Machines
 from nemo_rl_mcore.generation.vllm.kind import vllm_environment
+from nemo_rl_mcore.generation.vllm.share import VllmShare
 
 LONGER = ("policy.max_total_sequence_length=16", "policy.model.max_position_embeddings=16")
 RECIPES = Path(__file__).parents[3] / "examples/configs"
@@ -67,3 +69,50 @@ def test_arguments_that_give_other_answers_are_refused_by_name(key):
             RECIPES / "grpo_copy_vllm_cpu.yaml", [*LONGER, f"policy.generation.vllm_kwargs={{{key}: 1}}"]
         )
     assert [problem.path for problem in caught.value.problems] == [f"policy.generation.vllm_kwargs.{key}"]
+
+
+ON_GPUS = ("cluster.gpus_per_node=2", "policy.precision=bfloat16", "policy.generation.mismatch.threshold=2")
+UNCOMPARED = ("policy.generation.verify_refit=false", "policy.generation.compare_at_start=false")
+
+
+@pytest.mark.parametrize(
+    ("keys", "quantization", "ignored"),
+    [
+        ({}, "fp8_per_block", None),
+        ({"is_mx": "true"}, "mxfp8", None),
+        (
+            {"quantization_ignored_layer_kws": "[o_proj]", "num_last_layers_in_bf16": "1"},
+            "fp8_per_block",
+            ["re:.*o_proj", r"re:.*\.layers\.1\."],
+        ),
+    ],
+)
+def test_an_engine_in_fp8_is_sent_bfloat16_and_told_what_to_quantize(tmp_path, keys, quantization, ignored):
+    own = (
+        f"+policy.generation.vllm_cfg.{key}={value}" for key, value in {"precision": "fp8", **keys}.items()
+    )
+    overrides = [f"logger.log_dir={tmp_path}", *LONGER, *ON_GPUS, *UNCOMPARED, *own]
+    kind = engine_kind(load_config(RECIPES / "grpo_copy_vllm_cpu.yaml", overrides))
+    arguments = kind.settings.arguments()
+    assert (kind.precision, arguments["dtype"], arguments["quantization"]) == (
+        "bfloat16",
+        "bfloat16",
+        quantization,
+    )
+    assert arguments.get("quantization_config") == (ignored and {"ignore": ignored})
+
+
+def test_an_engine_over_machines_tells_vllm_which_part_it_is(tmp_path):
+    layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    own = (f"+policy.generation.vllm_cfg.{key}={size}" for key, size in layout.items())
+    overrides = [f"logger.log_dir={tmp_path}", *LONGER, *ON_GPUS, "cluster.num_nodes=2", *own]
+    kind = engine_kind(load_config(RECIPES / "grpo_copy_vllm_cpu.yaml", overrides))
+    assert (kind.processes, kind.share) == (4, VllmShare)
+    arguments = kind.settings.arguments(Machines("10.0.0.1", "10.0.0.2", 1, 2, 7))
+    expected = {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.1", "master_port": 7}
+    assert expected.items() <= arguments.items()
+    assert layout.items() <= arguments.items()
+    assert arguments["distributed_executor_backend"] == "mp", (
+        "or vLLM would ask Ray for the GPUs that ranks have"
+    )
+    assert not expected.keys() & kind.settings.arguments().keys()

@@ -91,14 +91,17 @@ TRAINER = "policy.megatron_cfg.fp8_cfg"
 
 def test_what_only_vllm_refuses_is_dropped_with_vllm() -> None:
     recipe = str(THEIRS / "grpo_math_1B_megatron.yaml")
-    read = read_rehearsed(recipe, [f"{ENGINE}.precision=fp8", f"++{ENGINE}.use_deep_gemm=true"])
+    read = read_rehearsed(recipe, [f"{ENGINE}.precision=int8", f"{ENGINE}.kv_cache_dtype=int8"])
     dropped = {one.path: (one.was, one.now) for one in read.of_vllm}
-    assert dropped == {f"{ENGINE}.precision": ("fp8", None), f"{ENGINE}.use_deep_gemm": (True, None)}
+    assert dropped == {
+        f"{ENGINE}.precision": ("int8", None),
+        f"{ENGINE}.kv_cache_dtype": ("int8", None),
+    }
     assert read_rehearsed(recipe, []).of_vllm == ()
 
 
 def test_a_recipe_that_also_trains_in_fp8_is_refused_with_every_problem() -> None:
-    overrides = [f"{ENGINE}.precision=fp8", f"++{TRAINER}={{enabled: true}}"]
+    overrides = [f"{ENGINE}.precision=int8", f"++{TRAINER}={{enabled: true}}"]
     with pytest.raises(ConfigError) as refused:
         read_rehearsed(str(THEIRS / "grpo_math_1B_megatron.yaml"), overrides)
     assert {one.path for one in refused.value.problems} >= {f"{ENGINE}.precision", TRAINER}

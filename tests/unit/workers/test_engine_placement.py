@@ -15,11 +15,11 @@ def generation(**keys):
     return GenerationConfig.model_validate({"backend": "vllm", "max_new_tokens": 4, **keys})
 
 
-def kind(engines=1, gpus=1):
+def kind(engines=1, processes=1):
     return EngineKind(
         name="tiny", engine=object, settings=None, environment={"ENGINES_OWN": "1"}, engines=engines,
-        gpus=gpus, sleeps=False, bucket_bytes=64, section="", start_timeout_s=1, call_timeout_s=1, max_restarts=0,
-        restart_backoff_s=1,
+        processes=processes, sleeps=False, bucket_bytes=64, section="", start_timeout_s=1, call_timeout_s=1,
+        max_restarts=0, restart_backoff_s=1,
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_engines_on_cpu_are_processes_of_their_own(monkeypatch):
 def test_colocated_engines_see_the_gpus_of_consecutive_ranks_of_one_machine():
     cluster = RayCluster(ClusterConfig(num_nodes=2, gpus_per_node=4))
     ranks = Placement((), PlacementGroup.empty())
-    placed = place_engines(cluster, kind(gpus=2), ColocatedConfig(), ranks, GPUS)
+    placed = place_engines(cluster, kind(processes=2), ColocatedConfig(), ranks, GPUS)
     seen = [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in placed.slots]
     assert seen == ["GPU-0,GPU-1", "GPU-2,GPU-3", "GPU-4,GPU-5", "GPU-6,GPU-7"]
     nodes = [slot.options["scheduling_strategy"].placement_group_bundle_index for slot in placed.slots]
@@ -74,7 +74,7 @@ def test_engines_apart_have_the_gpus_that_are_given_or_as_many_as_they_need(monk
         cluster, "reserve_gpus", lambda *asked: reserved.append(asked) or PlacementGroup.empty()
     )
     colocated = ColocatedConfig.model_validate({"enabled": False, "resources": resources})
-    placed = place_engines(cluster, kind(engines=3, gpus=2), colocated, Placement(()), [])
+    placed = place_engines(cluster, kind(engines=3, processes=2), colocated, Placement(()), [])
     assert reserved == [(2 * engines, 1)]
     assert [slot.options["num_gpus"] for slot in placed.slots] == [2] * engines
 
