@@ -102,5 +102,5 @@ class Raylets:
         if not self._followed:
             self._watch.follow(starting.pid)
             self._followed = True
-        _, errors = starting.communicate(timeout=90)
+        _, errors = starting.communicate(timeout=300)
         assert starting.returncode == 0, errors

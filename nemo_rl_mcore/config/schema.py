@@ -98,7 +98,12 @@ def nearest_path(path: str, kind: Kind = GRPOMasterConfig) -> str | None:
     elsewhere = [known for known in fields(kind) if known.rpartition(".")[2] == key]
     if elsewhere:
         return min(elsewhere, key=lambda known: -_shared(known, path))
-    others = [known for known in fields(kind) if not path.startswith(f"{known}.")]
+    # Not its siblings, which a shared section would make similar whatever their own names.
+    others = [
+        known
+        for known in fields(kind)
+        if not path.startswith(f"{known}.") and known.rpartition(".")[0] != parent
+    ]
     similar = difflib.get_close_matches(path, others, n=1, cutoff=0.85)
     return similar[0] if similar else None
 

@@ -125,10 +125,8 @@ def global_name(name: str, policy: PolicyConfig) -> str:
     """What a parameter of this rank is called in a GPTModel that one rank holds: stages and experts count on."""
     config, model = policy.megatron_cfg, policy.model
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    own_pattern = config.model_class == "gpt" or model.hybrid_layer_pattern
-    parts = 1 if own_pattern else 2  # attention is a layer of its own
     first = stage * model.num_layers // config.pipeline_model_parallel_size
-    name = _renumbered(name, "decoder.layers.", first, parts)
+    name = _renumbered(name, "decoder.layers.", first, policy.parts_of_a_layer)
     experts = (model.num_moe_experts or 0) // config.expert_model_parallel_size
     rank = parallel_state.get_expert_model_parallel_rank()
     return _renumbered(name, "local_experts.", rank * experts)
@@ -155,9 +153,10 @@ def shard_of(
 
 
 def _sections(name: str, size: int, model: ModelConfig) -> list[int]:
-    in_layer = re.sub(r".*decoder\.layers\.\d+\.", "", name)
     slots = (slot for layer in range(model.num_layers) for slot in layer_slots(model, layer))
-    layout = next((slot.layout for slot in slots if re.fullmatch(slot.megatron, in_layer)), REPLICATED)
+    layout = next(
+        (slot.layout for slot in slots if re.fullmatch(rf".*\.({slot.megatron})", name)), REPLICATED
+    )
     if layout.sections is not None:
         return [*layout.sections(model)]
     return [size // 2] * 2 if layout.packing is Packing.GATED else [size]
