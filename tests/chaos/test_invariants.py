@@ -251,6 +251,20 @@ def test_an_answer_lost_with_its_engine_is_asked_for_again(tmp_path):
     assert script.problems() == []
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_requests_of_a_group_are_answered_again_only_where_one_of_them_was_lost(beside, lost):
+    for sample in range(SAMPLES):
+        beside.answer(6, asked=f"sample {sample}", attempt=f"1, call {sample}", rows=[f"row {sample}"])
+    if lost:
+        beside.answer(6, asked="another one", attempt="1, call 9", at="", rows=[])
+        beside.die("engine")
+    for sample in range(SAMPLES):
+        beside.answer(6, asked=f"sample {sample}", attempt=f"2, call {sample}", rows=[f"row {sample}"])
+    train_all(beside)
+    told = [] if lost else ["group 6 was answered 2 times"] * SAMPLES
+    assert beside.problems(answered=7) == told
+
+
 ANSWERS = {
     "given up on a living engine": (
         lambda s: s.answer(5, attempt=2, at=""),
