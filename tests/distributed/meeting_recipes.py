@@ -101,7 +101,7 @@ _ROUTED: Overrides = {
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
     "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 24,
 }  # fmt: skip
-# The keys of a model, and those besides where the layout has experts. Latent attention comes with experts.
+# The keys of a model, and those besides where the layout has experts. Latent attention and sinks come with experts.
 MODELS: dict[str, tuple[Overrides, Overrides]] = {
     "gpt": ({}, {"qk_layernorm": True}),  # as of the family with experts, whose weights can be sent to engines
     "hybrid": ({}, {"qk_layernorm": True}),
@@ -118,6 +118,15 @@ MODELS: dict[str, tuple[Overrides, Overrides]] = {
             "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
             "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_layer_freq": [0, 1, 1],
         } | _ROUTED,
+        {},
+    ),
+    "sinks": (
+        {
+            "softmax_type": "learnable", "sliding_window": 5, "window_attn_skip_freq": [1, 0, 1],
+            "add_bias_linear": True, "activation_func": "quick_gelu",
+            "activation_func_clamp_value": 2.0, "glu_linear_offset": 1.0,
+            "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24,
+        },
         {},
     ),
 }  # fmt: skip
