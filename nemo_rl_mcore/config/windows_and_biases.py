@@ -1,4 +1,4 @@
-"""What goes with windows and sinks of attention, and with biases and clamped gates of experts."""
+"""Refuse what windows and sinks of attention, biases and clamped gates of experts do not go with."""
 
 from collections.abc import Iterator
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""How the processes of one engine on several machines find each other: what each of them is told by its environment."""
+"""Have the processes of an engine on several machines find each other, by variables of their environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a vLLM engine is built, on one machine or as its part on one of several."""
+"""Build a vLLM engine's arguments, for one machine or for its part on one of several."""
 
 from __future__ import annotations
 
