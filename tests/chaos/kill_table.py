@@ -175,7 +175,7 @@ def rows() -> tuple[Row, ...]:
 def _of_chunks() -> tuple[Row, ...]:
     """Of GRPO alone: steps that begin before all groups are there, and groups that no step takes."""
     return (
-        Row(f"rank killed in forward, {STREAMED.how}", STREAMED, of_rank("forward", "kill", 20), redoes=True),
+        Row(f"rank killed in forward, {STREAMED.how}", STREAMED, of_rank("forward", "kill"), redoes=True),
         Row(f"rank killed in finish, {STREAMED.how}", STREAMED, of_rank("optimizer", "kill"), redoes=True),
         Row(f"driver killed, {STREAMED.how}", STREAMED, strike=driver_killed, again=True),
         Row(f"driver killed, {DYNAMIC.how}", DYNAMIC, strike=driver_killed, again=True),
