@@ -75,7 +75,16 @@ class Progress:
     doing: str = "starting"
 
 
+@dataclass
+class Apart:
+    """The counter of a thread whose work is not to hide that the call beside it stands still."""
+
+    progress: Progress = Progress()
+
+
 _latest = Progress()
+_apart: dict[int, Apart] = {}
+"""By thread."""
 loading_s = 0.0
 """Seconds in which this process has loaded weights from disk."""
 
@@ -83,12 +92,27 @@ loading_s = 0.0
 def advance(doing: str) -> None:
     """Say that a piece of work is done, and what comes next; cheap enough for every token and every tensor."""
     global _latest
-    _latest = Progress(_latest.count + 1, doing)
+    thread = threading.get_ident()
+    if (apart := _apart.get(thread)) is not None:
+        apart.progress = Progress(apart.progress.count + 1, doing)
+    else:
+        _latest = Progress(_latest.count + 1, doing)
 
 
 def current() -> Progress:
     """Return the reading now; it may be taken by any thread."""
     return _latest
+
+
+@contextmanager
+def counted_by(apart: Apart) -> Generator[None]:
+    """Count what this thread does there, and not for the process."""
+    thread = threading.get_ident()
+    _apart[thread] = apart
+    try:
+        yield
+    finally:
+        del _apart[thread]
 
 
 @contextmanager

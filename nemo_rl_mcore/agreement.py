@@ -43,9 +43,11 @@ def agreed[Result](action: Callable[[], Result], group: dist.ProcessGroup | None
         return action()
 
 
-def agreed_on_first[Result](action: Callable[[], Result]) -> Result | None:
+def agreed_on_first[Result](
+    action: Callable[[], Result], group: dist.ProcessGroup | None = None
+) -> Result | None:
     """`agreed` about what the first rank does alone; the others get None."""
-    return agreed(lambda: action() if not dist.is_initialized() or dist.get_rank() == 0 else None)
+    return agreed(lambda: action() if not dist.is_initialized() or dist.get_rank() == 0 else None, group)
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None, call: str = "") -> None:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from nemo_rl_mcore.algorithms.engine_comparison import rows_to_compare
-from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
+from nemo_rl_mcore.algorithms.run_start import require_whole
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.data.datasets import Prompt

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
+from nemo_rl_mcore.algorithms.run_start import require_whole
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.environment_values import value_now
 from nemo_rl_mcore.config.families import missing_family

@@ -11,7 +11,7 @@ from itertools import batched
 from pathlib import Path
 from typing import TextIO
 
-from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
+from nemo_rl_mcore.algorithms.run_start import require_whole
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.data.datasets import Prompt

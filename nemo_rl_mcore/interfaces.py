@@ -63,8 +63,19 @@ class TrainedModel(Protocol):
         """Drop the open or failed step, which then leaves no trace; nothing to do when none is open."""
         ...
 
-    def save_checkpoint(self, folder: str) -> None:
-        """Write all that the next step depends on into a folder that every rank sees."""
+    def save_checkpoint(self, folder: str, *, wait: bool = True) -> None:
+        """Write all that the next step depends on into a folder that every rank sees.
+
+        Without `wait` a copy is taken, and written while other calls go on; see `checkpoint_written`. The next save
+        waits for it.
+        """
+        ...
+
+    def checkpoint_written(self, *, wait: bool = True) -> float | None:
+        """Return the seconds that writing the last copy took, None while it goes on; `wait` until it is written.
+
+        Raises what writing it raised.
+        """
         ...
 
     def load_checkpoint(self, folder: str, *, weights_only: bool = False) -> None:

@@ -20,7 +20,8 @@ from nemo_rl_mcore.algorithms.engine_comparison import compare_at_start, prompts
 from nemo_rl_mcore.algorithms.grpo import GRPO
 from nemo_rl_mcore.algorithms.loop import TrainingLoop
 from nemo_rl_mcore.algorithms.ppo import PPO
-from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints, open_checkpoints
+from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.algorithms.run_start import open_checkpoints
 from nemo_rl_mcore.algorithms.sft import SFT
 from nemo_rl_mcore.config import (
     ClusterConfig,

@@ -20,6 +20,7 @@ Nothing of a run is to end by it. Whoever started the ranks watches them, and en
 LISTENING_SOCKET = "MASTER_LISTEN_FD"
 
 _patient: dist.ProcessGroup | None = None
+_background: dist.ProcessGroup | None = None
 
 
 def join() -> None:
@@ -56,8 +57,8 @@ def join_alone() -> None:
 
 def leave() -> None:
     """Leave all process groups."""
-    global _patient
-    _patient = None
+    global _patient, _background
+    _patient = _background = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -65,6 +66,17 @@ def leave() -> None:
 def patient_group() -> dist.ProcessGroup | None:
     """Return all ranks, over gloo, with patience: for waits that may be long. None: the default group is like that."""
     return _patient
+
+
+def background_group() -> dist.ProcessGroup:
+    """Return all ranks, over gloo, with patience, for one thread of each beside its calls; collective the first time.
+
+    Collectives of two threads in one group would meet each other's.
+    """
+    global _background
+    if _background is None:
+        _background = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=PATIENCE))
+    return _background
 
 
 def store(

@@ -13,7 +13,7 @@ from typing import Any, cast
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, QuietObserver
 from nemo_rl_mcore.algorithms.engine_comparison import bounds_of
 from nemo_rl_mcore.algorithms.rescoring import Rescoring
-from nemo_rl_mcore.algorithms.run_checkpoints import require_whole
+from nemo_rl_mcore.algorithms.run_start import require_whole
 from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, code_of

@@ -55,6 +55,7 @@ class TrainingLoop:
         try:
             yield from self._steps(algorithm)
         except TooManySkippedStepsError:
+            self._settle()
             raise
         except (RunStoppedError, GeneratorExit) as error:
             self._save_at_the_end(error)
@@ -106,17 +107,31 @@ class TrainingLoop:
         return self.observer.phase(f"{STARTUP_PREFIX}{part}") if needed else nullcontext()
 
     def _save_if_due(self, algorithm: Algorithm[Any], step: int, limit: TimeLimit) -> None:
-        if self.checkpoints.due(step):
-            with (
-                deferred_stop_signals(),
-                limit.save(),
-                self.observer.phase("checkpoint"),
-            ):  # of the step that follows
-                self._recovery.surviving(algorithm, lambda: self.checkpoints.save_finished(self.models))
-            algorithm.checkpointed(step)
-            self._recovery.checkpointed(step)
-        if step < self.config.loop.max_num_steps:
+        checkpoints, last = self.checkpoints, step == self.config.loop.max_num_steps
+        with deferred_stop_signals():
+            self._complete(algorithm, limit, wait=checkpoints.due(step))
+            if checkpoints.due(step):
+                with self.observer.phase("checkpoint"):  # of the step that follows
+                    self._recovery.surviving(algorithm, self._save)
+                self._complete(algorithm, limit, wait=last)
+        if not last:
             limit.stop_if_the_next_step_does_not_fit()
+
+    def _save(self) -> None:
+        self.checkpoints.save_finished(self.models)
+
+    def _complete(self, algorithm: Algorithm[Any], limit: TimeLimit, *, wait: bool) -> None:
+        """Have the checkpoint that was begun on disk, if it is written, or when."""
+        if not self.checkpoints.begun:
+            return
+        with self.observer.phase("checkpoint"):
+            completed = self._recovery.surviving(
+                algorithm, lambda: self.checkpoints.complete(self.models, wait=wait)
+            )
+        if completed is not None:
+            limit.saved(completed.seconds)
+            algorithm.checkpointed(completed.step)
+            self._recovery.checkpointed(completed.step)
 
     def _wake_for(self, step: int, *, awake: bool) -> None:
         """Leave the engine awake for a step that samples, asleep for one that is given its answers."""
@@ -178,11 +193,11 @@ class TrainingLoop:
         Returns what the attempt failed with.
         """
         checkpoints = self.checkpoints
-        if not checkpoints.unsaved:
-            return None
         checkpoints.note_failure("a second signal came before they were saved")
         if current_stop_signals().insisted:
             return None
+        if (failure := self._settle()) is not None or not checkpoints.unsaved:
+            return failure
         if checkpoints.updating and not self._recovery.undone_by_abort:
             checkpoints.note_failure("the step after them had begun to change the weights")
             return None
@@ -202,8 +217,19 @@ class TrainingLoop:
                     ):  # lost ones have left the room that the ranks need to save
                         self.engine.offload()
                 checkpoints.save_finished(self.models)
+                checkpoints.complete(self.models, wait=True)
             except RunStoppedError as error:
                 checkpoints.note_failure(str(reason or error).partition("\n")[0])
+                return error
+        return None
+
+    def _settle(self) -> RunStoppedError | None:
+        """Complete the checkpoint that was begun, at the end; returns why its folder cannot be written to."""
+        with deferred_stop_signals():
+            try:
+                self.checkpoints.settle(self.models)
+            except RunStoppedError as error:
+                self.checkpoints.note_failure(str(error).partition("\n")[0])
                 return error
         return None
 

@@ -141,6 +141,7 @@ class Recovery:
     def _bring_back(self, algorithm: Algorithm[Any]) -> None:
         self.checkpoints.going_back = True  # to the end: however this fails, nobody saves what it leaves
         algorithm.collector.generation.offload()  # what shares the memory of new ranks
+        self.checkpoints.settle(self.models)
         self._replace_lost()
         saved = self.checkpoints.saved_step
         if saved is not None:

@@ -1,4 +1,4 @@
-"""Find where a run begins, and leave behind what to begin from, as the section `checkpointing` asks."""
+"""Leave behind what a run can go on from, as the section `checkpointing` asks."""
 
 from __future__ import annotations
 
@@ -6,37 +6,21 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_mcore import activity
-from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
-from nemo_rl_mcore.config import CheckpointingConfig, RunConfig
-from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, Tokenizer
-from nemo_rl_mcore.errors import RunStoppedError, code_of, folder_error
+from nemo_rl_mcore.data.tokenizer import Tokenizer
+from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError, folder_error
 from nemo_rl_mcore.interfaces import TrainedModel
 from nemo_rl_mcore.preflight.folders import nearest_folder
-from nemo_rl_mcore.preflight.saved_run import (
-    RECIPE_FILE,
-    TOKENIZER_FOLDER,
-    cannot_resume,
-    changes_since,
-    read_recipe_of,
-    recipe_text,
-)
-from nemo_rl_mcore.training.checkpoints import (
-    INFO_FILE,
-    Checkpoint,
-    CheckpointStore,
-    NotACheckpointError,
-    Retention,
-    read_checkpoint,
-    require_checkpoint,
-)
+from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, TOKENIZER_FOLDER
+from nemo_rl_mcore.training.checkpoints import Checkpoint, CheckpointStore
 
-Notify = Callable[[str], None]
 _OF_FOLDERS = {
     *(
         errno.ENOSPC,
@@ -64,13 +48,34 @@ class FinishedStep:
     counters: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Completed:
+    """A checkpoint that is there. seconds: that it took, beside the steps meanwhile too."""
+
+    step: int
+    seconds: float
+
+
+@dataclass
+class _Begun:
+    """A checkpoint that is being written; seconds for the copies, and for what was written beside the steps."""
+
+    finished: FinishedStep
+    at: float
+    copying_s: float = 0.0
+    writing_s: float = 0.0
+
+    def copied(self) -> None:
+        self.copying_s = time.monotonic() - self.at
+
+
 @dataclass
 class RunCheckpoints:
     """The checkpoints of a run; without a store the run starts at its first step and leaves none.
 
     recipe: what is saved as config.yaml. start: the checkpoint to go on from. resume: the key of that name.
     tokenizer: what is saved with each checkpoint; None for the one that is built in. extra_parts: what else is, by the
-    name of its folder: called with the folder, which it makes.
+    name of its folder: called with the folder, which it makes. in_background: models of which a save takes a copy.
     """
 
     store: CheckpointStore | None = None
@@ -81,9 +86,13 @@ class RunCheckpoints:
     resume: str = "auto"
     tokenizer: Tokenizer | None = None
     extra_parts: dict[str, Callable[[Path], None]] = field(default_factory=dict[str, Callable[[Path], None]])
+    in_background: frozenset[str] = frozenset()
     _finished: FinishedStep | None = field(default=None, init=False)
+    _begun: _Begun | None = field(default=None, init=False)
     _saved: int | None = field(default=None, init=False)
     _tried: int | None = field(default=None, init=False)
+    _overdue: bool = field(default=False, init=False)
+    """Whether a checkpoint that was due is not there."""
     updating: bool = field(default=False, init=False)
     """Whether weights change, by a step that is not finished."""
     going_back: bool = field(default=False, init=False)
@@ -104,6 +113,11 @@ class RunCheckpoints:
     def unsaved(self) -> bool:
         """Say whether there is a finished step whose save was not tried yet, and a place for it."""
         return self.store is not None and self._finished is not None and self._finished.step != self._tried
+
+    @property
+    def begun(self) -> bool:
+        """Say whether a checkpoint was begun that is not complete."""
+        return self._begun is not None
 
     @property
     def saved_step(self) -> int | None:
@@ -130,7 +144,8 @@ class RunCheckpoints:
 
     def due(self, step: int) -> bool:
         """Say whether a checkpoint is to follow this step."""
-        return self.store is not None and (step % self.save_period == 0 or step == self.last_step)
+        on_time = step % self.save_period == 0 or step == self.last_step
+        return self.store is not None and (on_time or self._overdue)
 
     def begin_update(self) -> None:
         """Take note that the next step changes the weights from now on."""
@@ -142,49 +157,83 @@ class RunCheckpoints:
         self.updating = False
 
     def save_finished(self, models: Mapping[str, TrainedModel]) -> None:
-        """Save the step that was finished last; see `save`."""
-        assert self._finished is not None
-        finished = self._finished
-        with activity.at(f"saving step {finished.step}", timed=False):
-            self.save(finished.step, models, finished.metrics, finished.counters)
+        """Begin the checkpoint of the step that was finished last, which `complete` completes.
 
-    def save(
-        self,
-        step: int,
-        models: Mapping[str, TrainedModel],
-        metrics: Mapping[str, float],
-        counters: Mapping[str, Any],
-    ) -> None:
-        """Write the checkpoint of a finished step. The data needs no position: prompts are drawn by (seed, step).
-
+        The data needs no position: prompts are drawn by (seed, step). Of the models `in_background` a copy is taken.
         Raises RunStoppedError, naming the folder and why, when it cannot be written to; nothing is then left of it.
         """
         assert self.store is not None
-        self._tried = step
-        folder: Path | None = None
+        assert self._finished is not None
+        finished = self._finished
+        self._tried, self._overdue = finished.step, False
+        self._begun = _Begun(finished, time.monotonic())
+        with activity.at(f"saving step {finished.step}", timed=False), self._whole_or_nothing(models):
+            folder = self.store.begin(finished.step)
+            (folder / RECIPE_FILE).write_text(self.recipe, encoding="utf-8")
+            if self.tokenizer is not None:
+                self.tokenizer.save_as_hugging_face(folder / TOKENIZER_FOLDER)
+            for name, write in self.extra_parts.items():
+                write(folder / name)
+            for name, model in models.items():
+                (folder / name).mkdir()
+                model.save_checkpoint(str(folder / name), wait=name not in self.in_background)
+            self._begun.copied()
+
+    def complete(self, models: Mapping[str, TrainedModel], *, wait: bool) -> Completed | None:
+        """Make a checkpoint of what was begun, if it is written; wait: until it is. None: nothing was, or it is not.
+
+        Raises as `save_finished` does.
+        """
+        if (begun := self._begun) is None:
+            return None
+        assert self.store is not None
+        step = begun.finished.step
+        with activity.at(f"saving step {step}", timed=False), self._whole_or_nothing(models):
+            for name in self.in_background:
+                written_s = models[name].checkpoint_written(wait=wait)
+                if written_s is None:
+                    return None
+                begun.writing_s = max(begun.writing_s, written_s)
+            committing = time.monotonic()
+            self.store.commit(step, begun.finished.metrics, begun.finished.counters)
+        self._begun, self._saved = None, step
+        return Completed(step, begun.copying_s + begun.writing_s + time.monotonic() - committing)
+
+    def settle(self, models: Mapping[str, TrainedModel]) -> None:
+        """Complete what was begun, or drop it where ranks that write it are lost: others are to take their place."""
+        with suppress(RanksFailedError):
+            self.complete(models, wait=True)
+
+    @contextmanager
+    def _whole_or_nothing(self, models: Mapping[str, TrainedModel]) -> Generator[None]:
+        """Leave nothing of the checkpoint when the block raises, and have it made up for; see `save_finished`."""
+        assert self.store is not None
+        assert self._begun is not None
+        step = self._begun.finished.step
         try:
-            with self.store.writing(step, metrics, counters) as folder:
-                (folder / RECIPE_FILE).write_text(self.recipe, encoding="utf-8")
-                if self.tokenizer is not None:
-                    self.tokenizer.save_as_hugging_face(folder / TOKENIZER_FOLDER)
-                for name, write in self.extra_parts.items():
-                    write(folder / name)
-                for name, model in models.items():
-                    (folder / name).mkdir()
-                    model.save_checkpoint(str(folder / name))
-        except (OSError, RunStoppedError) as error:
+            yield
+        except BaseException as error:
+            self._drop(models if isinstance(error, Exception) else {})  # a second signal does not wait
             reason = error_of_the_folder(error, self.store.root)
             if reason is None:
                 raise
+            self._tried = step
             failure = folder_error(
                 "checkpointing.checkpoint_dir", self.store.root, reason, "make room, or name another"
             )
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
             raise RunStoppedError(
                 f"{failure}; the checkpoint of step {step} is not there", code="checkpoint-not-written"
             ) from error
-        self._saved = step
+
+    def _drop(self, models: Mapping[str, TrainedModel]) -> None:
+        assert self.store is not None
+        assert self._begun is not None
+        for name in self.in_background & models.keys():  # who still writes is not to do so into the next one
+            with suppress(RunStoppedError):
+                if models[name].serves():
+                    models[name].checkpoint_written(wait=True)
+        self.store.drop(self._begun.finished.step)
+        self._begun, self._tried, self._overdue = None, None, True
 
     def note_failure(self, why: str) -> None:
         """Take note of why the last finished step is not saved."""
@@ -226,101 +275,3 @@ def error_of_the_folder(error: BaseException, folder: Path) -> OSError | None:
     if shutil.disk_usage(nearest_folder(folder)).free < _FULL_BELOW:
         numbers.append(errno.ENOSPC)  # of which torch's writer says "unexpected pos"
     return next((OSError(number, os.strerror(number)) for number in numbers if number in _OF_FOLDERS), None)
-
-
-def open_checkpoints(config: RunConfig, notify: Notify, tokenizer: Tokenizer | None = None) -> RunCheckpoints:
-    """Find where the run begins and prepare the folder for what it leaves; `notify` is called in whole lines.
-
-    tokenizer: what a checkpoint is to hold if the recipe names a folder or a model of the hub.
-    Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is missing or of another model.
-    """
-    section = config.checkpointing
-    for plan in config.models.values():
-        if plan.policy.init_checkpoint is not None:
-            require_whole(plan.policy.init_checkpoint, plan.key("policy.init_checkpoint"), section, notify)
-    if not section.enabled:
-        return RunCheckpoints()
-    retention = Retention(section.keep_top_k, section.logged_metric, section.higher_is_better)
-    store = CheckpointStore(Path(section.checkpoint_dir), retention, section.verify_checksums)
-    start = _find_start(section, store, notify)
-    built_in = config.policy.tokenizer.name == CHAR_TOKENIZER_NAME
-    checkpoints = RunCheckpoints(
-        store,
-        section.save_period,
-        config.loop.max_num_steps,
-        recipe_text(config),
-        start,
-        section.resume,
-        None if built_in else tokenizer,
-    )
-    if start is not None:
-        _compare(start, config, notify)
-    if checkpoints.nothing_left:
-        if store.root.is_dir():
-            for leftover in store.remove_unfinished():
-                notify(f"removed: {leftover}, which was not finished")
-        return checkpoints
-    for folder in store.begin_after(start.step if start is not None else 0):
-        notify(f"set aside: {folder} ({_why_aside(folder, section)})")
-    return checkpoints
-
-
-def _why_aside(folder: Path, section: CheckpointingConfig) -> str:
-    try:
-        found = read_checkpoint(folder, verify_checksums=section.verify_checksums)
-    except NotACheckpointError as error:
-        return str(error)
-    if not SkipGuard.accepts(found.counters):
-        return f"the counters in {folder / INFO_FILE} are none of a run"
-    return f"checkpointing.resume={section.resume} begins before it"
-
-
-def require_whole(folder: str, key: str, section: CheckpointingConfig, notify: Notify) -> Checkpoint:
-    """Return the checkpoint that a key names; `notify` is called when it has no checksums. Raises RunStoppedError."""
-    try:
-        found = require_checkpoint(Path(folder), key, verify_checksums=section.verify_checksums)
-    except NotACheckpointError as error:
-        raise RunStoppedError(str(error), code=code_of(error)) from error
-    _report_without_checksums(found, section, notify)
-    return found
-
-
-def _find_start(section: CheckpointingConfig, store: CheckpointStore, notify: Notify) -> Checkpoint | None:
-    if section.resume == "never":
-        return None
-    if section.resume != "auto":
-        found = require_whole(section.resume, "checkpointing.resume", section, notify)
-        if not SkipGuard.accepts(found.counters):
-            raise RunStoppedError(
-                f"checkpointing.resume: the counters in {found.folder / INFO_FILE} are none of a run",
-                code="broken-counters",
-            )
-        return found
-    latest = next((one for one in store.newest_first() if SkipGuard.accepts(one.counters)), None)
-    if latest is not None:
-        _report_without_checksums(latest, section, notify)
-    return latest
-
-
-def _report_without_checksums(checkpoint: Checkpoint, section: CheckpointingConfig, notify: Notify) -> None:
-    if section.verify_checksums and not checkpoint.has_checksums:
-        notify(f"{checkpoint.folder} was saved without checksums: its files are not verified")
-
-
-def _compare(start: Checkpoint, config: RunConfig, notify: Notify) -> None:
-    """Refuse a checkpoint of another algorithm, or whose state has no place in the models; report what has changed."""
-    try:
-        saved = read_recipe_of(start.folder)
-    except ValueError as error:
-        raise RunStoppedError(str(error), code=code_of(error)) from error
-    if reason := cannot_resume(saved, config):
-        raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}", code="other-run")
-    if start.step >= config.loop.max_num_steps:
-        key = f"{config.algorithm}.max_num_steps"
-        notify(f"already finished after step {start.step}, saved in {start.folder} ({key})")
-        return
-    changes = [str(change) for change in changes_since(saved, config)]
-    notify(
-        f"resuming after step {start.step} from {start.folder}"
-        + (f", with changes: {', '.join(changes)}" if changes else "")
-    )

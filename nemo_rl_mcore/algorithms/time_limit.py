@@ -40,12 +40,9 @@ class TimeLimit:
         self._longest_step = max(self._longest_step, time.monotonic() - began)
         self._set()
 
-    @contextmanager
-    def save(self) -> Generator[None]:
-        """Time a save."""
-        began = time.monotonic()
-        yield
-        self._longest_save = max(self._longest_save or 0.0, time.monotonic() - began)
+    def saved(self, seconds: float) -> None:
+        """Take note of how long a save took, beside steps or not."""
+        self._longest_save = max(self._longest_save or 0.0, seconds)
         self._set()
 
     def stop_if_the_next_step_does_not_fit(self) -> None:

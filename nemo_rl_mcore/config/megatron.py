@@ -156,6 +156,13 @@ class DistributedDataParallelConfig(StrictModel):
     """Parameters per bucket; null lets Megatron choose."""
 
 
+class MegatronCheckpointConfig(StrictModel):
+    """How a model's part of a checkpoint is written."""
+
+    async_save: bool = False
+    """Write a copy in the CPU's memory while training goes on; false: the step after it waits until all is written."""
+
+
 class MegatronConfig(StrictModel):
     """Megatron-Core, the policy's backend."""
 
@@ -231,6 +238,8 @@ class MegatronConfig(StrictModel):
     """Learning rate and weight decay over the steps."""
     distributed_data_parallel_config: DistributedDataParallelConfig = DistributedDataParallelConfig()
     """Buckets and overlap of the gradient reduction."""
+    checkpoint: MegatronCheckpointConfig = MegatronCheckpointConfig()
+    """How a checkpoint is written; when, and where, says checkpointing."""
 
     @property
     def model_parallel_size(self) -> int:

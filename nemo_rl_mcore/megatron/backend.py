@@ -6,6 +6,7 @@ Shapes: B rows of this rank's shard, S sequence length, K ids a token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from nemo_rl_mcore.megatron.hf_weights.load import WholeWeightFilling
 from nemo_rl_mcore.megatron.offload import Offload
 from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy, is_kept_on_device
 from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
+from nemo_rl_mcore.training.background_write import BackgroundWrite
 from nemo_rl_mcore.training.policy_backend import (
     BackendOptions,
     GeneratedRows,
@@ -158,6 +160,14 @@ class MegatronBackend(MegatronTrainBackend):
     def save(self, folder: Path, committed_step_ids: Sequence[str]) -> None:
         """See `megatron.checkpoint.save_policy`."""
         checkpoint.save_policy(self, self._policy.megatron_cfg, self._reference, folder, committed_step_ids)
+
+    def save_in_background(self, folder: Path, committed_step_ids: Sequence[str]) -> BackgroundWrite:
+        """See `megatron.checkpoint.copy_policy`."""
+        group = rendezvous.background_group()
+        write = checkpoint.copy_policy(
+            self, self._policy.megatron_cfg, self._reference, folder, committed_step_ids
+        )
+        return BackgroundWrite(partial(write, group))
 
     def load(self, folder: Path) -> Sequence[str]:
         """See `megatron.checkpoint.load_policy`."""

@@ -8,26 +8,23 @@ SHA256SUMS                         the checksum of every file
 
 from __future__ import annotations
 
-import io
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Self, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.agreement import agreed, agreed_on_first
 from nemo_rl_mcore.config import MegatronConfig
 from nemo_rl_mcore.errors import RefusedError
+from nemo_rl_mcore.megatron import random_files
 from nemo_rl_mcore.megatron.checkpoint_sums import require_sums_together, write_sums_together
 from nemo_rl_mcore.megatron.optimizer_state import (
     load_optimizer_state,
@@ -37,14 +34,15 @@ from nemo_rl_mcore.megatron.optimizer_state import (
 from nemo_rl_mcore.megatron.parameters import gather_parameters
 from nemo_rl_mcore.megatron.reference_policy import ReferencePolicy
 from nemo_rl_mcore.megatron.sharded_files import (
+    PreparedState,
     ShardedStateDict,
     layout_independent,
     load_sharded,
-    save_sharded,
 )
 from nemo_rl_mcore.megatron.train_backend import MegatronTrainBackend
 from nemo_rl_mcore.megatron.value_head import VALUE_HEAD
-from nemo_rl_mcore.strict_json import read_json, read_regular
+from nemo_rl_mcore.rendezvous import patient_group
+from nemo_rl_mcore.strict_json import read_json
 
 WEIGHTS = "weights"
 REFERENCE = "reference"
@@ -78,23 +76,74 @@ def save_policy(
     when one of them cannot write.
     """
     agreed_on_first(lambda: _require_empty(folder))
-    save_sharded(_model_state(backend.chunks), folder / WEIGHTS)
+    group = patient_group()  # one rank may write for long
+    for name, state in _parts(backend, config, reference):
+        PreparedState.of(state, copied=False).write(folder / name, group)
+    _Rest.of(backend, config, committed_step_ids).write(folder, group)
+
+
+def copy_policy(
+    backend: MegatronTrainBackend,
+    config: MegatronConfig,
+    reference: ReferencePolicy | None,
+    folder: Path,
+    committed_step_ids: Sequence[str] = (),
+) -> Callable[[dist.ProcessGroup], None]:
+    """Copy what `save_policy` writes into the CPU's memory, and return what writes the copy; every rank takes part.
+
+    What is returned is to be called once on every rank, with a group of all ranks that no other thread uses; the
+    policy may be trained meanwhile. The errors are those of `save_policy`.
+    """
+    agreed_on_first(lambda: _require_empty(folder))
+    parts = {name: PreparedState.of(state, copied=True) for name, state in _parts(backend, config, reference)}
+    rest = _Rest.of(backend, config, committed_step_ids)
+
+    def write(group: dist.ProcessGroup) -> None:
+        for name in [*parts]:
+            parts.pop(name).write(folder / name, group)  # what is written is needed no more
+        rest.write(folder, group)
+
+    return write
+
+
+def _parts(
+    backend: MegatronTrainBackend, config: MegatronConfig, reference: ReferencePolicy | None
+) -> Iterator[tuple[str, ShardedStateDict]]:
+    """Yield the sharded state of each folder; its tensors are the model's until the next one is asked for."""
+    yield WEIGHTS, _model_state(backend.chunks)
     if reference is not None:
         with reference.swapped_in():
-            save_sharded(_model_state(backend.chunks), folder / REFERENCE)
-    state = _optimizer_state(backend, config, loading=False)
-    save_sharded(state, folder / OPTIMIZER)
-    agreed_on_first((folder / RANDOM).mkdir)
-    agreed(lambda: torch.save(_random_state(), _random_file(folder)))
-    counters = _State(
-        optimizer_step=optimizer_step(backend.optimizer),
-        schedule_samples=int(backend.scheduler.num_steps),
-        layout=_layout(config),
-        committed_step_ids=[*committed_step_ids],
-        has_checksums=True,
-    )
-    agreed_on_first(lambda: (folder / STATE_FILE).write_text(counters.model_dump_json(), encoding="utf-8"))
-    write_sums_together(folder)
+            yield REFERENCE, _model_state(backend.chunks)
+    yield OPTIMIZER, _optimizer_state(backend, config, loading=False)
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What is small: the counters, and this rank's generators as their file has them."""
+
+    counters: _State
+    generators: bytes
+
+    @classmethod
+    def of(
+        cls, backend: MegatronTrainBackend, config: MegatronConfig, committed_step_ids: Sequence[str]
+    ) -> Self:
+        counters = _State(
+            optimizer_step=optimizer_step(backend.optimizer),
+            schedule_samples=int(backend.scheduler.num_steps),
+            layout=_layout(config),
+            committed_step_ids=[*committed_step_ids],
+            has_checksums=True,
+        )
+        return cls(counters, random_files.present_state())
+
+    def write(self, folder: Path, group: dist.ProcessGroup | None) -> None:
+        """Write it, and the checksums of all that the folder then holds; every rank takes part."""
+        agreed_on_first((folder / RANDOM).mkdir, group)
+        agreed(lambda: random_files.of_this_rank(folder / RANDOM).write_bytes(self.generators), group)
+        text = self.counters.model_dump_json()
+        agreed_on_first(lambda: (folder / STATE_FILE).write_text(text, encoding="utf-8"), group)
+        write_sums_together(folder, group)
 
 
 def load_policy(
@@ -114,7 +163,7 @@ def load_policy(
     if verify_checksums:
         require_sums_together(folder, required=saved.has_checksums)
     same_layout = saved.layout == _layout(config)
-    generators = agreed(lambda: _read_random_state(folder) if same_layout else None)
+    generators = agreed(lambda: random_files.read(folder / RANDOM) if same_layout else None)
     if reference is not None and (folder / REFERENCE).is_dir():
         load_weights(backend.chunks, folder / REFERENCE)
         reference.keep()
@@ -124,7 +173,7 @@ def load_policy(
     backend.scheduler.num_steps = saved.schedule_samples
     backend.scheduler.step(0)  # the rates of that place in the schedule
     if generators is not None:
-        _set_random_state(generators)
+        random_files.restore(generators)
     return saved.committed_step_ids
 
 
@@ -221,48 +270,3 @@ def _read_state(folder: Path) -> _State:
         ) from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not the state of a policy: {error}") from error
-
-
-def _random_state() -> dict[str, Any]:
-    """Return the state of every generator of this rank, in types that are read without a pickle's reach."""
-    name, keys, position, has_gauss, cached = cast("tuple[Any, ...]", np.random.get_state())
-    return {
-        "python": random.getstate(),
-        "numpy": (name, keys.tolist(), position, has_gauss, cached),
-        "device": accelerator.device_rng_states(),
-        "tracker": _tracker().get_states(),
-    }
-
-
-def _read_random_state(folder: Path) -> dict[str, Any]:
-    """Return the saved generators; each is tried on one of its own kind, so that restoring cannot fail half-way."""
-    path = _random_file(folder)
-    try:
-        state = torch.load(io.BytesIO(read_regular(path, follow_links=False)), weights_only=True)
-        random.Random().setstate(state["python"])
-        np.random.RandomState().set_state(state["numpy"])
-        on_device = torch.Generator(accelerator.device())
-        for own, saved in zip((torch.Generator(), on_device), state["device"], strict=False):
-            own.set_state(saved)
-        if state["tracker"].keys() != _tracker().get_states().keys():
-            raise ValueError("it has other generators than this layout")
-        for saved in state["tracker"].values():
-            on_device.set_state(saved)
-    except Exception as error:  # of four libraries, for whatever is not a state
-        raise ValueError(f"{path} is not the random state of a rank: {error}") from error
-    return cast("dict[str, Any]", state)
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    accelerator.restore_device_rng_states(state["device"])
-    _tracker().set_states(state["tracker"])
-
-
-def _random_file(folder: Path) -> Path:
-    return folder / RANDOM / f"rank_{dist.get_rank()}.pt"
-
-
-def _tracker() -> CudaRNGStatesTracker:
-    return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())

@@ -18,17 +18,19 @@ _log = logging.getLogger(__name__)
 _WRITER = re.compile(r"(?:__|rank_)(\d+)[_.]")
 
 
-def write_sums_together(folder: Path) -> None:
+def write_sums_together(folder: Path, group: dist.ProcessGroup | None) -> None:
     """Write the list of a folder that all ranks have filled; each reads what it wrote, which its machine still holds.
 
-    Raises OSError on all ranks when one of them cannot.
+    group: of all ranks; None is as in `agreement.together`. Raises OSError on all ranks when one of them cannot.
     """
     rank = dist.get_rank()
-    own = agreed(lambda: {name: sha256(folder / name) for name in _files(folder) if _writer(name) == rank})
+    own = agreed(
+        lambda: {name: sha256(folder / name) for name in _files(folder) if _writer(name) == rank}, group
+    )
     of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, own)
+    dist.all_gather_object(of_all, own, group)
     agreed_on_first(
-        lambda: write_sums(folder, {name: value for part in of_all for name, value in part.items()})
+        lambda: write_sums(folder, {name: value for part in of_all for name, value in part.items()}), group
     )
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,6 @@ from nemo_rl_mcore import activity
 from nemo_rl_mcore.agreement import agreed, agreed_on_first
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.megatron.sharded_metadata import COMMON_STATE, read_metadata
-from nemo_rl_mcore.rendezvous import patient_group
 
 ShardedStateDict = dict[str, Any]
 
@@ -61,33 +60,52 @@ def layout_independent() -> dict[str, Any]:
     return {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}
 
 
-def save_sharded(state: ShardedStateDict, folder: Path) -> None:
-    """Write a state dict of ShardedTensors; every rank takes part. The folder is made.
+@dataclass(frozen=True)
+class PreparedState:
+    """A state dict as torch's writer takes it: of each tensor what this rank is to write."""
 
-    Raises OSError on all ranks, naming the folder, when one of them cannot write.
-    """
-    activity.advance(f"writing {folder}")
-    agreed_on_first(lambda: folder.mkdir(parents=True))
-    part, common = save_preprocess(state)
-    sharded = cast(ShardedStateDict, part)
-    # dist_checkpointing.load reads it.
-    sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=dist.get_rank())
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-    try:
-        # Each rank writes its own file, itself. The synchronous save of dist_checkpointing/strategies/torch.py first
-        # starts a manager process for the results of writers (filesystem_async.py): it imports the main program again,
-        # which takes seconds, and outlives a killed rank.
-        save(
-            mcore_to_pyt_state_dict(by_key),  # type: ignore[arg-type]  # a defaultdict of lists
-            storage_writer=FileSystemWriter(folder, sync_files=True),
-            planner=_SavePlanner(
-                dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
-            ),
-            process_group=patient_group(),  # one rank may write for long
-        )
-    except CheckpointException as error:  # from torch, and no Exception
-        raise OSError(f"{folder} cannot be written: {_first_failure(error)}") from error
-    agreed_on_first(lambda: save_config(CheckpointingConfig("torch_dist"), str(folder)))
+    by_key: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: ShardedStateDict, *, copied: bool) -> Self:
+        """Prepare a state dict of ShardedTensors; every rank takes part.
+
+        copied: into the CPU's memory, so that it may be written while the tensors change; else they must not.
+        """
+        part, common = save_preprocess(state)
+        sharded = cast(ShardedStateDict, part)
+        # dist_checkpointing.load reads it.
+        sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=dist.get_rank())
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
+        if copied:
+            for entry in nested_values(by_key):
+                if isinstance(entry, ShardedTensor):
+                    activity.advance(f"copying {entry.key}")
+                    entry.data = cast(torch.Tensor, entry.data).detach().to("cpu", copy=True)
+        return cls(mcore_to_pyt_state_dict(by_key))  # type: ignore[arg-type]  # a defaultdict of lists
+
+    def write(self, folder: Path, group: dist.ProcessGroup | None) -> None:
+        """Write it into a folder, which is made; every rank of the group takes part, which is of all ranks.
+
+        Raises OSError on all ranks, naming the folder, when one of them cannot write.
+        """
+        activity.advance(f"writing {folder}")
+        agreed_on_first(lambda: folder.mkdir(parents=True), group)
+        try:
+            # Each rank writes its own file, itself. The save of dist_checkpointing/strategies/torch.py first starts a
+            # manager process for the results of writers (filesystem_async.py): it imports the main program again,
+            # which takes seconds, and outlives a killed rank.
+            save(
+                self.by_key,
+                storage_writer=FileSystemWriter(folder, sync_files=True),
+                planner=_SavePlanner(
+                    dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+                ),
+                process_group=group,
+            )
+        except CheckpointException as error:  # from torch, and no Exception
+            raise OSError(f"{folder} cannot be written: {_first_failure(error)}") from error
+        agreed_on_first(lambda: save_config(CheckpointingConfig("torch_dist"), str(folder)), group)
 
 
 def load_sharded(state: ShardedStateDict, folder: Path) -> dict[str, Any]:

@@ -20,8 +20,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -162,19 +161,23 @@ class CheckpointStore:
             _remove(leftover)
         return found
 
-    @contextmanager
-    def writing(
-        self, step: int, metrics: Mapping[str, float], counters: Mapping[str, Any]
-    ) -> Generator[Path]:
-        """Give a folder to fill; when the block ends it is on disk as `step_N`, and superfluous ones are deleted.
-
-        If the block raises, or the process dies, the checkpoints before this one stay as they were.
-        """
-        folder = self.root / f"tmp_step_{step}"
-        if folder.exists():  # of a first attempt, whose ranks have died
-            _remove(folder)
+    def begin(self, step: int) -> Path:
+        """Return a folder to fill, which `commit` makes the checkpoint of this step; until then there is none."""
+        self.drop(step)  # what a first attempt has left, whose ranks have died
+        folder = self._unfinished(step)
         folder.mkdir(parents=True)
-        yield folder
+        return folder
+
+    def drop(self, step: int) -> None:
+        """Remove what was begun, and may be being written."""
+        shutil.rmtree(self._unfinished(step), ignore_errors=True)
+
+    def commit(self, step: int, metrics: Mapping[str, float], counters: Mapping[str, Any]) -> None:
+        """Have what was filled on disk as `step_N`, and delete superfluous ones; who is killed here leaves the others.
+
+        metrics, counters: of the step, see `Checkpoint`.
+        """
+        folder = self._unfinished(step)
         files = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
         finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
         info = _Info(
@@ -188,6 +191,9 @@ class CheckpointStore:
         folder.rename(self.root / f"step_{step}")
         _sync(self.root)
         self._delete_superfluous()
+
+    def _unfinished(self, step: int) -> Path:
+        return self.root / f"tmp_step_{step}"
 
     def _delete_superfluous(self) -> None:
         for checkpoint in self.retention.superfluous(self.checkpoints()):

@@ -19,6 +19,7 @@ from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.stop_conditions import StopConditions
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import SamplingParams
+from nemo_rl_mcore.training.background_write import BackgroundWrite
 from nemo_rl_mcore.training.sums import StepTotals
 from nemo_rl_mcore.training.train_step import TrainStepBackend
 
@@ -218,6 +219,13 @@ class PolicyBackend(TrainStepBackend, Protocol):
 
         Raises ValueError, before anything is written, when the folder holds something, and OSError when it cannot be
         written.
+        """
+        ...
+
+    def save_in_background(self, folder: Path, committed_step_ids: Sequence[str]) -> BackgroundWrite:
+        """Copy what `save` writes, and write the copy beside the calls that follow, any of which may change the model.
+
+        One is to have ended before the next begins. Raises as `save` does; what writing raises, the result does.
         """
         ...
 

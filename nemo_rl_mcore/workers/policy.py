@@ -245,9 +245,17 @@ class Policy:
         """See `interfaces.PolicyInterface.abort_train_step`."""
         self._run_all("abort_train_step")
 
-    def save_checkpoint(self, folder: str) -> None:
+    def save_checkpoint(self, folder: str, *, wait: bool = True) -> None:
         """See `interfaces.PolicyInterface.save_checkpoint`."""
-        self._run_all("save_checkpoint", folder=str(Path(folder).absolute()))
+        self._run_all("save_checkpoint", folder=str(Path(folder).absolute()), wait=wait)
+
+    def checkpoint_written(self, *, wait: bool = True) -> float | None:
+        """See `interfaces.PolicyInterface.checkpoint_written`."""
+        of_ranks: Sequence[float | None] = self._workers.run_all(
+            "checkpoint_written", wait=wait, context=self._next_call("checkpoint_written")
+        )
+        taken = [seconds for seconds in of_ranks if seconds is not None]
+        return max(taken) if len(taken) == len(of_ranks) else None
 
     def load_checkpoint(self, folder: str, *, weights_only: bool = False) -> None:
         """See `interfaces.PolicyInterface.load_checkpoint`."""

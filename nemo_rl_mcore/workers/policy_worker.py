@@ -30,6 +30,7 @@ from nemo_rl_mcore.generation.refit.verification import Digests, of_all
 from nemo_rl_mcore.losses.base import LossFunction
 from nemo_rl_mcore.ops.sampling import sample_keys
 from nemo_rl_mcore.training.backends import open_backend
+from nemo_rl_mcore.training.background_write import BackgroundWrite
 from nemo_rl_mcore.training.batch_sizes import BatchSizes
 from nemo_rl_mcore.training.checkpoints import POLICY_FOLDER
 from nemo_rl_mcore.training.policy_backend import (
@@ -81,6 +82,7 @@ class MegatronPolicyWorker:
         self._check = BatchCheck.of(self.policy)
         self._seed = seed
         self._sender: WeightSender | None = None
+        self._writing: BackgroundWrite | None = None
         temperature = self.policy.generation.temperature if temperature is None else temperature
         options = BackendOptions(seed, self.role, trained, temperature, verify_checksums)
         self.backend = backend(self.policy, options)
@@ -292,9 +294,11 @@ class MegatronPolicyWorker:
 
     # Checkpoints
 
-    def save_checkpoint(self, folder: str) -> None:
+    def save_checkpoint(self, folder: str, wait: bool = True) -> None:
         """Write weights, optimizer, schedule and random state; all ranks write to the one folder, which they all see.
 
+        Without `wait` it returns when a copy is taken, in the CPU's memory, and `checkpoint_written` tells the rest:
+        what is trained meanwhile changes nothing of it.
         Raises TrainStepError while a step is open, and ValueError for a folder that is not empty: on all ranks, before
         anything is written.
         """
@@ -306,7 +310,24 @@ class MegatronPolicyWorker:
                     code="step-is-open",
                 )
             self._keep_on_device(OnDevice.EVERYTHING)
-        self.backend.save(Path(folder), self.train_step.committed_ids)
+        self._end_writing()
+        if wait:
+            self.backend.save(Path(folder), self.train_step.committed_ids)
+        else:
+            self._writing = self.backend.save_in_background(Path(folder), self.train_step.committed_ids)
+
+    def checkpoint_written(self, wait: bool = True) -> float | None:
+        """Return the seconds that writing the last copy took, None while it goes on; `wait` until it is written.
+
+        0 without a copy. Raises OSError on all ranks when one of them could not write.
+        """
+        return 0.0 if self._writing is None else self._writing.seconds(wait=wait)
+
+    def _end_writing(self) -> None:
+        """Wait for what is still being written, whatever comes of it: who wants to know asks `checkpoint_written`."""
+        if self._writing is not None:
+            self._writing.join()
+        self._writing = None
 
     def load_checkpoint(self, folder: str, weights_only: bool = False) -> None:
         """Set everything back that `save_checkpoint` wrote; with `weights_only` moments and schedule stay as they are.
@@ -412,6 +433,7 @@ class MegatronPolicyWorker:
             self._keep_on_device(OnDevice.WEIGHTS)
 
     def shutdown(self) -> None:
-        """Leave the process groups."""
+        """Leave the process groups, when what is being written is written."""
         self._stop_sending()
+        self._end_writing()
         self.backend.shutdown()

@@ -101,10 +101,12 @@ def _saved(worker: Any, root: Path) -> Path:
     from nemo_rl_mcore.training.checkpoints import CheckpointStore
 
     recipe = TESTS.parent / "examples" / "configs" / "grpo_copy_cpu.yaml"
-    with CheckpointStore(root / "checkpoints").writing(1, {"train/reward": 0.5}, {"total": 1}) as folder:
-        (folder / "config.yaml").write_text(recipe_text(load_config(recipe)))
-        save_chat_tokenizer(folder / "tokenizer")
-        worker.save_checkpoint(str(folder / "policy"))
+    store = CheckpointStore(root / "checkpoints")
+    folder = store.begin(1)
+    (folder / "config.yaml").write_text(recipe_text(load_config(recipe)))
+    save_chat_tokenizer(folder / "tokenizer")
+    worker.save_checkpoint(str(folder / "policy"))
+    store.commit(1, {"train/reward": 0.5}, {"total": 1})
     return root / "checkpoints" / "step_1"
 
 

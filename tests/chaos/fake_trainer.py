@@ -25,7 +25,7 @@ from nemo_rl_mcore.algorithms.dpo import DPO  # noqa: E402
 from nemo_rl_mcore.algorithms.grpo import GRPO  # noqa: E402
 from nemo_rl_mcore.algorithms.loop import TrainingLoop  # noqa: E402
 from nemo_rl_mcore.algorithms.ppo import PPO  # noqa: E402
-from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints  # noqa: E402
+from nemo_rl_mcore.algorithms.run_start import open_checkpoints  # noqa: E402
 from nemo_rl_mcore.config import load_config  # noqa: E402
 from nemo_rl_mcore.data import BatchedDataDict  # noqa: E402
 from nemo_rl_mcore.environments.replies import LocalEnvironments  # noqa: E402
@@ -109,6 +109,8 @@ class FakeTrainer:
         self.weights, self.dead, self.committed = "start", False, []
         self._step, self._rows, self._failed = None, [], False
         self.updates = self._taken = 0
+        self._copy: tuple[Path, str] | None = None
+        self._looks = 0
         self._journal.write("start", "end", weights=self.weights)
 
     def close(self) -> None:
@@ -217,12 +219,27 @@ class FakeTrainer:
 
         self._do("abort_train_step", work)
 
-    def save_checkpoint(self, folder):
+    def save_checkpoint(self, folder, *, wait=True):
         def work() -> dict:
-            (Path(folder) / "weights").write_text(self.weights)
+            if wait:
+                (Path(folder) / "weights").write_text(self.weights)
+            else:
+                self._copy, self._looks = (Path(folder) / "weights", self.weights), 1
             return {}
 
         self._do("save_checkpoint", work, step=_step_of(folder), weights=self.weights)
+
+    def checkpoint_written(self, *, wait=True):
+        def work() -> dict:
+            if self._copy is not None and (wait or not self._looks):
+                path, weights = self._copy
+                path.write_text(weights)
+                self._copy = None
+            self._looks = 0
+            return {}
+
+        self._do("checkpoint_written", work)
+        return 0.0 if self._copy is None else None
 
     def load_checkpoint(self, folder, *, weights_only=False):
         def work() -> dict:
@@ -330,8 +347,19 @@ class FakeEngines:
         return answered
 
 
-def recipe(root: Path, age: int | None, chunk: int | None = None, algorithm="grpo", order="in_order"):
-    """age: None is a synchronous run. chunk: groups of a chunk at least; None is whole steps. order: of consumption."""
+def recipe(
+    root: Path,
+    age: int | None,
+    chunk: int | None = None,
+    algorithm="grpo",
+    order="in_order",
+    *,
+    background: bool = False,
+):
+    """age: None is a synchronous run. chunk: groups of a chunk at least; None is whole steps. order: of consumption.
+
+    background: the policy's checkpoints are written beside the steps; a critic's are not.
+    """
     one, pairs = algorithm, algorithm == "dpo"
     rows = GROUPS if pairs else GROUPS * SAMPLES
     given = (
@@ -341,6 +369,7 @@ def recipe(root: Path, age: int | None, chunk: int | None = None, algorithm="grp
         *(f"{one}.num_generations_per_prompt={SAMPLES}", f"{one}.max_num_steps={STEPS}"),
         *(f"policy.train_global_batch_size={rows}", f"policy.train_micro_batch_size={rows}"),
         *("cluster.cpu_workers_per_node=1", "cluster.max_trainer_restarts=3"),
+        f"policy.megatron_cfg.checkpoint.async_save={background}",
     )
     name = "grpo_copy" if algorithm == "grpo" else algorithm
     if age is None:

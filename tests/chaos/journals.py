@@ -217,9 +217,9 @@ class JournaledMegatronPolicyWorker(MegatronPolicyWorker):
         with self.journal.call("send_weights"):
             return super().send_weights()
 
-    def save_checkpoint(self, folder):
+    def save_checkpoint(self, folder, wait=True):
         with self.journal.call("save_checkpoint", step=_step_of(folder), weights=self._weights()):
-            super().save_checkpoint(folder)
+            super().save_checkpoint(folder, wait)
 
     def load_checkpoint(self, folder, weights_only=False):
         with self.journal.call("load_checkpoint", step=_step_of(folder)) as found:

@@ -46,7 +46,8 @@ def fake_schedule(seed: int, folder: Path) -> tuple[list[str], str]:
     age, algorithm = drawn.choice(AGES), drawn.choice(("grpo", *KINDS))
     chunk = drawn.choice((None, 1, 2)) if algorithm == "grpo" else None
     chance = Chance(seed, rate=drawn.choice((0.02, 0.05, 0.1)), most=drawn.randint(1, 12))
-    return fake_run(folder, chance, age, chunk, algorithm, drawn.choice(tuple(ORDERS)))
+    order, background = drawn.choice(tuple(ORDERS)), drawn.random() < 0.5
+    return fake_run(folder, chance, age, chunk, algorithm, order, background=background)
 
 
 def fake_run(
@@ -56,9 +57,11 @@ def fake_run(
     chunk: int | None = None,
     algorithm: str = "grpo",
     order: str = "in_order",
+    *,
+    background: bool = False,
 ) -> tuple[list[str], str]:
-    """See `fake_schedule`; age, chunk, algorithm and order: see `fake_trainer.recipe`."""
-    config, kind = recipe(folder, age, chunk, algorithm, order), KINDS[algorithm]
+    """See `fake_schedule`; age, chunk, algorithm, order and background: see `fake_trainer.recipe`."""
+    config, kind = recipe(folder, age, chunk, algorithm, order, background=background), KINDS[algorithm]
     (folder / "journals").mkdir()
     (folder / "log").mkdir()
     lives, ends = count(1), []
@@ -85,6 +88,7 @@ def fake_run(
     )
     how = "synchronous" if age is None else f"K = {age}, chunks of {chunk or GROUPS}"
     how = how if age is None or order == "in_order" else f"{how}, {order}"
+    how = f"{how}, saved beside" if background else how
     how = how if algorithm == "grpo" else f"{algorithm}, {how}"
     redone = redone_steps(folder / "journals")
     line = f"{how}: {len(chance.struck)} faults, {redone} steps again, {len(ends) + 1} starts"

@@ -93,9 +93,9 @@ def keep_weights(trainer, load, folder, **keys):
     trainer.weights = before
 
 
-def forget(trainer, save, folder):
+def forget(trainer, save, folder, **keys):
     trainer.weights = "others"
-    save(trainer, folder)
+    save(trainer, folder, **keys)
 
 
 @pytest.mark.parametrize(

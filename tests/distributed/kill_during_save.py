@@ -161,9 +161,10 @@ def _load_then_save_for_ever(
             continue
         pipe.send(("saving", step, 0.0))
         started = time.monotonic()
-        with store.writing(step, {}, {}) as target:
-            (target / "policy").mkdir()
-            worker.save_checkpoint(str(target / "policy"))
+        target = store.begin(step) / "policy"
+        target.mkdir()
+        worker.save_checkpoint(str(target))
+        store.commit(step, {}, {})
         pipe.send(("saved", step, time.monotonic() - started))
 
 

@@ -21,7 +21,7 @@ import torch
 from rank_pool import RankPool
 
 from nemo_rl_mcore import launch
-from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
+from nemo_rl_mcore.algorithms.run_start import open_checkpoints
 from nemo_rl_mcore.config import ClusterConfig, RunConfig
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.datasets import Prompt

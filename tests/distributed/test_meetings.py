@@ -20,7 +20,7 @@ from meeting_recipes import (
     plain_sibling,
 )
 
-from nemo_rl_mcore.algorithms import run_checkpoints
+from nemo_rl_mcore.algorithms import run_start
 from nemo_rl_mcore.config.master import RUN_CONFIGS
 
 PLAIN = {name: values[0] for name, values in FACTORS.items()}
@@ -124,6 +124,6 @@ def test_a_mistake_is_noticed(ranks, matrix, name, own, noticed):
 
 @pytest.mark.exhaustive
 def test_a_foreign_checkpoint_that_is_taken_is_noticed(matrix):
-    with patch.object(run_checkpoints, "cannot_resume", lambda *_: None):
+    with patch.object(run_start, "cannot_resume", lambda *_: None):
         failures = matrix.verdict(PLAIN | {"state": "foreign"}).failures
     assert failures == ["grpo goes on from a checkpoint of sft"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_mcore import export, launch
-from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
+from nemo_rl_mcore.algorithms.run_start import open_checkpoints
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.observability.ending import exit_status

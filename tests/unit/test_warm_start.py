@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_mcore import launch
-from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
+from nemo_rl_mcore.algorithms.run_start import open_checkpoints
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.signals import current_stop_signals, stop_signals
 

@@ -24,7 +24,7 @@ _NO_DTENSOR = AnyUnless("policy.dtensor_cfg.enabled")
 _MEGATRON: dict[str, Judgement] = {
     "converter_type": UNREAD,  # names a Hugging Face converter; config.json says what is read
     "model_overrides": refused(None, {}, remedy=_ARCHITECTURE),
-    "checkpoint": UNREAD,  # how Megatron saves; checkpoints are written at once, and whole
+    "checkpoint.ckpt_assume_constant_structure": UNREAD,  # a plan is made for each save
     "force_reconvert_from_hf": UNREAD,
     "empty_unused_memory_level": UNREAD,  # when the CUDA cache is emptied
     "clear_memory_caches_before_refit": UNREAD,

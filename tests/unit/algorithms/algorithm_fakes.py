@@ -19,6 +19,7 @@ from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.environments import ArithmeticEnvironment
 from nemo_rl_mcore.environments.replies import LocalEnvironments
+from nemo_rl_mcore.errors import RanksFailedError
 from nemo_rl_mcore.losses.base import MetricKind
 from nemo_rl_mcore.rollouts.group_store import GroupStore
 from nemo_rl_mcore.rollouts.ledger import Ledger
@@ -83,13 +84,17 @@ class TrainCall:
 
 
 class FakeModel:
-    """Keeps what it is trained on; `reasons` say which optimizer steps are skipped."""
+    """Keeps what it is trained on; `reasons` say which optimizer steps are skipped.
+
+    looks: at a copy that is being written, until it is; on_written: what happens then.
+    """
 
     def __init__(self, calls=None, name="", reasons=(None, None)):
         self.calls = [] if calls is None else calls
         self.name, self.reasons = f" {name}" if name else "", reasons
         self.trained, self.evaluated, self.loaded = [], [], None
         self.alive, self.updates, self.unknown_update = True, 0, False
+        self.looks, self.on_written, self._copy = 1, lambda: None, None
 
     def has_unknown_update(self):
         return self.unknown_update
@@ -99,7 +104,7 @@ class FakeModel:
 
     def restart(self):
         self.calls.append(f"restart{self.name}")
-        self.alive = True
+        self.alive, self._copy = True, None
 
     @property
     def batches(self):
@@ -121,9 +126,27 @@ class FakeModel:
     def abort_train_step(self):
         self.calls.append(f"abort{self.name}")
 
-    def save_checkpoint(self, folder):
+    def save_checkpoint(self, folder, *, wait=True):
         self.calls.append(f"save{self.name}")
-        (Path(folder) / "weights").write_text(str(len(self.trained)))
+        path, weights = Path(folder) / "weights", str(len(self.trained))
+        if wait:
+            path.write_text(weights)
+        else:
+            self._copy = [self.looks, path, weights]
+
+    def checkpoint_written(self, *, wait=True):
+        if not self.alive:
+            raise RanksFailedError(f"{self.name} has lost ranks")
+        if self._copy is None:
+            return 0.0
+        self._copy[0] -= 1
+        if self._copy[0] >= 0 and not wait:
+            return None
+        _, path, weights = self._copy
+        self._copy = None
+        self.on_written()
+        path.write_text(weights)
+        return 0.5
 
     def load_checkpoint(self, folder, *, weights_only=False):
         self.calls.append(f"load{self.name}")

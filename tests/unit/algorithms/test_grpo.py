@@ -9,7 +9,7 @@ from algorithm_fakes import LARGE_REWARDS, TOKENIZER, FakePolicy, Notes, collect
 from refusals import assert_holds, refused
 
 from nemo_rl_mcore.algorithms.grpo import GRPO
-from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
+from nemo_rl_mcore.algorithms.run_start import open_checkpoints
 from nemo_rl_mcore.algorithms.skip_guard import TooManySkippedStepsError
 
 

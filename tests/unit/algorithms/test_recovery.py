@@ -172,7 +172,7 @@ def test_ranks_that_die_after_a_step_do_not_have_it_recorded_twice(tmp_path, par
         policy = run.models["policy"]
         save = policy.save_checkpoint
 
-        def save_or_die(folder):
+        def save_or_die(folder, **_keys):
             if folder.endswith("step_4/policy") or run.notes.steps.keys() >= {4}:
                 dies()
             save(folder)

@@ -7,8 +7,9 @@ import pytest
 import yaml
 from chat_tokenizer import save_chat_tokenizer
 from refusals import assert_holds, refused
+from saved_steps import save
 
-from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
+from nemo_rl_mcore.algorithms.run_start import open_checkpoints
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.errors import RunStoppedError
@@ -22,7 +23,7 @@ class FakePolicy:
     def __init__(self):
         self.loaded = []
 
-    def save_checkpoint(self, folder):
+    def save_checkpoint(self, folder, *, wait=True):
         Path(folder, "weights").write_text("weights")
 
     def load_checkpoint(self, folder, *, weights_only=False):
@@ -49,8 +50,12 @@ def opened(root, *overrides):
 def run_to(root, *steps, overrides=(), counters=None):
     checkpoints, _ = opened(root, *overrides)
     for step in steps:
-        checkpoints.save(
-            step, {"policy": FakePolicy()}, {"train/reward": step / 10}, counters or {"total": step}
+        save(
+            checkpoints,
+            step,
+            {"policy": FakePolicy()},
+            {"train/reward": step / 10},
+            counters or {"total": step},
         )
 
 
@@ -154,7 +159,7 @@ def test_a_checkpoint_of_another_algorithm_stops_the_run(tmp_path, resume):
     sft = RECIPE.with_name("sft_cpu.yaml")
     given = [f"checkpointing.checkpoint_dir={tmp_path}", "checkpointing.enabled=true"]
     before = open_checkpoints(load_config(sft, given), lambda line: None)
-    before.save(1, {"policy": FakePolicy()}, {}, {})
+    save(before, 1, {"policy": FakePolicy()}, {}, {})
     model = ["policy.model.hidden_size=64", f"checkpointing.resume={resume.format(tmp_path)}"]
     keys = "checkpointing.resume: ", "checkpointing.checkpoint_dir", "policy.init_checkpoint"
     with refused("other-run", tmp_path / "step_1", "sft", "ppo", *keys, by=RunStoppedError):
@@ -176,7 +181,7 @@ def test_a_checkpoint_of_another_algorithm_stops_the_run(tmp_path, resume):
 def test_another_critic_stops_the_run(tmp_path, overrides, told):
     given = [f"checkpointing.checkpoint_dir={tmp_path}", "checkpointing.enabled=true"]
     before = open_checkpoints(load_config(PPO, given), lambda line: None)
-    before.save(1, {"policy": FakePolicy(), "value": FakePolicy()}, {}, {})
+    save(before, 1, {"policy": FakePolicy(), "value": FakePolicy()}, {}, {})
     with refused("other-run", told, by=RunStoppedError):
         open_checkpoints(load_config(PPO, [*given, *overrides]), lambda line: None)
 
@@ -220,7 +225,7 @@ def test_a_recipe_that_was_changed_is_not_gone_on_from(tmp_path):
 def test_counters_that_are_none_of_a_run_are_not_gone_on_from(tmp_path, counters):
     run_to(tmp_path, 1, counters={"total": 1, "last_reason": "x"})
     checkpoints, _ = opened(tmp_path)
-    checkpoints.save(2, {"policy": FakePolicy()}, {}, counters)
+    save(checkpoints, 2, {"policy": FakePolicy()}, {}, counters)
     assert opened(tmp_path, f"checkpointing.checkpoint_dir={tmp_path}")[0].resumed_step == 1
     with refused("broken-counters", "checkpointing.resume: ", "aside_step_2/training_info.json"):
         opened(tmp_path, f"checkpointing.resume={tmp_path}/aside_step_2")
@@ -242,7 +247,7 @@ def test_a_checkpoint_holds_the_tokenizer_unless_it_is_the_one_built_in(tmp_path
     for name in ("char", str(tmp_path / "tiny")):
         config = configure(tmp_path / "run", f"policy.tokenizer.name={name}", "policy.model.vocab_size=128")
         checkpoints = open_checkpoints(config, lambda line: None, tokenizer)
-        checkpoints.save(1 if name == "char" else 2, {"policy": FakePolicy()}, {}, {})
+        save(checkpoints, 1 if name == "char" else 2, {"policy": FakePolicy()}, {}, {})
     assert not (tmp_path / "run/step_1/tokenizer").exists()
     assert load_recipe_of(tmp_path / "run/step_1").policy.tokenizer.name == "char"
     shutil.rmtree(tmp_path / "tiny")
@@ -259,7 +264,7 @@ def test_the_best_by_the_metric_stay(tmp_path):
     overrides = ("checkpointing.metric_name=train:reward", "checkpointing.keep_top_k=1")
     checkpoints, _ = opened(tmp_path, *overrides)
     for step, reward in ((1, 0.9), (2, 0.5), (3, 0.7)):
-        checkpoints.save(step, {"policy": FakePolicy()}, {"train/reward": reward}, {})
+        save(checkpoints, step, {"policy": FakePolicy()}, {"train/reward": reward}, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_3"]
     assert yaml.safe_load((tmp_path / "step_1/config.yaml").read_text())["checkpointing"]["keep_top_k"] == 1
 

@@ -107,7 +107,7 @@ def test_a_second_signal_while_the_step_is_saved_leaves_the_checkpoints_before(t
     run = loop_run({"max_num_steps": 5}, checkpoints, events={("prepare", 4): interrupt})
     save, calls = run.models["value"].save_checkpoint, 0
 
-    def interrupted_save(folder):
+    def interrupted_save(folder, **_keys):
         nonlocal calls
         calls += 1
         if calls == 2:
@@ -267,7 +267,7 @@ def test_a_save_that_fails_names_the_folder_and_leaves_the_checkpoints_before(tm
     run = loop_run({"max_num_steps": 5}, checkpoints)
     save = run.models["value"].save_checkpoint
 
-    def full(folder):
+    def full(folder, **_keys):
         if "step_3" in folder:
             raise error
         save(folder)
@@ -304,7 +304,7 @@ def test_an_error_of_something_else_is_not_blamed_on_the_folder(tmp_path, error)
     checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 1, last_step=5)
     run = loop_run({"max_num_steps": 5}, checkpoints)
 
-    def fail_to_save(_folder):
+    def fail_to_save(_folder, **_keys):
         raise error
 
     run.models["policy"].save_checkpoint = fail_to_save
@@ -317,7 +317,7 @@ def test_a_failed_save_at_the_end_changes_neither_the_status_nor_the_reason(tmp_
     checkpoints = RunCheckpoints(CheckpointStore(tmp_path), 99, last_step=5)
     run = loop_run({"max_num_steps": 5}, checkpoints, events={("prepare", 2): interrupt})
 
-    def dead(folder):
+    def dead(folder, **_keys):
         raise RunStoppedError("rank 1 died\nand more")
 
     run.models["policy"].save_checkpoint = dead

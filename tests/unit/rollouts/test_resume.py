@@ -13,8 +13,9 @@ import torch
 from fake_engines import TOKENS, FakeEngines
 from ledger_check import check
 from refusals import assert_holds, refused
+from saved_steps import save
 
-from nemo_rl_mcore.algorithms.run_checkpoints import open_checkpoints
+from nemo_rl_mcore.algorithms.run_start import open_checkpoints
 from nemo_rl_mcore.config import load_config
 from nemo_rl_mcore.data import BatchedDataDict
 from nemo_rl_mcore.data.turns import Ending
@@ -53,7 +54,7 @@ class Answering(FakeEngines):
 
 
 class FakePolicy:
-    def save_checkpoint(self, folder):
+    def save_checkpoint(self, folder, *, wait=True):
         Path(folder, "weights").write_text("weights")
 
 
@@ -75,7 +76,7 @@ class Going:
         return trained
 
     def save(self, step):
-        self.checkpoints.save(step, {"policy": FakePolicy()}, {}, {"total": 0})
+        save(self.checkpoints, step, {"policy": FakePolicy()}, {}, {"total": 0})
 
     def wait_for_ready(self, ready):
         deadline = time.monotonic() + 5

@@ -15,10 +15,11 @@ _calls = itertools.count(1)
 
 
 def write(store: CheckpointStore, step: int, reward: float) -> None:
-    with store.writing(step, {"train/reward": reward}, {"total": step}) as folder:
-        (folder / "config.yaml").write_text(f"step: {step}\n")
-        (folder / "policy" / "weights").mkdir(parents=True)
-        (folder / "policy" / "weights" / "0.distcp").write_bytes(bytes([step]) * 100)
+    folder = store.begin(step)
+    (folder / "config.yaml").write_text(f"step: {step}\n")
+    (folder / "policy" / "weights").mkdir(parents=True)
+    (folder / "policy" / "weights" / "0.distcp").write_bytes(bytes([step]) * 100)
+    store.commit(step, {"train/reward": reward}, {"total": step})
 
 
 def live(root: Path) -> None:

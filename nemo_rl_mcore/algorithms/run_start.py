@@ -1,0 +1,127 @@
+"""Find where a run begins, as the section `checkpointing` asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.algorithms.skip_guard import SkipGuard
+from nemo_rl_mcore.config import CheckpointingConfig, RunConfig
+from nemo_rl_mcore.data.tokenizer import CHAR_TOKENIZER_NAME, Tokenizer
+from nemo_rl_mcore.errors import RunStoppedError, code_of
+from nemo_rl_mcore.preflight.saved_run import cannot_resume, changes_since, read_recipe_of, recipe_text
+from nemo_rl_mcore.training.checkpoints import (
+    INFO_FILE,
+    Checkpoint,
+    CheckpointStore,
+    NotACheckpointError,
+    Retention,
+    read_checkpoint,
+    require_checkpoint,
+)
+
+Notify = Callable[[str], None]
+
+
+def open_checkpoints(config: RunConfig, notify: Notify, tokenizer: Tokenizer | None = None) -> RunCheckpoints:
+    """Find where the run begins and prepare the folder for what it leaves; `notify` is called in whole lines.
+
+    tokenizer: what a checkpoint is to hold if the recipe names a folder or a model of the hub.
+    Raises RunStoppedError when the checkpoint to go on from, or to take weights from, is missing or of another model.
+    """
+    section = config.checkpointing
+    for plan in config.models.values():
+        if plan.policy.init_checkpoint is not None:
+            require_whole(plan.policy.init_checkpoint, plan.key("policy.init_checkpoint"), section, notify)
+    if not section.enabled:
+        return RunCheckpoints()
+    retention = Retention(section.keep_top_k, section.logged_metric, section.higher_is_better)
+    store = CheckpointStore(Path(section.checkpoint_dir), retention, section.verify_checksums)
+    start = _find_start(section, store, notify)
+    built_in = config.policy.tokenizer.name == CHAR_TOKENIZER_NAME
+    checkpoints = RunCheckpoints(
+        store,
+        section.save_period,
+        config.loop.max_num_steps,
+        recipe_text(config),
+        start,
+        section.resume,
+        None if built_in else tokenizer,
+        in_background=frozenset(
+            name
+            for name, plan in config.models.items()
+            if plan.trained and plan.policy.megatron_cfg.checkpoint.async_save
+        ),
+    )
+    if start is not None:
+        _compare(start, config, notify)
+    if checkpoints.nothing_left:
+        if store.root.is_dir():
+            for leftover in store.remove_unfinished():
+                notify(f"removed: {leftover}, which was not finished")
+        return checkpoints
+    for folder in store.begin_after(start.step if start is not None else 0):
+        notify(f"set aside: {folder} ({_why_aside(folder, section)})")
+    return checkpoints
+
+
+def _why_aside(folder: Path, section: CheckpointingConfig) -> str:
+    try:
+        found = read_checkpoint(folder, verify_checksums=section.verify_checksums)
+    except NotACheckpointError as error:
+        return str(error)
+    if not SkipGuard.accepts(found.counters):
+        return f"the counters in {folder / INFO_FILE} are none of a run"
+    return f"checkpointing.resume={section.resume} begins before it"
+
+
+def require_whole(folder: str, key: str, section: CheckpointingConfig, notify: Notify) -> Checkpoint:
+    """Return the checkpoint that a key names; `notify` is called when it has no checksums. Raises RunStoppedError."""
+    try:
+        found = require_checkpoint(Path(folder), key, verify_checksums=section.verify_checksums)
+    except NotACheckpointError as error:
+        raise RunStoppedError(str(error), code=code_of(error)) from error
+    _report_without_checksums(found, section, notify)
+    return found
+
+
+def _find_start(section: CheckpointingConfig, store: CheckpointStore, notify: Notify) -> Checkpoint | None:
+    if section.resume == "never":
+        return None
+    if section.resume != "auto":
+        found = require_whole(section.resume, "checkpointing.resume", section, notify)
+        if not SkipGuard.accepts(found.counters):
+            raise RunStoppedError(
+                f"checkpointing.resume: the counters in {found.folder / INFO_FILE} are none of a run",
+                code="broken-counters",
+            )
+        return found
+    latest = next((one for one in store.newest_first() if SkipGuard.accepts(one.counters)), None)
+    if latest is not None:
+        _report_without_checksums(latest, section, notify)
+    return latest
+
+
+def _report_without_checksums(checkpoint: Checkpoint, section: CheckpointingConfig, notify: Notify) -> None:
+    if section.verify_checksums and not checkpoint.has_checksums:
+        notify(f"{checkpoint.folder} was saved without checksums: its files are not verified")
+
+
+def _compare(start: Checkpoint, config: RunConfig, notify: Notify) -> None:
+    """Refuse a checkpoint of another algorithm, or whose state has no place in the models; report what has changed."""
+    try:
+        saved = read_recipe_of(start.folder)
+    except ValueError as error:
+        raise RunStoppedError(str(error), code=code_of(error)) from error
+    if reason := cannot_resume(saved, config):
+        raise RunStoppedError(f"checkpointing.resume: {start.folder} {reason}", code="other-run")
+    if start.step >= config.loop.max_num_steps:
+        key = f"{config.algorithm}.max_num_steps"
+        notify(f"already finished after step {start.step}, saved in {start.folder} ({key})")
+        return
+    changes = [str(change) for change in changes_since(saved, config)]
+    notify(
+        f"resuming after step {start.step} from {start.folder}"
+        + (f", with changes: {', '.join(changes)}" if changes else "")
+    )
