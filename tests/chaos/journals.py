@@ -23,6 +23,7 @@ from pathlib import Path
 from nemo_rl_mcore.config import Role
 from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine
 from nemo_rl_mcore.generation.refit.verification import of_all
+from nemo_rl_mcore.megatron.sharded_files import PreparedState
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 
 FOLDER = "MEGATRON_TEST_JOURNALS"  # a variable that the product hands to ranks and engines
@@ -38,7 +39,8 @@ class Fault:
     comes first.
 
     point: a method, before it does anything; a method with `:end`, once it is done and before it answers; or a place
-    inside one: `get_topk_logits` and `forward`, `optimizer` and `save` of ranks, `decoding` of engines.
+    inside one: `get_topk_logits` and `forward`, `optimizer`, `save` and `write`, of a part of a checkpoint, of ranks,
+    `decoding` of engines.
     nth: at which passage, counted by each process. seconds: of `slow`; of `kill`, how much later.
     """
 
@@ -158,6 +160,7 @@ class JournaledMegatronPolicyWorker(MegatronPolicyWorker):
             ("save", "save", True),
         ):
             setattr(self.backend, method, self._passing(getattr(self.backend, method), point, before))
+        PreparedState.write = self._passing(PreparedState.write, "write", before=True)
         self.journal.write("start", "end", weights=self._weights())
 
     def _passing(self, method, point, before):

@@ -67,9 +67,7 @@ def resume_against_going_on(folder, model, megatron, policy):
     return [name for name in worker_state.differences(wanted, found) if name != "config"]
 
 
-@pytest.mark.smoke("dp2-bf16")
-@pytest.mark.quick_cases("dp2-bf16", "ep2")
-@pytest.mark.parametrize(
+of_every_layout = pytest.mark.parametrize(
     ("ranks_needed", "model", "megatron", "policy"),
     [
         (1, {}, {"scheduler": WARMUP}, {}),
@@ -87,9 +85,101 @@ def resume_against_going_on(folder, model, megatron, policy):
     ids=["adam", "adam-plain", "sgd", "tied-mtp", "dp2-bf16", "dp2-plain-bf16", "dp2-overlap", "pp2-tied", "tp2-bf16",
          "ep2", "dp2-experts-bf16"],
 )  # fmt: skip
+
+
+@pytest.mark.smoke("dp2-bf16")
+@pytest.mark.quick_cases("dp2-bf16", "ep2")
+@of_every_layout
 def test_a_resumed_policy_goes_on_bit_for_bit(ranks, tmp_path, ranks_needed, model, megatron, policy):
     differing = ranks(ranks_needed).run(resume_against_going_on, str(tmp_path), model, megatron, policy)
     assert differing == [[]] * ranks_needed
+
+
+def written_beside_a_step(folder, model, megatron, policy, copied=True):
+    """Train while the writers of a copy are held; returns the files that differ from those written at once."""
+    from threading import Event
+    from unittest.mock import patch
+
+    from nemo_rl_mcore.megatron.sharded_files import PreparedState
+    from nemo_rl_mcore.training.checksums import read_sums
+
+    worker, trained = build(model, megatron, **policy), Event()
+    steps(worker, (1, 2))
+    worker.save_checkpoint(f"{folder}/at_once")
+    prepare, write = PreparedState.of, PreparedState.write
+
+    def write_later(self, *arguments):
+        trained.wait()
+        write(self, *arguments)
+
+    with (
+        patch.object(PreparedState, "write", write_later),
+        patch.object(PreparedState, "of", lambda state, **_: prepare(state, copied=copied)),
+    ):
+        worker.save_checkpoint(f"{folder}/copied", wait=False)
+        assert worker.checkpoint_written(wait=False) is None
+        reports = steps(worker, (3,))
+        trained.set()
+        assert worker.checkpoint_written() > 0
+    if copied:
+        resumed = build(model, megatron, seed=7, **policy)
+        resumed.load_checkpoint(f"{folder}/copied")
+        assert steps(resumed, (3,)) == reports
+    found, wanted = (read_sums(Path(folder, name)) for name in ("copied", "at_once"))
+    assert found.keys() == wanted.keys()
+    # torch writes a new name into its description of each save.
+    return [name for name in wanted if found[name] != wanted[name] and not name.endswith("/.metadata")]
+
+
+@pytest.mark.smoke("dp2-bf16")
+@pytest.mark.quick_cases("dp2-bf16")
+@of_every_layout
+def test_what_is_written_beside_a_step_is_what_was_there_before_it(
+    ranks, tmp_path, ranks_needed, model, megatron, policy
+):
+    different = ranks(ranks_needed).run(written_beside_a_step, str(tmp_path), model, megatron, policy)
+    assert different == [[]] * ranks_needed
+
+
+def test_without_a_copy_a_step_would_change_what_is_written(ranks, tmp_path):
+    [different] = ranks(1).run(written_beside_a_step, str(tmp_path), {}, {}, {}, False)
+    assert {name.split("/")[0] for name in different} == {"weights", "optimizer"}
+
+
+def fail_to_write_a_copy(folder):
+    """What ranks raise when the last one cannot write, at each question; then all write one."""
+    from contextlib import nullcontext
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from nemo_rl_mcore.megatron import random_files
+
+    def nowhere(_folder):
+        return Path(folder, "missing", "rank.pt")
+
+    worker, raised = build({}, {}), []
+    lost = patch.object(random_files, "of_this_rank", nowhere) if dist.get_rank() == 1 else nullcontext()
+    with lost:
+        worker.save_checkpoint(f"{folder}/failed", wait=False)
+        for _ in range(2):
+            try:
+                worker.checkpoint_written()
+            except OSError as error:
+                raised.append(str(error))
+    steps(worker, (1,))
+    worker.save_checkpoint(f"{folder}/next", wait=False)
+    worker.save_checkpoint(f"{folder}/the one after")  # waits for it
+    assert worker.checkpoint_written() == 0
+    worker.load_checkpoint(f"{folder}/next")
+    return raised
+
+
+def test_a_copy_that_cannot_be_written_is_told_by_all_ranks_which_go_on(ranks, tmp_path):
+    first, last = ranks(2).run(fail_to_write_a_copy, str(tmp_path))
+    assert len(first) == len(last) == 2
+    assert "missing/rank.pt" in last[0]
+    assert first[0] == f"rank 1: {last[0]}"
 
 
 def save_between_steps(folder):

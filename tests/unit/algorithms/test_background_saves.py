@@ -123,7 +123,7 @@ def test_a_full_disk_ends_the_run_and_names_the_folder(tmp_path):
 
 
 def test_too_many_skipped_steps_leave_the_checkpoint_that_was_begun(tmp_path):
-    run = run_with(tmp_path, looks=9, reasons=dict.fromkeys((3, 4), ["grad"]), max_consecutive_skips=2)
+    run = run_with(tmp_path, looks=9, reasons={3: ["grad"], 4: ["grad"]}, max_consecutive_skips=2)
     with pytest.raises(RunStoppedError):
         run.go()
     assert saved(tmp_path) == [2]
