@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from nemo_rl_mcore.data.token_digests import digests_of_rows
 from nemo_rl_mcore.losses.base import TokenOutputs
 from nemo_rl_mcore.ops.sampling import keyed_uniforms, sample_tokens
+from nemo_rl_mcore.training.background_write import BackgroundWrite
 from nemo_rl_mcore.training.policy_backend import GeneratedRows, TopKLogits
 from nemo_rl_mcore.training.sums import LocalSums
 
@@ -118,11 +119,18 @@ class TorchBackend:
         return self.policy.megatron_cfg.optimizer.lr / (1 + self.samples), 0.01
 
     def save(self, folder, committed_step_ids):
+        self._prepared(folder, committed_step_ids)()
+
+    def save_in_background(self, folder, committed_step_ids):
+        return BackgroundWrite(self._prepared(folder, committed_step_ids))
+
+    def _prepared(self, folder, committed_step_ids):
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty")
         folder.mkdir(exist_ok=True)
-        parts = [part.state_dict() for part in (self.model, self.reference, self.optimizer)]
-        torch.save((*parts, self.samples, torch.get_rng_state(), [*committed_step_ids]), folder / "state.pt")
+        parts = [copy.deepcopy(part.state_dict()) for part in (self.model, self.reference, self.optimizer)]
+        state = (*parts, self.samples, torch.get_rng_state(), [*committed_step_ids])
+        return lambda: torch.save(state, folder / "state.pt")
 
     def load(self, folder):
         _, reference, moments, self.samples, generator, ids = self.load_weights(folder)

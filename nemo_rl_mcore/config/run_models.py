@@ -55,6 +55,11 @@ class ModelPlan:
     warm_start: str | None = None
     own_keys: Mapping[str, str] = field(default_factory=dict[str, str])
 
+    @property
+    def saved_beside(self) -> bool:
+        """Return whether its checkpoints are written beside the steps."""
+        return self.trained and self.policy.megatron_cfg.checkpoint.async_save
+
     def key(self, path: str) -> str:
         """Return where the recipe sets for this model what `path`, such as policy.precision, is for the policy."""
         for shared, own in self.own_keys.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.master import RunConfig
-from nemo_rl_mcore.preflight.memory import checkpoint_bytes
+from nemo_rl_mcore.preflight.memory import checkpoint_bytes, copied_bytes
 
 _PROBE = b"\0" * 4096
 
@@ -75,8 +75,13 @@ def checkpoints_on_disk(config: RunConfig) -> str:
     if section.keep_top_k is not None:
         # The newest one is kept in addition to the best.
         kept = min(kept, section.keep_top_k + (section.metric_name is not None))
-    size = _gigabytes(kept * checkpoint_bytes(config))
-    return f"every {section.save_period} steps, {kept} kept at most, about {size} in {section.checkpoint_dir}"
+    size, copied = _gigabytes(kept * checkpoint_bytes(config)), copied_bytes(config)
+    where = (
+        f"every {section.save_period} steps, {kept} kept at most, about {size} in {section.checkpoint_dir}"
+    )
+    if copied:
+        where += f", written from a copy of about {_gigabytes(copied)} in the machines' memory (async_save)"
+    return where
 
 
 def _gigabytes(number: int) -> str:

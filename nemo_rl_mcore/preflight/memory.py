@@ -78,6 +78,11 @@ def checkpoint_bytes(config: RunConfig) -> int:
     return sum(_saved_bytes(plan) for plan in config.models.values() if plan.trained)
 
 
+def copied_bytes(config: RunConfig) -> int:
+    """Roughly what copies for `async_save` take of the memory of all machines, until they are written."""
+    return sum(_saved_bytes(plan) for plan in config.models.values() if plan.saved_beside)
+
+
 def _saved_bytes(plan: ModelPlan) -> int:
     policy = plan.policy
     weights = WEIGHT_BYTES[policy.precision] * (2 if plan.reference else 1)

@@ -176,8 +176,15 @@ def rows() -> tuple[Row, ...]:
 
 def _of_chunks() -> tuple[Row, ...]:
     """Of GRPO alone: steps that begin before all groups are there, and groups that no step takes."""
+    # In which step a pass is depends on how many chunks the steps had; no checkpoint is to be right before it.
+    from_the_start = replace(STREAMED, period=STREAMED.steps)
     return (
-        Row(f"rank killed in forward, {STREAMED.how}", STREAMED, of_rank("forward", "kill"), redoes=True),
+        Row(
+            f"rank killed in forward, {STREAMED.how}",
+            from_the_start,
+            of_rank("forward", "kill"),
+            redoes=True,
+        ),
         Row(f"rank killed in finish, {STREAMED.how}", STREAMED, of_rank("optimizer", "kill"), redoes=True),
         Row(f"driver killed, {STREAMED.how}", STREAMED, strike=driver_killed, again=True),
         Row(f"driver killed, {DYNAMIC.how}", DYNAMIC, strike=driver_killed, again=True),

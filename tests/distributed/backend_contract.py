@@ -3,6 +3,8 @@
 `make(**options)` builds a worker of the backend under test, on the config of `tiny`.
 """
 
+from functools import partial
+
 import tiny
 import torch
 from safetensors.torch import load_file
@@ -219,19 +221,22 @@ def an_aborted_or_failed_step_leaves_no_trace(make, folder):
 
 
 def a_loaded_checkpoint_goes_on_as_if_nothing_had_been(make, folder):
-    worker, loss_fn = make(), tiny.grpo_loss()
+    worker, loss_fn, other_weights = make(), tiny.grpo_loss(), partial(make, seed=9)
     worker.begin_train_step(loss_fn, step_id="saved")
     worker.train_microbatch(tiny.grpo_batch())
     worker.finish_train_step()
     saved = weights(worker)
     worker.save_checkpoint(str(folder / "saved"))
-    assert refuses(ValueError, lambda: worker.save_checkpoint(str(folder / "saved")))
+    for wait in (True, False):
+        assert refuses(ValueError, lambda wait=wait: worker.save_checkpoint(str(folder / "saved"), wait))
+    worker.save_checkpoint(str(folder / "copied"), wait=False)
     reference = worker.get_reference_policy_logprobs(data=tiny.grpo_batch())["reference_logprobs"]
     wanted = worker.train(tiny.grpo_batch(seed=1), loss_fn)
     after = weights(worker)
-    for build in (lambda: worker, lambda: make(seed=9)):
+    assert worker.checkpoint_written() > 0
+    for name, build in (("saved", lambda: worker), ("saved", other_weights), ("copied", other_weights)):
         again = build()
-        again.load_checkpoint(str(folder / "saved"))
+        again.load_checkpoint(str(folder / name))
         assert same(weights(again), saved)
         assert refuses(TrainStepError, lambda one=again: one.begin_train_step(loss_fn, step_id="saved"))
         found = again.train(tiny.grpo_batch(seed=1), loss_fn)
