@@ -64,6 +64,12 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else _CPU
 
 
+def compute_on(of: torch.device) -> None:
+    """Have this thread compute on a device: a new one would begin with the first GPU that the process sees."""
+    if of.type == "cuda":
+        torch.cuda.set_device(of)
+
+
 def device_uuid(of: torch.device | None = None) -> str:
     """Return what the driver calls this GPU, whatever its index is; empty on CPU."""
     of = of or device()

@@ -44,6 +44,10 @@ class StepObserver(Protocol):
         """Record a finished step."""
         ...
 
+    def checkpointed(self, step: int) -> None:
+        """Take note that the checkpoint of a step is whole."""
+        ...
+
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """Take answers of the step at hand, which are written down when it is logged."""
         ...
@@ -66,6 +70,9 @@ class QuietObserver:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `StepObserver.log`."""
+
+    def checkpointed(self, step: int) -> None:
+        """See `StepObserver.checkpointed`."""
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
         """See `StepObserver.add_samples`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_rl_mcore.algorithms.algorithm import Algorithm, StepObserver, StepOutcome
 from nemo_rl_mcore.algorithms.recovery import Recovery
-from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
+from nemo_rl_mcore.algorithms.run_checkpoints import Completed, RunCheckpoints
 from nemo_rl_mcore.algorithms.skip_guard import SkipGuard, TooManySkippedStepsError
 from nemo_rl_mcore.algorithms.time_limit import TimeLimit
 from nemo_rl_mcore.config import RunConfig
@@ -109,29 +109,33 @@ class TrainingLoop:
     def _save_if_due(self, algorithm: Algorithm[Any], step: int, limit: TimeLimit) -> None:
         checkpoints, last = self.checkpoints, step == self.config.loop.max_num_steps
         with deferred_stop_signals():
-            self._complete(algorithm, limit, wait=checkpoints.due(step))
+            if checkpoints.begun:
+                self._surviving_a_save(algorithm, limit, partial(self._complete, wait=checkpoints.due(step)))
             if checkpoints.due(step):
-                with self.observer.phase("checkpoint"):  # of the step that follows
-                    self._recovery.surviving(algorithm, self._save)
-                self._complete(algorithm, limit, wait=last)
+                self._surviving_a_save(algorithm, limit, partial(self._save, wait=last))
         if not last:
             limit.stop_if_the_next_step_does_not_fit()
 
-    def _save(self) -> None:
-        self.checkpoints.save_finished(self.models)
+    def _save(self, *, wait: bool) -> Completed | None:
+        """Save the finished step, unless that was begun; wait: until it is complete, however often it is begun."""
+        if self.checkpoints.unsaved:
+            self.checkpoints.save_finished(self.models)
+        return self._complete(wait=wait)
 
-    def _complete(self, algorithm: Algorithm[Any], limit: TimeLimit, *, wait: bool) -> None:
-        """Have the checkpoint that was begun on disk, if it is written, or when."""
-        if not self.checkpoints.begun:
-            return
-        with self.observer.phase("checkpoint"):
-            completed = self._recovery.surviving(
-                algorithm, lambda: self.checkpoints.complete(self.models, wait=wait)
-            )
+    def _complete(self, *, wait: bool) -> Completed | None:
+        return self.checkpoints.complete(self.models, wait=wait)
+
+    def _surviving_a_save(
+        self, algorithm: Algorithm[Any], limit: TimeLimit, part: Callable[[], Completed | None]
+    ) -> None:
+        with self.observer.phase("checkpoint"):  # of the step that follows
+            completed = self._recovery.surviving(algorithm, part)
         if completed is not None:
             limit.saved(completed.seconds)
             algorithm.checkpointed(completed.step)
             self._recovery.checkpointed(completed.step)
+            self.observer.checkpointed(completed.step)
+        limit.saving(self.checkpoints.begun)
 
     def _wake_for(self, step: int, *, awake: bool) -> None:
         """Leave the engine awake for a step that samples, asleep for one that is given its answers."""

@@ -14,7 +14,7 @@ from nemo_rl_mcore.algorithms.run_checkpoints import RunCheckpoints
 from nemo_rl_mcore.errors import RanksFailedError
 from nemo_rl_mcore.interfaces import TrainedModel
 from nemo_rl_mcore.output import write_line
-from nemo_rl_mcore.signals import current_stop_signals
+from nemo_rl_mcore.signals import current_stop_signals, deferred_stop_signals
 
 RESTARTS_KEY = "cluster.max_trainer_restarts"
 _RETRIES = 2
@@ -123,6 +123,8 @@ class Recovery:
                 raise error
             self.restarts_left -= 1
             self.restarts += 1
+            with deferred_stop_signals():  # a first one waits for what is being written
+                self.checkpoints.settle(self.models)
             _log(error, f"the run goes back to {self._saved_as}, {self.restarts_left} left ({RESTARTS_KEY})")
             try:
                 with activity.at("going back to the last checkpoint", timed=False), self.observer.redoing():
@@ -141,7 +143,6 @@ class Recovery:
     def _bring_back(self, algorithm: Algorithm[Any]) -> None:
         self.checkpoints.going_back = True  # to the end: however this fails, nobody saves what it leaves
         algorithm.collector.generation.offload()  # what shares the memory of new ranks
-        self.checkpoints.settle(self.models)
         self._replace_lost()
         saved = self.checkpoints.saved_step
         if saved is not None:

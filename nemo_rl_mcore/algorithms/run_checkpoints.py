@@ -19,6 +19,7 @@ from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError, folder_error
 from nemo_rl_mcore.interfaces import TrainedModel
 from nemo_rl_mcore.preflight.folders import nearest_folder
 from nemo_rl_mcore.preflight.saved_run import RECIPE_FILE, TOKENIZER_FOLDER
+from nemo_rl_mcore.signals import current_stop_signals
 from nemo_rl_mcore.training.checkpoints import Checkpoint, CheckpointStore
 
 _OF_FOLDERS = {
@@ -182,7 +183,7 @@ class RunCheckpoints:
     def complete(self, models: Mapping[str, TrainedModel], *, wait: bool) -> Completed | None:
         """Make a checkpoint of what was begun, if it is written; wait: until it is. None: nothing was, or it is not.
 
-        Raises as `save_finished` does.
+        Raises as `save_finished` does, and what a model raises that could not write.
         """
         if (begun := self._begun) is None:
             return None
@@ -213,8 +214,10 @@ class RunCheckpoints:
         try:
             yield
         except BaseException as error:
-            self._drop(models if isinstance(error, Exception) else {})  # a second signal does not wait
-            reason = error_of_the_folder(error, self.store.root)
+            # While the disk is as full as it was.
+            of_folder = isinstance(error, (OSError, RunStoppedError))
+            reason = error_of_the_folder(error, self.store.root) if of_folder else None
+            self._drop(models)
             if reason is None:
                 raise
             self._tried = step
@@ -230,7 +233,7 @@ class RunCheckpoints:
         assert self._begun is not None
         for name in self.in_background & models.keys():  # who still writes is not to do so into the next one
             with suppress(RunStoppedError):
-                if models[name].serves():
+                if models[name].serves() and not current_stop_signals().insisted:
                     models[name].checkpoint_written(wait=True)
         self.store.drop(self._begun.finished.step)
         self._begun, self._tried, self._overdue = None, None, True

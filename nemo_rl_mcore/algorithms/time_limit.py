@@ -22,6 +22,7 @@ class TimeLimit:
         self._signals = current_stop_signals()
         self._longest_step = 0.0
         self._longest_save: float | None = None
+        self._saves_at_the_end = 1
 
     def __enter__(self) -> Self:
         """Begin to watch the time."""
@@ -45,18 +46,24 @@ class TimeLimit:
         self._longest_save = max(self._longest_save or 0.0, seconds)
         self._set()
 
+    def saving(self, begun: bool) -> None:
+        """Take note whether a save goes on beside the next step: its rest is to end before another one begins."""
+        self._saves_at_the_end = 2 if begun else 1
+        self._set()
+
     def stop_if_the_next_step_does_not_fit(self) -> None:
         """Raise TimeLimitReachedError."""
         if self._seconds is None:
             return
         passed = time.monotonic() - self._signals.began
-        if passed + self._longest_step + self._time_of_a_save() >= self._seconds:
+        if passed + self._longest_step + self._time_of_saves() >= self._seconds:
             self._signals.end_for_time()
 
-    def _time_of_a_save(self) -> float:
-        return self._longest_step if self._longest_save is None else self._longest_save
+    def _time_of_saves(self) -> float:
+        one = self._longest_step if self._longest_save is None else self._longest_save
+        return self._saves_at_the_end * one
 
     def _set(self) -> None:
         """Have a step that takes longer than those before stopped in time for the save."""
         if self._seconds is not None:
-            self._signals.limit_time(self._seconds - self._time_of_a_save())
+            self._signals.limit_time(self._seconds - self._time_of_saves())

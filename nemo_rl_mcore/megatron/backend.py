@@ -6,7 +6,6 @@ Shapes: B rows of this rank's shard, S sequence length, K ids a token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -163,11 +162,16 @@ class MegatronBackend(MegatronTrainBackend):
 
     def save_in_background(self, folder: Path, committed_step_ids: Sequence[str]) -> BackgroundWrite:
         """See `megatron.checkpoint.copy_policy`."""
-        group = rendezvous.background_group()
+        group, device = rendezvous.background_group(), self.device
         write = checkpoint.copy_policy(
             self, self._policy.megatron_cfg, self._reference, folder, committed_step_ids
         )
-        return BackgroundWrite(partial(write, group))
+
+        def write_copy() -> None:
+            accelerator.compute_on(device)
+            write(group)
+
+        return BackgroundWrite(write_copy)
 
     def load(self, folder: Path) -> Sequence[str]:
         """See `megatron.checkpoint.load_policy`."""

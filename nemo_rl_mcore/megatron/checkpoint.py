@@ -135,7 +135,7 @@ class _Rest:
             committed_step_ids=[*committed_step_ids],
             has_checksums=True,
         )
-        return cls(counters, random_files.present_state())
+        return cls(counters, agreed(random_files.present_state))
 
     def write(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         """Write it, and the checksums of all that the folder then holds; every rank takes part."""

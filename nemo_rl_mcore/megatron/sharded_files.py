@@ -8,7 +8,7 @@ others wait for, and what is unpickled is read without a limit.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -78,10 +78,8 @@ class PreparedState:
         sharded[COMMON_STATE] = ShardedObject(COMMON_STATE, common, (1,), (0,), replica_id=dist.get_rank())
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
         if copied:
-            for entry in nested_values(by_key):
-                if isinstance(entry, ShardedTensor):
-                    activity.advance(f"copying {entry.key}")
-                    entry.data = cast(torch.Tensor, entry.data).detach().to("cpu", copy=True)
+            tensors = [entry for entry in nested_values(by_key) if isinstance(entry, ShardedTensor)]
+            agreed(lambda: _copy(tensors))  # one rank may lack the memory
         return cls(mcore_to_pyt_state_dict(by_key))  # type: ignore[arg-type]  # a defaultdict of lists
 
     def write(self, folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -163,6 +161,12 @@ def _read(state: ShardedStateDict, reader: _Reader) -> ShardedStateDict:
     read = _replace_sharded_keys_with_state_dict_keys(found, places, names)  # type: ignore[arg-type]
     _restore_dict_types(read, state)
     return cast(ShardedStateDict, read)
+
+
+def _copy(tensors: Sequence[ShardedTensor]) -> None:
+    for entry in tensors:
+        activity.advance(f"copying {entry.key}")
+        entry.data = cast(torch.Tensor, entry.data).detach().to("cpu", copy=True)
 
 
 class _SavePlanner(MCoreSavePlanner):

@@ -120,9 +120,9 @@ class ProgressDisplay:
         if self._live is None and self._is_plain_step(step):
             self._print(self._plain_line(metrics))
 
-    def saved(self) -> None:
-        """Show that the checkpoint of the step that was logged last is whole."""
-        self._saved = self._step
+    def saved(self, step: int) -> None:
+        """Show that the checkpoint of a step is whole."""
+        self._saved = step
         if self._live is None:
             self._print(f"checkpoint saved: step {self._saved}")
 

@@ -42,7 +42,6 @@ _RESERVED_FOR_THE_PAGE = 6 << 20
 """Kept free for report.html, of which the library that draws takes 4.7 MB."""
 _RESERVE_FILE = ".reserve"
 _TOKENS = "train/total_num_tokens"
-_CHECKPOINT = "checkpoint"
 
 
 def finish_report(config: LoggerConfig, write_page: Callable[[Path], object]) -> None:
@@ -253,8 +252,10 @@ class RunRecorder:
         self._progress.begin()
         with self.timer.phase(name), activity.at(name):
             yield
-        if name == _CHECKPOINT:
-            self._progress.saved()
+
+    def checkpointed(self, step: int) -> None:
+        """Say that the checkpoint of a step is whole."""
+        self._progress.saved(step)
 
     @contextmanager
     def attempt(self) -> Generator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from nemo_rl_mcore import activity
@@ -51,4 +52,12 @@ class BackgroundWrite:
                 write()
             except BaseException as error:  # noqa: BLE001  # raised in the thread of who asks
                 self._error = error
+                _forget_frames(error)
         self._seconds = time.monotonic() - began
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error and its causes hold: the copy that was to be written."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -169,12 +169,13 @@ class CheckpointStore:
         return folder
 
     def drop(self, step: int) -> None:
-        """Remove what was begun, and may be being written."""
+        """Remove what was begun for a step, if anything was."""
         shutil.rmtree(self._unfinished(step), ignore_errors=True)
 
     def commit(self, step: int, metrics: Mapping[str, float], counters: Mapping[str, Any]) -> None:
-        """Have what was filled on disk as `step_N`, and delete superfluous ones; who is killed here leaves the others.
+        """Bring what was filled to disk as `step_N`, then delete superfluous ones.
 
+        If it raises, or the process dies, the checkpoints before this one stay as they were.
         metrics, counters: of the step, see `Checkpoint`.
         """
         folder = self._unfinished(step)

@@ -319,9 +319,13 @@ class MegatronPolicyWorker:
     def checkpoint_written(self, wait: bool = True) -> float | None:
         """Return the seconds that writing the last copy took, None while it goes on; `wait` until it is written.
 
-        0 without a copy. Raises OSError on all ranks when one of them could not write.
+        Raises OSError on all ranks when one of them could not write, and ValueError where no copy was taken.
         """
-        return 0.0 if self._writing is None else self._writing.seconds(wait=wait)
+        if self._writing is None:
+            raise RefusedError(
+                "checkpoint_written before save_checkpoint(folder, wait=False)", code="no-copy"
+            )
+        return self._writing.seconds(wait=wait)
 
     def _end_writing(self) -> None:
         """Wait for what is still being written, whatever comes of it: who wants to know asks `checkpoint_written`."""

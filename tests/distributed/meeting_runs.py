@@ -112,6 +112,8 @@ class Observer:
     def redoing(self) -> nullcontext[None]:
         return nullcontext()
 
+    def checkpointed(self, _step: int) -> None: ...
+
     def startup(self, _part: str, _told_as: str = "") -> nullcontext[dict[str, float]]:
         return nullcontext({})
 

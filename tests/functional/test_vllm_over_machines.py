@@ -17,11 +17,12 @@ SMALL = (
     *("policy.train_global_batch_size=16", "policy.train_micro_batch_size=8", "policy.logprob_batch_size=8"),
     *("cluster.num_nodes=2", "cluster.cpu_workers_per_node=1"),
     *(f"policy.generation.vllm_cfg.{key}" for key in ("max_restarts=1", "restart_backoff_s=0.1")),
-    *("policy.generation.vllm_cfg.start_timeout_s=900", "policy.generation.vllm_cfg.tensor_parallel_size=2"),
+    "policy.generation.vllm_cfg.start_timeout_s=900",
 )
 
 
-def test_an_engine_over_two_machines_answers_is_refitted_and_starts_anew_as_one(tmp_path: Path):
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_an_engine_over_two_machines_answers_is_refitted_and_starts_anew_as_one(tmp_path: Path, size: str):
     """Log-probabilities of the whole vocabulary at the start, digests after each refit, the mismatch of each step.
 
     A process of vLLM on the second machine is killed in between: the engine on the first one ends with it.
@@ -31,7 +32,7 @@ def test_an_engine_over_two_machines_answers_is_refitted_and_starts_anew_as_one(
         raylets.join()
         for key, value in raylets.environment.items():
             patch.setenv(key, value)
-        run = Run(tmp_path / "run", *SMALL, recipe=recipe)
+        run = Run(tmp_path / "run", *SMALL, f"policy.generation.vllm_cfg.{size}=2", recipe=recipe)
         try:
             run.wait_for_step(STRUCK_AFTER, within_s=900)
             os.kill(process_of_share(raylets), signal.SIGKILL)

@@ -19,7 +19,7 @@ from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.tokenizer import load_tokenizer
 from nemo_rl_mcore.environments import ArithmeticEnvironment
 from nemo_rl_mcore.environments.replies import LocalEnvironments
-from nemo_rl_mcore.errors import RanksFailedError
+from nemo_rl_mcore.errors import RanksFailedError, RunStoppedError
 from nemo_rl_mcore.losses.base import MetricKind
 from nemo_rl_mcore.rollouts.group_store import GroupStore
 from nemo_rl_mcore.rollouts.ledger import Ledger
@@ -138,7 +138,7 @@ class FakeModel:
         if not self.alive:
             raise RanksFailedError(f"{self.name} has lost ranks")
         if self._copy is None:
-            return 0.0
+            raise RunStoppedError("no copy was taken")
         self._copy[0] -= 1
         if self._copy[0] >= 0 and not wait:
             return None
@@ -207,7 +207,7 @@ class Notes:
     """What the run told its observer."""
 
     def __init__(self):
-        self.steps, self.phases, self.sampled = {}, [], []
+        self.steps, self.phases, self.sampled, self.saved = {}, [], [], []
 
     @contextmanager
     def phase(self, name):
@@ -229,6 +229,9 @@ class Notes:
         with self.phase("recovery"):
             yield
         del self.sampled[before[0] :], self.phases[before[1] + 1 :]
+
+    def checkpointed(self, step):
+        self.saved.append(step)
 
     def log(self, step, metrics):
         self.steps[step] = dict(metrics)

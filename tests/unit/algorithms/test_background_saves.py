@@ -47,9 +47,10 @@ def test_steps_go_on_while_a_copy_is_written(tmp_path):
     events = {
         ("prepare", step): lambda step=step: seen.update({step: saved(tmp_path)}) for step in range(1, 6)
     }
-    run_with(tmp_path, events).go()
+    run = run_with(tmp_path, events)
+    run.go()
     assert seen == {1: [], 2: [], 3: [], 4: [2], 5: [2]}
-    assert saved(tmp_path) == [2, 4, 5]
+    assert saved(tmp_path) == run.notes.saved == [2, 4, 5]
 
 
 def test_one_model_may_be_written_beside_the_steps_and_another_at_once(tmp_path):
@@ -108,6 +109,26 @@ def test_what_could_not_be_written_is_saved_after_the_next_step(tmp_path):
     assert steps_of(run.calls) == [f"step {step}" for step in range(1, 6)]
 
 
+@pytest.mark.parametrize("usable", [True, False])
+def test_the_last_step_is_saved_again_where_its_copy_could_not_be_written(tmp_path, usable):
+    run = run_with(tmp_path, looks=9, period=99)
+    fails = run.models["policy"].on_written = Strikes(usable=usable)
+    if not usable:
+        fails.first = strike(run)
+    run.go()
+    assert saved(tmp_path) == run.notes.saved == [5]
+    assert steps_of(run.calls).count("redo 5") == (not usable)
+
+
+def test_a_first_signal_waits_for_a_copy_while_ranks_are_brought_back(tmp_path):
+    raises = Strikes(usable=True)
+    run = run_with(tmp_path, {("update", 5): raises}, looks=9)
+    raises.first = lambda: setattr(run.models["policy"], "on_written", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.go()
+    assert saved(tmp_path) == [2, 4]
+
+
 def test_a_full_disk_ends_the_run_and_names_the_folder(tmp_path):
     run = run_with(tmp_path)
 
@@ -129,13 +150,16 @@ def test_too_many_skipped_steps_leave_the_checkpoint_that_was_begun(tmp_path):
     assert saved(tmp_path) == [2]
 
 
-def test_a_limit_of_time_counts_what_is_written_beside_the_steps(tmp_path):
+@pytest.mark.parametrize(
+    ("looks", "passed_s"), [(0, 59.7), (9, 59.2)], ids=["one save", "and the rest of one"]
+)
+def test_a_limit_of_time_counts_what_is_written_beside_the_steps(tmp_path, looks, passed_s):
     def passed():
-        current_stop_signals().began = time.monotonic() - 59.7
+        current_stop_signals().began = time.monotonic() - passed_s
 
     section = {"enabled": True, "checkpoint_must_save_by": "00:00:01:00"}
-    run = run_with(tmp_path, {("update", 3): passed}, looks=0, period=1, checkpointing=section)
+    run = run_with(tmp_path, {("update", 3): passed}, looks=looks, period=1, checkpointing=section)
     with pytest.raises(TimeLimitReachedError):
         run.go()
-    assert [*run.notes.steps] == [1, 2, 3], "a copy takes 0.5 s to write, of which 0.3 s are left"
+    assert [*run.notes.steps] == [1, 2, 3], "a copy takes 0.5 s to write, and less is left for it"
     assert saved(tmp_path) == [1, 2, 3]

@@ -153,9 +153,9 @@ def test_the_panel_tells_the_learning_rate_the_memory_and_the_checkpoint() -> No
     display, screen = make(terminal=True)
     with display:
         display.log(40, {"train/lr": 0.001, "performance/peak_memory_gib": 12.5, "timing/startup/ray": 3.0})
-        display.saved()
+        display.saved(39)
     last_panel = screen.getvalue()[screen.getvalue().rindex("copy") :]
-    assert all(text in last_panel for text in ("learning rate", "0.001", "12.5", "step 40 is saved"))
+    assert all(text in last_panel for text in ("learning rate", "0.001", "12.5", "step 39 is saved"))
     assert "startup" not in last_panel
 
 
