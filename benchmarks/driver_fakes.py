@@ -53,9 +53,9 @@ class Rank:
             digests=digests_of_rows(tokens_BT, lengths_B),
         )
 
-    def respond(self, requests: Sequence[Request]) -> list[Response]:
+    def respond(self, requests: Sequence[Request], version: int) -> list[Response]:
         tokens = [*(number % 10 for number in range(self._new_tokens - 1)), EOS]
-        versions = [0] * len(tokens)
+        versions = [version] * len(tokens)
         return [
             Response.of([*tokens], [-3.0 - row / (1 + place) for place in range(len(tokens))], versions, finished=True)
             for row, _ in enumerate(requests)

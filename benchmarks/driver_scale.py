@@ -135,9 +135,10 @@ class Driver:
         self._workers.store = self.store
         return self._workers
 
-    def _engines_answer(self, data: BatchedDataDict, _step: int) -> BatchedDataDict:
+    def _engines_answer(self, data: BatchedDataDict, step: int) -> BatchedDataDict:
         asked = BatchedDataDict(data, seeds=data["prompt_index"], stop_strings=[()] * data.size)
-        per_rank = [{"requests": as_requests(share)} for share in asked.split(self._ranks)]
+        weights = {"version": step - 1}  # those of the step before
+        per_rank = [{"requests": as_requests(share)} | weights for share in asked.split(self._ranks)]
         answers = self._workers.run_all("respond", per_rank_kwargs=per_rank)
         together = [response for of_rank in answers for response in of_rank]
         return as_batch(together, len(together[0].tokens))
