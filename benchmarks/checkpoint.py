@@ -1,9 +1,9 @@
-"""What a checkpoint has training wait for: one that is written at once, and one that is written beside the steps.
+"""What a checkpoint has training wait for: one that is written at once, and one that is written in the background.
 
 One rank of the GRPO recipe `examples/configs/grpo_copy_cpu.yaml`, of 8 layers of 512 and a vocabulary of 32 thousand
 (45 million weights, 0.55 GB with Adam's moments), which trains on rows of 128 tokens. `blocked` is how long
 `save_checkpoint` takes to return, `step` a train step right after it, `written` the time until the checkpoint is whole,
-that step included where it is written beside it. Nothing else uses the second core, as on a machine whose GPUs compute.
+with that step where it is written in the background. Nothing else uses the second core.
 
   python benchmarks/checkpoint.py [--rounds 3] [--folder FOLDER]
 """
@@ -69,7 +69,7 @@ def main() -> None:
         child(args.child)
         return
     print(f"{ROWS} rows of {TOKENS} tokens, {load()}", flush=True)
-    methods = {"at once": [args.folder, True], "beside the step": [args.folder, False]}
+    methods = {"at once": [args.folder, True], "in the background": [args.folder, False]}
     columns = {"blocked s": 1, "step s": 1, "written s": 1}
     median = alternate(__file__, methods, args.rounds)
     header(columns)

@@ -77,7 +77,7 @@ class Progress:
 
 @dataclass
 class Apart:
-    """The counter of a thread whose work is not to hide that the call beside it stands still."""
+    """The counter of a background thread, whose work must not hide that the call in the main thread stands still."""
 
     progress: Progress = Progress()
 

@@ -69,7 +69,7 @@ def patient_group() -> dist.ProcessGroup | None:
 
 
 def background_group() -> dist.ProcessGroup:
-    """Return all ranks, over gloo, with patience, for one thread of each beside its calls; collective the first time.
+    """Return all ranks, over gloo, with patience, for a background thread of each; collective the first time.
 
     Collectives of two threads in one group would meet each other's.
     """

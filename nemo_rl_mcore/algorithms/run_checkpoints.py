@@ -51,7 +51,7 @@ class FinishedStep:
 
 @dataclass(frozen=True)
 class Completed:
-    """A checkpoint that is there. seconds: that it took, beside the steps meanwhile too."""
+    """A checkpoint that is there. seconds: that it took, in the background too."""
 
     step: int
     seconds: float
@@ -59,7 +59,7 @@ class Completed:
 
 @dataclass
 class _Begun:
-    """A checkpoint that is being written; seconds for the copies, and for what was written beside the steps."""
+    """A checkpoint that is being written; seconds for the copies, and for writing in the background."""
 
     finished: FinishedStep
     at: float

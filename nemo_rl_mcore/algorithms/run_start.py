@@ -48,7 +48,7 @@ def open_checkpoints(config: RunConfig, notify: Notify, tokenizer: Tokenizer | N
         start,
         section.resume,
         None if built_in else tokenizer,
-        in_background=frozenset(name for name, plan in config.models.items() if plan.saved_beside),
+        in_background=frozenset(name for name, plan in config.models.items() if plan.saved_in_background),
     )
     if start is not None:
         _compare(start, config, notify)

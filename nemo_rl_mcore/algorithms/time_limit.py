@@ -42,12 +42,12 @@ class TimeLimit:
         self._set()
 
     def saved(self, seconds: float) -> None:
-        """Take note of how long a save took, beside steps or not."""
+        """Take note of how long a save took, in the background or not."""
         self._longest_save = max(self._longest_save or 0.0, seconds)
         self._set()
 
     def saving(self, begun: bool) -> None:
-        """Take note whether a save goes on beside the next step: its rest is to end before another one begins."""
+        """Take note whether a save goes on in the background: it must end before another one begins."""
         self._saves_at_the_end = 2 if begun else 1
         self._set()
 

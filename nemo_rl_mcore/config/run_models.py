@@ -56,8 +56,8 @@ class ModelPlan:
     own_keys: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
-    def saved_beside(self) -> bool:
-        """Return whether its checkpoints are written beside the steps."""
+    def saved_in_background(self) -> bool:
+        """Return whether its checkpoints are written in the background."""
         return self.trained and self.policy.megatron_cfg.checkpoint.async_save
 
     def key(self, path: str) -> str:

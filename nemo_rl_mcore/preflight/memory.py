@@ -80,7 +80,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 def copied_bytes(config: RunConfig) -> int:
     """Roughly what copies for `async_save` take of the memory of all machines, until they are written."""
-    return sum(_saved_bytes(plan) for plan in config.models.values() if plan.saved_beside)
+    return sum(_saved_bytes(plan) for plan in config.models.values() if plan.saved_in_background)
 
 
 def _saved_bytes(plan: ModelPlan) -> int:

@@ -1,4 +1,4 @@
-"""A checkpoint that is written beside the calls of its rank."""
+"""A checkpoint that is written in the background of its rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOK_EVERY_S = 0.1
 
 
 class BackgroundWrite:
-    """Runs `write` in a thread of its own, from the start; the rank's thread asks how it went.
+    """Runs `write` in a background thread, from the start; the rank's thread asks how it went.
 
     Its progress counts for a rank that waits for it, and hides nothing of a call that the rank is at meanwhile.
     """

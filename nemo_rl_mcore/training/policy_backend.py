@@ -223,7 +223,7 @@ class PolicyBackend(TrainStepBackend, Protocol):
         ...
 
     def save_in_background(self, folder: Path, committed_step_ids: Sequence[str]) -> BackgroundWrite:
-        """Copy what `save` writes, and write the copy beside the calls that follow, any of which may change the model.
+        """Copy what `save` writes, and write the copy while other calls go on, any of which may change the model.
 
         One is to have ended before the next begins. Raises as `save` does; what writing raises, the result does.
         """

@@ -358,7 +358,7 @@ def recipe(
 ):
     """age: None is a synchronous run. chunk: groups of a chunk at least; None is whole steps. order: of consumption.
 
-    background: the policy's checkpoints are written beside the steps; a critic's are not.
+    background: the policy's checkpoints are written in the background; a critic's are not.
     """
     one, pairs = algorithm, algorithm == "dpo"
     rows = GROUPS if pairs else GROUPS * SAMPLES

@@ -92,7 +92,7 @@ class Recipe:
     """age: of the oldest group; None is a synchronous run. machines: in name; each has its share of the ranks.
 
     chunk: groups of a chunk at least; None is whole steps. dynamic: groups of equal rewards are not trained on. agents:
-    play the episodes, a process for each sample. beside: checkpoints are written beside the steps.
+    play the episodes, a process for each sample. background: so are checkpoints written.
     """
 
     age: int | None
@@ -100,7 +100,7 @@ class Recipe:
     chunk: int | None = None
     dynamic: bool = False
     agents: bool = False
-    beside: bool = False
+    background: bool = False
     steps: int = 12
     ranks: int = 2
     engines: int = 2
@@ -126,7 +126,7 @@ class Recipe:
             self.algorithm, ""
         )
         more = ", streamed" if self.chunk else ", dynamic sampling" if self.dynamic else ""
-        more += ", agents" if self.agents else ", saved beside" if self.beside else ""
+        more += ", agents" if self.agents else ", saved in the background" if self.background else ""
         return name + ("synchronous" if self.age is None else f"K = {self.age}") + more
 
     @property
@@ -144,7 +144,7 @@ class Recipe:
             *("logger.tensorboard_enabled=false", f"cluster.num_nodes={self.machines}"),
             f"cluster.cpu_workers_per_node={self.ranks // self.machines}",
             f"cluster.max_trainer_restarts={self.restarts}",
-            f"policy.megatron_cfg.checkpoint.async_save={self.beside}",
+            f"policy.megatron_cfg.checkpoint.async_save={self.background}",
             *(
                 f"policy.call_timeout_s={CALL_S}",
                 f"++policy.megatron_cfg.process_group_timeout_s={CALL_S - 2}",

@@ -36,7 +36,7 @@ DETECTED_S = 2.0
 LIMIT_S = 240.0
 SYNC, AGE_0, AGE_1 = Recipe(None), Recipe(0), Recipe(1)
 AGENTS = tuple(Recipe(age, agents=True, steps=9) for age in (None, 0, 1))
-BESIDE = (Recipe(None, beside=True), Recipe(1, beside=True))
+BACKGROUND = (Recipe(None, background=True), Recipe(1, background=True))
 STREAMED, DYNAMIC = Recipe(1, chunk=2), Recipe(1, dynamic=True)
 OTHERS = tuple(Recipe(age, one, steps=9) for one in ("ppo", "dpo", "distillation") for age in (None, 1))
 JOINED_S = 60.0
@@ -192,8 +192,8 @@ def _of_chunks() -> tuple[Row, ...]:
 
 
 def _of_copies() -> Iterator[Row]:
-    """Of checkpoints that are written beside the steps; of each, the second one is struck at its second part."""
-    for recipe in BESIDE:
+    """Of checkpoints that are written in the background; of each, the second one is struck at its second part."""
+    for recipe in BACKGROUND:
         struck = of_rank("write", "kill", 5)
         yield Row(f"rank killed while a copy is written, {recipe.how}", recipe, struck, redoes=True)
         yield Row(f"driver killed, {recipe.how}", recipe, strike=driver_killed, again=True)
@@ -304,7 +304,7 @@ def _judge(row: Row, run: JournaledRun, found: Found, *, finished: bool) -> None
         found.asked = " + ".join([f"{asked.begun} = {asked.ended}", *lost])
     if finished and row.exact:
         now = final_tensors(run, row.recipe)
-        wanted = undisturbed(replace(row.recipe, machines=1, more=(), beside=False))
+        wanted = undisturbed(replace(row.recipe, machines=1, more=(), background=False))
         different = [name for name in wanted if name not in now or not wanted[name].equal(now[name])]
         found.weights = f"{len(different)} tensors differ" if different else "equal"
         if different or now.keys() != wanted.keys():

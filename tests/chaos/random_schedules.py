@@ -88,7 +88,7 @@ def fake_run(
     )
     how = "synchronous" if age is None else f"K = {age}, chunks of {chunk or GROUPS}"
     how = how if age is None or order == "in_order" else f"{how}, {order}"
-    how = f"{how}, saved beside" if background else how
+    how = f"{how}, saved in the background" if background else how
     how = how if algorithm == "grpo" else f"{algorithm}, {how}"
     redone = redone_steps(folder / "journals")
     line = f"{how}: {len(chance.struck)} faults, {redone} steps again, {len(ends) + 1} starts"

@@ -95,7 +95,7 @@ def test_a_resumed_policy_goes_on_bit_for_bit(ranks, tmp_path, ranks_needed, mod
     assert differing == [[]] * ranks_needed
 
 
-def written_beside_a_step(folder, model, megatron, policy, copied=True):
+def written_during_a_step(folder, model, megatron, policy, copied=True):
     """Train while the writers of a copy are held; returns the files that differ from those written at once."""
     from threading import Event
     from unittest.mock import patch
@@ -134,15 +134,15 @@ def written_beside_a_step(folder, model, megatron, policy, copied=True):
 @pytest.mark.smoke("dp2-bf16")
 @pytest.mark.quick_cases("dp2-bf16")
 @of_every_layout
-def test_what_is_written_beside_a_step_is_what_was_there_before_it(
+def test_what_is_written_during_a_step_is_what_was_there_before_it(
     ranks, tmp_path, ranks_needed, model, megatron, policy
 ):
-    different = ranks(ranks_needed).run(written_beside_a_step, str(tmp_path), model, megatron, policy)
+    different = ranks(ranks_needed).run(written_during_a_step, str(tmp_path), model, megatron, policy)
     assert different == [[]] * ranks_needed
 
 
 def test_without_a_copy_a_step_would_change_what_is_written(ranks, tmp_path):
-    [different] = ranks(1).run(written_beside_a_step, str(tmp_path), {}, {}, {}, False)
+    [different] = ranks(1).run(written_during_a_step, str(tmp_path), {}, {}, {}, False)
     assert {name.split("/")[0] for name in different} == {"weights", "optimizer"}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the steps: when they are there, and what becomes of them; over fakes."""
+"""Checkpoints that are written in the background: when they are there, and what becomes of them; over fakes."""
 
 import errno
 import os
@@ -53,7 +53,7 @@ def test_steps_go_on_while_a_copy_is_written(tmp_path):
     assert saved(tmp_path) == run.notes.saved == [2, 4, 5]
 
 
-def test_one_model_may_be_written_beside_the_steps_and_another_at_once(tmp_path):
+def test_one_model_may_be_written_in_the_background_and_another_at_once(tmp_path):
     run = run_with(tmp_path, {("update", 3): lambda: run.models["policy"].trained.append("step 3")}, looks=9)
     run.go()
     assert (tmp_path / "step_2/policy/weights").read_text() == "0", "the copy of step 2"
@@ -153,7 +153,7 @@ def test_too_many_skipped_steps_leave_the_checkpoint_that_was_begun(tmp_path):
 @pytest.mark.parametrize(
     ("looks", "passed_s"), [(0, 59.7), (9, 59.2)], ids=["one save", "and the rest of one"]
 )
-def test_a_limit_of_time_counts_what_is_written_beside_the_steps(tmp_path, looks, passed_s):
+def test_a_limit_of_time_counts_what_is_written_in_the_background(tmp_path, looks, passed_s):
     def passed():
         current_stop_signals().began = time.monotonic() - passed_s
 
