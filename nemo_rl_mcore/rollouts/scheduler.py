@@ -143,7 +143,8 @@ class Scheduler[Engine: GenerationInterface](ABC):
             self.ledger.checkpointed(step)
             if self.retention.archive is not None:
                 self.retention.archive.checkpointed(step)
-            self._forget(step)
+            if self.retention.until_checkpoint:  # else later steps may be forgotten by then
+                self._forget(step)
 
     # What an open step asks
 

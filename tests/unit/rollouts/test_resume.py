@@ -187,6 +187,18 @@ def test_what_is_in_flight_when_the_checkpoint_is_written_is_answered_again(tmp_
     assert engines.asked[0] == "group 4, attempt 1.2", "another attempt, of another start"
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_checkpoint_may_be_whole_some_steps_after_its_own(tmp_path, restarts):
+    with going(tmp_path, f"cluster.max_trainer_restarts={restarts}") as run:
+        for step in (1, 2, 3):
+            run.train(step)
+        run.rollouts.checkpointed(1)
+        run.rollouts.checkpointed(3)
+        run.train(4)
+        assert min(run.rollouts.groups.positions, default=LAST * N) >= 3 * N
+    assert [event.step for event in log_of(tmp_path) if event.kind == "checkpointed"] == [1, 3]
+
+
 def test_drops_before_the_checkpoint_are_exact(tmp_path):
     bad = Answering(fail=lambda ticket: ValueError("no") if ticket.startswith("group 1,") else None)
     keys = ("grpo.async_grpo.max_generation_failures=1",)
