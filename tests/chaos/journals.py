@@ -23,7 +23,6 @@ from pathlib import Path
 from nemo_rl_mcore.config import Role
 from nemo_rl_mcore.generation.embedded.engine import EmbeddedEngine
 from nemo_rl_mcore.generation.refit.verification import of_all
-from nemo_rl_mcore.megatron.sharded_files import PreparedState
 from nemo_rl_mcore.workers.policy_worker import MegatronPolicyWorker
 
 FOLDER = "MEGATRON_TEST_JOURNALS"  # a variable that the product hands to ranks and engines
@@ -160,6 +159,10 @@ class JournaledMegatronPolicyWorker(MegatronPolicyWorker):
             ("save", "save", True),
         ):
             setattr(self.backend, method, self._passing(getattr(self.backend, method), point, before))
+        from nemo_rl_mcore.megatron.sharded_files import (
+            PreparedState,  # with Megatron, which only ranks import
+        )
+
         PreparedState.write = self._passing(PreparedState.write, "write", before=True)
         self.journal.write("start", "end", weights=self._weights())
 

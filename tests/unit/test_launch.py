@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from saved_steps import save
 
 from nemo_rl_mcore import export, launch
 from nemo_rl_mcore.algorithms.run_start import open_checkpoints
@@ -92,7 +93,7 @@ def finished(tmp_path, monkeypatch):
     monkeypatch.delattr(launch, "RayCluster")
     section = [f"logger.log_dir={tmp_path}/log", f"checkpointing.checkpoint_dir={tmp_path}/saved"]
     config = load_config(RECIPE, [*section, "checkpointing.enabled=true", "grpo.max_num_steps=2"])
-    open_checkpoints(config, print).save(2, {}, {}, {})
+    save(open_checkpoints(config, print), 2, {}, {}, {})
     return config
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from saved_steps import save
 
 from nemo_rl_mcore import launch
 from nemo_rl_mcore.algorithms.run_start import open_checkpoints
@@ -23,7 +24,7 @@ def ran(monkeypatch):
         configs.append(parts.config)
         current_stop_signals().limit_time(None)  # as a run does at its end
         checkpoints = open_checkpoints(parts.config, notify=lambda line: None)
-        checkpoints.save(parts.config.loop.max_num_steps, {}, {}, {})
+        save(checkpoints, parts.config.loop.max_num_steps, {}, {}, {})
         return ()
 
     monkeypatch.setattr(launch, "_run", run)
@@ -86,7 +87,7 @@ def test_the_session_of_a_command_serves_all_its_runs(tmp_path, monkeypatch):
 
     def train(parts, cluster, checkpoints, *_others):
         ran.append((parts.config.algorithm, cluster.config))
-        checkpoints.save(parts.config.loop.max_num_steps, {}, {}, {})
+        save(checkpoints, parts.config.loop.max_num_steps, {}, {}, {})
         return ()
 
     monkeypatch.setattr(launch, "RayCluster", Session)
