@@ -105,13 +105,11 @@ def segments_of(versions_BT: torch.Tensor) -> list[Segment]:
     versions_BT: int64, -1 behind a row's end.
     """
     nothing = torch.iinfo(versions_BT.dtype).max
-    oldest_T = versions_BT.masked_fill(versions_BT < 0, nothing).amin(0)
-    versions, repeats = oldest_T.unique_consecutive(return_counts=True)
-    firsts = repeats.cumsum(0) - repeats
+    oldest = [int(version) for version in versions_BT.masked_fill(versions_BT < 0, nothing).amin(0).numpy()]
     return [
         Segment(first, version)
-        for first, version in zip(firsts.tolist(), versions.tolist(), strict=True)
-        if version != nothing
+        for first, version in enumerate(oldest)
+        if version != nothing and (first == 0 or version != oldest[first - 1])
     ]
 
 
