@@ -28,6 +28,7 @@ def saved(folder: Path, recipe: str, *, background: bool) -> dict:
     return {step: tensors_in(folder / f"checkpoints/step_{step}/policy") for step in range(1, STEPS + 1)}
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path: Path) -> None:
     one, other = (
         saved(tmp_path / str(background), "grpo_copy_cpu.yaml", background=background)
