@@ -38,7 +38,7 @@ class BackgroundWrite:
 
     def join(self) -> None:
         """Wait until it has ended, however that was; its progress is this thread's meanwhile."""
-        seen = self._counter.progress
+        seen = activity.Progress()
         while self._thread.is_alive():
             self._thread.join(_LOOK_EVERY_S)
             if self._counter.progress != seen:

@@ -185,6 +185,47 @@ def test_a_copy_that_cannot_be_written_is_told_by_all_ranks_which_go_on(ranks, t
     assert first[0] == f"rank 1: {last[0]}"
 
 
+def fail_to_copy(folder, part):
+    """Raise on the last rank while a part is copied, then go on; returns what was raised and what differs."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+    import worker_state
+
+    from nemo_rl_mcore.megatron import sharded_files
+
+    worker, raised = build({}, {}), None
+    steps(worker, (1,))  # the policy is no more its reference
+    before, copy, copied = worker_state.capture(worker), sharded_files._copy, []
+
+    def lack_memory(tensors):
+        copied.append(tensors)
+        if dist.get_rank() == 1 and len(copied) == part:
+            raise RuntimeError("can't allocate memory")
+        copy(tensors)
+
+    with patch.object(sharded_files, "_copy", lack_memory):
+        try:
+            worker.save_checkpoint(f"{folder}/failed", wait=False)
+        except RuntimeError as error:
+            raised = str(error)
+    with refused("no-copy", by=RefusedError):
+        worker.checkpoint_written()
+    different = worker_state.differences(before, worker_state.capture(worker))
+    worker.save_checkpoint(f"{folder}/next", wait=False)
+    assert worker.checkpoint_written() > 0
+    worker.load_checkpoint(f"{folder}/next")
+    different += worker_state.differences(before, worker_state.capture(worker))
+    return raised, [name for name in different if name != "config"]
+
+
+@pytest.mark.parametrize("part", [1, 2, 3], ids=["weights", "reference", "optimizer"])
+def test_a_copy_that_one_rank_has_no_memory_for_leaves_the_policy_as_it_was(ranks, tmp_path, part):
+    first, last = ranks(2).run(fail_to_copy, str(tmp_path), part)
+    assert last == ("can't allocate memory", [])
+    assert first == (f"rank 1: {last[0]}", [])
+
+
 def save_between_steps(folder):
     import worker_state
 
