@@ -15,7 +15,7 @@ from typing import Any, cast
 from nemo_rl_mcore.api.code import Code
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.load import Computed, check_computed, compute
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.sources import COMMAND_LINE, Recipe, places
 from nemo_rl_mcore.console import open_console
 from nemo_rl_mcore.custom_code import handed

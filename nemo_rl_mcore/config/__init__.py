@@ -36,7 +36,6 @@ from nemo_rl_mcore.config.master import (
     DPOMasterConfig,
     GRPOMasterConfig,
     PPOMasterConfig,
-    RunConfig,
     SFTMasterConfig,
 )
 from nemo_rl_mcore.config.megatron import (
@@ -54,6 +53,7 @@ from nemo_rl_mcore.config.policy import (
     TokenizerConfig,
 )
 from nemo_rl_mcore.config.rules import checked
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.run_models import ModelPlan, Role, TeacherConfig, ValueConfig
 
 __all__ = [

@@ -20,7 +20,7 @@ from nemo_rl_mcore.config.environment_values import (
 from nemo_rl_mcore.config.foreign.recognised import recipe_of_nemo_rl
 from nemo_rl_mcore.config.hf.own_tokenizer import MODEL, TOKENIZER, inherited, other_tokenizer
 from nemo_rl_mcore.config.interpolations import long_chain
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.sources import Recipe, apply_overrides, origins, places, read_recipe
 from nemo_rl_mcore.config.validate import validate
 

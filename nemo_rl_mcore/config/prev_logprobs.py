@@ -1,6 +1,7 @@
 """Whether a pass before training has to say how probable the answers are under the weights that train."""
 
-from nemo_rl_mcore.config.master import DistillationMasterConfig, GRPOMasterConfig, PPOMasterConfig, RunConfig
+from nemo_rl_mcore.config.master import DistillationMasterConfig, GRPOMasterConfig, PPOMasterConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 
 
 def source_of_prev_logprobs(config: RunConfig) -> str | None:

@@ -14,7 +14,8 @@ from nemo_rl_mcore.config.base import StrictModel, join_path
 from nemo_rl_mcore.config.foreign.judgement import ANY, OFF, ON, AnyUnless, Judgement, SameAs
 from nemo_rl_mcore.config.foreign.translated import TRANSLATED
 from nemo_rl_mcore.config.foreign.unsupported import UNSUPPORTED
-from nemo_rl_mcore.config.master import RUN_CONFIGS, RunConfig
+from nemo_rl_mcore.config.master import RUN_CONFIGS
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.schema import allowed, section_of
 from nemo_rl_mcore.config.source import SourceConfig
 

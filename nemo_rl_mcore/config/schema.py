@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from nemo_rl_mcore.config.base import StrictModel, join_path
-from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig, RunConfig
+from nemo_rl_mcore.config.master import RUN_CONFIGS, GRPOMasterConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 
 Kind = type[RunConfig]
 

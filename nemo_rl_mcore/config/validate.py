@@ -9,8 +9,9 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl_mcore.config.base import Problem, Tree
 from nemo_rl_mcore.config.hf.pretrained import fill_from_model_name
-from nemo_rl_mcore.config.master import RunConfig, kind_of
+from nemo_rl_mcore.config.master import kind_of
 from nemo_rl_mcore.config.rules import run_problems
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.schema import (
     Kind,
     allowed,

@@ -9,7 +9,7 @@ from itertools import islice
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceConfig, names_of
 from nemo_rl_mcore.data.datasets import shuffled
 from nemo_rl_mcore.data.messages import Context

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data.answers import answer_row
 from nemo_rl_mcore.data.chat import with_template
 from nemo_rl_mcore.data.datasets import Prompt

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.shares import Shares
 from nemo_rl_mcore.config.source import names_of
 from nemo_rl_mcore.data.datasets import Prompt

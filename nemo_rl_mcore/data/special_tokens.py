@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data.datasets import Prompt
 from nemo_rl_mcore.data.examples import Example, Examples
 from nemo_rl_mcore.data.literal_text import contents, framed_content, pattern_of

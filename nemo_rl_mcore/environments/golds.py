@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data.datasets import Prompt, PromptSource
 from nemo_rl_mcore.data.epochs import EpochSource
 from nemo_rl_mcore.environments.registry import math_environment

@@ -10,7 +10,7 @@ from nemo_rl_mcore.config.loss import (
     MseValueLossConfig,
     NLLLossConfig,
 )
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.custom_code import build
 from nemo_rl_mcore.errors import RefusedError
 from nemo_rl_mcore.losses.base import LossFunction, LossInputType

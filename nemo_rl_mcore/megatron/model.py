@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from nemo_rl_mcore import accelerator
 from nemo_rl_mcore.config import ModelConfig, PolicyConfig
-from nemo_rl_mcore.config.model import RopeScalingConfig
+from nemo_rl_mcore.config.rope_scaling import RopeScalingConfig
 from nemo_rl_mcore.megatron.biases import mark_for_tensor_parallel
 from nemo_rl_mcore.megatron.fusions import Kernels, fused_settings, recomputed_settings
 from nemo_rl_mcore.megatron.latent_attention import share_rotations

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 
 _LOOKS_WITHIN_S = 30.0
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.asynchronous import remarks
+from nemo_rl_mcore.config.run_config import RunConfig
 
 _BYTES_PER_TOKEN = 40
 """Of a sample in the driver, and where it is kept: ids, masks, log-probabilities, versions, as tensors."""

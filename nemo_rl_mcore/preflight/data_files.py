@@ -8,7 +8,7 @@ from typing import cast
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.hf.hub import local_folder
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data.examples import Example, Examples, read_examples, read_run_examples
 from nemo_rl_mcore.data.prompt_texts import read_texts
 from nemo_rl_mcore.data.row_counts import count_problems

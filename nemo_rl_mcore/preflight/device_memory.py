@@ -6,8 +6,8 @@ B bytes of a number, H hidden size, F feed-forward size, Q and K the sizes of al
 from dataclasses import dataclass
 
 from nemo_rl_mcore.config.hybrid_layers import ATTENTION, EXPERTS, MAMBA, MLP
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.preflight.engines import share_memory
 from nemo_rl_mcore.preflight.memory import WEIGHT_BYTES, RunMemory, training_tokens
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from nemo_rl_mcore.config.engine_sizes import refit_bucket_bytes
 from nemo_rl_mcore.config.engines import EmbeddedConfig
 from nemo_rl_mcore.config.families import count_parameters, layer_slots, outside_of_layers
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.preflight.memory import WEIGHT_BYTES
 
 _BUCKETS = 2  # one is filled while the other is copied

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.data.examples import read_set
 from nemo_rl_mcore.data.rows import is_fetched
 from nemo_rl_mcore.data.special_tokens import special_token_problems

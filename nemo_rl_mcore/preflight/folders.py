@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.preflight.memory import checkpoint_bytes, copied_bytes
 
 _PROBE = b"\0" * 4096

@@ -16,8 +16,8 @@ from nemo_rl_mcore.config.environment_values import value_now
 from nemo_rl_mcore.config.families import count_parameters
 from nemo_rl_mcore.config.hf.pretrained import pretrained_model, read_hf_config
 from nemo_rl_mcore.config.load import load_recipe
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.megatron import UNDIVIDED
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.sources import Recipe, read_recipe
 from nemo_rl_mcore.preflight.data_files import has_template
 from nemo_rl_mcore.preflight.gpus import visible_gpus

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 
 KEY = "cluster.gpus_per_node"
 REMEDY = "lower it, run where they are, or set 0 for ranks on CPU"

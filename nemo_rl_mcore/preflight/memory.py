@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from nemo_rl_mcore.config.families import all_layers, count_parameters, layer_slots, outside_of_layers
 from nemo_rl_mcore.config.families.weights import Slot, Weight
 from nemo_rl_mcore.config.logits_cache import LogitsCache
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.megatron import MegatronConfig
 from nemo_rl_mcore.config.policy import REFERENCE_SHARE, PolicyConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.run_models import ModelPlan, Role
 
 _FP32 = 4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.endpoint import OWN_TOOL_PARSERS
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.custom_code import handed_objects, see_working_directory
 
 _LAYERS, _CONTEXT = "policy.megatron_cfg.transformer_impl", "policy.megatron_cfg.context_parallel_size"

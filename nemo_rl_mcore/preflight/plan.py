@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.load import hidden
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig, TokenBudgets
 from nemo_rl_mcore.config.prev_logprobs import source_of_prev_logprobs
 from nemo_rl_mcore.config.rules import context_parallelism, packing
 from nemo_rl_mcore.config.rules.fused_logprobs import Guardrail, fused_guardrails
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.preflight.agents import agent_problems
 from nemo_rl_mcore.preflight.asynchronous import AsyncPlan, plan_asynchronous
 from nemo_rl_mcore.preflight.data_files import DataPlan, examine_data, fetched

@@ -10,7 +10,7 @@ from pathlib import Path
 from nemo_rl_mcore.config.base import join_path
 from nemo_rl_mcore.config.environment_values import without_values
 from nemo_rl_mcore.config.load import compute
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.sources import COMMAND_LINE, origins, read_recipe, taken_back
 from nemo_rl_mcore.output import visible
 from nemo_rl_mcore.preflight.saved_run import leaves

@@ -12,8 +12,9 @@ from pydantic_core import to_jsonable_python
 from nemo_rl_mcore.config.base import Problem, absolute_path, join_path, value_at
 from nemo_rl_mcore.config.environment_values import SECTION, saved_digests, saved_salt
 from nemo_rl_mcore.config.hf.pretrained import OF_TRAINING, explicit_fields
-from nemo_rl_mcore.config.master import RunConfig, kind_of
+from nemo_rl_mcore.config.master import kind_of
 from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.config.yaml_text import read_yaml_text
 from nemo_rl_mcore.strict_json import shortened

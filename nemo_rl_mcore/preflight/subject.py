@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from nemo_rl_mcore.config.base import StrictModel
 from nemo_rl_mcore.config.environment_values import without_values
 from nemo_rl_mcore.config.loss import DPOLossConfig
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceDefaults
 from nemo_rl_mcore.data.datasets import DigitTaskSource
 from nemo_rl_mcore.data.examples import Example

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 
 _SERVICE = "https://api.wandb.ai"
 _KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")

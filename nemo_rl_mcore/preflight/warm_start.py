@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.load import load_config
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.run_models import ModelPlan
 from nemo_rl_mcore.preflight.data_files import answer_problems, scored_examples
 from nemo_rl_mcore.preflight.saved_run import does_not_fit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import Tree
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.rehearsal.layouts import Layout
 
 _ROWS = 4

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from nemo_rl_mcore.config.base import ConfigError, Tree, value_at
 from nemo_rl_mcore.config.load import load_with_warnings
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.migration.draft import Kind
 from nemo_rl_mcore.config.migration.migrate import Migrated, migrate
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.errors import RunStoppedError
 from nemo_rl_mcore.observability.ending import EXIT_FAILED, exit_status
 from nemo_rl_mcore.output import write_line

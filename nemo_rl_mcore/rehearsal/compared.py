@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.rehearsal import tolerances
 from nemo_rl_mcore.rehearsal.one_rank import Tensors, difference
 from nemo_rl_mcore.rehearsal.recorded import TrainCall

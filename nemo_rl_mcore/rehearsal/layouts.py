@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nemo_rl_mcore.config.base import Tree
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 
 _SHARED = ("tensor", "pipeline", "context")
 """What multiplies the ranks of a copy of the model, in the order in which places are given."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import Tree
 from nemo_rl_mcore.config.data import RowKind
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceDefaults
 from nemo_rl_mcore.rehearsal.data import LONGEST, is_here
 

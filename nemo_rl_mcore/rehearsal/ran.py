@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from nemo_rl_mcore.config.base import Tree
 from nemo_rl_mcore.config.families import missing_family
 from nemo_rl_mcore.config.load import load_recipe
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.sources import Recipe
 from nemo_rl_mcore.launch import train
 from nemo_rl_mcore.preflight.given_weights import ONE_RANK

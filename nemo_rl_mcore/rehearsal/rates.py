@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from nemo_rl_mcore.config.base import value_at
-from nemo_rl_mcore.config.master import PPOMasterConfig, RunConfig
+from nemo_rl_mcore.config.master import PPOMasterConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.rehearsal.schedule import Schedule
 from nemo_rl_mcore.rehearsal.shrink import STEPS, Small, put, rollout_steps
 

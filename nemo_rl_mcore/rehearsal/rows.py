@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from nemo_rl_mcore.config.base import Tree, value_at
-from nemo_rl_mcore.config.master import RunConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceConfig
 from nemo_rl_mcore.rehearsal.data import ROWS, is_here, made_source
 

@@ -10,9 +10,9 @@ from typing import cast
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import CHAR_TOKENIZER, Tree, join_path
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.rules.kernels import OF_ENGINE
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.shipped import SHIPPED
 from nemo_rl_mcore.preflight.saved_run import shown_value
 from nemo_rl_mcore.rehearsal.batches import batch_keys

@@ -5,7 +5,8 @@ from typing import cast
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.families.family import Family, HFConfig
-from nemo_rl_mcore.config.model import ModelConfig, RopeScalingConfig
+from nemo_rl_mcore.config.model import ModelConfig
+from nemo_rl_mcore.config.rope_scaling import RopeScalingConfig
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _YARN = ("factor", "original_max_position_embeddings")

@@ -7,11 +7,11 @@ from pathlib import Path
 from nemo_rl_mcore.config.base import ConfigError, Problem
 from nemo_rl_mcore.config.environment_values import without_values
 from nemo_rl_mcore.config.foreign.recognised import leaf_paths
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.migration.draft import Kind
 from nemo_rl_mcore.config.migration.migrate import Migrated, leave_open, load_migrated, migrate
 from nemo_rl_mcore.config.migration.text_files import copy_text_files
 from nemo_rl_mcore.config.migration.writer import recipe_text
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.output import write_line
 
 EXIT_OPEN = 2

@@ -16,7 +16,7 @@ from nemo_rl_mcore.config.foreign.second_models import screen_second_models
 from nemo_rl_mcore.config.foreign.translated import translate
 from nemo_rl_mcore.config.foreign.unsupported import screen
 from nemo_rl_mcore.config.load import Computed, check, compute
-from nemo_rl_mcore.config.master import RUN_CONFIGS, RunConfig, kind_of
+from nemo_rl_mcore.config.master import RUN_CONFIGS, kind_of
 from nemo_rl_mcore.config.migration import described, failures, idle, meaning, nemo_gym
 from nemo_rl_mcore.config.migration.backend import clip_as_read, use_megatron
 from nemo_rl_mcore.config.migration.brevity import leave_out_copies
@@ -26,6 +26,7 @@ from nemo_rl_mcore.config.migration.machines import share_out_cluster
 from nemo_rl_mcore.config.migration.memory import compare_no_rounded_weights, offload_beside_engines
 from nemo_rl_mcore.config.migration.schedule import decay_as_scheduled, stretch_schedule
 from nemo_rl_mcore.config.migration.text_files import find_text_files
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.schema import field_at, section_of
 from nemo_rl_mcore.config.sources import read_recipe
 from nemo_rl_mcore.config.validate import with_pretrained_model

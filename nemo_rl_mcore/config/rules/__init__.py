@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from nemo_rl_mcore.config.base import ConfigError, Problem, StrictModel, collect_problems
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules import (
     asynchronous,
@@ -36,6 +35,7 @@ from nemo_rl_mcore.config.rules import (
     weights,
 )
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.run_models import ModelPlan
 
 FEATURES: tuple[Rules, ...] = (

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import Problem, has_no_effect
-from nemo_rl_mcore.config.master import GRPOMasterConfig, RunConfig
+from nemo_rl_mcore.config.master import GRPOMasterConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 from nemo_rl_mcore.config.rules.losses import policy_gradient
+from nemo_rl_mcore.config.run_config import RunConfig
 
 _COLOCATED = "policy.generation.colocated"
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.algorithm import RolloutConfig
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig, TokenBudgetConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 from nemo_rl_mcore.config.rules.losses import one_step_per_rollout
 from nemo_rl_mcore.config.rules.packing import refusal
 from nemo_rl_mcore.config.rules.parallelism import OF_THE_LAYOUT
+from nemo_rl_mcore.config.run_config import RunConfig
 
 
 def _global_batch(config: RunConfig) -> Iterator[Problem]:

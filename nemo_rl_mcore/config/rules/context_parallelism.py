@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem, has_no_effect
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 from nemo_rl_mcore.config.rules.fused_logprobs import FUSED, Guardrail
+from nemo_rl_mcore.config.run_config import RunConfig
 
 CONTEXT = "megatron_cfg.context_parallel_size"
 _FUSED_SHARED = "megatron_cfg.fused_linear_logprobs_context_parallel"

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.engines import EmbeddedConfig
 from nemo_rl_mcore.config.families import missing_family
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 
 
 def _engines(config: RunConfig) -> Iterator[Problem]:

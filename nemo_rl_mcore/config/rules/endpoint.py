@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.data import TURN_TASKS
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 
 _KEY = "env.endpoint"
 _REFUSED = {

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from nemo_rl_mcore.config.base import Problem, has_no_effect, join_path
 from nemo_rl_mcore.config.data import RowKind
 from nemo_rl_mcore.config.environment_pool import EnvPoolConfig
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.source import SourceConfig, each
 
 _SIZE = "env.pool.size"

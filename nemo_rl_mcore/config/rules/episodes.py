@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from nemo_rl_mcore.config.algorithm import EpisodesConfig
 from nemo_rl_mcore.config.base import Problem, has_no_effect
 from nemo_rl_mcore.config.data import TURN_TASKS
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 
 
 def _environment(config: RunConfig) -> Iterator[Problem]:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_config import RunConfig
 
 PolicyRule = Callable[[PolicyConfig], Iterator[Problem]]
 """Its paths are relative to `policy`."""

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
 from nemo_rl_mcore.config.engine_sizes import largest_weight_bytes
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 
 
 def _stop_ids(policy: PolicyConfig) -> Iterator[Problem]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem, has_no_effect
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 
 _PARTS, _ACCUMULATION = "megatron_cfg.recompute_modules", "megatron_cfg.gradient_accumulation_fusion"
 _EXPERTS, _SHARED = "model.num_moe_experts", "model.moe_shared_expert_intermediate_size"

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 
 
 def _room(config: RunConfig) -> Iterator[Problem]:

@@ -5,13 +5,9 @@ from collections.abc import Iterator
 from nemo_rl_mcore.config.algorithm import AdvantageEstimatorConfig
 from nemo_rl_mcore.config.base import Problem, has_no_effect
 from nemo_rl_mcore.config.loss import ClippedPGLossConfig
-from nemo_rl_mcore.config.master import (
-    DistillationMasterConfig,
-    GRPOMasterConfig,
-    PPOMasterConfig,
-    RunConfig,
-)
+from nemo_rl_mcore.config.master import DistillationMasterConfig, GRPOMasterConfig, PPOMasterConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 
 
 def policy_gradient(config: RunConfig) -> tuple[str, ClippedPGLossConfig, AdvantageEstimatorConfig] | None:

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem, has_no_effect
-from nemo_rl_mcore.config.master import PPOMasterConfig, RunConfig, SFTMasterConfig
+from nemo_rl_mcore.config.master import PPOMasterConfig, SFTMasterConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 
 _OFFLOAD = "policy.offload"
 _ENGINES = ("policy.generation.backend", "policy.generation.colocated.enabled")

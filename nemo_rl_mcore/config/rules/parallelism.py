@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.megatron import MegatronConfig
 from nemo_rl_mcore.config.model import ModelConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 
 TENSOR = "megatron_cfg.tensor_model_parallel_size"
 PIPELINE = "megatron_cfg.pipeline_model_parallel_size"

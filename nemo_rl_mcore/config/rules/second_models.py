@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.master import DistillationMasterConfig, RunConfig
+from nemo_rl_mcore.config.master import DistillationMasterConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 
 
 def _teacher(config: RunConfig) -> Iterator[Problem]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.rules.feature import Rules
 from nemo_rl_mcore.config.rules.parallelism import OF_THE_LAYOUT
+from nemo_rl_mcore.config.run_config import RunConfig
 
 _RESTARTS = "cluster.max_trainer_restarts"
 _ELASTIC = "cluster.elastic"

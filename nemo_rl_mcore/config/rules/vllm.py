@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from nemo_rl_mcore.config.base import Problem, has_no_effect
 from nemo_rl_mcore.config.families import missing_family
-from nemo_rl_mcore.config.master import RunConfig
 from nemo_rl_mcore.config.policy import PolicyConfig
 from nemo_rl_mcore.config.rules.feature import Rules
+from nemo_rl_mcore.config.run_config import RunConfig
 from nemo_rl_mcore.config.vllm import VllmConfig
 
 SMALLEST_CPU_HEAD = 32

@@ -30,7 +30,7 @@ def test_an_error_is_raised_at_each_question_and_holds_nothing_of_the_copy():
 
     writing = BackgroundWrite(write)
     for _ in range(2):
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(ValueError, match="not written") as raised:
             writing.seconds(wait=True)
         assert isinstance(raised.value.__cause__, OSError)
     assert held[0]() is None

@@ -1,0 +1,267 @@
+"""What the recipes of all algorithms have in common, and what follows from it."""
+
+from collections.abc import Mapping
+from typing import ClassVar, cast
+
+from pydantic import model_validator
+
+from nemo_rl_mcore.config.algorithm import EpisodesConfig, LoopConfig, RolloutConfig
+from nemo_rl_mcore.config.asynchronous import AsyncRolloutsConfig
+from nemo_rl_mcore.config.base import PositiveInt, Seed, join_path, with_other_spellings
+from nemo_rl_mcore.config.cluster import CheckpointingConfig, ClusterConfig
+from nemo_rl_mcore.config.data import DataConfig, EnvConfig, RowKind
+from nemo_rl_mcore.config.environment_values import WithReferences
+from nemo_rl_mcore.config.evaluation import EvalConfig
+from nemo_rl_mcore.config.logger import LoggerConfig
+from nemo_rl_mcore.config.loss import CustomLossConfig
+from nemo_rl_mcore.config.policy import PolicyConfig
+from nemo_rl_mcore.config.run_models import ModelPlan
+from nemo_rl_mcore.config.source import SourceConfig, each, names_of, with_defaults
+
+_Tree = dict[str, object]
+
+
+class RunConfig(WithReferences):
+    """Everything a run depends on, whatever its algorithm."""
+
+    algorithm: ClassVar[str]
+    """The name of the algorithm's section, and of its command."""
+
+    seed: Seed = 42
+    """Seed of the weights, the prompts and the sampling; left out, it is the seed of the algorithm's section."""
+    max_consecutive_skips: PositiveInt = 5
+    """Optimizer steps skipped in a row, for a loss or gradient that is not finite, that end the run."""
+    warm_start: str | None = None
+    """A recipe that is run first (ours), relative to this one; its last weights are those that the run starts from."""
+    policy: PolicyConfig
+    """The model that is trained."""
+    data: DataConfig
+    """The prompts."""
+    env: EnvConfig = EnvConfig()
+    """The environment that scores the answers."""
+    eval: EvalConfig | None = None
+    """Sets of prompts with known answers, to evaluate a model on (ours)."""
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    """When checkpoints are written."""
+    logger: LoggerConfig = LoggerConfig()
+    """What is recorded, and where."""
+    cluster: ClusterConfig = ClusterConfig()
+    """The machines."""
+
+    @property
+    def loop(self) -> LoopConfig:
+        """Return the algorithm's section."""
+        return getattr(self, self.algorithm)
+
+    @property
+    def models(self) -> dict[str, ModelPlan]:
+        """Return the models of the run by name, the policy first."""
+        return {"policy": ModelPlan("policy", self.policy, reference=self.needs_reference)}
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that a step trains on; of DPO one is a pair."""
+        loop = self.loop
+        return (
+            loop.samples_per_step if isinstance(loop, RolloutConfig) else self.policy.train_global_batch_size
+        )
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Rows of the data set that a step takes; of dynamic sampling those that it trains on."""
+        loop = self.loop
+        return (
+            loop.num_prompts_per_step
+            if isinstance(loop, RolloutConfig)
+            else self.policy.train_global_batch_size
+        )
+
+    @property
+    def prompts_key(self) -> str:
+        """Return the path of the key that says how many these are."""
+        sampling = isinstance(self.loop, RolloutConfig)
+        return f"{self.algorithm}.num_prompts_per_step" if sampling else "policy.train_global_batch_size"
+
+    @property
+    def generations_per_prompt(self) -> int:
+        """Responses to a prompt, which are its group; 0 where the data set gives the answers."""
+        loop = self.loop
+        return loop.num_generations_per_prompt if isinstance(loop, RolloutConfig) else 0
+
+    @property
+    def max_rollout_turns(self) -> int:
+        """Answers of an episode at most."""
+        loop = self.loop
+        return (
+            loop.max_rollout_turns if isinstance(loop, EpisodesConfig) and not self.scores_one_answer else 1
+        )
+
+    @property
+    def scores_one_answer(self) -> bool:
+        """Return whether the environment ends each episode with its first answer, as far as the recipe says."""
+        if self.env.endpoint is not None:
+            return False
+        environment = next(iter(self.env.given), "arithmetic")
+        return environment in ("arithmetic", "math", "rewards") and not self.data.has_turns
+
+    @property
+    def val_batches(self) -> int:
+        """Batches of given rows of which a validation takes the loss."""
+        return 0
+
+    @property
+    def max_prompt_length(self) -> int:
+        """Tokens of a prompt at most."""
+        left = self.policy.max_total_sequence_length - self.policy.reserved_tokens
+        given = self.data.max_prompt_length or left
+        return min(given, left) if self.policy.generation.fit_to_sequence else given
+
+    @property
+    def row_kind(self) -> RowKind:
+        """Return what is read of a row of a file."""
+        return RowKind.PROMPTS
+
+    @property
+    def import_paths(self) -> dict[str, str]:
+        """Return the classes and functions of the user's own, by the key that names them."""
+        named = {f"{name}.type": loss.type for name, loss in self.losses.items()} | {
+            "data.type": self.data.type,
+            "env.custom.type": self.env.custom.type if self.env.custom else None,
+            f"{self.algorithm}.adv_estimator.type": self.loop.estimator_type,
+            **{f"env.rewards.{name}": path for name, path in (self.env.rewards or {}).items()},
+        }
+        return {key: path for key, path in named.items() if path is not None}
+
+    @property
+    def losses(self) -> dict[str, CustomLossConfig]:
+        """Return the losses whose place a class of the user's own can take, by the name of their section."""
+        sections = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: loss for name, loss in sections.items() if isinstance(loss, CustomLossConfig)}
+
+    @property
+    def asynchrony(self) -> AsyncRolloutsConfig:
+        """Return the section of asynchronous rollouts; of an algorithm that has none, one that is off."""
+        return getattr(self.loop, self.loop.async_key) if self.loop.async_key else AsyncRolloutsConfig()
+
+    @property
+    def asynchrony_key(self) -> str:
+        """Return the path of that section."""
+        return join_path(self.algorithm, self.loop.async_key)
+
+    @property
+    def age_key(self) -> str:
+        """Return the path of the key of the largest staleness."""
+        return f"{self.asynchrony_key}.max_trajectory_age_steps"
+
+    @property
+    def asynchronous(self) -> bool:
+        """Return whether later steps are sampled while one trains."""
+        return self.asynchrony.enabled
+
+    @property
+    def max_age(self) -> int:
+        """Training steps that a group may be older than the weights it trains."""
+        return self.asynchrony.max_trajectory_age_steps if self.asynchronous else 0
+
+    @property
+    def max_live_groups(self) -> int:
+        """Groups that are being answered, wait, or are trained on, all together."""
+        return (self.max_age + 1) * self.prompts_per_step
+
+    @property
+    def max_inflight_groups(self) -> int:
+        """Groups that are being answered at most."""
+        return min(self.asynchrony.max_inflight_prompts or self.max_live_groups, self.max_live_groups)
+
+    @property
+    def min_groups_per_chunk(self) -> int:
+        """Groups for which a step waits before it trains on them; its last chunk may be fewer."""
+        groups, asked = self.prompts_per_step, self.asynchrony.min_groups_for_streaming_train
+        return min(asked or groups, groups) if self.asynchronous else groups
+
+    @property
+    def streams(self) -> bool:
+        """Return whether a step trains on some of its groups before the others are there."""
+        return self.min_groups_per_chunk < self.prompts_per_step
+
+    @property
+    def keeps_groups(self) -> bool:
+        """Return whether the groups of finished steps are written down."""
+        return self.asynchronous and self.asynchrony.keep_groups is not False
+
+    @property
+    def redoes_steps(self) -> bool:
+        """Return whether steps that no checkpoint holds are trained again when ranks are lost."""
+        return self.checkpointing.enabled and self.cluster.max_trainer_restarts > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the log-probabilities of the weights at the start are needed."""
+        return False
+
+    @property
+    def learns_from_samples(self) -> bool:
+        """Return whether the answers that are trained on were sampled by the policy; else the data set gives them."""
+        return True
+
+    @property
+    def logprob_temperature(self) -> float:
+        """Return what divides the logits in every pass of the run: policy, reference, teacher, loss.
+
+        Where the policy sampled the answers it is the sampling temperature, since they are from that distribution.
+        """
+        return self.policy.generation.temperature if self.learns_from_samples else 1.0
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows of a batch that make a sample, which is what batch sizes count."""
+        return 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model."""
+        return max(1, self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size)
+
+    @property
+    def train_sources(self) -> dict[str, SourceConfig]:
+        """Return the sources to train on, by their path in the recipe."""
+        return {join_path("data", path): source for path, source in self.data.train_sources.items()}
+
+    @property
+    def source_weights(self) -> dict[str, float] | None:
+        """Return the weights of the sources to train on by their names; None where their rows are joined."""
+        sources = self.train_sources
+        given = {name: sources[path].weight for path, name in names_of(sources).items()}
+        return {name: weight for name, weight in given.items() if weight is not None} or None
+
+    @property
+    def validation_sources(self) -> dict[str, SourceConfig]:
+        """Return the sources to validate with, by their path in the recipe; names of eval.sets are those sets."""
+        sets = self.eval.sets if self.eval else {}
+        found = dict[str, SourceConfig]()
+        for place, one in each(self.data.validation).items():
+            if isinstance(one, SourceConfig):
+                found[join_path("data.validation", place)] = one
+            elif one in sets:
+                found[f"eval.sets.{one}"] = sets[cast("str", one)]
+        return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_sets(cls, given: object) -> object:
+        """Hand data.default on to the sets of eval."""
+        if not isinstance(given, Mapping):
+            return given
+        section = dict(cast("Mapping[str, object]", given))
+        evaluation, data = section.get("eval"), section.get("data")
+        sets = cast("_Tree", evaluation).get("sets") if isinstance(evaluation, dict) else None
+        if isinstance(sets, dict) and isinstance(data, dict):
+            default = cast("_Tree", data).get("default")
+            filled = {name: with_defaults(one, default) for name, one in cast("_Tree", sets).items()}
+            section["eval"] = {**cast("_Tree", evaluation), "sets": filled}
+        return section
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_other_spellings(cls, given: object) -> object:
+        return with_other_spellings(given, ("seed", f"{cls.algorithm}.seed"))
