@@ -132,7 +132,7 @@ def _generation(
         policy = started.enter_context(start_frozen(config, cluster))
     if isinstance(cluster, OneProcess):
         return EmbeddedGeneration(policy, stop_ids_of(config, tokenizer))
-    from nemo_rl_mcore.launch import open_generation  # brings in Ray
+    from nemo_rl_mcore.launch_parts import open_generation  # brings in Ray
 
     generation = started.enter_context(
         open_generation(

@@ -18,7 +18,8 @@ from nemo_rl_mcore.config import RunConfig
 from nemo_rl_mcore.environments.replies import LocalEnvironments
 from nemo_rl_mcore.errors import RunStoppedError, code_of
 from nemo_rl_mcore.generation.embedded.policy import EmbeddedGeneration
-from nemo_rl_mcore.launch import algorithm_of, start_model, with_weights
+from nemo_rl_mcore.launch import algorithm_of, with_weights
+from nemo_rl_mcore.launch_parts import start_model
 from nemo_rl_mcore.observability.ending import exit_status
 from nemo_rl_mcore.observability.sinks import METRICS_FILE
 from nemo_rl_mcore.output import say_aside, write_line
