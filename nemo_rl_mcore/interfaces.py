@@ -186,12 +186,12 @@ class RolloutEngines(GenerationInterface, Protocol):
 
     @property
     def joining(self) -> bool:
-        """Return whether `rejoin` is to be called: one that started anew has no weights, or the run is to end."""
+        """Return whether `rejoin` is to be called: one that restarted has no weights, or the run is to end."""
         ...
 
     @property
     def restarts(self) -> int:
-        """Return how often one of them was started anew, since the run began."""
+        """Return how often one of them was restarted, since the run began."""
         ...
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
@@ -204,7 +204,7 @@ class RolloutEngines(GenerationInterface, Protocol):
         ...
 
     def rejoin(self) -> None:
-        """Give the weights of the last version to engines that started anew, while the others go on answering.
+        """Give the weights of the last version to engines that restarted, while the others go on answering.
 
         Called by the thread that trains, between two calls to the ranks, whose weights are still of that version.
         Raises what ends the run, when an engine was lost and is not started again.

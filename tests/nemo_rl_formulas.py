@@ -1,4 +1,4 @@
-"""What NeMo RL computes in a run, written anew from its formulas in plain PyTorch over a transformers model.
+"""What NeMo RL computes in a run, written from its formulas in plain PyTorch over a transformers model.
 
 Of NVIDIA-NeMo/RL at the commit of nemo_rl_keys.txt: algorithms/utils.py (advantages), loss_functions.py in
 algorithms/loss, data/llm_message_utils.py (rows), and megatron_policy_worker.py in models/policy/workers (batches,

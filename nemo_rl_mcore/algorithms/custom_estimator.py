@@ -32,7 +32,7 @@ class ComputesAdvantage(Protocol):
 def estimator_of(config: RunConfig, loss_cfg: ClippedPGLossConfig) -> AdvantageEstimator:
     """Return the advantage estimator of a recipe: the one that it names, or a class of the user's own.
 
-    The class is called with its section and that of the loss, as built-in ones are, then with `args`. It is built anew
+    The class is called with its section and that of the loss, as built-in ones are, then with `args`. It is built again
     in every step, so that a run can resume: nothing may be kept in it. Raises ValueError, naming the key, for a class
     that is not there or has no `compute_advantage`.
     """

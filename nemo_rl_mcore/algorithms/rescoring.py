@@ -44,7 +44,7 @@ class Rescored:
 class Rescoring:
     """Rescores kept tokens while a replay passes through the versions.
 
-    allowed: difference of a log-probability, nats. rereads: whether engines read a begun answer anew with new weights.
+    allowed: difference of a log-probability, nats. rereads: whether engines read a begun answer again with new weights.
     """
 
     policy: PolicyInterface

@@ -27,7 +27,7 @@ class AsyncRolloutsConfig(StrictModel):
     in_flight_weight_updates: bool = True
     """Give engines new weights while they answer; false first waits until no group is being answered."""
     recompute_kv_cache_after_weight_updates: bool = False
-    """Read begun answers anew with new weights; vLLM always does, the embedded engine else keeps its cache."""
+    """Read begun answers again with new weights; vLLM always does, the embedded engine else keeps its cache."""
     min_groups_for_streaming_train: PositiveInt | None = None
     """Groups at least that a step trains on as soon as they are there; null waits for the whole step."""
     max_inflight_prompts: PositiveInt | None = None

@@ -42,7 +42,7 @@ class ClusterConfig(StrictModel):
     cpu_workers_per_node: PositiveInt = 1
     """Ranks per machine when gpus_per_node is 0; not read otherwise."""
     max_trainer_restarts: NonNegativeInt = 0
-    """Times in a run that ranks which died or hang are started anew, and do again what no checkpoint holds (ours)."""
+    """Times in a run that ranks which died or hang are restarted, and do again what no checkpoint holds (ours)."""
     elastic: Literal["none", "shrink"] = "none"
     """What a run does without a machine that stays gone: `none` ends, `shrink` goes on with fewer copies (ours)."""
     node_wait_s: Seconds = 300.0
@@ -70,7 +70,7 @@ class CheckpointingConfig(StrictModel):
     enabled: bool = False
     """Whether checkpoints are written, and runs resumed."""
     resume: str = "auto"
-    """Where a run begins: `auto` after the latest checkpoint, `never` anew, or a folder step_N (ours)."""
+    """Where a run begins: `auto` after the latest checkpoint, `never` from the start, or a folder step_N (ours)."""
     checkpoint_dir: FolderName = "results/checkpoints"
     """Folder of the checkpoints, of one run; every machine must see it."""
     metric_name: str | None = None

@@ -245,7 +245,7 @@ class DataConfig(StrictModel):
             yield has_no_effect("default.processor", self.default.processor, because, "dataset_name")
 
     def _weight_problems(self) -> Iterator[Problem]:
-        """Yield weights without others beside them, and such as have no order that begins anew."""
+        """Yield weights without others beside them, and such as have no order that starts over."""
         weights = {path: source.weight for path, source in self.train_sources.items()}
         given = [weight for weight in weights.values() if weight is not None]
         for path, weight in weights.items():

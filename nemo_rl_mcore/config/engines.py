@@ -21,16 +21,16 @@ class EngineConfig(StrictModel):
     reports_before_filters: ClassVar[bool] = False
     """Its log-probabilities are those before top_p and top_k, as training computes them."""
     always_rereads: ClassVar[bool] = False
-    """It computes its cache anew when weights change, whatever the recipe says."""
+    """It recomputes its cache when weights change, whatever the recipe says."""
     needs_family: ClassVar[bool] = False
     """It runs models of known Hugging Face families alone."""
     package: ClassVar[str | None] = None
     """The Python package that it needs."""
 
     max_restarts: NonNegativeInt = 0
-    """Times in a run that an engine which died or hangs is started anew, all engines together (ours)."""
+    """Times in a run that an engine which died or hangs is restarted, all engines together (ours)."""
     restart_backoff_s: Seconds = 1.0
-    """Time before an engine that died is started anew; it doubles with each restart, up to a minute (ours)."""
+    """Time before an engine that died is restarted; it doubles with each restart, up to a minute (ours)."""
     start_timeout_s: Seconds = 600.0
     """Deadline of an engine's start (ours)."""
     call_timeout_s: Seconds = 1800.0

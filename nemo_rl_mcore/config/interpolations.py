@@ -1,4 +1,4 @@
-"""How many references a value of a recipe rests on: each is followed anew, for each value."""
+"""How many references a value of a recipe rests on: each is followed again for each value."""
 
 import re
 from collections.abc import Iterator, Mapping

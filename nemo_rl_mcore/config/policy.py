@@ -120,7 +120,7 @@ class PolicyConfig(StrictModel):
     hf_config_overrides: Arguments | None = None
     """What takes the place of keys of model_name's config.json: max_position_embeddings, rope_scaling, rope_theta."""
     init_checkpoint: FolderPath | None = None
-    """Folder step_N of another run, whose weights this one starts from; its optimizer begins anew (ours)."""
+    """Folder step_N of another run, whose weights this one starts from; its optimizer starts over (ours)."""
     tokenizer: TokenizerConfig
     """The tokenizer."""
     precision: Precision = "float32"

@@ -6,7 +6,7 @@ from itertools import accumulate
 from math import gcd, lcm
 
 MOST_TURNS = 10_000
-"""Turns after which the order begins anew, at most."""
+"""Turns after which the order starts over, at most."""
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
@@ -21,7 +21,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 class Shares:
     """Turns of sources: after any number of them, a source has had its share of them up to less than one turn.
 
-    The order is that of Tijdeman (The chairman assignment problem, 1980); it begins anew after the sum of the whole
+    The order is that of Tijdeman (The chairman assignment problem, 1980); it starts over after the sum of the whole
     weights, where all shares are exact.
     """
 

@@ -1,4 +1,4 @@
-"""Prompts that are all there: shuffled anew for every pass, or in their order, each taken once a pass."""
+"""Prompts that are all there: shuffled again for every pass, or in their order, each taken once a pass."""
 
 from __future__ import annotations
 

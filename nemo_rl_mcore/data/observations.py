@@ -1,6 +1,6 @@
 """What an environment says, as the token ids that stand between a sampled answer and the next one.
 
-Sampled ids are never encoded anew: the chat template is asked what it writes behind an answer, whatever that is.
+Sampled ids are never encoded again: the chat template is asked what it writes behind an answer, whatever that is.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Conversation:
         """Return the ids between the answer `messages[place]`, whose ids were sampled, and the next answer.
 
         None where what was shown up to that answer, its thoughts included, is not shown so any more; then the
-        conversation has to be encoded anew.
+        conversation has to be encoded again.
         """
         asked = self._beginning(place, add_generation_prompt=True)
         answered = self._beginning(place + 1, add_generation_prompt=False)

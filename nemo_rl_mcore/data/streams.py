@@ -52,7 +52,7 @@ def open_streamed(limits: Limits) -> StreamSource:
 class StreamSource(PromptSource):
     """A `PromptSource` over a stream: a step takes the next rows, and a resumed run passes over those before.
 
-    At its end the stream begins anew, shuffled in another order; rows that fill no step are left over, so that none
+    At its end the stream starts over, shuffled in another order; rows that fill no step are left over, so that none
     holds a row twice. What has been read is not kept: a step before the last one is read again from the start.
     """
 

@@ -56,9 +56,7 @@ class Accelerators:
 
     def _driver(self) -> Finding:
         if self.driver.failure:
-            mend = (
-                "run nvidia-smi by hand; where it hangs or fails, load the driver anew or restart the machine"
-            )
+            mend = "run nvidia-smi by hand; where it hangs or fails, reload the driver or restart the machine"
             return Finding("driver", Status.WRONG, self.driver.failure, _RUNS, mend)
         cuda, listed = self.driver.facts["cuda"], self.driver.facts["listed"]
         if cuda is None and not listed:

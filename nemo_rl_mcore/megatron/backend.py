@@ -184,7 +184,7 @@ class MegatronBackend(MegatronTrainBackend):
         )
 
     def load_weights(self, folder: Path, *, of_a_policy: bool = False) -> None:
-        """See `megatron.checkpoint.load_weights_of`; an optimizer takes its copies anew."""
+        """See `megatron.checkpoint.load_weights_of`; an optimizer takes its copies again."""
         checkpoint.load_weights_of(
             self.chunks, folder, of_a_policy=of_a_policy, verify_checksums=self._verify_checksums
         )

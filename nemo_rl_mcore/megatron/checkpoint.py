@@ -192,7 +192,7 @@ def load_weights_of(
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], folder: Path, *, of_a_policy: bool = False) -> None:
-    """Fill this rank's weights and buffers; an optimizer with copies of its own must be told to read them anew.
+    """Fill this rank's weights and buffers; an optimizer with copies of its own must be told to read them again.
 
     A critic begins with the weights of a policy (`of_a_policy`), which has no value head: its own stays as it is.
     """

@@ -1,7 +1,7 @@
 """A sharded state dict in a folder, in Megatron's torch_dist format: written without helpers, read without trust.
 
 The format is self-describing: what one layout wrote, another reads. All ranks must see the folder.
-`dist_checkpointing.save` and `load` are composed anew from their parts: there the first rank writes alone what the
+`dist_checkpointing.save` and `load` are composed here from their parts: there the first rank writes alone what the
 others wait for, and what is unpickled is read without a limit.
 """
 

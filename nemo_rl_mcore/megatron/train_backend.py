@@ -97,7 +97,7 @@ class MegatronTrainBackend:
         return [buffer for chunk in self._wrapped for buffer in chunk.module.buffers()]
 
     def weights_replaced(self) -> None:
-        """Have the optimizer, if there is one, take its copies from the weights anew."""
+        """Have the optimizer, if there is one, take its copies from the weights again."""
         if self.trained:
             self.optimizer.reload_model_params()
 

@@ -229,7 +229,7 @@ class RunRecorder:
     def startup(self, part: str, told_as: str = "") -> Generator[dict[str, float]]:
         """Time a part of the start, see `Startup.part`; nothing of it belongs to the first step.
 
-        Once steps have begun, as when engines start anew, it is a part of the step at hand.
+        Once steps have begun, as when engines restart, it is a part of the step at hand.
         """
         with activity.at(told_as or part, timed=False):
             if self._progress.begun:

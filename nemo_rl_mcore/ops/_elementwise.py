@@ -2,7 +2,7 @@
 
 Both run in blocks of rows, each read into one float32 scratch block and worked on in place there. On CPU a
 block stays in the second-level cache, so that only the first and the last pass touch memory, and nothing as
-large as the logits is allocated: memory that large is mapped anew each time, and its page faults would cost
+large as the logits is allocated: memory that large is mapped again each time, and its page faults would cost
 as much as the arithmetic.
 
 On CUDA two Triton kernels take their place where Triton is installed.

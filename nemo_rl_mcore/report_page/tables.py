@@ -18,7 +18,7 @@ _COUNTED = {
     "recovery/retries": "parts of a step were tried again",
     "recovery/restarts": "times the run went back to a checkpoint with new ranks",
     "recovery/redone_steps": "steps were trained again",
-    "async/engine_restarts": "engines started anew",
+    "async/engine_restarts": "engines restarted",
 }
 """Metrics that count from the start of a run on."""
 _OF_VALIDATIONS = (

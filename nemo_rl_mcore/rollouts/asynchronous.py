@@ -107,7 +107,7 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
         self._refitting = False
 
     def _wait_for_ready(self, groups: int) -> None:
-        """Wait for groups; engines that started anew meanwhile are given the weights."""
+        """Wait for groups; engines that restarted meanwhile are given the weights."""
         while True:
             with self._changed:
                 self._wait(lambda: self._are_ready(groups) or self.engine.joining, "groups to train on")
@@ -116,7 +116,7 @@ class AsynchronousScheduler(Scheduler[RolloutEngines]):
             self._rejoin()
 
     def _rejoin(self) -> None:
-        """Have engines that started anew answer; the open step has not changed the published weights yet."""
+        """Have engines that restarted answer; the open step has not changed the published weights yet."""
         self.engine.rejoin()
         with self._changed:
             self._watch.moved()

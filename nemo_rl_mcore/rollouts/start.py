@@ -204,7 +204,7 @@ def restored_ledger(
 ) -> Ledger:
     """Return the ledger of a checkpoint, whose ready groups are put into `groups`.
 
-    goes_on: whether the log has what came before; in one that has not, how the groups were drawn is logged anew.
+    goes_on: whether the log has what came before; in one that has not, how the groups were drawn is logged again.
     """
     ledger = Ledger.from_json(saved.ledger.model_dump(), limits, log.append)
     attempts = {group.position: group.attempt for group in saved.ledger.groups}

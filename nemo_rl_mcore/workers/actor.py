@@ -148,7 +148,7 @@ class HealthWatch:
         self._moved_at = self._clock_s
 
     def look(self, ranks: Collection[int]) -> None:
-        """Take the answers that have come, and ask the ranks anew."""
+        """Take the answers that have come, and ask the ranks again."""
         self._looked_at = self._clock_s
         for rank in ranks:
             asked = self._asked.get(rank)

@@ -1,4 +1,4 @@
-"""The engines of a run, each a gang of which one worker is called, in a pool that starts those anew that are lost.
+"""The engines of a run, each a gang of which one worker is called, in a pool that restarts those that are lost.
 
 Runs in the driver. Who restarts an engine: `lose`, called by whoever has found it dead, hung or without weights, ends
 it, and a thread of `pool.Pool` starts another one, as long as the kind's `max_restarts` lasts. The thread that trains
@@ -29,7 +29,7 @@ _LONGEST_BACKOFF_S = 60.0
 
 @dataclass(eq=False)
 class StartedEngine:
-    """An engine that runs; one that starts anew in its place is another one. A `Member` of a pool.
+    """An engine that runs; one that restarts in its place is another one. A `Member` of a pool.
 
     watch: of its health, for those who wait for single answers. version: of the weights that it holds, None before the
     first and while a refit is under way or has broken off. joined: whether it has ever held some, and may be asked to
@@ -169,6 +169,6 @@ class EngineFleet(Pool[StartedEngine]):
     def _report_restart(self, number: int, delay_s: float, error: Exception) -> None:
         write_line(
             sys.stderr,
-            f"{self._kind.noun} {number} starts anew in {delay_s:g} s, {self.budget.left()} restarts left "
+            f"{self._kind.noun} {number} restarts in {delay_s:g} s, {self.budget.left()} restarts left "
             f"({self._kind.section}.max_restarts): {str(error).splitlines()[0]}",
         )

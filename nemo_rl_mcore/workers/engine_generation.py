@@ -32,7 +32,7 @@ from nemo_rl_mcore.workers.engine_requests import EngineRequests
 class EngineGeneration:
     """Implements `interfaces.RolloutEngines` over engines that hold a copy of a policy's weights.
 
-    Engines start when they are first given weights. One that dies, hangs or does not hold what it was sent starts anew
+    Engines start when they are first given weights. One that dies, hangs or does not hold what it was sent restarts
     next to the others, as often as the kind's restarts allow; then the run ends with a WorkerError. It gets the weights
     with the next update, or in `rejoin`. The noise of a row does not depend on who answers it, nor on when.
 

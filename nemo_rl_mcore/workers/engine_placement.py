@@ -76,7 +76,7 @@ def transport_of(cluster: RayCluster, generation: GenerationConfig) -> str:
 def _on_cpu(cluster: RayCluster, environment: Mapping[str, str], engines: int) -> Placement:
     options: dict[str, Any] = {"num_cpus": _CPU_SHARE_OF_AN_ENGINE, "num_gpus": 0}
     if not cluster.one_machine:
-        options["scheduling_strategy"] = "SPREAD"  # one that starts anew may find its machine gone
+        options["scheduling_strategy"] = "SPREAD"  # one that restarts may find its machine gone
     return Placement(tuple(RankSlot(engine, environment, options) for engine in range(engines)))
 
 

@@ -27,7 +27,7 @@ class WeightSource(Protocol):
 
     @property
     def incarnation(self) -> int:
-        """Say how often its ranks have started anew; new ones are connected to no engines."""
+        """Say how often its ranks have restarted; new ones are connected to no engines."""
         ...
 
     def gpus(self) -> Sequence[str]:
@@ -77,7 +77,7 @@ class EngineRefits:
     def send(self, engines: Sequence[StartedEngine], version: int) -> None:
         """Try once to give these engines the source's weights; those that hold them afterwards have the version.
 
-        What is lost meanwhile is for the fleet to start anew, and for the caller to go on without: the engines that
+        What is lost meanwhile is for the fleet to restart, and for the caller to go on without: the engines that
         are left take the same version once more. Raises what fails while all engines are well, such as ranks.
         """
         context = f"weights of version {version}"

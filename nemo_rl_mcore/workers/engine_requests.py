@@ -68,9 +68,7 @@ class EngineRequests:
         busy = [engine for _, engine in self._asked.values()]
         if engines := [engine for engine in self._fleet.live if engine.joined]:
             return min(engines, key=busy.count)
-        raise self._fleet.failure or EngineDiedError(
-            f"no {self._kind.noun} has weights: all of them start anew"
-        )
+        raise self._fleet.failure or EngineDiedError(f"no {self._kind.noun} has weights: all of them restart")
 
     async def _answered(self, engine: StartedEngine, answer: Any) -> list[Response]:
         """Return what the engine gives, as long as it gets on."""

@@ -87,7 +87,7 @@ class Policy:
             secrets=hub_token(os.environ) if config.model_name is not None else {},
         )
         self.incarnation = 0
-        """How often its ranks were started anew."""
+        """How often its ranks were restarted."""
         self._start(self._placed_beside())
 
     def _placed_beside(self) -> Placement | None:
@@ -108,7 +108,7 @@ class Policy:
         self._open_loss: LossFunction | None = None  # of the step that was begun last
 
     def restart(self) -> None:
-        """See `interfaces.TrainedModel.restart`; engines are to be connected anew.
+        """See `interfaces.TrainedModel.restart`; engines are to be connected again.
 
         Where their machines are all there they keep their places, and with them engines that share these. Else it waits
         for machines, see `RayCluster.await_machines`; one beside another model goes where that is.

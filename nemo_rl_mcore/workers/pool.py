@@ -78,7 +78,7 @@ class Budget:
 
 
 class Pool[Living: Member]:
-    """Starts members, and starts those anew that are lost, while the budget lasts; then it has failed.
+    """Starts members, and restarts those that are lost, while the budget lasts; then it has failed.
 
     A lost member is ended at once; nobody waits for the one in its place unless asked to. Any thread may call any
     method.

@@ -22,7 +22,7 @@ class FaultyPG(ClippedPGLossFn):
 
     def sums(self, outputs, data):
         sums = super().sums(outputs, data)
-        # A loss travels to the ranks anew with every step: the count is the process's.
+        # A loss travels to the ranks again with every step: the count is the process's.
         calls = int(os.environ.get("CHAOS_CALLS", "0")) + 1
         os.environ["CHAOS_CALLS"] = str(calls)
         if calls >= self.at and int(os.environ["RANK"]) == self.rank:

@@ -51,7 +51,7 @@ def packed(value: object) -> bytes:
 
 
 def build(name: str, arguments: bytes) -> None:
-    """Build the worker of a model; groups of the same layout are taken over, and the random state begins anew."""
+    """Build the worker of a model; groups of the same layout are taken over, and the random state starts over."""
     global _sizes
     import tiny
     from megatron.core import parallel_state

@@ -122,7 +122,7 @@ class Matrix:
     def _run(
         self, case: Case, ask: Callable[[int, PoolGroup], object], like: Trained | None = None
     ) -> Outcome:
-        """Run a combination to its end; one that is resumed ends after its first step, and begins anew there.
+        """Run a combination to its end; one that is resumed ends after its first step, and starts over there.
 
         like: see `meeting_runs.run`.
         """

@@ -44,7 +44,7 @@ class Ranks:
         self._world = 0, 0
 
     def __call__(self, world_size: int) -> RankPool:
-        """Return the pool of this size; processes that a test has broken are started anew."""
+        """Return the pool of this size; processes that a test has broken are restarted."""
         return RankPool(self, world_size)
 
     def first(self, world_size: int) -> tuple[list[_Rank], int]:

@@ -333,7 +333,7 @@ def test_another_layout_goes_on_from_the_same_state(ranks, tmp_path, saved, load
     found = ranks(loaded[0]).run(load_and_go_on, str(tmp_path), loaded, changed, same_ranks)[0]
     in_bf16 = "policy" in changed
     assert ranks(1).run(compare, str(tmp_path), "saved", "loaded") == [0.0]
-    # The activations of bf16 round anew in every layout.
+    # The activations of bf16 round differently in every layout.
     tolerance = 2e-2 if in_bf16 else 1e-5
     assert ranks(1).run(compare, str(tmp_path), "went on", "resumed")[0] <= tolerance
     for (loss, norm, _), (other_loss, other_norm, _) in zip(reports, found, strict=True):

@@ -290,7 +290,7 @@ def in_flight(folder):
             "versions": [(response.versions[0], response.versions[-1]) for response in responses],
             "before": tiny.largest_error(models[0], tiny.requests(), before, 1.0),
             "after": tiny.largest_error(models[1], tiny.requests(), after, 1.0),
-            # Whose the last tokens are: with the key-value cache computed anew they are of the new weights alone.
+            # Whose the last tokens are: with the key-value cache recomputed they are of the new weights alone.
             "tail": tail_error(models[1], tiny.requests([5, 9, 2, 7]), responses),
         }
         await engine.shutdown()

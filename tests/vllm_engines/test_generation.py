@@ -281,11 +281,11 @@ def test_a_lost_engine_is_replaced_as_often_as_allowed_then_ends_the_run(run, ca
         source.before_sending = lambda: kill_soon(pid)
         generation.update_weights(2)
         assert generation.generate(asked, step=4)["tokens"].tolist() == expected
-        assert "vLLM engine 0 starts anew in 1 s, 1 restarts left" in capsys.readouterr().err
+        assert "vLLM engine 0 restarts in 1 s, 1 restarts left" in capsys.readouterr().err
 
         kill_soon(*run.pids("VllmEngine"))
         assert generation.generate(asked, step=4)["tokens"].tolist() == expected
-        assert "vLLM engine 0 starts anew in 2 s, 0 restarts left" in capsys.readouterr().err
+        assert "vLLM engine 0 restarts in 2 s, 0 restarts left" in capsys.readouterr().err
 
         [pid] = run.pids("VllmEngine")
         kill_soon(pid)
@@ -306,7 +306,7 @@ def test_an_asynchronous_engine_ends_with_its_actor_and_its_death_is_noticed(run
         [core] = run.pids("EngineCore")
         os.kill(core, signal.SIGKILL)
         assert generation.generate(asked, step=4)["tokens"].tolist() == answered["tokens"].tolist()
-        assert "vLLM engine 0 starts anew in 1 s, 0 restarts left" in capsys.readouterr().err
+        assert "vLLM engine 0 restarts in 1 s, 0 restarts left" in capsys.readouterr().err
 
         kill_soon(*run.pids("VllmEngine"))
         with pytest.raises(WorkerError, match=r"^vLLM engine 0 .* died in generate \(step 5\)"):

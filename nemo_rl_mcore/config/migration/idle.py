@@ -148,7 +148,7 @@ def validate_at_once(draft: Draft) -> None:
 
 
 def draw_without_end(draft: Draft) -> None:
-    """Let an asynchronous PPO go on to max_num_steps: NeMo RL's begins the rows anew, and counts no passes."""
+    """Let an asynchronous PPO go on to max_num_steps: NeMo RL's begins the rows again, and counts no passes."""
     path = "ppo.max_num_epochs"
     if draft.get("ppo.async_ppo.enabled") is True and draft.get(path) is not None:
         draft.change(path, None, "NeMo RL's asynchronous PPO counts no passes; max_num_steps ends the run")

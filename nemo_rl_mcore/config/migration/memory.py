@@ -17,7 +17,9 @@ def compare_no_rounded_weights(draft: Draft) -> None:
         draft.change(f"{generation}.verify_refit", False, why)
     draft.change(_COMPARE, False, why)
     if rounds[1]:
-        what = "vLLM's scales of the cache are 1, for all layers; NeMo RL measures them anew with the weights"
+        what = (
+            "vLLM's scales of the cache are 1, for all layers; NeMo RL measures them again with the weights"
+        )
         draft.notes.append(Note(Kind.WARNED, "policy.generation.vllm_cfg.kv_cache_dtype", what))
 
 

@@ -61,7 +61,7 @@ def _weights_beside_engines_at_work(config: RunConfig) -> Iterator[Problem]:
         yield _refused(
             config,
             f"does not go with policy.generation.vllm_cfg.max_restarts: {generation.vllm_cfg.max_restarts}: an engine "
-            "that starts anew gets weights while others hold their caches",
+            "that restarts gets weights while others hold their caches",
             "set policy.generation.vllm_cfg.max_restarts: 0, or policy.offload: grads_optimizer",
             "policy.generation.vllm_cfg.max_restarts",
         )

@@ -34,7 +34,7 @@ def _shrinking(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "requires",
             _ELASTIC,
-            f"shrink starts ranks anew on the machines that are left, and {_RESTARTS} is 0",
+            f"shrink restarts ranks on the machines that are left, and {_RESTARTS} is 0",
             f"set {_RESTARTS} to 1 or more, or {_ELASTIC}: none",
             (_RESTARTS,),
         )

@@ -34,7 +34,7 @@ from nemo_rl_mcore.training.policy_backend import Decoding, GenerationRequest, G
 class EmbeddedSettings:
     """How to build an engine.
 
-    reread_after_refit: responses under way have their cache computed anew by the new weights, instead of going on with
+    reread_after_refit: responses under way have their cache recomputed by the new weights, instead of going on with
     what the former ones left there. open: builds the model.
     """
 

@@ -118,7 +118,7 @@ class AsyncVllmEngine:
     """Answers requests as they come; weights can change under way; an `Engine`.
 
     A refit pauses generation. Requests in flight stay, and go on with the new weights: their key-value caches are
-    computed anew.
+    recomputed.
     """
 
     def __init__(self, settings: EngineSettings) -> None:

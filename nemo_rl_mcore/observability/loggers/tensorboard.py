@@ -43,7 +43,7 @@ class TensorBoardLogger:
         self._add(file_version="brain.Event:2")
         resumed_step, recipe = self._run.resumed_step, self._run.recipe
         if resumed_step is not None:
-            # The viewer then drops the events of later steps, which the resumed run writes anew.
+            # The viewer then drops the events of later steps, which the resumed run writes again.
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._add(step=resumed_step + 1, session_log=start)
         self._add_values(resumed_step or 0, [self._text("recipe", dict(recipe))])

@@ -1,4 +1,4 @@
-"""What wrong recipes are told, word for word: messages.yaml, whose messages `pytest --write-messages` writes anew."""
+"""What wrong recipes are told, word for word: messages.yaml, whose messages `pytest --write-messages` rewrites."""
 
 from dataclasses import replace
 from pathlib import Path

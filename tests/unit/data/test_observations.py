@@ -1,4 +1,4 @@
-"""What stands between two answers: never the sampled ids encoded anew, and all else as the chat template writes it."""
+"""What stands between two answers: never the sampled ids encoded again, and all else as the chat template writes it."""
 
 import random
 

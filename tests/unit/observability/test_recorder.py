@@ -82,7 +82,7 @@ def test_the_answers_of_a_step_are_there_before_its_row_and_outlive_a_row_that_c
         1,
         2,
     ]
-    assert rows_of(tmp_path) == [1, 2], "written anew at the end"
+    assert rows_of(tmp_path) == [1, 2], "written again at the end"
 
 
 def test_answers_that_cannot_be_written_are_an_error_of_the_folder_and_the_row_is_kept(

@@ -281,7 +281,7 @@ def test_a_start_that_fails_is_tried_again_later_and_later_until_no_restart_is_l
         with pytest.raises(WorkerError, match=r"^fake engine 0 .*no room") as caught:
             engines.generate(prompts(3), step=1)
         assert "max_restarts: 3 " in caught.value.__notes__[0]
-        delays = re.findall(r"starts anew in ([\d.]+) s, (\d) restarts left", capsys.readouterr().err)
+        delays = re.findall(r"restarts in ([\d.]+) s, (\d) restarts left", capsys.readouterr().err)
         assert delays == [("0.1", "2"), ("0.2", "1"), ("0.4", "0")]
 
 

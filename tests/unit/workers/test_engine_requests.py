@@ -113,7 +113,7 @@ def test_a_task_that_is_cancelled_gives_its_group_up_at_the_engine(cluster):
 
 @pytest.mark.smoke
 def test_what_a_dead_engine_was_asked_is_answered_by_another_with_the_same_noise(cluster):
-    """Both are asked by then; the one that starts anew gets weights beside the other's answers."""
+    """Both are asked by then; the one that restarts gets weights beside the other's answers."""
     data = prompts(3, 5)
     with generation(cluster, Weights(), settings=0.2, max_restarts=1) as engines:
         engines.update_weights(0)

@@ -172,7 +172,7 @@ def test_a_bad_turn_costs_itself_alone_and_its_reason_is_told_once(cluster, how,
     assert dropped == 5
     assert reason in replies[5].dropped
     assert rewards(replies)[:5] + rewards(replies)[6:] == [float(n % 7) for n in range(32) if n != 5]
-    # The whole piece of four, then the turn twice more; the process is started anew beside the last reply.
+    # The whole piece of four, then the turn twice more; the process is restarted beside the last reply.
     assert counts["env/dropped"] == 1
     assert counts["env/retried"] == 4 + 1
     assert restarts - 1 <= counts["env/restarts"] <= restarts

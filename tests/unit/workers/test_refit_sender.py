@@ -60,7 +60,7 @@ def actors(cluster):
 
 @pytest.fixture
 def engine(actors):
-    """`engine(place, **behaviour)`: the actor of that place, started anew if a test lost it."""
+    """`engine(place, **behaviour)`: the actor of that place, restarted if a test lost it."""
 
     def at(place=0, **behaviour):
         if place not in actors:
