@@ -140,7 +140,7 @@ class _Replay:
         )
 
     def _compared_weights(self, step: int) -> str:
-        """Say that the weights behind a step are those of the log; raises RunStoppedError where they are not."""
+        """Say that the weights after a step are those of the log; raises RunStoppedError where they are not."""
         logged = self.timeline.weights.get(step, "")
         digest = self.models["policy"].weights_digest(_held_as(self.parts.config))
         if logged and logged != digest:

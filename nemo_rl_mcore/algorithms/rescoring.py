@@ -23,7 +23,7 @@ from nemo_rl_mcore.rollouts.transcript import TURN_OF_TOKEN, WEIGHT_VERSIONS
 class Rescored:
     """Counts what became of a step's tokens.
 
-    tokens: rescored. older: of weights that the replay does not pass through. cached: behind other weights in their own
+    tokens: rescored. older: of weights that the replay does not pass through. cached: after other weights in their own
     answer, of an engine that keeps its cache: no weights alone give their log-probabilities. largest: difference, nats.
     """
 
@@ -34,7 +34,7 @@ class Rescored:
 
     def __str__(self) -> str:
         """Say so in a line."""
-        left_out = {"of older weights": self.older, "behind a change of weights in their answer": self.cached}
+        left_out = {"of older weights": self.older, "after a change of weights in their answer": self.cached}
         others = [f"{count} {which}" for which, count in left_out.items() if count]
         shown = f"{self.tokens} tokens rescored, largest difference {self.largest:.2g}"
         return shown + (f" (not compared: {', '.join(others)})" if others else "")

@@ -54,7 +54,7 @@ class Run:
     """A recipe that was checked, and all that can be done with it.
 
     Iterating trains, and yields the metrics of each step as it ends. Where the loop is left early, by `break`, an error
-    or Ctrl-C, the last finished step is saved, and the next iteration goes on behind it. One run trains at a time in a
+    or Ctrl-C, the last finished step is saved, and the next iteration goes on after it. One run trains at a time in a
     process: another one that was left open ends when this one begins.
 
     >>> from nemo_rl_mcore import load_recipe

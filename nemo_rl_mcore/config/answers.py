@@ -31,7 +31,7 @@ class AnswerConfig(StrictModel):
     """Where a text states its answer; exactly one of the keys is given."""
 
     after: Annotated[str, AfterValidator(_marker)] | None = None
-    """A marker: the answer is the line behind its last place, as behind `####` in GSM8K (ours)."""
+    """A marker: the answer is the line after its last place, as after `####` in GSM8K (ours)."""
     regex: Annotated[str, AfterValidator(_pattern)] | None = None
     """A regular expression of Python with one group: the answer is what the group holds in its last match (ours)."""
     boxed: bool = False
@@ -68,7 +68,7 @@ class AnswerConfig(StrictModel):
         if self.boxed:
             return r"has no closed \boxed{...} with an answer in it"
         if self.after is not None:
-            return f"has no answer behind {self.after!r}"
+            return f"has no answer after {self.after!r}"
         return f"has no match of {self.regex!r} with an answer in it"
 
 
@@ -102,7 +102,7 @@ _ANSWER_IS = re.compile(r"answer(?:\s+is|\s*:)+", re.IGNORECASE)
 
 
 def stated_answer(response: str) -> str:
-    """Return where a response most likely states its answer: a box, behind ####, behind "answer is", or all of it."""
+    """Return where a response most likely states its answer: a box, after ####, after "answer is", or all of it."""
     if (boxed := last_boxed(response)) is not None:
         return boxed
     if (marked := _behind(response, "####")) is not None:

@@ -79,7 +79,7 @@ class DataConfig(StrictModel):
     none; plain text always has it."""
     imitated: Literal["answer", "to_turn_end", "turn"] = "answer"
     """Of answers given in conversations the tokens that are trained on (ours): answer, with its end of sequence;
-    to_turn_end, with what the template writes behind that, too; turn, with what opens it as well."""
+    to_turn_end, with what the template writes after that, too; turn, with what opens it as well."""
     special_tokens_in_content: Literal["text", "parse"] | None = None
     """What a special token of the tokenizer is that a row spells, such as `<|im_end|>` (ours): text, the characters, as
     all of a row is; parse, the token itself, which ends a turn. Null refuses data with such rows. What an environment

@@ -37,7 +37,7 @@ class EndpointConfig(StrictModel):
     """Deadline of an agent, from its start to the end of its session; one that passes it is killed, and started again
     as often as env.pool.retries allows."""
     max_session_tokens: PositiveInt | None = None
-    """Tokens of all answers to a session, behind which it may not call the model again; null is no such bound."""
+    """Tokens of all answers to a session, after which it may not call the model again; null is no such bound."""
     tool_parser: str = "hermes"
     """How calls of tools stand in an answer: hermes, also that of Qwen, as JSON between <tool_call> and </tool_call>;
     none reads no calls; any other name is one of the library renderers, of the extra tool-parsers."""

@@ -11,7 +11,7 @@ _MOST = 200
 
 
 def long_chain(tree: Mapping[str, object]) -> Problem | None:
-    """Return what is wrong where a value rests on too many references, one behind the other or together."""
+    """Return what is wrong where a value rests on too many references, one after the other or together."""
     texts = dict(_texts(tree, ""))
     behind = {
         path: [_absolute(path, *found) for found in _REFERENCE.findall(text)] for path, text in texts.items()

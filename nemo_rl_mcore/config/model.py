@@ -20,7 +20,7 @@ _OF_LATENT_ATTENTION = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_em
 MAMBA_TAPS = 4
 """Tokens that the convolution of a Mamba layer sees."""
 MAMBA_NORM_EPSILON = 1e-5
-"""Added to the mean square in the norm behind the scan of a Mamba layer, whatever layernorm_epsilon is."""
+"""Added to the mean square in the norm after the scan of a Mamba layer, whatever layernorm_epsilon is."""
 _OF_MAMBA = ("mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups")
 _OF_EXPERTS = (
     "moe_layer_freq",

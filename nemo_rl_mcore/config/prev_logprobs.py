@@ -19,7 +19,7 @@ def source_of_prev_logprobs(config: RunConfig) -> str | None:
 
 
 def reader_of_prev_logprobs(config: GRPOMasterConfig | PPOMasterConfig) -> str | None:
-    """Return what reads prev_logprobs before training, or behind its first optimizer step.
+    """Return what reads prev_logprobs before training, or after its first optimizer step.
 
     None where nothing does: then the training pass gives the very numbers, as no weight has changed.
     """

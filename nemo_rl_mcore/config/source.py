@@ -181,7 +181,7 @@ SourcesOrNames = Annotated[
 
 
 def each(given: object) -> dict[str, object]:
-    """Return one source or each of a list, by what stands behind the key in its path: nothing, or its place."""
+    """Return one source or each of a list, by what stands after the key in its path: nothing, or its place."""
     if isinstance(given, list | tuple):
         return {str(place): one for place, one in enumerate(cast("list[object]", given))}
     return {} if given is None else {"": given}

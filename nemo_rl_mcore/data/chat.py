@@ -52,7 +52,7 @@ def conversation_row(
 ) -> TokenRow:
     """Tokens of a conversation that ends with the answer; trained on are the assistant's, the answer's alone or all.
 
-    A turn is trained on from behind the generation prompt to its end of sequence, or to its end where the template
+    A turn is trained on from after the generation prompt to its end of sequence, or to its end where the template
     writes none; `GivenAnswers.imitated` may take in what the template writes around that, and `add_eos` an end of
     sequence at the end of the row. Raises ValueError when the template shows a turn in another way once others follow
     it: its tokens are then not those that the model answers with.
@@ -84,7 +84,7 @@ def rewritten(before: str, after: str) -> str | None:
         (i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(after)
     )
     was, is_now = (text[place : place + _SHOWN_TEXT] for text in (before, after))
-    return f"behind {before[:place][-_SHOWN_TEXT:]!r} stood {was!r} and then stands {is_now!r}"
+    return f"after {before[:place][-_SHOWN_TEXT:]!r} stood {was!r} and then stands {is_now!r}"
 
 
 def _length_of_beginning(

@@ -69,7 +69,7 @@ class LiteralEncoder:
         return ids
 
     def _plain(self, text: str, *, goes_on: bool) -> list[int]:
-        """Ids of a text without any special token; goes_on: it stands behind another one."""
+        """Ids of a text without any special token; goes_on: it stands after another one."""
         if self._backend is None:
             return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         if not (goes_on and self._marks_the_start):
@@ -96,7 +96,7 @@ class LiteralEncoder:
 
     @cached_property
     def _marks_the_start(self) -> bool:
-        """Return whether the first word of a text has other ids than a word behind a special token."""
+        """Return whether the first word of a text has other ids than a word after a special token."""
         encode, token = self._tokenizer.encode, self.tokens[0]
         alone, behind = (encode(text, add_special_tokens=False) for text in ("word", f"{token}word"))
         return behind[1:] != alone

@@ -10,7 +10,7 @@ from functools import lru_cache
 from nemo_rl_mcore.data.messages import Message
 
 type Spans = Sequence[tuple[int, int]]
-"""Places of a text, each from its first character to behind its last one, in order."""
+"""Places of a text, each from its first character to after its last one, in order."""
 MASK = "\ue000"
 """A character that no special token has."""
 
@@ -24,7 +24,7 @@ class Rendered:
 
 
 def framed_content(text: str, frame: tuple[int, int]) -> tuple[str, str, str]:
-    """Part a text into what a file of the recipe says before the content, the content, and what it says behind."""
+    """Part a text into what a file of the recipe says before the content, the content, and what it says after."""
     before, end = frame[0], len(text) - frame[1]
     return text[:before], text[before:end], text[end:]
 
@@ -57,7 +57,7 @@ def pattern_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class Seal:
-    """Puts marks in the place of special tokens while a chat template renders, and the tokens back behind it."""
+    """Puts marks in the place of special tokens while a chat template renders, and the tokens back after it."""
 
     def __init__(self, tokens: Sequence[str], texts: Sequence[str]) -> None:
         """Choose marks that no one of `texts` holds."""

@@ -22,7 +22,7 @@ Groups = list[list[int]]
 class Microbatch:
     """Rows that pass through the model together, each in a row of its own.
 
-    rows: what losses read, tensors only. Rows behind the first N are filling: all zero, their sample_mask too, so that
+    rows: what losses read, tensors only. Rows after the first N are filling: all zero, their sample_mask too, so that
         they count in no sum.
     places: int64 [N], where the others stand in the batch.
     """

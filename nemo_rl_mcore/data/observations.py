@@ -1,6 +1,6 @@
 """What an environment says, as the token ids that stand between a sampled answer and the next one.
 
-Sampled ids are never encoded again: the chat template is asked what it writes behind an answer, whatever that is.
+Sampled ids are never encoded again: the chat template is asked what it writes after an answer, whatever that is.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Conversation:
         )
 
     def _end_of(self, answered: Rendered, behind: int) -> str | None:
-        """Return what the template has written behind the last answer; None where that cannot be told.
+        """Return what the template has written after the last answer; None where that cannot be told.
 
         It ends other answers in another way: calls of tools, for one.
         """
@@ -201,14 +201,14 @@ def _rewritten_in(tokenizer: Tokenizer, messages: Sequence[Message]) -> str | No
 
 @lru_cache(maxsize=8)
 def end_of_answers(tokenizer: Tokenizer) -> str:
-    """Return what the template writes behind an answer that nothing follows."""
+    """Return what the template writes after an answer that nothing follows."""
     return _behind_answer(tokenizer, (), add_generation_prompt=False).text
 
 
 def _behind_answer(
     tokenizer: Tokenizer, observation: Sequence[Message], *, add_generation_prompt: bool
 ) -> Rendered:
-    """Return what the template writes behind an answer, whatever that is."""
+    """Return what the template writes after an answer, whatever that is."""
     messages = [_ASKED, Message(ASSISTANT, _ANSWER), *observation]
     shown = rendered(messages, tokenizer, add_generation_prompt=add_generation_prompt)
     before, answer, _ = shown.text.partition(_ANSWER)
@@ -233,7 +233,7 @@ def _thought(message: Message) -> str:
 
 
 def _ids_behind(tokenizer: Tokenizer, answer_ids: Sequence[int], behind: Rendered, end: str) -> list[int]:
-    """Ids of what stands behind an answer, beginning with the end of its turn, as far as it was not sampled."""
+    """Ids of what stands after an answer, beginning with the end of its turn, as far as it was not sampled."""
     whole = tokenizer.encode(behind.text, behind.literal)
     if not end and [*answer_ids[-1:]] == whole[:1] == [tokenizer.eos_token_id]:
         return whole[1:]  # the template ends a turn only once another one follows

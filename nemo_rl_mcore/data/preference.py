@@ -25,7 +25,7 @@ class Preference:
     chosen: str
     rejected: str
     context: tuple[Message, ...] = ()
-    """The conversation behind the prompt; empty where it is plain text."""
+    """The conversation after the prompt; empty where it is plain text."""
     literal: tuple[tuple[int, int], ...] = ()
     """See `Prompt.literal`."""
 

@@ -47,7 +47,7 @@ class PackedMicrobatch(Microbatch):
     """Rows that pass through the model as one.
 
     sources: int64, where each token of the packed row stands in the flattened [B, S] rows; padding follows them.
-    lengths: the tokens of each row of `rows`, with the padding behind them.
+    lengths: the tokens of each row of `rows`, with the padding after them.
     columns: L, the length of the packed row.
     """
 

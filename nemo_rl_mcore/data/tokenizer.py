@@ -344,7 +344,7 @@ _BYTES = 4
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Text of each of N ids; joined, and to the letter, that is `tokenizer.text_of(ids)`.
 
-    Of tokens that are a character together the last one has it and the others have "", but for one behind bytes that
+    Of tokens that are a character together the last one has it and the others have "", but for one after bytes that
     are none: any of its tokens may have it.
     """
     whole, end = tokenizer.text_of(ids), 0

@@ -158,13 +158,13 @@ class BatchCheck:
         return lengths_B
 
     def _token_mask(self, found: _Findings, lengths_B: Tensor | None) -> Tensor | None:
-        """Note tokens that count behind the lengths, where these are given: there is padding, or nothing at all."""
+        """Note tokens that count after the lengths, where these are given: there is padding, or nothing at all."""
         mask_BS = found.mask("token_mask", "BS")
         if mask_BS is not None and lengths_B is not None:
             behind_BS = torch.arange(mask_BS.shape[1]) >= lengths_B.clamp(min=0).unsqueeze(1)
             known_BS = (lengths_B >= 0).unsqueeze(1)  # what is no length, or no mask, is noted already
             marked_BS = behind_BS & known_BS & (mask_BS == 1)
-            found.values("padding", "token_mask", mask_BS, marked_BS, "0 behind input_lengths")
+            found.values("padding", "token_mask", mask_BS, marked_BS, "0 after input_lengths")
         return mask_BS
 
     def _budget(self, found: _Findings, lengths_B: Tensor, key: str, tokens: int) -> None:

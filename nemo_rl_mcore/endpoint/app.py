@@ -159,7 +159,7 @@ class _Endpoint:
         return self._delivery(session, answer, answer.of_generation())
 
     async def _continue(self, request: Request, session: Session, ids: list[int], wishes: Wishes) -> Call:
-        """Answer ids; what is new in them is what stands behind the longest prompt and answer that they begin with."""
+        """Answer ids; what is new in them is what stands after the longest prompt and answer that they begin with."""
         known = max((len(call.ids) for call in session.calls if ids[: len(call.ids)] == call.ids), default=0)
         heard = Message("user", self._options.tokenizer.text_of(ids[known:]))
         return await self._ask(request, session, ids, wishes, [heard])

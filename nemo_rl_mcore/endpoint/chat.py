@@ -54,7 +54,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """The prompt that a conversation is. state: stands for all of it; heard: what is said behind the last answer."""
+    """The prompt that a conversation is. state: stands for all of it; heard: what is said after the last answer."""
 
     ids: list[int]
     state: bytes
@@ -82,7 +82,7 @@ class History:
         return session.memory.setdefault(_MEMORY, cls())
 
     def prompt(self, chat: Chat, tokenizer: Tokenizer) -> ChatPrompt:
-        """Return what the template shows of a conversation, behind the longest beginning that was sampled.
+        """Return what the template shows of a conversation, after the longest beginning that was sampled.
 
         Raises ValueError for what the template or the tokenizer does not take.
         """

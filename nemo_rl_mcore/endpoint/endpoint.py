@@ -42,7 +42,7 @@ type Judge = Callable[[Sequence[Turn]], Awaitable[Sequence[Reply]]]
 
 
 class Endpoint:
-    """A context manager: the server listens inside the block, and all agents have ended behind it.
+    """A context manager: the server listens inside the block, and all agents have ended after it.
 
     stop_ids: end an answer. variables: what agents see of the environment. Raises RunStoppedError for a port that is
     taken.

@@ -1,7 +1,7 @@
 """From the calls of a session to the rows that are trained on.
 
 A call whose prompt begins with all tokens of a row, sampled ones included, goes on with it; any other one begins a row,
-with its whole prompt as context. So each sampled token is in one row, behind the tokens that it was sampled behind,
+with its whole prompt as context. So each sampled token is in one row, after the tokens that it was sampled after,
 whatever a harness edits, compacts, retries or asks at the same time.
 """
 
@@ -22,7 +22,7 @@ from nemo_rl_mcore.rollouts.transcript import Piece, Transcript
 def in_order(calls: Sequence[Call]) -> list[Call]:
     """Return calls in an order that does not depend on which of those made at the same time was answered first.
 
-    One that goes on with another has the longer prompt, and comes behind it.
+    One that goes on with another has the longer prompt, and comes after it.
     """
     return sorted(calls, key=lambda call: (len(call.prompt_P), digest_of_ids(call.prompt_P), call.repetition))
 

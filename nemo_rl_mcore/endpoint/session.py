@@ -55,7 +55,7 @@ class Limits:
     """What a session may do.
 
     context: tokens of prompt and answer. calls: of the model. reserved: tokens for an answer. drawn: tokens of all
-    answers, behind which no further call is taken; None for no such bound.
+    answers, after which no further call is taken; None for no such bound.
     """
 
     context: int
@@ -72,7 +72,7 @@ class Call:
     the temperature of the run; versions_N: int64, of the weights that drew each token, None where the engine does not
     say. digest: of the answer, see `data.token_digests`. finished: it ended by itself, not at its length limit.
     repetition: how many equal prompts the session had sent before. heard: the messages of the prompt that are new,
-    behind the answer that it goes on from, or all of them.
+    after the answer that it goes on from, or all of them.
     """
 
     number: int
@@ -93,7 +93,7 @@ class Call:
 
 @dataclass(eq=False)
 class _Asked:
-    """A prompt that was sent, until its answer is delivered, and behind that for retries."""
+    """A prompt that was sent, until its answer is delivered, and after that for retries."""
 
     task: asyncio.Task[Call]
     waiting: int = 0
@@ -169,7 +169,7 @@ class Session:
                 asked.delivered = True
 
     def require_open(self) -> None:
-        """Raise ClosedSessionError behind its end."""
+        """Raise ClosedSessionError after its end."""
         if self.closed.is_set():
             raise ClosedSessionError("the session is closed", "session_closed")
 

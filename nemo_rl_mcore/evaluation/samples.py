@@ -59,7 +59,7 @@ class SampleFile:
     rows: Sequence[int]
 
     def go_on(self) -> list[SampleRow]:
-        """Return the rows of the whole batches that are there; what stands behind them is cut off. Raises OSError."""
+        """Return the rows of the whole batches that are there; what stands after them is cut off. Raises OSError."""
         os.close(open_own(self.path, os.O_RDWR))
         content = self.path.read_bytes()
         found: list[SampleRow] = []

@@ -292,7 +292,7 @@ def as_requests(data: BatchedDataDict) -> list[Request]:
 
 
 def as_batch(responses: Sequence[Response], max_new_tokens: int) -> BatchedDataDict:
-    """Return what `GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 behind the end.
+    """Return what `GenerationInterface.generate` returns, and weight_versions int64 [B, T], -1 after the end.
 
     The digests are those that came with the responses.
     """

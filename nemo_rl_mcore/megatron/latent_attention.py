@@ -47,7 +47,7 @@ class LatentAttention(MLASelfAttention):
         return self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim
 
     def _qkv_down_projection(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the latents [S', B, R] of queries, and of keys and values with the rotated part behind them.
+        """Return the latents [S', B, R] of queries, and of keys and values with the rotated part after them.
 
         Under sequence parallelism the gather of the rotated part sums its gradient over the ranks' heads.
         """

@@ -81,7 +81,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Return the description of a folder, after a look at all that is in it; no code is run.
 
     Raises ValueError for a folder with other files than those of the format, or with links or pipes in place of
-    them, and for a description that is broken, of wrong types, or leads out of the folder or behind the end of a file.
+    them, and for a description that is broken, of wrong types, or leads out of the folder or after the end of a file.
     """
     sizes = _sizes(folder)
     try:
@@ -219,7 +219,7 @@ def _check_place(index: Any, place: Any, folder: Path, sizes: dict[str, int]) ->
     _require(name in sizes, f"{folder / name} does not exist")
     _require(
         place.offset >= 0 and 0 <= place.length <= sizes[name] - place.offset,
-        f"{folder / name} is cut short: {shortened(index.fqn)} lies behind its end",
+        f"{folder / name} is cut short: {shortened(index.fqn)} lies after its end",
     )
 
 

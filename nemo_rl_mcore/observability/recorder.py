@@ -45,7 +45,7 @@ _TOKENS = "train/total_num_tokens"
 
 
 def finish_report(config: LoggerConfig, write_page: Callable[[Path], object]) -> None:
-    """Do what a run that was killed behind its last step still had to: give back the room, and make the page.
+    """Do what a run that was killed after its last step still had to: give back the room, and make the page.
 
     Raises FolderError.
     """

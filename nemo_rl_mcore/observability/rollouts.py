@@ -58,7 +58,7 @@ class Sample:
     has. advantage: the mean over the response's tokens, and advantage_first that of its first
     one; None where the algorithm has none. sample_mask: 0 for a response that taught nothing, None for one of a
     validation. Weight versions: the steps after which the weights were that drew the oldest and the newest token.
-    turns: where there may be several, all that was said behind the prompt. tokens: of the first answers of a step.
+    turns: where there may be several, all that was said after the prompt. tokens: of the first answers of a step.
     """
 
     step: int

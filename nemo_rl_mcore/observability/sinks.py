@@ -54,7 +54,7 @@ class JsonlSink:
 
 
 def complete_rows(log_dir: Path, rows: Sequence[Mapping[str, float]]) -> None:
-    """Make the file of these rows whole: one that was cut off, and those behind it, are written again."""
+    """Make the file of these rows whole: one that was cut off, and those after it, are written again."""
     log_dir.mkdir(parents=True, exist_ok=True)
     with open_to_append(log_dir / METRICS_FILE) as file:
         text = (log_dir / METRICS_FILE).read_bytes()

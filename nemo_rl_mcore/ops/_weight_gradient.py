@@ -55,7 +55,7 @@ class AutogradWeightGradient:
             self._sum_vH = None
 
     def autograd_gradient(self, filled: int) -> Tensor:
-        """Return the gradient, with zeros behind the first `filled` rows, which no panel covers."""
+        """Return the gradient, with zeros after the first `filled` rows, which no panel covers."""
         self.grad_VH[filled:].zero_()
         return self.grad_VH
 

@@ -54,7 +54,7 @@ def as_quantity(answer: str) -> str | None:
 
 
 def has_unit(answer: str) -> bool:
-    """Return whether an answer is a number with a unit, a percent sign or a power of ten behind it."""
+    """Return whether an answer is a number with a unit, a percent sign or a power of ten after it."""
     match = _quantity(answer)
     return match is not None and any(match[part] for part in ("unit", "percent", "power"))
 

@@ -19,7 +19,7 @@ from nemo_rl_mcore.preflight.saved_run import leaves
 def resolved_lines(config: RunConfig, recipe: str | Path, overrides: Sequence[str]) -> Iterator[str]:
     """Yield "key: value  [file:line]" of each key, or [command line] or [default]; references stay references.
 
-    A value that another file's parents took back is named behind it.
+    A value that another file's parents took back is named after it.
     """
     read = read_recipe(recipe)
     lost = taken_back(read)

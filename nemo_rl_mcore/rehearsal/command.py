@@ -183,7 +183,7 @@ def _went_on(ran: Ran, session: RayCluster, went_on: list[Row]) -> str:
     went_on += resumed(ran, session)
     if went_on[-1].get("recovery/restarts") != 1:
         raise Found("the killed rank was not replaced")
-    return "from a copy of the folder behind step 1; a rank killed in step 2"
+    return "from a copy of the folder after step 1; a rank killed in step 2"
 
 
 def _proofs(

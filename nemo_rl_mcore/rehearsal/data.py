@@ -65,7 +65,7 @@ def _rows(source: SourceConfig, kind: RowKind, numbers: range) -> Iterator[Tree]
 
 
 def _stated(source: SourceConfig, answer: str) -> str:
-    """Return the answer as the source's rows state it: behind a mark, or in a box."""
+    """Return the answer as the source's rows state it: after a mark, or in a box."""
     how = source.answer
     if how is not None and how.after is not None:
         return f"It is so. {how.after} {answer}"

@@ -111,7 +111,7 @@ class Twins:
 
     @cached_property
     def _plain(self) -> dict[str, Any]:
-        """Weights before and behind the step as they were saved, and behind it on one rank; digests."""
+        """Weights before and after the step as they were saved, and after it on one rank; digests."""
         if reason := missing_family(self.ran.config.policy.model):
             raise Refused(reason)  # weights are read by their names there
         found: dict[str, Any] = {}
@@ -141,7 +141,7 @@ class Twins:
         """Compare the weights that the resumed run saved, bit by bit."""
         if "resumed" not in self._plain:
             raise Found("the resumed run saved nothing")
-        require_equal(self._plain["saved 2"], self._plain["resumed"], "weights behind the resumed step")
+        require_equal(self._plain["saved 2"], self._plain["resumed"], "weights after the resumed step")
         return "weights equal bit by bit"
 
     def layout(self) -> str:

@@ -51,21 +51,21 @@ class Ran:
 
     @property
     def exported(self) -> Path:
-        """The weights behind the last step, as the ranks wrote them."""
+        """The weights after the last step, as the ranks wrote them."""
         return self.folder / "hf"
 
     @property
     def split(self) -> Path:
-        """The checkpoint behind the last step, when all ranks train it by the split step."""
+        """The checkpoint after the last step, when all ranks train it by the split step."""
         return self.folder / "split"
 
     @property
     def killed(self) -> Path:
-        """The folder of the run as it was behind the first save."""
+        """The folder of the run as it was after the first save."""
         return self.folder / "killed"
 
     def step(self, number: int, run: str = "run") -> Path:
-        """Return the checkpoint behind a step."""
+        """Return the checkpoint after a step."""
         return self.folder / run / "checkpoints" / f"step_{number}"
 
     def on_one_rank(self, **changes: object) -> RunConfig:
@@ -84,9 +84,9 @@ def loaded(tree: Tree) -> RunConfig:
 
 
 def run_in(ran: Ran, session: RayCluster) -> None:
-    """Run all steps, and keep a copy of the folder as it is behind the first one.
+    """Run all steps, and keep a copy of the folder as it is after the first one.
 
-    Behind the last one the weights are exported, and all ranks train that step once more by the split step.
+    After the last one the weights are exported, and all ranks train that step once more by the split step.
     """
     recorder = Recorder()
     for row in train(ran.config, session=session, watch=recorder):

@@ -102,7 +102,7 @@ class Recorder(Watch):
         return str(getattr(self._engine, "weights_digest", "") or "")
 
     def sent_version(self) -> int | None:
-        """Return the step behind which these weights were; None where the ranks answer."""
+        """Return the step after which these weights were; None where the ranks answer."""
         return getattr(self._engine, "weights_version", None)
 
     def export(self, folder: Path) -> None:

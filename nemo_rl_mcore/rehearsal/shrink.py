@@ -21,7 +21,7 @@ from nemo_rl_mcore.rehearsal.lengths import length_keys
 from nemo_rl_mcore.rehearsal.rows import data_keys
 
 STEPS = 2
-"""Of a rehearsal: one before the save that it resumes from, and one behind it."""
+"""Of a rehearsal: one before the save that it resumes from, and one after it."""
 TOKENIZER = SHIPPED / "quickstart/tokenizer"
 """Takes the place of one that is not on this machine."""
 _VOCABULARY = 384

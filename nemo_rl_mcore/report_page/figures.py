@@ -68,7 +68,7 @@ def other_metrics(runs: Sequence[RunData]) -> dict[str, Figure]:
 
 
 def waterfall(rows: Sequence[Row]) -> Figure | None:
-    """Return the median step: its phases, one behind the other, each with its seconds; None where none is known."""
+    """Return the median step: its phases, one after the other, each with its seconds; None where none is known."""
     typical = {name: median(values) for name, values in _phase_seconds(rows).items()}
     typical = {name: seconds for name, seconds in typical.items() if seconds > 0}
     if not typical:
@@ -84,7 +84,7 @@ def waterfall(rows: Sequence[Row]) -> Figure | None:
         "hovertemplate": "%{y}: %{text}<extra></extra>",
         "cliponaxis": False,
     }
-    # Room for the number behind the last bar.
+    # Room for the number after the last bar.
     axis = {"title": {"text": "seconds"}, "range": [0, 1.15 * sum(typical.values())]}
     return _figure([bar], xaxis=axis, yaxis={"autorange": "reversed"})
 

@@ -18,8 +18,8 @@ _STEP, _ASIDE = "step_", "aside_step_"
 class GroupArchive:
     """Writes `<root>/step_N`, and removes the oldest steps once there are more bytes than it may hold.
 
-    A replay begins at a checkpoint: steps behind the last one stay, whatever they hold. Of a run without checkpoints it
-    begins with the first step: nothing is removed, and steps that do not fit are not written, nor any behind them.
+    A replay begins at a checkpoint: steps after the last one stay, whatever they hold. Of a run without checkpoints it
+    begins with the first step: nothing is removed, and steps that do not fit are not written, nor any after them.
 
     Args:
         root: the folder, which is made. What a resume has set aside there goes first.
@@ -54,7 +54,7 @@ class GroupArchive:
             raise folder_error("logger.log_dir", self._root, error) from error
 
     def checkpointed(self, step: int) -> None:
-        """Take note that a replay may begin behind this step; raises FolderError."""
+        """Take note that a replay may begin after this step; raises FolderError."""
         self._saved = step
         try:
             self._remove_oldest()

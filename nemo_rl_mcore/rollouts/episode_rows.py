@@ -101,7 +101,7 @@ def as_rows(batch: BatchedDataDict, cuts: Sequence[Sequence[int]]) -> BatchedDat
     """Part each row at its own columns, in order, into rows of one episode; no cut leaves it whole.
 
     A part repeats all tokens before it, and has as sampled those from the cut before on: each token is in one of them.
-    What else a row has of its tokens and of itself stands on all of its parts. Columns behind a part's input_lengths
+    What else a row has of its tokens and of itself stands on all of its parts. Columns after a part's input_lengths
     keep their ids. Raises ValueError for cuts that do not ascend inside the row.
     """
     bounds: list[tuple[int, int, int]] = []

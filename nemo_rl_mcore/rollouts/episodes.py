@@ -37,7 +37,7 @@ class EpisodeForm:
 
 
 ONE_ANSWER = EpisodeForm(turns=1, tokens=0, new_tokens=0, observer=None)
-"""What comes behind the answer to a prompt plays no part."""
+"""What comes after the answer to a prompt plays no part."""
 
 
 @dataclass

@@ -154,7 +154,7 @@ class RunLog(EventLog):
 
 
 def set_aside_after(path: Path, mark: LogMark) -> bool:
-    """Move what a log holds behind a mark into a numbered file next to it, and all of a log that is not the mark's.
+    """Move what a log holds after a mark into a numbered file next to it, and all of a log that is not the mark's.
 
     Returns whether the log goes on from the mark. The rest is copied first: wherever the process dies, no event is
     lost. Raises OSError.

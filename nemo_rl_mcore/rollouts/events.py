@@ -60,7 +60,7 @@ class Dispatched:
 class Committed:
     """A group has been generated and scored.
 
-    segments: of all answers of a row, one behind the other. digest: of its tokens and their log-probabilities; empty
+    segments: of all answers of a row, one after the other. digest: of its tokens and their log-probabilities; empty
     where none was taken. turns: of logs of earlier versions; nobody reads them.
     """
 

@@ -102,7 +102,7 @@ def digest_of_group(batch: BatchedDataDict) -> str:
 def segments_of(versions_BT: torch.Tensor) -> list[Segment]:
     """Say from which token on a group is of which version: the oldest that drew one of its rows' tokens there.
 
-    versions_BT: int64, -1 behind a row's end.
+    versions_BT: int64, -1 after a row's end.
     """
     nothing = torch.iinfo(versions_BT.dtype).max
     oldest = [int(version) for version in versions_BT.masked_fill(versions_BT < 0, nothing).amin(0).numpy()]

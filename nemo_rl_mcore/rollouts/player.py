@@ -127,7 +127,7 @@ class Responder:
         return Rollout(batch, of_rows, self._responses(batch))
 
     def _responses(self, batch: BatchedDataDict) -> list[str]:
-        """Return the text of each row's answer, or of all behind its prompt, where observations stand in between."""
+        """Return the text of each row's answer, or of all after its prompt, where observations stand in between."""
         ids_BS, sampled_BS = batch["input_ids"].numpy(), batch["token_mask"].numpy() != 0
         first_B, end_B = sampled_BS.argmax(1), sampled_BS.shape[1] - sampled_BS[:, ::-1].argmax(1)
         spans = zip(ids_BS, first_B.tolist(), end_B.tolist(), sampled_BS.sum(1).tolist(), strict=True)

@@ -49,7 +49,7 @@ class ReplayedSteps:
         return self._held[step]
 
     def drawn_by(self, version: int) -> dict[int, dict[int, BatchedDataDict]]:
-        """Return the steps behind a version, each with its groups, that this version may have drawn tokens of."""
+        """Return the steps after a version, each with its groups, that this version may have drawn tokens of."""
         return {
             step: self.groups(step)
             for step in self._steps
@@ -59,7 +59,7 @@ class ReplayedSteps:
 
     @contextmanager
     def open_step(self, step: int) -> Generator[KnownStep]:
-        """See `StepSource.open_step`; its groups are forgotten behind the block."""
+        """See `StepSource.open_step`; its groups are forgotten after the block."""
         yield self.known_step(step)
         del self._held[step]
 
@@ -121,7 +121,7 @@ def require_kept(folder: Path, steps: range, key: str) -> None:
     if gone:
         first = next((step for step in steps if step > gone[-1]), None)
         remedy = (
-            f"begin behind step {gone[-1]}, at a checkpoint"
+            f"begin after step {gone[-1]}, at a checkpoint"
             if first
             else f"{key}.keep_groups: true keeps them"
         )

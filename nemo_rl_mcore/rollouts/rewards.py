@@ -149,7 +149,7 @@ def _groups_by_size(groups: Tensor) -> Iterator[Tensor]:
 def _without_each(values_GN: Tensor) -> Tensor:
     """Return [G,N,N-1]: for each member of a group the others."""
     members = torch.arange(values_GN.shape[1], device=values_GN.device)
-    others = members[:-1] + (members[:-1] >= members.unsqueeze(1))  # [N,N-1]: those before, and those behind
+    others = members[:-1] + (members[:-1] >= members.unsqueeze(1))  # [N,N-1]: those before, and those after
     return values_GN[:, others]
 
 

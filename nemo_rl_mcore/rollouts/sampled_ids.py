@@ -63,5 +63,5 @@ def _digests_of_turns(batch: BatchedDataDict, episodes: list[range]) -> NDArray[
 
 
 def _widened(values_EN: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
-    """With columns of 0 behind, up to as many."""
+    """With columns of 0 after, up to as many."""
     return np.pad(values_EN, ((0, 0), (0, columns - values_EN.shape[1])))

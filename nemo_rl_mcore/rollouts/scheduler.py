@@ -229,7 +229,7 @@ class Scheduler[Engine: GenerationInterface](ABC):
     def _draw_ahead(self) -> bool:
         """Draw the prompts of all steps that may be asked for now, and forget those behind; says whether any was new.
 
-        A dropped group's place is taken by the next one, at last by one behind the last step.
+        A dropped group's place is taken by the next one, at last by one after the last step.
         """
         reach, n = self.ledger.reach, self.ledger.limits.groups_per_step
         return self._drawn.keep(range(reach.start // n + 1, -(-reach.stop // n) + 1))

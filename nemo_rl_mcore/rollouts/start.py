@@ -183,7 +183,7 @@ def _answered_again(saved: SavedRollouts, positions: Collection[int], why: str) 
 
 
 def set_aside(folder: Path, step: int, mark: LogMark | None) -> bool:
-    """Move what a folder holds of groups behind a step: events into another file, kept groups to another name.
+    """Move what a folder holds of groups after a step: events into another file, kept groups to another name.
 
     mark: where the log stood at the checkpoint of the step; None for one that does not know it, whose log stays whole.
     Returns whether the log goes on from there. Raises FolderError.
@@ -218,7 +218,7 @@ def restored_ledger(
 
 
 def resumed_ledger(limits: Limits, log: RunLog, version: int) -> Ledger:
-    """Return the ledger of a run that goes on after a step without a saved one: behind all groups trained up to it.
+    """Return the ledger of a run that goes on after a step without a saved one: after all groups trained up to it.
 
     Where some were dropped before, the log says which; those that were not trained are generated again.
     """

@@ -139,7 +139,7 @@ def _length(row: Sequence[Piece]) -> int:
 
 
 def sampled_versions(batch: BatchedDataDict) -> torch.Tensor:
-    """Return weight_versions of sampled tokens alone, int64 [B, T], row by row from the left, -1 behind a row's end."""
+    """Return weight_versions of sampled tokens alone, int64 [B, T], row by row from the left, -1 after a row's end."""
     versions = batch[WEIGHT_VERSIONS]
     order = (versions < 0).long().argsort(dim=1, stable=True)
     return versions.gather(1, order)[:, : int((versions >= 0).sum(1).max())]

@@ -7,7 +7,7 @@
                         rollouts/            of an asynchronous run: its ledger, and the groups that were ready
                         SHA256SUMS           the checksum of every other file
   checkpoint_dir/tmp_*                       being written or deleted; the next run removes it
-  checkpoint_dir/aside_step_N                set aside: broken, or behind the step that a run was resumed from
+  checkpoint_dir/aside_step_N                set aside: broken, or after the step that a run was resumed from
 
 A process may be killed at any moment: `step_N` appears and goes by one rename, so the others stay whole.
 """
@@ -296,7 +296,7 @@ def _step_of(folder: Path) -> int:
 
 
 def free_name(wanted: Path) -> Path:
-    """Return the name itself or, where it is taken, the first with a number behind it."""
+    """Return the name itself or, where it is taken, the first with a number after it."""
     number, name = 1, wanted
     while os.path.lexists(name):
         name, number = wanted.with_name(f"{wanted.name}.{number}"), number + 1

@@ -89,7 +89,7 @@ class RayWorkerGroup:
         deadline_keys: the section of a recipe that has these two keys, for messages.
         placement: where the workers run; left out, the cluster places one for each of its ranks.
         name: of the group, such as "policy", for messages and `WorkerError.group`.
-        noun: what messages call a worker, behind the name.
+        noun: what messages call a worker, after the name.
         secrets: environment variables that constructors need and nobody else is to see.
         lost: says what has ended without which no worker can be reached, None while nothing has; left out, it is the
             cluster's.

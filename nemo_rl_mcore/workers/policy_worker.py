@@ -423,7 +423,7 @@ class MegatronPolicyWorker:
             self._keep_on_device(OnDevice.EVERYTHING)
 
     def prepare_for_lp_inference(self) -> None:
-        """Hold the weights on the device and, unless policy.offload is none, nothing else; also behind reading calls.
+        """Hold the weights on the device and, unless policy.offload is none, nothing else; also after reading calls.
 
         Raises TrainStepError while a step is open, whose gradients must stay.
         """

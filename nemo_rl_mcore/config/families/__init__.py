@@ -57,7 +57,7 @@ def missing_family(model: ModelConfig) -> str:
 def layer_slots(model: ModelConfig, layer: int) -> list[Slot]:
     """Return the weights of a layer, those of a model that no family has too.
 
-    Layers of multi-token prediction are counted behind the others.
+    Layers of multi-token prediction are counted after the others.
     """
     default = LATENT_LAYER if model.multi_latent_attention else LAYER
     known = next((family.layer for family in _families_with(model)), default)

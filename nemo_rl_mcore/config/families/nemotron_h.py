@@ -274,7 +274,7 @@ FAMILY = Family(
         Refusal("use_bias", (False, None), _BIAS),
         Refusal("mamba_proj_bias", (False, None), _BIAS),
         Refusal(
-            "layer_norm_epsilon", (MAMBA_NORM_EPSILON,), "Megatron's norm behind the scan has this one alone"
+            "layer_norm_epsilon", (MAMBA_NORM_EPSILON,), "Megatron's norm after the scan has this one alone"
         ),
         Refusal("residual_in_fp32", (False, None), "residuals in another number format are not supported"),
         Refusal("hidden_dropout", (0, None), "dropout is not supported"),

@@ -74,7 +74,7 @@ def show_given_answers(draft: Draft) -> None:
         imitated = "to_turn_end" if opened else "turn"
         opening = "" if opened else "what opens it and "
         draft.change(
-            "data.imitated", imitated, f"NeMo RL trains on {opening}what is behind its end of sequence"
+            "data.imitated", imitated, f"NeMo RL trains on {opening}what is after its end of sequence"
         )
 
 
@@ -266,7 +266,7 @@ def use_environment(draft: Draft) -> None:
         draft.change(
             "env.math.response.regex",
             r"(?i)Answer\s*:\s*([^\n]+)",
-            "dapo_math_verify compares the text behind the last `Answer:`; here math-verify compares its value",
+            "dapo_math_verify compares the text after the last `Answer:`; here math-verify compares its value",
         )
 
 

@@ -16,7 +16,7 @@ _BESIDE_SECTION = re.compile(r"[^#'\"]*:\s+(#.*)")
 
 @dataclass(frozen=True)
 class SourceComment:
-    """What stands above a key, line by line from its `#` on, and what stands behind its value on the same line."""
+    """What stands above a key, line by line from its `#` on, and what stands after its value on the same line."""
 
     above: tuple[str, ...]
     beside: str
@@ -44,7 +44,7 @@ def _above(lines: list[str], place: int) -> tuple[str, ...]:
 
 
 def _beside(lines: list[str], place: int, value: yaml.Node) -> str:
-    """Return a comment behind a value that ends on the line of its key, or behind the name of a section."""
+    """Return a comment after a value that ends on the line of its key, or after the name of a section."""
     end = cast("yaml.Mark", value.end_mark)
     if isinstance(value, yaml.MappingNode) and not value.flow_style:
         found = _BESIDE_SECTION.fullmatch(lines[place])

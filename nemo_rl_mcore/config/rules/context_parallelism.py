@@ -50,7 +50,7 @@ def _prediction_layers(policy: PolicyConfig) -> Iterator[Problem]:
             "model.mtp_num_layers",
             policy.model.mtp_num_layers,
             "null",
-            "a rank lacks the tokens behind its own",
+            "a rank lacks the tokens after its own",
         )
 
 

@@ -1,4 +1,4 @@
-"""Weights on their way to an engine: tensors packed behind one another into a buffer of a fixed size."""
+"""Weights on their way to an engine: tensors packed one after another into a buffer of a fixed size."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Packer:
         return tuple(self._tensors)
 
     def add(self, name: str, tensor: torch.Tensor) -> bool:
-        """Copy a tensor behind those before it; false, with nothing changed, when it does not fit."""
+        """Copy a tensor after those before it; false, with nothing changed, when it does not fit."""
         start = -(-self.used // _ALIGNMENT) * _ALIGNMENT
         end = start + tensor.nbytes
         if end > self._buffer.numel():

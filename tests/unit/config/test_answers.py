@@ -186,6 +186,6 @@ def test_answers_that_cannot_be_compared(answer, why):
 def test_what_is_extracted_is_judged_not_what_surrounds_it():
     marker = AnswerConfig(after="####")
     assert gold_answer(SOLUTION, marker) == ("72", None)
-    assert gold_answer("24 clips", marker) == ("", "has no answer behind '####'")
+    assert gold_answer("24 clips", marker) == ("", "has no answer after '####'")
     assert gold_answer("24", AnswerConfig(boxed=True))[1] == r"has no closed \boxed{...} with an answer in it"
     assert gold_answer("#### about 72", marker)[1] == why_unreadable("about 72")

@@ -99,7 +99,7 @@ def test_an_algorithm_has_the_answers_checked_that_it_scores_against(
     silent = recipe(name, section | {"val_at_end": False}, rows, held_out, **small, **changes)
     path = f"{tmp_path}/recipe.yaml.train.jsonl"
     assert told(silent) == [
-        f"env.math.gold: {path}:{line}: the answer '{line - 1}' has no answer behind '####'; take it from the answer "
+        f"env.math.gold: {path}:{line}: the answer '{line - 1}' has no answer after '####'; take it from the answer "
         "with env.math.gold or, for one source, with its key answer "
         '({after: "####"}, {boxed: true} or {regex: ...}), or mend the row'
         for line in (21, 31)

@@ -154,7 +154,7 @@ def test_of_many_answers_the_first_are_told():
 
 
 def test_an_answer_that_comes_later_stops_the_run_by_name():
-    why = r"env\.math\.gold: prompt 3: the answer '72' has no answer behind '####'"
+    why = r"env\.math\.gold: prompt 3: the answer '72' has no answer after '####'"
     environment = make(gold=MARKER)
     with pytest.raises(RunStoppedError, match=why):
         environment.score([Prompt(3, "?", "72")], ["72"], [True])
