@@ -195,7 +195,7 @@ class RolloutEngines(GenerationInterface, Protocol):
         ...
 
     async def respond(self, data: BatchedDataDict, *, step: int, ticket: str) -> BatchedDataDict:
-        """As `generate`, with weight_versions int64 [B, T] of the weights that drew each token, -1 after the end.
+        """As `generate`, with weight_versions int64 [B, T] of the weights that sampled each token, -1 after the end.
 
         ticket: what messages and the engine call this group of rows. A task that is cancelled gives it up. Raises
         EngineFailedError when the group is not answered, and EngineDiedError when that is no fault of its own; any

@@ -45,7 +45,7 @@ class GRPO(Algorithm[GRPOMasterConfig]):
     """Group relative policy optimization, https://arxiv.org/abs/2402.03300.
 
     Log-probabilities and advantages are computed by the weights that train: the ratio of the policy gradient is 1 in
-    the first optimizer step, and what older weights drew is corrected by importance sampling. A step may begin before
+    the first optimizer step, and samples of older weights are corrected by importance sampling. A step may begin before
     its last group is answered (`config.streams`); it is then one optimizer step, to which groups are added in chunks.
     """
 

@@ -134,9 +134,9 @@ def drawn_by(version: int, batch: BatchedDataDict) -> Tensor:
 
 
 def compare_with_engine(step: int, batch: BatchedDataDict, table: Tensor, config: MismatchConfig) -> Mismatch:
-    """Compare the responses of a step that its own weights drew, and do what `action` says; see `act_on_mismatch`.
+    """Compare the responses of a step that its own weights sampled, and do what `action` says; see `act_on_mismatch`.
 
-    What older weights drew differs by its age.
+    What older weights sampled differs by its age.
     """
     found = Mismatch.of(batch, table, drawn_by(step - 1, batch))
     act_on_mismatch(step, batch, found, config)

@@ -68,7 +68,7 @@ class Answer:
 
     @property
     def version(self) -> str:
-        """Return that of the weights that drew the last token."""
+        """Return that of the weights that sampled the last token."""
         return self.versions[-1]["version"] if self.versions else str(self.options.version())
 
     @property

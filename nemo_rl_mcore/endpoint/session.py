@@ -1,4 +1,4 @@
-"""A session: the calls that one agent makes for one sample of a prompt, and the tokens that each of them drew.
+"""A session: the calls that one agent makes for one sample of a prompt, and the tokens that each of them sampled.
 
 All of it runs in the endpoint's asyncio loop; what answers may live in another thread, see `Respond`.
 Shapes: P tokens of a prompt, N of an answer.
@@ -69,7 +69,7 @@ class Call:
     """An answer of the model, as it was drawn.
 
     number: from 1 on, in the order in which calls were answered. prompt_P, answer_N: int64 ids; logprobs_N: fp32, at
-    the temperature of the run; versions_N: int64, of the weights that drew each token, None where the engine does not
+    the temperature of the run; versions_N: int64, of the weights that sampled a token, None where the engine does not
     say. digest: of the answer, see `data.token_digests`. finished: it ended by itself, not at its length limit.
     repetition: how many equal prompts the session had sent before. heard: the messages of the prompt that are new,
     after the answer that it goes on from, or all of them.

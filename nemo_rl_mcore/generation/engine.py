@@ -95,7 +95,7 @@ class Request:
 class Response:
     """What came back, by token; `finished` says that it ended by itself, not at the length limit.
 
-    versions: of the weights that drew each token; they never fall. digest: of the tokens, taken where they were drawn;
+    versions: of the weights that sampled a token; they never fall. digest: of the tokens, taken where they were drawn;
     see `data.token_digests`.
     """
 

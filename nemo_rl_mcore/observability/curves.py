@@ -79,7 +79,7 @@ PANELS = (
         (
             "importance weights, responses",
             ("async/ess", "async/mixed_versions"),
-            "Effective sample size, a share of the tokens; and of responses that several versions drew.",
+            "Effective sample size, a share of the tokens; and of responses that several versions sampled.",
         ),
     ),
     *_group(

@@ -57,7 +57,7 @@ class Sample:
     the advantages are made of. rewards: the parts of the reward that have names, before their weights; None where none
     has. advantage: the mean over the response's tokens, and advantage_first that of its first
     one; None where the algorithm has none. sample_mask: 0 for a response that taught nothing, None for one of a
-    validation. Weight versions: the steps after which the weights were that drew the oldest and the newest token.
+    validation. Weight versions: the steps after which the weights were that sampled the oldest and the newest token.
     turns: where there may be several, all that was said after the prompt. tokens: of the first answers of a step.
     """
 

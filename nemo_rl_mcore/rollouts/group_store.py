@@ -100,7 +100,7 @@ def digest_of_group(batch: BatchedDataDict) -> str:
 
 
 def segments_of(versions_BT: torch.Tensor) -> list[Segment]:
-    """Say from which token on a group is of which version: the oldest that drew one of its rows' tokens there.
+    """Say from which token on a group is of which version: the oldest that sampled one of its rows' tokens there.
 
     versions_BT: int64, -1 after a row's end.
     """

@@ -20,7 +20,7 @@ def age_metrics(batches: Sequence[BatchedDataDict], version: int, max_age: int) 
 
     batches: the chunks of a step; the versions of their tokens are weight_versions [B, S].
 
-    async/age_<k> are shares of the tokens; async/mixed_versions is that of the responses which several versions drew.
+    async/age_<k> are shares of the tokens; async/mixed_versions is that of responses sampled by several versions.
     """
     drawn = [batch[WEIGHT_VERSIONS] for batch in batches]
     ages = torch.cat([(version - versions_BS)[versions_BS >= 0] for versions_BS in drawn])
@@ -34,7 +34,7 @@ def age_metrics(batches: Sequence[BatchedDataDict], version: int, max_age: int) 
 
 
 def _mixed(batch: BatchedDataDict) -> Tensor:
-    """Return bool [E], the responses that weights of several versions drew."""
+    """Return bool [E], the responses that weights of several versions sampled."""
     versions_ES = EpisodeRows.of(batch).joined(batch[WEIGHT_VERSIONS], fill=-1)
     newest = torch.iinfo(versions_ES.dtype).max
     return versions_ES.masked_fill(versions_ES < 0, newest).amin(1) < versions_ES.amax(1)
@@ -45,7 +45,7 @@ def correction_metrics(table: Tensor) -> dict[str, float]:
 
     async/ess: effective sample size of the importance weights, as a share of the tokens; NaN where all of them are 0.
     async/behaviour_kl: the k3 estimate (https://joschu.net/blog/kl-approx.html) of the divergence of the weights that
-    train from those that drew.
+    train from those that sampled.
     """
     tokens, _, _, ratio, ratio_squares, behaviour_kl = (float(total) for total in table[:, :-1].sum(0))
     if not tokens:

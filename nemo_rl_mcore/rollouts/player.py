@@ -32,7 +32,7 @@ class Rollout:
     episode that was dropped), generation_logprobs [B, S], prompt_index and sample_index [B], rewards [B], ending int64
     [B] (`data.turns.Ending`) and finished bool [B], whether it was terminated; replies, a list of what was said to each
     answer (`data.turns.Reply.to_json`). Engines that hold a copy of the weights
-    add weight_versions int64 [B, S], of those that drew each token, else -1; engines that say what they drew,
+    add weight_versions int64 [B, S], of those that sampled each token, else -1; engines that say what they sampled,
     sampled_digests int64 [B, turns]; several turns turn_of_token int64 [B, S], from 1 on, 0 where none was sampled;
     several rewards `rewards/NAME` [B]. With episode_index int64 [B] rows of equal numbers are one episode, in the order
     in which they were played, and what is said of an episode stands on all of them.

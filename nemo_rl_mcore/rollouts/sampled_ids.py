@@ -1,4 +1,4 @@
-"""Check that what is trained on was sampled: token ids against the digests that engines took of what they drew.
+"""Check that what is trained on was sampled: token ids against the digests that engines took of what they sampled.
 
 Shapes: E episodes of R rows in all, S columns, N turns from 1 on; turn 0 is of observations, which nobody sampled.
 """
@@ -39,7 +39,7 @@ def require_sampled_ids(batch: BatchedDataDict) -> None:
     what = "an observation" if turn == _OBSERVED else f"answer {turn}"
     raise RunStoppedError(
         f"prompt_index {prompt}, sample_index {sample}: {what} would be trained on as tokens that the engine "
-        "did not sample, by the digest of the ids that it drew; what stands between generation and training "
+        "did not sample, by the digest of the ids that it sampled; what stands between generation and training "
         "changes input_ids, token_mask or turn_of_token",
         code="ids-differ",
     )

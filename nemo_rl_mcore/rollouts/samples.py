@@ -83,7 +83,7 @@ def _advantages(batch: BatchedDataDict) -> dict[str, torch.Tensor]:
 
 
 def _weight_versions(batch: BatchedDataDict, current: int) -> dict[str, torch.Tensor]:
-    """Return the oldest and the newest that drew a token of each response; `current` where one has drawn all."""
+    """Return the oldest and the newest that sampled a token of each response; `current` where one has drawn all."""
     if WEIGHT_VERSIONS in batch:
         versions = batch[WEIGHT_VERSIONS]
         newest = versions.amax(1)

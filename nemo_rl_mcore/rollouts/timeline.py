@@ -10,7 +10,7 @@ from nemo_rl_mcore.rollouts.events import Committed, Event, Finished, Published,
 
 @dataclass(frozen=True)
 class LoggedGroup:
-    """From which token on which version drew a group, and the digest of what was drawn."""
+    """From which token on which version sampled a group, and the digest of what was drawn."""
 
     segments: Sequence[Segment]
     digest: str
@@ -22,7 +22,7 @@ class LoggedGroup:
 
     @property
     def versions(self) -> list[int]:
-        """Return the versions that drew it."""
+        """Return the versions that sampled it."""
         return [segment.version for segment in self.segments]
 
 

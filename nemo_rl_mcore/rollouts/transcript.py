@@ -64,7 +64,7 @@ class Transcript:
 
     @property
     def has_versions(self) -> bool:
-        """Say whether the engine told the versions of the weights that drew a token."""
+        """Say whether the engine told the versions of the weights that sampled a token."""
         return any(not isinstance(piece.versions_N, int) for row in self.rows for piece in row)
 
     @property

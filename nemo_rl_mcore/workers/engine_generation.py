@@ -98,7 +98,7 @@ class EngineGeneration:
     def generate(self, data: BatchedDataDict, *, step: int, greedy: bool = False) -> BatchedDataDict:
         """See `interfaces.GenerationInterface.generate`.
 
-        Besides, weight_versions int64 [B, T]: of the weights that drew each token, -1 after the end. What was asked of
+        Besides, weight_versions int64 [B, T]: of the weights that sampled a token, -1 after the end. What was asked of
         an engine that is lost is asked again, of those that live then.
         """
         asked = self._keyed(data, step)

@@ -232,7 +232,7 @@ class AsyncVllmEngine:
         versions: list[int] = []
         finished = False
         params = _sampling_params(request, sampling)
-        params.output_kind = RequestOutputKind.DELTA  # token by token, for the version that drew each
+        params.output_kind = RequestOutputKind.DELTA  # token by token, for the version that sampled each
         prompt: Any = {"prompt_token_ids": list(request.prompt)}
         async for output in self._llm.generate(prompt, params, request_id=str(next(self._numbers))):
             activity.advance("a token of a response")
